@@ -1,0 +1,1 @@
+"""The borders: HF checkpoints, torch, flax, datasets, tokenizers, reports, the command line."""

@@ -1,0 +1,1 @@
+"""Pure mathematics on arrays and pytrees; imports nothing else of ours."""

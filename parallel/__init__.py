@@ -1,0 +1,1 @@
+"""Meshes, sharding rules and everything that moves between devices."""

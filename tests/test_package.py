@@ -1,0 +1,86 @@
+"""The package as built: folders, version, declared dependencies, and which copy is imported."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import areax
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+FOLDERS = {name: ROOT.joinpath(*name.split(".")[1:]) for name in PACKAGES}
+
+
+def normal(requirement):
+    """The distribution's name in a requirement, as installers compare names."""
+    return re.sub("[-_.]+", "-", re.match("[A-Za-z0-9._-]+", requirement).group()).lower()
+
+
+def imported(tree):
+    """Top-level names of all modules that a file imports absolutely, at any depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.split(".")[0]
+
+
+def test_every_folder_with_code_is_packaged():
+    outside = {"tests", "benchmarks", "docs", "build", "dist", "runs"}
+    with_code = {
+        file.parent
+        for top in ROOT.iterdir()
+        if top.is_dir() and not top.name.startswith((".", "_")) and top.name not in outside
+        for file in top.rglob("*.py")
+    }
+    assert with_code | {ROOT} == set(FOLDERS.values())
+    assert all((folder / "__init__.py").is_file() for folder in FOLDERS.values())
+
+
+def test_every_data_file_is_packaged():
+    data = {
+        file.relative_to(ROOT).as_posix()
+        for folder in set(FOLDERS.values()) - {ROOT}
+        for file in folder.iterdir()
+        if file.is_file() and file.suffix not in (".py", ".pyc")
+    }
+    declared = {
+        file.relative_to(ROOT).as_posix()
+        for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for file in FOLDERS[package].glob(pattern)
+    }
+    assert data | {"py.typed"} == declared
+
+
+def test_one_version():
+    assert areax.__version__ == PROJECT["project"]["version"]
+    assert areax.__version__ == importlib.metadata.version("areax")
+
+
+def test_imports_the_copy_under_test():
+    here = Path(areax.__file__).resolve().parent
+    if os.environ.get("AREAX_EXPECT_INSTALLED"):
+        assert here.is_relative_to(Path(sys.prefix).resolve()) and here != ROOT
+    else:
+        assert here == ROOT
+
+
+def test_every_import_is_declared():
+    project = PROJECT["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+    provides = importlib.metadata.packages_distributions()
+    missing = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for folder in FOLDERS.values()
+        for file in folder.glob("*.py")
+        for name in imported(ast.parse(file.read_text()))
+        if name not in sys.stdlib_module_names | {"areax"}
+        and not set(map(normal, provides.get(name, ["?"]))) & set(map(normal, declared))
+    }
+    assert not missing
