@@ -1,0 +1,33 @@
+"""Models are modules: each family has `config`, `to_hf`, `table`, `embed` and `block`; what follows serves them all."""
+
+from . import llama, qwen2, qwen3
+from .transformer import Run, Scores, backbone, forward, head, score
+
+FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def config_from_hf(hf: dict):
+    """The Config of any supported family from a parsed config.json.
+
+    Raises:
+      ValueError: a model_type that is not supported, or an option that is not implemented.
+    """
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"config.json: model_type must be one of {', '.join(sorted(FAMILIES))}, got {name!r}")
+    return FAMILIES[name].config(hf)
+
+
+def config_to_hf(config) -> dict:
+    """The config.json of a Config."""
+    return FAMILIES[config.family].to_hf(config)
+
+
+def table(config):
+    """The Param table of a Config."""
+    return FAMILIES[config.family].table(config)
+
+
+__all__ = [
+    "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "forward", "head", "score", "table",
+]  # fmt: skip

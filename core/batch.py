@@ -1,0 +1,59 @@
+"""What a training step reads: packed rows, as a pytree of arrays."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+Array = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows `B x T` with `J` segment slots a row; `pack` puts microbatches M in front of every axis.
+
+    `input` arrays belong to the token at t; `target` arrays speak of predicting token t + 1, so that
+    `target_BT[b, t]` is the next token, `mask_BT[b, t]` says whether to learn it and `logp_BT[b, t]` is its behaviour
+    log-probability. Segment arrays hold -1 (ids), 0 (lengths, weights) or NaN (rewards) in empty slots.
+
+    Attributes:
+      token_BT, position_BT: input; token id and rope position.
+      index_BT: input; order inside the segment, which is what causality follows.
+      segment_BT: input; slot + 1, 0 = padding.
+      target_BT, mask_BT: target; the next token, and whether it is learnt.
+      logp_BT, version_BT: target; behaviour log-probability (nats) and policy version (-1 = not sampled).
+      weight_BT: target; weight of the token in the loss, the global denominator folded in by `prepare`.
+      adv_BT, ref_BT, prox_BT: target; advantage, reference and proximal log-probability; None until prepared.
+      reward_BJ: total reward of the segment; NaN = unscorable.
+      group_BJ, prompt_BJ, rollout_BJ: which segments belong together, numbered from 0 inside the batch.
+      sample_BJ: position of the sample in the list that was packed.
+      length_BJ, weight_BJ: tokens of the segment; its weight inside its rollout.
+      input, target: arrays that samples brought along, by name.
+    """
+
+    token_BT: Array
+    position_BT: Array
+    index_BT: Array
+    segment_BT: Array
+    target_BT: Array
+    mask_BT: Array
+    logp_BT: Array
+    version_BT: Array
+    weight_BT: Array
+    reward_BJ: Array
+    group_BJ: Array
+    prompt_BJ: Array
+    sample_BJ: Array
+    rollout_BJ: Array
+    length_BJ: Array
+    weight_BJ: Array
+    adv_BT: Array | None = None
+    ref_BT: Array | None = None
+    prox_BT: Array | None = None
+    input: dict[str, Array] = field(default_factory=dict)
+    target: dict[str, Array] = field(default_factory=dict)
+
+    def replace(self, **changes) -> "Batch":
+        return dataclasses.replace(self, **changes)

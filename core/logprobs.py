@@ -1,0 +1,65 @@
+"""Log-probabilities of given tokens from hidden states, in chunks: no [T, V] array is ever held.
+
+The same primitive serves SFT, RL, distillation and evaluation.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .shapes import shaped
+
+
+def chunk_size(vocabulary: int) -> int:
+    """Tokens a chunk: about 64 MB of fp32 logits, at least 128."""
+    return max(128, 1 << max(0, (2**24 // vocabulary).bit_length() - 1))
+
+
+@shaped
+def from_logits(logits_AV, target_A):
+    """Natural log-probability of the target, entropy and log-sum-exp of each row of logits, each [A], in nats.
+
+    Differentiable in the logits, entropy included: d entropy / d logits = -p (log p + entropy).
+    """
+    lse_A = jax.nn.logsumexp(logits_AV, axis=-1)
+    picked_A = jnp.take_along_axis(logits_AV, target_A[:, None], axis=-1)[:, 0]
+    prob_AV = jnp.exp(logits_AV - lse_A[:, None])
+    entropy_A = lse_A - jnp.sum(prob_AV * logits_AV, axis=-1)
+    return picked_A - lse_A, entropy_A, lse_A
+
+
+@shaped
+def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None):
+    """(logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
+
+    Each chunk is rematerialised in the backward pass; logits and the head's gradient are summed in fp32 or wider.
+
+    Args:
+      temperature: positive scalar, or one a token, [A].
+      chunk: tokens a chunk; None = `chunk_size(V)`.
+      per_chunk: optional `f(logits_CV, target_C) -> pytree of [C, ...]`, for what else needs whole rows of logits.
+
+    Returns:
+      logp_A, entropy_A, lse_A, and per_chunk's results with A in front (None without it).
+    """
+    A, V = hidden_AD.shape[0], head_VD.shape[0]
+    wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)
+    C = min(chunk or chunk_size(V), A)
+    pad = -A % C
+    temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))
+
+    @jax.checkpoint
+    def one(h_CD, target_C, temperature_C):
+        head = head_VD.astype(h_CD.dtype)
+        logits_CV = jnp.einsum("CD,VD->CV", h_CD, head, preferred_element_type=wide)
+        logits_CV = logits_CV / temperature_C[:, None]
+        extra = per_chunk(logits_CV, target_C) if per_chunk else None
+        return *from_logits(logits_CV, target_C), extra
+
+    if pad == 0 and C == A:
+        return one(hidden_AD, target_A, temperature_A)
+    chunks = lambda x, value: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=value).reshape(
+        -1, C, *x.shape[1:]
+    )
+    xs = chunks(hidden_AD, 0), chunks(target_A, 0), chunks(temperature_A, 1)
+    _, out = jax.lax.scan(lambda _, x: (None, one(*x)), None, xs)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)

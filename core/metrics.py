@@ -1,0 +1,91 @@
+"""Metrics that add up: {sum, count, min, max, histogram}, merged exactly over microbatches, devices and processes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Metric:
+    """What is known of a set of numbers; `edges` are fixed bin edges (none = no histogram).
+
+    Values below the first edge count in the first bin, values at or above the last in the last.
+    """
+
+    sum: Any
+    count: Any
+    min: Any
+    max: Any
+    bins: Any
+    edges: tuple[float, ...] = field(default=(), metadata={"static": True})
+
+
+def of(x, mask=None, *, edges: tuple[float, ...] = ()) -> Metric:
+    """The metric of those x whose mask is not 0. No gradient is meant to flow."""
+    x = jax.lax.stop_gradient(jnp.asarray(x, jnp.float32))
+    keep = jnp.ones_like(x, bool) if mask is None else jnp.asarray(mask) != 0
+    bins = jnp.zeros((max(len(edges) - 1, 0),), jnp.float32)
+    if edges:
+        where = jnp.clip(jnp.searchsorted(jnp.asarray(edges), x, side="right") - 1, 0, len(bins) - 1)
+        bins = bins.at[where.reshape(-1)].add(keep.reshape(-1).astype(jnp.float32))
+    return Metric(
+        sum=jnp.sum(jnp.where(keep, x, 0)),
+        count=jnp.sum(keep.astype(jnp.float32)),
+        min=jnp.min(jnp.where(keep, x, jnp.inf), initial=jnp.inf),
+        max=jnp.max(jnp.where(keep, x, -jnp.inf), initial=-jnp.inf),
+        bins=bins,
+        edges=edges,
+    )
+
+
+def merge(a: Metric, b: Metric) -> Metric:
+    """The metric of the union."""
+    return Metric(
+        a.sum + b.sum,
+        a.count + b.count,
+        jnp.minimum(a.min, b.min),
+        jnp.maximum(a.max, b.max),
+        a.bins + b.bins,
+        a.edges,
+    )
+
+
+def empty_like(abstract):
+    """The neutral element for a tree of (abstract) metrics."""
+    return jax.tree.map(
+        lambda m: Metric(
+            jnp.zeros((), jnp.float32),
+            jnp.zeros((), jnp.float32),
+            jnp.full((), jnp.inf, jnp.float32),
+            jnp.full((), -jnp.inf, jnp.float32),
+            jnp.zeros((max(len(m.edges) - 1, 0),), jnp.float32),
+            m.edges,
+        ),
+        abstract,
+        is_leaf=lambda x: isinstance(x, Metric),
+    )
+
+
+def merge_trees(a, b):
+    """`merge`, leaf by leaf."""
+    return jax.tree.map(merge, a, b, is_leaf=lambda x: isinstance(x, Metric))
+
+
+def to_dict(tree: dict[str, Metric]) -> dict:
+    """Host values for a log: `name` = mean, `name_max`, and `name_hist` = {edges, counts} where there are bins.
+
+    A metric of nothing is left out.
+    """
+    out: dict = {}
+    for name, m in tree.items():
+        count = float(m.count)
+        if count == 0:
+            continue
+        out[name], out[f"{name}_max"] = float(m.sum) / count, float(m.max)
+        if m.edges:
+            out[f"{name}_hist"] = {"edges": list(m.edges), "counts": np.asarray(m.bins).tolist()}
+    return out

@@ -1,0 +1,123 @@
+"""Samples to rows: several sequences share a row, told apart by segment numbers (numpy; the only place that shifts).
+
+Reads the fields of a sample by name and imports no type.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from .batch import Batch
+
+
+def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8) -> Batch:
+    """Packs samples first-fit-decreasing into a Batch [M, B, T] of M microbatches of B = `rows` rows.
+
+    M is rounded up to 2^k or 3 * 2^k with empty microbatches behind, and J to 2^k, so that few shapes ever compile;
+    `used(batch)` is the number of microbatches that hold anything.
+
+    Args:
+      length: T, or several allowed T of which the smallest that holds the longest sample is taken.
+      rows: rows of a microbatch; a multiple of the devices along the batch axes.
+
+    Raises:
+      ValueError: no samples, a sample longer than every T, or samples whose extra arrays differ in name.
+    """
+    if not len(samples):
+        raise ValueError("pack: at least one sample is needed, got none")
+    sizes = np.array([len(s.tokens) for s in samples])
+    lengths = sorted([length] if isinstance(length, int) else length)
+    fits = [t for t in lengths if t >= sizes.max()]
+    if not fits:
+        i = int(sizes.argmax())
+        raise ValueError(
+            f"pack: every sample must fit in a row of {lengths[-1]} tokens, got {sizes[i]} in sample {i}; "
+            "raise length or drop it"
+        )
+    T = fits[0]
+    row_of, slot_of, start_of, count = _first_fit(sizes, T)
+    B = rows
+    M, J = _bucket(-(-count // B)), 1 << int(slot_of.max()).bit_length()
+
+    def empty(width, value, dtype, tail=()):
+        return np.full((M * B, width, *tail), value, dtype)
+
+    token, position, index, segment, target = (empty(T, 0, np.int32) for _ in range(5))
+    mask, logp, weight = empty(T, False, bool), empty(T, 0, np.float32), empty(T, 0, np.float32)
+    version = empty(T, -1, np.int32)
+    reward, seg_weight = empty(J, np.nan, np.float32), empty(J, 0, np.float32)
+    group, prompt, sample, rollout = (empty(J, -1, np.int32) for _ in range(4))
+    seg_length = empty(J, 0, np.int32)
+    extra: dict = {"input": {}, "target": {}}
+    for name, (kind, x) in samples[0].arrays.items():
+        extra[kind][name] = empty(T, 0, x.dtype, x.shape[1:])
+    number = {name: _dense([getattr(s, name) for s in samples]) for name in ("group", "prompt", "rollout")}
+
+    for i, s in enumerate(samples):
+        b, j, start, n = row_of[i], slot_of[i], start_of[i], len(s.tokens)
+        here, ahead = slice(start, start + n), slice(start, start + n - 1)
+        token[b, here] = s.tokens
+        position[b, here] = index[b, here] = np.arange(n)
+        segment[b, here] = j + 1
+        target[b, ahead], mask[b, ahead] = s.tokens[1:], s.mask[1:]
+        logp[b, ahead], version[b, ahead] = s.logp[1:], s.version[1:]
+        weight[b, ahead] = s.mask[1:] * s.weight
+        reward[b, j], seg_weight[b, j], seg_length[b, j] = s.reward, s.weight, n
+        sample[b, j] = i
+        group[b, j], prompt[b, j] = number["group"][i], number["prompt"][i]
+        rollout[b, j] = number["rollout"][i]
+        if set(s.arrays) != set(samples[0].arrays):
+            raise ValueError(
+                f"pack: all samples need the same arrays, got {sorted(s.arrays)} in sample {i} "
+                f"and {sorted(samples[0].arrays)} in sample 0"
+            )
+        for name, (kind, x) in s.arrays.items():
+            extra[kind][name][b, here if kind == "input" else ahead] = x if kind == "input" else x[1:]
+
+    batch = Batch(
+        token_BT=token, position_BT=position, index_BT=index, segment_BT=segment,
+        target_BT=target, mask_BT=mask, logp_BT=logp, version_BT=version, weight_BT=weight,
+        reward_BJ=reward, group_BJ=group, prompt_BJ=prompt, sample_BJ=sample, rollout_BJ=rollout,
+        length_BJ=seg_length, weight_BJ=seg_weight, input=extra["input"], target=extra["target"],
+    )  # fmt: skip
+    return jax.tree.map(lambda x: x.reshape(M, B, *x.shape[1:]), batch)
+
+
+def used(batch: Batch):
+    """How many microbatches of a Batch [M, B, T] hold tokens; the rest are empty and stand behind."""
+    return (batch.segment_BT > 0).any((-2, -1)).sum()
+
+
+def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
+    """`target` values back to each sample's own indices: f[n] a sample, 0 for its first token."""
+    x, segment = np.asarray(x_MBT), np.asarray(batch.segment_BT)
+    out = [np.zeros(len(s.tokens), x.dtype) for s in samples]
+    for m, b, j in np.argwhere(np.asarray(batch.sample_BJ) >= 0):
+        i = int(batch.sample_BJ[m, b, j])
+        out[i][1:] = x[m, b, segment[m, b] == j + 1][:-1]
+    return out
+
+
+def _first_fit(sizes, T):
+    """Longest first, each into the first row with room: row, slot and start of each sample, and rows in use."""
+    room, slots = np.full(len(sizes), T), np.zeros(len(sizes), int)
+    row_of, slot_of, start_of = (np.zeros(len(sizes), int) for _ in range(3))
+    for i in np.argsort(-sizes, kind="stable"):
+        b = int(np.argmax(room >= sizes[i]))
+        row_of[i], slot_of[i], start_of[i] = b, slots[b], T - room[b]
+        room[b] -= sizes[i]
+        slots[b] += 1
+    return row_of, slot_of, start_of, int(row_of.max()) + 1
+
+
+def _bucket(n):
+    """The smallest 2^k or 3 * 2^k that is at least n."""
+    power = 1 << (n - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= n else power
+
+
+def _dense(ids):
+    """Ids renumbered from 0 in order of first appearance."""
+    seen: dict = {}
+    return [seen.setdefault(i, len(seen)) for i in ids]

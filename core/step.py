@@ -1,0 +1,84 @@
+"""The training step: a loop over microbatches of one shape, a global denominator, one optimiser update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from . import metrics, packing
+from .batch import Batch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """What training carries: fp32 master weights, the optimiser's state, and the number of updates tried."""
+
+    params: Any
+    opt_state: Any
+    step: Any
+
+
+def init(params, optimizer: optax.GradientTransformation) -> State:
+    """The state at step 0."""
+    return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
+def make_step(score: Callable, objective, optimizer: optax.GradientTransformation) -> Callable:
+    """Returns jitted `step(state, batch) -> (state, metrics)` for a prepared Batch [M, B, T].
+
+    `score(params, microbatch) -> out` is differentiated through `objective.loss`. Gradients are summed in the masters'
+    dtype over the microbatches in use, whose number is read from the batch, so that it never recompiles. A step whose
+    gradient is not finite leaves weights and moments as they were and counts in `skipped`. The state is donated.
+
+    Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `skipped`.
+    """
+
+    def one(params, batch):
+        return objective.loss(score(params, batch), batch)
+
+    def step(state: State, batch: Batch):
+        micro = lambda i: jax.tree.map(lambda x: x[i], batch)
+        _, shapes = jax.eval_shape(one, state.params, micro(0))
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+
+        def add(i, carry):
+            grads, loss, report = carry
+            (value, new), grad = jax.value_and_grad(one, has_aux=True)(state.params, micro(i))
+            return jax.tree.map(jnp.add, grads, grad), loss + value, metrics.merge_trees(report, new)
+
+        start = zeros, jnp.zeros((), jnp.float32), metrics.empty_like(shapes)
+        grads, loss, report = jax.lax.fori_loop(0, packing.used(batch), add, start)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        params = keep(optax.apply_updates(state.params, updates), state.params)
+        report |= {
+            "loss": metrics.of(loss),
+            "grad_norm": metrics.of(norm),
+            "skipped": metrics.of(~finite),
+        }
+        return State(params, keep(opt_state, state.opt_state), state.step + 1), report
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_scores(score: Callable) -> Callable:
+    """Returns jitted `scores(params, batch) -> out` over a Batch [M, B, T], one microbatch at a time, no gradients."""
+
+    def scores(params, batch: Batch):
+        micro = lambda i: jax.tree.map(lambda x: x[i], batch)
+        shapes = jax.eval_shape(score, params, micro(0))
+        M = batch.token_BT.shape[0]
+        start = jax.tree.map(lambda s: jnp.zeros((M, *s.shape), s.dtype), shapes)
+
+        def put(i, out):
+            return jax.tree.map(lambda all_, new: all_.at[i].set(new), out, score(params, micro(i)))
+
+        return jax.lax.fori_loop(0, packing.used(batch), put, start)
+
+    return jax.jit(scores)

@@ -1,0 +1,203 @@
+"""The pre-norm decoder with grouped-query attention and a gated MLP that Llama and its descendants share.
+
+Biases and query/key norms are applied where the weights have them, so that a family's table alone says what it is.
+"""
+
+import json
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.nn.initializers import normal, ones, zeros
+
+from ..core.param import Param, Stack, Table
+from . import layers
+from . import rope as rotary
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and constants of a model; `source` is the config.json that it came from.
+
+    Attributes:
+      family: model_type in Hugging Face's spelling.
+      context: longest sequence the model was made for, in tokens.
+      init_std: standard deviation of new matrices.
+      prefix: in front of the checkpoint's keys, "model." but for bare backbones.
+      value_head: the model has a scalar head, `score.weight`.
+    """
+
+    family: str
+    vocab: int
+    embed: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: rotary.Rope = rotary.Rope()
+    norm_eps: float = 1e-6
+    tied: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    context: int = 32768
+    init_std: float = 0.02
+    eos: tuple[int, ...] = ()
+    prefix: str = "model."
+    value_head: bool = False
+    source: str = "{}"
+
+
+def config(hf: dict, family: str, **differences) -> Config:
+    """Reads a config.json; `differences` are fields in which a family departs from the common names.
+
+    Raises:
+      ValueError: an option that is not implemented, by its name and value.
+    """
+    refuse(hf, "hidden_act", "silu", default="silu")
+    refuse(hf, "attention_dropout", 0.0, default=0.0)
+    refuse(hf, "pretraining_tp", 1, default=1)
+    refuse(hf, "quantization_config", None, default=None)
+    windows = hf.get("layer_types") or []
+    if hf.get("use_sliding_window") or any(kind != "full_attention" for kind in windows):
+        raise ValueError(
+            f"config.json: sliding windows are not implemented for {family}, got use_sliding_window "
+            f"{hf.get('use_sliding_window')} and layer_types {sorted(set(windows))}"
+        )
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if name not in hf:
+            raise ValueError(f"config.json: {family} needs {name}, which is missing")
+    heads = hf["num_attention_heads"]
+    eos = hf.get("eos_token_id")
+    fields = dict(
+        family=family,
+        vocab=hf["vocab_size"],
+        embed=hf["hidden_size"],
+        ffn=hf["intermediate_size"],
+        layers=hf["num_hidden_layers"],
+        heads=heads,
+        kv_heads=hf.get("num_key_value_heads") or heads,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+        rope=rotary.from_hf(hf),
+        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        tied=hf.get("tie_word_embeddings", False),
+        context=hf.get("max_position_embeddings", 32768),
+        init_std=hf.get("initializer_range", 0.02),
+        eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        value_head=any("ForSequenceClassification" in a or "ForTokenClassification" in a
+                       for a in hf.get("architectures") or []),
+        source=json.dumps(hf),
+    )  # fmt: skip
+    return Config(**{**fields, **differences})
+
+
+def refuse(hf: dict, name: str, only, *, default):
+    """Raises unless the option has the one value that is implemented."""
+    if hf.get(name, default) != only:
+        raise ValueError(f"config.json: {name} must be {only!r}, got {hf[name]!r}, which is not implemented")
+
+
+def to_hf(config: Config) -> dict:
+    """The config.json of a model, with rope and dtype in old and new spellings; options of the source are kept."""
+    eos = list(config.eos)
+    return {
+        **json.loads(config.source),
+        "model_type": config.family,
+        "vocab_size": config.vocab,
+        "hidden_size": config.embed,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": config.context,
+        "initializer_range": config.init_std,
+        "hidden_act": "silu",
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
+        **rotary.to_hf(config.rope),
+    }
+
+
+def table(config: Config, *, qk_norm: bool) -> Table:
+    """The weights of a dense decoder. New output projections are scaled by (2 layers)^-1/2 (GPT-2)."""
+    std = normal(config.init_std)
+    out = normal(config.init_std * (2 * config.layers) ** -0.5)
+    at = "{prefix}layers.{layer}."
+
+    def weight(axes, name, init=std):
+        return Param(axes, (f"{at}{name}.weight",), init)
+
+    def bias(axes, name):
+        return Param(axes, (f"{at}{name}.bias",), zeros)
+
+    # fmt: off
+    block = {
+        "norm1": weight("embed", "input_layernorm", ones),
+        "q": weight("heads embed", "self_attn.q_proj"),
+        "k": weight("kv_heads embed", "self_attn.k_proj"),
+        "v": weight("kv_heads embed", "self_attn.v_proj"),
+        "o": weight("embed heads", "self_attn.o_proj", out),
+        "norm2": weight("embed", "post_attention_layernorm", ones),
+        "gate": weight("ffn embed", "mlp.gate_proj"),
+        "up": weight("ffn embed", "mlp.up_proj"),
+        "down": weight("embed ffn", "mlp.down_proj", out),
+    }
+    if qk_norm:
+        block |= {"q_norm": weight("head", "self_attn.q_norm", ones),
+                  "k_norm": weight("head", "self_attn.k_norm", ones)}
+    if config.qkv_bias:
+        block |= {"q_bias": bias("heads", "self_attn.q_proj"), "k_bias": bias("kv_heads", "self_attn.k_proj"),
+                  "v_bias": bias("kv_heads", "self_attn.v_proj")}
+    if config.out_bias:
+        block |= {"o_bias": bias("embed", "self_attn.o_proj")}
+    if config.mlp_bias:
+        block |= {"gate_bias": bias("ffn", "mlp.gate_proj"), "up_bias": bias("ffn", "mlp.up_proj"),
+                  "down_bias": bias("embed", "mlp.down_proj")}
+    top = {
+        "embed": Param("vocab embed", ("{prefix}embed_tokens.weight",), std),
+        "norm": Param("embed", ("{prefix}norm.weight",), ones),
+    }
+    if not config.tied:
+        top["head"] = Param("vocab embed", ("lm_head.weight",), std)
+    if config.value_head:
+        top["score"] = Param("one embed", ("score.weight",), std)
+    # fmt: on
+    dims = {
+        "vocab": config.vocab,
+        "embed": config.embed,
+        "ffn": config.ffn,
+        "head": config.head_dim,
+        "one": 1,
+        "heads": config.heads * config.head_dim,
+        "kv_heads": config.kv_heads * config.head_dim,
+    }  # fmt: skip
+    return Table(top, (Stack(tuple(range(config.layers)), block),), dims)
+
+
+def block(x_BTD, w, cos_BTH, sin_BTH, attend, config: Config):
+    """One layer. `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` holds the mask, or the cache when decoding."""
+    B, T, _ = x_BTD.shape
+
+    def heads(name, count):
+        x = layers.linear(h_BTD, w[name], w.get(f"{name}_bias"))
+        return x.reshape(B, T, count, config.head_dim)
+
+    def place(x, norm):
+        if norm in w:
+            x = layers.rms_norm(x, w[norm], config.norm_eps)
+        return rotary.rotate(x, cos_BTH, sin_BTH)
+
+    h_BTD = layers.rms_norm(x_BTD, w["norm1"], config.norm_eps)
+    q_BTNH = place(heads("q", config.heads), "q_norm")
+    k_BTKH = place(heads("k", config.kv_heads), "k_norm")
+    a_BTNH = attend(q_BTNH, k_BTKH, heads("v", config.kv_heads))
+    x_BTD = x_BTD + layers.linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias"))
+    h_BTD = layers.rms_norm(x_BTD, w["norm2"], config.norm_eps)
+    return x_BTD + layers.gated_mlp(h_BTD, w)
+
+
+def embed(params, token_BT, dtype):
+    """Rows of the embedding table, in the compute dtype."""
+    return jnp.take(params["embed"], token_BT, axis=0).astype(dtype)

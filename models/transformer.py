@@ -1,0 +1,118 @@
+"""From tokens to hidden states, logits and scores, for every family."""
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from ..core import logprobs
+from ..core.batch import Batch
+from ..core.shapes import shaped
+from . import attention, layers, rope
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to compute, not what: hashable, and none of it changes the mathematics.
+
+    Attributes:
+      dtype: of activations and matmuls; None = that of the weights. Norms, softmax and the head stay in fp32.
+      remat: "full" recomputes each layer in the backward pass, "none" keeps its activations.
+      query_chunk: queries a chunk of attention.
+      head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
+    """
+
+    dtype: str | None = None
+    remat: Literal["full", "none"] = "full"
+    query_chunk: int = 128
+    head_chunk: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scores:
+    """What `score` says of each target: log-probability, entropy and log-sum-exp (nats), value, and extras.
+
+    Attributes:
+      value_BT: the scalar head's output, or None without one.
+      extra: what `per_chunk` returned, [B, T, ...].
+      aux: losses and loads that layers report; empty for dense models.
+    """
+
+    logp_BT: Any
+    entropy_BT: Any
+    lse_BT: Any
+    value_BT: Any = None
+    extra: Any = None
+    aux: dict[str, Any] = field(default_factory=dict)
+
+
+def family(config):
+    """The module of a config's family."""
+    return importlib.import_module(f".{config.family}", __package__)
+
+
+@shaped
+def backbone(params, token_BT, position_BT, segment_BT, index_BT, *, config, run: Run = Run()):
+    """Hidden states after the last norm, [B, T, D]: embedding, a scan over each stack of layers, final norm."""
+    module = family(config)
+    x_BTD = module.embed(params, token_BT, run.dtype or params["embed"].dtype)
+    cos_BTH, sin_BTH = rope.tables(position_BT, config.rope, config.head_dim)
+
+    def attend(q_BTNH, k_BTKH, v_BTKH):
+        return attention.causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, chunk=run.query_chunk)
+
+    def layer(x_BTD, w):
+        return module.block(x_BTD, w, cos_BTH, sin_BTH, attend, config), None
+
+    for stack in params["stacks"]:
+        body = jax.checkpoint(layer) if run.remat == "full" else layer
+        x_BTD, _ = jax.lax.scan(body, x_BTD, stack)
+    return layers.rms_norm(x_BTD, params["norm"], config.norm_eps)
+
+
+def head(params):
+    """The output matrix [V, D]: the embedding's where they are tied."""
+    return params.get("head", params["embed"])
+
+
+def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run: Run = Run()):
+    """Next-token logits, f32[B, T, V].
+
+    Args:
+      position_BT: rope positions; None = order inside the segment.
+      segment_BT: equal numbers side by side share a sequence; 0 = padding; None = each row is one sequence.
+    """
+    segment_BT = jnp.ones(token_BT.shape, jnp.int32) if segment_BT is None else segment_BT
+    index_BT = layers.segment_index(segment_BT)
+    position_BT = index_BT if position_BT is None else position_BT
+    hidden_BTD = backbone(params, token_BT, position_BT, segment_BT, index_BT, config=config, run=run)
+    wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
+    w = head(params).astype(hidden_BTD.dtype)
+    return jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide)
+
+
+def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, per_chunk=None):
+    """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
+
+    Works in chunks of tokens: no [T, V] array is held, forward or backward.
+
+    Args:
+      per_chunk: optional `f(logits_CV, target_C) -> pytree of [C, ...]`, returned in `extra` as [B, T, ...].
+    """
+    hidden_BTD = backbone(
+        params, batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT,
+        config=config, run=run,
+    )  # fmt: skip
+    B, T, D = hidden_BTD.shape
+    out = logprobs.from_hidden(
+        hidden_BTD.reshape(B * T, D), head(params), batch.target_BT.reshape(-1),
+        temperature=temperature, chunk=run.head_chunk, per_chunk=per_chunk,
+    )  # fmt: skip
+    logp, entropy, lse, extra = jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
+    value = None
+    if "score" in params:
+        value = layers.linear(hidden_BTD, params["score"])[..., 0].astype(jnp.float32)
+    return Scores(logp, entropy, lse, value, extra)

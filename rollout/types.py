@@ -1,0 +1,126 @@
+"""What rollout produces and training reads: completions and samples (numpy only; anyone may import this)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one generation request returned; the three lists run over the generated tokens.
+
+    Attributes:
+      tokens: generated ids, the stop token included.
+      logp: log-probability (nats) of each under the temperature-scaled distribution it was drawn from.
+      version: policy version that sampled each token, as the server reported it.
+      finish: `stop`, `length`, `abort` or `error`.
+      text: decoded text where the server has a tokenizer, else "".
+      info: the server's remaining report (cached tokens, retractions, seconds).
+    """
+
+    tokens: list[int]
+    logp: list[float]
+    version: list[int]
+    finish: Finish
+    text: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row of training data: a token sequence and what is known of each token at its own index.
+
+    `pack` alone shifts to the predicting position. Arrays have length n = len(tokens).
+
+    Attributes:
+      tokens: i32[n].
+      mask: bool[n], tokens to learn: in RL those the policy sampled (stop token included), in SFT the completion.
+      logp: f32[n], behaviour log-probability (nats, temperature-scaled), 0 outside mask.
+      version: i32[n], policy version that sampled the token, -1 elsewhere.
+      turn: i32[n], conversation turn.
+      temperature: the sampling temperature.
+      rewards: (index, value) pairs; NaN = unscorable (no gradient, outside the baseline).
+      components: named parts of the reward, for reports.
+      finish: why generation ended.
+      group, prompt, sample, rollout: globally unique ids; several rows may share one rollout.
+      weight: of this row; rows of one rollout sum to 1.
+      arrays: {name: ("input" | "target", ndarray[n, ...])}, packed along.
+    """
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    logp: np.ndarray
+    version: np.ndarray
+    turn: np.ndarray
+    temperature: float = 1.0
+    rewards: tuple[tuple[int, float], ...] = ()
+    components: Mapping[str, float] = field(default_factory=dict)
+    finish: Finish = "stop"
+    group: int = 0
+    prompt: int = 0
+    sample: int = 0
+    rollout: int = 0
+    weight: float = 1.0
+    pair: int = -1
+    label: float = 0.0
+    arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        n = len(self.tokens)
+        for name in ("mask", "logp", "version", "turn"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(
+                    f"Sample: {name} needs one entry a token, got {len(getattr(self, name))} for {n} tokens"
+                )
+        for index, _ in self.rewards:
+            if not 0 <= index < n:
+                raise ValueError(f"Sample: a reward index must lie in 0..{n - 1}, got {index}")
+
+    @property
+    def reward(self) -> float:
+        """The sum of all rewards; NaN if any is unscorable; 0.0 without rewards."""
+        return float(sum(value for _, value in self.rewards))
+
+    def replace(self, **changes) -> Sample:
+        return dataclasses.replace(self, **changes)
+
+
+def supervised(prompt: Sequence[int], completion: Sequence[int], **fields) -> Sample:
+    """A sample for SFT: learn `completion` given `prompt`."""
+    n = len(prompt) + len(completion)
+    return Sample(
+        tokens=np.asarray([*prompt, *completion], np.int32),
+        mask=np.arange(n) >= len(prompt),
+        logp=np.zeros(n, np.float32),
+        version=np.full(n, -1, np.int32),
+        turn=np.zeros(n, np.int32),
+        **fields,
+    )
+
+
+def sampled(
+    prompt: Sequence[int], completion: Completion, *, temperature: float, reward: float = 0.0, **fields
+) -> Sample:
+    """A sample for RL: one completion of `prompt`, its reward at the last token."""
+    n, m = len(prompt) + len(completion.tokens), len(prompt)
+    pad = lambda value, values, dtype: np.asarray([value] * m + list(values), dtype)  # noqa: E731
+    return Sample(
+        tokens=np.asarray([*prompt, *completion.tokens], np.int32),
+        mask=np.arange(n) >= m,
+        logp=pad(0.0, completion.logp, np.float32),
+        version=pad(-1, completion.version, np.int32),
+        turn=np.zeros(n, np.int32),
+        temperature=temperature,
+        rewards=((n - 1, reward),),
+        finish=completion.finish,
+        **fields,
+    )
