@@ -1,0 +1,98 @@
+# Everything runs from a fresh checkout with Python 3.11 or newer, pip and make; `make help` lists it.
+# Packages go to .venv, in the versions of constraints.txt; a stamp in it keeps them from being installed again.
+
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+
+venv := .venv
+py := $(venv)/bin/python
+pip := $(py) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+runtime := $(venv)/.runtime# what a user needs
+dev := $(venv)/.dev# and what a contributor needs: torch, pytest, ruff, mypy
+wheel := .venv-wheel
+sglang := .venv-sglang
+
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: install
+install: $(dev) ## areax, editable, with all that its tests need, in .venv
+
+$(runtime): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: areax needs Python 3.11 or newer, $(PYTHON) is older; make PYTHON=python3.12 ..." >&2; exit 2; }
+	@echo "installing areax into $(venv): a minute or two, once"
+	@$(PYTHON) -m venv $(venv)
+	@$(pip) --editable .
+	@touch $@
+
+$(dev): $(runtime)
+	@echo "installing torch and the test tools into $(venv): a minute or two, once"
+	@$(pip) "$$(grep '^torch==' constraints.txt)"
+	@$(pip) --editable '.[test]'
+	@touch $@
+
+.PHONY: demo
+demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, write a checkpoint and a report
+	$(py) -m areax demo
+
+.PHONY: demo-controls
+demo-controls: $(runtime) ## the same with shuffled rewards and with learning rate 0, which must not improve
+	$(py) -m areax demo --controls
+
+.PHONY: test
+test: $(dev) ## the tests, under 10 minutes on two cores
+	$(py) -m pytest -q
+
+.PHONY: test-slow
+test-slow: $(dev) ## the tests that take minutes each
+	$(py) -m pytest -q -m slow
+
+.PHONY: test-sglang
+ifdef AREAX_SGLANG_PYTHON
+test-sglang: $(dev)
+else
+test-sglang: export AREAX_SGLANG_PYTHON := $(CURDIR)/$(sglang)/bin/python
+test-sglang: $(dev) $(sglang)/.done
+endif
+test-sglang: ## the contract tests against the real SGLang server on the CPU (installs it, 3.3 GB)
+	$(py) -m pytest -q tests/sglang
+
+$(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
+	@echo "installing SGLang into $(sglang): some minutes, once"
+	@PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(sglang)
+	@touch $@
+
+# The wheel gets an environment of its own, which borrows the other packages of .venv by a path file: such a
+# file does not run the editable hook over there, so `areax` can only be the installed copy.
+.PHONY: test-wheel
+test-wheel: $(dev) ## build the wheel and run the tests against the installed copy, from another directory
+	@rm -rf build dist $(wheel)
+	@$(py) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@$(py) -m venv --without-pip $(wheel)
+	@$(py) -m pip --python $(wheel)/bin/python install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	@$(py) $(purelib) > "$$($(wheel)/bin/python $(purelib))/borrowed.pth"
+	cd "$$(mktemp -d)" && AREAX_EXPECT_INSTALLED=1 "$(CURDIR)/$(wheel)/bin/python" -m pytest -q \
+	  -c "$(CURDIR)/pyproject.toml" --rootdir "$(CURDIR)" -p no:cacheprovider "$(CURDIR)/tests"
+
+.PHONY: bench
+bench: $(dev) ## speed beside transformers on the same models and work; writes benchmarks/results.json
+	$(py) benchmarks/run.py
+
+.PHONY: bench-quick
+bench-quick: $(dev) ## the same with few repeats, printed only
+	$(py) benchmarks/run.py --quick
+
+.PHONY: lint
+lint: $(dev) .dev/areax ## ruff and mypy
+	$(venv)/bin/ruff check .
+	$(venv)/bin/ruff format --check .
+	$(venv)/bin/mypy
+
+.dev/areax: # mypy wants a folder of the package's name, whatever the checkout is called
+	@mkdir -p .dev
+	@ln -sfn .. $@
