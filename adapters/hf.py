@@ -1,0 +1,331 @@
+"""Hugging Face checkpoints in and out: `load` and `save` for every family, driven by the families' tables.
+
+Weights keep Hugging Face's orientation, so both ways are copies: a leaf of the parameter tree is filled from, or cut
+into, the tensors of its layers. One leaf at a time is on its way; there is never a second copy of a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from .. import models
+from ..core import param
+from . import safetensors
+from . import tokenizer as tokenizers
+from .directory import replacing
+
+MANIFEST = "manifest.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+HEADS = ("head", "score")  # leaves that a checkpoint of a bare or differently headed model may lack
+# Buffers that old checkpoints carry and that follow from config.json.
+BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
+
+
+# -- in ------------------------------------------------------------------------------------------
+
+
+def read_config(path: str | os.PathLike):
+    """The Config of a checkpoint directory; stop tokens of generation_config.json join those of config.json.
+
+    Raises:
+      ValueError: the path is missing or no directory, config.json is missing or malformed, the architecture or an
+        option is not supported.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path}: a checkpoint must be a directory that exists (`hf download` fetches one)")
+    if not path.is_dir():
+        raise ValueError(f"{path}: a checkpoint must be a directory, got a file; name the one that holds config.json")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: a checkpoint needs config.json, which is missing; is it another directory?")
+    hf = _read_json(path / "config.json")
+    try:
+        config = models.config_from_hf(hf)
+    except ValueError as error:
+        raise ValueError(f"{path}/{error}") from error
+    if (path / "generation_config.json").is_file():
+        eos = _read_json(path / "generation_config.json").get("eos_token_id")
+        eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        config = dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *eos))))
+    return config
+
+
+def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = ()):
+    """(config, params) of a checkpoint of any family: each weight must find its tensor, each tensor its weight.
+
+    An `lm_head` beside tied embeddings is accepted if it equals them. A `score.weight` makes a value head. Keys without
+    the prefix "model." (bare backbones) are understood.
+
+    Args:
+      dtype: of the parameters; None = as stored.
+      mesh: a Mesh over which to replicate the parameters; None = the default device.
+      init_missing: heads to draw at random if the checkpoint lacks them, of "score" and "head".
+
+    Raises:
+      ValueError: as `read_config`; a half-written checkpoint; missing, unexpected or misshapen tensors, by name.
+    """
+    config = read_config(path)
+    return from_tensors(config, safetensors.read(path), str(path), dtype, mesh, init_missing)
+
+
+def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32", mesh=None, init_missing=()):
+    """(config, params) from tensors by checkpoint key, as strict as `load`; `where` begins its messages."""
+    if not set(init_missing) <= set(HEADS):
+        raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
+    prefix = "" if any(key.startswith(("embed_tokens.", "layers.")) for key in tensors) else "model."
+    scored = config.value_head or "score.weight" in tensors or "score" in init_missing
+    config = dataclasses.replace(config, prefix=prefix, value_head=scored)
+    table = models.table(config)
+    tree = param.leaves(table)
+    keys = {  # leaf -> the key of each of its layers: the spelling that is there, else the first
+        leaf.path: [next((k for k in spelt if k in tensors), spelt[0]) for _, spelt in leaf.keys(prefix)]
+        for leaf in _leaves(tree)
+    }
+    drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
+    missing = [key for path, its in keys.items() for key in its if key not in tensors and path not in drawn]
+    used = {key for its in keys.values() for key in its}
+    unexpected = [key for key in tensors if key not in used and not BUFFERS.search(key)]
+    if config.tied and "lm_head.weight" in unexpected and not missing:
+        _check_tied(tensors["lm_head.weight"], tensors[keys["embed"][0]], where)
+        unexpected.remove("lm_head.weight")
+    if missing or unexpected:
+        raise ValueError(f"{where}: {_complaint(missing, unexpected)}")
+    for leaf in _leaves(tree):
+        for key in keys[leaf.path] if leaf.path not in drawn else ():
+            _check_tensor(key, tensors[key], leaf, where)
+    place = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def fill(leaf):
+        if leaf.path in drawn:
+            host = param.init(jax.random.key(0), param.Table({leaf.path: leaf.param}, (), table.dims))[leaf.path]
+        else:
+            parts = [tensors[key] for key in keys[leaf.path]]
+            host = np.empty(leaf.shape, leaf.param.dtype or dtype or np.result_type(*parts))
+            for i, part in enumerate(parts):
+                host[... if leaf.layers is None else i] = part
+        # A copy: memory that numpy holds could not be donated to a training step.
+        return jax.device_put(host, place, may_alias=False)
+
+    params = param.tree_map(fill, table)
+    if drawn or scored:  # a backbone with a head is bare no longer
+        config = dataclasses.replace(config, prefix="model.")
+    return config, params
+
+
+def verify(path: str | os.PathLike) -> dict | None:
+    """Compares a checkpoint's tensors with its manifest.json; returns the manifest, or None without one.
+
+    Raises:
+      ValueError: the tensors are not those of the manifest; names the first that differs.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        return None
+    manifest = _read_json(path / MANIFEST)
+    wanted, tensors = manifest.get("tensors", {}), safetensors.read(path)
+    if wanted.keys() != tensors.keys():
+        names = sorted(wanted.keys() ^ tensors.keys())
+        raise ValueError(f"{path}: {_some(names)} only in the manifest or only in the files; copy the checkpoint again")
+    for name, tensor in tensors.items():
+        got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
+        if got != wanted[name]:
+            raise ValueError(f"{path}: {name} is not what manifest.json says; copy the checkpoint again")
+    return manifest
+
+
+# -- out -----------------------------------------------------------------------------------------
+
+
+def save(
+    path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None
+) -> Path:
+    """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
+
+    The directory appears complete, by rename; one that is there is replaced if it is a checkpoint, and kept if anything
+    fails. config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base,
+    bytes, tensors: {name: {dtype, shape, xxh3_128}}}`; its base is null, the tensors being complete.
+
+    Args:
+      params: jax or numpy arrays (`host_copy`).
+      dtype: of the tensors; None = that of the checkpoint the model came from, or else of the parameters.
+      base: a checkpoint directory whose tokenizer and generation settings are taken over.
+      tokenizer: a tokenizer of transformers to save instead.
+      version: policy version, for published weights.
+
+    Raises:
+      ValueError: the path is a file or another kind of directory; parameters that do not fit the config.
+    """
+    if base is not None and not Path(base).is_dir():
+        raise ValueError(f"save: base must be a checkpoint directory, got {base}")
+    dtype = save_dtype(config, params, dtype)
+    specs, arrays = to_tensors(config, params, dtype)
+    with replacing(path, _is_checkpoint) as directory:
+        described = safetensors.write(directory, specs, arrays)
+        generation: dict = {}
+        if base is not None:
+            if (Path(base) / "generation_config.json").is_file():
+                generation = _read_json(Path(base) / "generation_config.json")
+            for name in TOKENIZER_FILES if tokenizer is None else ():
+                if (Path(base) / name).is_file():
+                    shutil.copyfile(Path(base) / name, directory / name)
+        if tokenizer is not None:
+            tokenizers.save(tokenizer, directory)
+        hf = _config_json(config, dtype)
+        if config.eos:
+            generation["eos_token_id"] = hf["eos_token_id"]
+        manifest = {
+            "version": version,
+            "base": None,
+            "bytes": sum(safetensors.size(entry) for entry in described.values()),
+            "tensors": described,
+        }
+        for name, value in (("generation_config.json", generation), ("config.json", hf), (MANIFEST, manifest)):
+            safetensors.write_bytes(directory / name, (json.dumps(value, indent=2) + "\n").encode())
+    return Path(path)
+
+
+def write_published(
+    root: str | os.PathLike, version: int, config, params, dtype=None, base=None, tokenizer=None
+) -> Path:
+    """`save` as version `version` of a policy: the directory `root/{version}`, which appears by rename."""
+    if version < 0:
+        raise ValueError(f"write_published: version must be a number from 0 on, got {version}")
+    return save(Path(root) / str(version), config, params, dtype, base, tokenizer, version)
+
+
+def host_copy(config, params, dtype=None):
+    """The parameters as numpy arrays in the dtype that `save` would write: the originals may be donated afterwards."""
+    dtype = save_dtype(config, params, dtype)
+    return param.tree_map(lambda leaf, x: _host(leaf, x, dtype, copy=True), models.table(config), params)
+
+
+def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
+    """(shape and dtype by checkpoint key, the arrays in that order, each leaf fetched when its turn comes).
+
+    Raises:
+      ValueError: parameters that do not fit the config, by name.
+    """
+    table = models.table(config)
+    leaves = _leaves(param.leaves(table))
+    found = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in _with_path(params)}
+    missing, unexpected = [k.path for k in leaves if k.path not in found], found.keys() - {k.path for k in leaves}
+    if missing or unexpected:
+        raise ValueError(f"save: parameters that fit the config, got {_complaint(missing, sorted(unexpected))}")
+    specs = {}
+    for leaf in leaves:
+        if tuple(found[leaf.path].shape) != leaf.shape:
+            raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
+        for i, spelt in leaf.keys(config.prefix):
+            shape = leaf.shape if i is None else leaf.shape[1:]
+            specs[spelt[0]] = jax.ShapeDtypeStruct(shape, leaf.param.dtype or dtype)
+
+    def arrays():
+        for leaf in leaves:
+            host = _host(leaf, found[leaf.path], dtype)
+            yield from (host,) if leaf.layers is None else host
+
+    return specs, arrays()
+
+
+def save_dtype(config, params, dtype=None) -> np.dtype:
+    """The dtype asked for; without one that of the checkpoint the model came from, or else of the parameters."""
+    source = json.loads(config.source)
+    name = dtype or source.get("dtype") or source.get("torch_dtype") or jax.tree.leaves(params)[0].dtype
+    try:
+        known = jax.numpy.dtype(name)
+    except TypeError:
+        known = None
+    if known not in FLOATS:
+        raise ValueError(f"save: dtype must be one of {', '.join(sorted(str(d) for d in FLOATS))}, got {name}")
+    return known
+
+
+def _host(leaf, x, dtype, copy: bool = False) -> np.ndarray:
+    """The leaf on the host; cast where it lies, which is faster than in numpy."""
+    wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
+    if x.dtype == wanted:
+        return np.array(x) if copy else np.asarray(x)
+    return np.asarray(x.astype(wanted))
+
+
+def _config_json(config, dtype: np.dtype) -> dict:
+    hf = models.config_to_hf(config)
+    causal = hf["architectures"][0]
+    if config.value_head:
+        hf |= {"architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")], "num_labels": 1}
+        hf |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    elif not config.prefix:
+        hf["architectures"] = [causal.replace("ForCausalLM", "Model")]
+    return hf | {"dtype": dtype.name, "torch_dtype": dtype.name}
+
+
+# -- both ----------------------------------------------------------------------------------------
+
+
+def _leaves(tree) -> list[param.Leaf]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, param.Leaf))
+
+
+def _with_path(tree):
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged or half-written JSON ({error}); copy it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, got {type(value).__name__}; copy it again")
+    return value
+
+
+def _check_tied(head: np.ndarray, embed: np.ndarray, where: str) -> None:
+    if head.dtype != embed.dtype or not np.array_equal(safetensors.raw(head), safetensors.raw(embed)):
+        raise ValueError(
+            f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embeddings; "
+            "set it to false in config.json if the model has a head of its own"
+        )
+
+
+def _check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:
+    shape = leaf.shape if leaf.layers is None else leaf.shape[1:]
+    if tensor.shape != shape:
+        raise ValueError(f"{where}: {key} must be {list(shape)} by config.json, got {list(tensor.shape)}")
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{where}: {key} must be of a float dtype, got {tensor.dtype}; quantised weights are not read")
+
+
+def _complaint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    parts = []
+    if missing:
+        parts.append(f"missing {_some(missing)}")
+        heads = {"lm_head.weight": "head", "score.weight": "score"}
+        if set(missing) <= set(heads):
+            parts[-1] += f" (init_missing={tuple(heads[key] for key in missing)} draws what is missing at random)"
+    if unexpected:
+        parts.append(f"unexpected {_some(unexpected)}")
+    return "; ".join(parts)
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,246 @@
+"""Safetensors files: a streaming writer that hashes what it writes, and a reader that maps files into memory.
+
+The format: 8 bytes with the header's length, a JSON header {name: {dtype, shape, data_offsets}}, the tensors' bytes. A
+checkpoint is a directory with `model.safetensors`, or with shards that `model.safetensors.index.json` names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import xxhash
+
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CHUNK = 1 << 22  # bytes hashed and then written while they are still in the processor's cache
+
+
+def write(
+    directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *, shard_bytes: int = 5 * 10**9
+) -> dict[str, dict]:
+    """Writes tensors into an existing directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
+
+    Each file gets its name once it is complete and synced; the index comes last.
+
+    Args:
+      specs: by name, in order, anything with `shape` and `dtype`: headers are written before the first tensor is seen.
+      arrays: the tensors in that order, each fetched when it is written; any memory layout.
+
+    Returns:
+      {name: {"dtype", "shape", "xxh3_128"}}: what a manifest says of each tensor.
+
+    Raises:
+      ValueError: a dtype that the format lacks, or an array that is not as announced; no file is then left behind
+        under its name but the shards before.
+    """
+    directory = Path(directory)
+    shards = _shards({name: describe(name, spec) for name, spec in specs.items()}, shard_bytes)
+    files = (
+        [FILE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    )
+    described: dict[str, dict] = {}
+    source = iter(arrays)
+    for file, entries in zip(files, shards, strict=True):
+        described |= _write_file(directory / file, entries, source)
+    if next(source, None) is not None:
+        raise ValueError(f"{directory}: more arrays than the {len(specs)} announced")
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(size(entry) for entries in shards for entry in entries.values())},
+            "weight_map": {name: file for file, entries in zip(files, shards, strict=True) for name in entries},
+        }
+        write_bytes(directory / INDEX, json.dumps(index, indent=2).encode())
+    return described
+
+
+def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The tensors of a file or a checkpoint directory by name, as read-only views of mapped files.
+
+    Nothing is copied: shape and dtype cost nothing, a slice reads its own pages. Files must not be cut or overwritten
+    while views live; replacing them by rename is safe.
+
+    Raises:
+      ValueError: the path is missing, holds no safetensors, or is incomplete; names the file.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _read_file(path)
+    if not path.is_dir():
+        raise ValueError(f"{path}: a checkpoint must be a directory or a safetensors file that exists")
+    if not (path / INDEX).exists():
+        if not (path / FILE).exists():
+            others = sorted(p.name for p in path.glob("*.safetensors"))
+            found = f"only {', '.join(others)}, the index is missing; copy it again" if others else "neither"
+            raise ValueError(f"{path}: a checkpoint needs {FILE} or {INDEX}, got {found}")
+        return _read_file(path / FILE)
+    try:
+        places = json.loads((path / INDEX).read_bytes())["weight_map"]
+        files = sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / INDEX}: not an index of shards ({error!r}); copy the checkpoint again") from error
+    for file in files:
+        if not (path / file).is_file():
+            raise ValueError(f"{path / file}: missing, though {INDEX} names it; copy the checkpoint again")
+    held = {file: _read_file(path / file) for file in files}
+    for name, file in places.items():
+        if name not in held[file]:
+            raise ValueError(f"{path / file}: lacks {name}, which {INDEX} places there; copy the checkpoint again")
+    return {name: held[file][name] for name, file in places.items()}
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a small file whole: temporary name, sync, rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array in C order, u8[n]: a view where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def digest(array: np.ndarray) -> str:
+    """xxh3-128 of an array's bytes, in hex."""
+    return xxhash.xxh3_128_hexdigest(raw(array))
+
+
+def describe(name: str, spec: Any) -> dict:
+    """{"dtype", "shape"} of anything that has them, in the format's spelling."""
+    dtype = np.dtype(spec.dtype)
+    if dtype not in NAMES:
+        raise ValueError(f"safetensors: {name} must have one of the dtypes {', '.join(DTYPES)}, got {dtype}")
+    return {"dtype": NAMES[dtype], "shape": [int(n) for n in spec.shape]}
+
+
+def size(entry: Mapping) -> int:
+    """Bytes of a tensor described so."""
+    return math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+
+
+def _shards(entries: Mapping[str, dict], shard_bytes: int) -> list[dict[str, dict]]:
+    """Cuts where the next tensor would exceed `shard_bytes`; a larger tensor stands alone."""
+    shards: list[dict[str, dict]] = [{}]
+    total = 0
+    for name, entry in entries.items():
+        if shards[-1] and total + size(entry) > shard_bytes:
+            shards.append({})
+            total = 0
+        shards[-1][name] = entry
+        total += size(entry)
+    return shards
+
+
+def _write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dict[str, dict]:
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told
+    offset = 0
+    for name, entry in entries.items():
+        header[name] = {**entry, "data_offsets": [offset, offset + size(entry)]}
+        offset += size(entry)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # so that tensors are aligned in the mapped file
+    temporary = path.with_name(f".{path.name}.tmp")
+    described = {}
+    source = iter(arrays)
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            _put(file, memoryview(len(text).to_bytes(8, "little") + text))
+            for name, entry in entries.items():
+                array = np.asarray(_next(source, name, path))
+                if NAMES.get(array.dtype) != entry["dtype"] or list(array.shape) != entry["shape"]:
+                    announced = f"{entry['dtype']}{entry['shape']}"
+                    raise ValueError(
+                        f"{path}: {name} was announced as {announced}, got {array.dtype}{list(array.shape)}"
+                    )
+                described[name] = {**entry, "xxh3_128": _put_hashed(file, memoryview(raw(array)))}
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return described
+
+
+def _next(source, name: str, path: Path):
+    for array in source:
+        return array
+    raise ValueError(f"{path}: {name} was announced, but there are no more arrays")
+
+
+def _put(file, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _put_hashed(file, data: memoryview) -> str:
+    state = xxhash.xxh3_128()
+    for start in range(0, len(data), CHUNK):
+        part = data[start : start + CHUNK]
+        state.update(part)
+        _put(file, part)
+    return state.hexdigest()
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    total = path.stat().st_size
+    short = f"{path}: half-written or damaged"
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if total < 8 or 8 + length > total:
+            raise ValueError(f"{short}, {total} bytes do not hold the header; copy the checkpoint again")
+        text = file.read(length)
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        places = {
+            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{short}, its header is not that of safetensors ({error!r}); copy it again") from error
+    held = total - 8 - length
+    needed = max((stop for _, _, _, stop in places.values()), default=0)
+    if needed != held:
+        raise ValueError(f"{short}, its header speaks of {needed} bytes of tensors, got {held}; copy it again")
+    tensors = {}
+    for name, (dtype, shape, start, stop) in places.items():
+        if dtype not in DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {dtype}, must be one of {', '.join(DTYPES)}")
+        if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or start < 0:
+            raise ValueError(f"{short}, {name} of {dtype}{list(shape)} lies at [{start}, {stop}); copy it again")
+        count = math.prod(shape)
+        tensors[name] = np.frombuffer(data, DTYPES[dtype], count, 8 + length + start).reshape(shape)
+    return tensors
