@@ -1,0 +1,215 @@
+"""The HTTP calls to one generation server of SGLang's contract, each under a total deadline.
+
+A call is sent again only while nothing can have come of it: the connection was never made, or the
+server answered 503 instead of taking it up. Everything else is the caller's to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from . import versions
+from .types import Finish
+
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
+
+
+class Unreached(RuntimeError):
+    """The server did not take the request up: sending it again is safe."""
+
+
+class Busy(Unreached):
+    """It answered 503: it is there, but takes nothing up now."""
+
+
+class Broken(RuntimeError):
+    """The connection ended before the whole answer was here: what the server did is unknown."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one `/generate` answer holds; `labels` names the weights that sampled each token."""
+
+    tokens: list[int]
+    logp: list[float]
+    labels: list[str]
+    finish: Finish
+    text: str
+    info: Mapping[str, Any]
+
+
+@dataclass(eq=False)
+class Server:
+    """One server: its address, and what the fleet knows of it.
+
+    Attributes:
+      url: without a trailing slash.
+      labels: weight labels it may report, in the order they were given to it.
+      admitted: index in `labels` of the newest one that was verified.
+      seeded: it honours `sampling_seed`.
+      reason: why it is unusable; "" while it is usable.
+      away: it could not be reached and is being waited for.
+      load: requests of ours that it holds; `running` are their tasks.
+    """
+
+    url: str
+    http: aiohttp.ClientSession
+    labels: list[str] = field(default_factory=list)
+    admitted: int = 0
+    seeded: bool = False
+    reason: str = ""
+    away: asyncio.Task | None = None
+    load: int = 0
+    running: set[asyncio.Task] = field(default_factory=set)
+
+    @property
+    def label(self) -> str:
+        return self.labels[self.admitted]
+
+    async def health(self, *, timeout_s: float = 20.0) -> bool:
+        """Whether it answers and generates; False while it starts and while generation is paused."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._once("GET", "/health")
+        except (TimeoutError, Unreached, Broken):
+            return False
+        return True
+
+    async def model_info(self, *, timeout_s: float = 60.0) -> dict:
+        return await self.call("GET", "/model_info", timeout_s=timeout_s)
+
+    async def server_info(self, *, timeout_s: float = 60.0) -> dict:
+        return await self.call("GET", "/server_info", timeout_s=timeout_s)
+
+    async def weight_label(self, *, timeout_s: float = 60.0) -> str:
+        """The label of the weights it serves now, by its own report."""
+        label = (await self.model_info(timeout_s=timeout_s)).get("weight_version")
+        if not isinstance(label, str):
+            raise RuntimeError(f"{self.url}/model_info: no weight_version in the answer")
+        return label
+
+    async def pause(self, mode: str = "retract", *, timeout_s: float = 60.0) -> None:
+        """Stops generation: `abort` returns what is running, `retract` requeues it, `in_place` holds it."""
+        await self.call("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    async def resume(self, *, timeout_s: float = 60.0) -> None:
+        """Continues generation after a pause."""
+        await self.call("POST", "/continue_generation", {}, timeout_s=timeout_s)
+
+    async def update_weights_from_disk(
+        self, path: str, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """Loads the checkpoint directory `path`, as the server sees it, and names it `label`."""
+        body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
+        where = "/update_weights_from_disk"
+        answer = await self.call("POST", where, body, timeout_s=timeout_s)
+        if answer.get("success") is not True:
+            raise RuntimeError(f"{self.url}{where}: {answer.get('message') or answer}")
+
+    async def flush_cache(self, *, timeout_s: float = 60.0) -> None:
+        await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
+
+    async def abort(self, rid: str = "", *, timeout_s: float = 60.0) -> None:
+        """Ends request `rid` with what it has; without an id, every request on this server."""
+        body = {"rid": rid, "abort_all": not rid}
+        await self.call("POST", "/abort_request", body, timeout_s=timeout_s)
+
+    async def weights_checker(self, action: str = "checksum", *, timeout_s: float = 600.0) -> dict:
+        """The server's own checksums of the weights it holds."""
+        return await self.call("POST", "/weights_checker", {"action": action}, timeout_s=timeout_s)
+
+    async def generate(self, body: dict) -> Part:
+        """One attempt at `/generate`; Unreached and Broken are the fleet's to handle."""
+        answer = await self._once("POST", "/generate", body)
+        try:
+            return _part(answer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{self.url}/generate: the answer lacks what a single request returns ({type(error).__name__}: {error})"
+            ) from error
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.url}/generate: {error}") from error
+
+    async def call(self, method: str, path: str, body: dict | None = None, *, timeout_s: float):
+        """One control call, repeated while it cannot be delivered, until `timeout_s` seconds passed.
+
+        A GET changes nothing, so it is also repeated after a broken connection.
+
+        Raises ValueError with the server's message for a 4xx answer, RuntimeError otherwise.
+        """
+        delay, last = FIRST_DELAY_S, f"{self.url}{path}: no answer"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self._once(method, path, body)
+                    except (Unreached, Broken) as error:
+                        if isinstance(error, Broken) and method != "GET":
+                            raise
+                        last = str(error)
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, MAX_DELAY_S)
+        except TimeoutError:
+            raise RuntimeError(f"{last}; gave up after {timeout_s:g} s") from None
+
+    async def _once(self, method: str, path: str, body: dict | None = None):
+        where = f"{self.url}{path}"
+        try:
+            async with self.http.request(method, where, json=body) as reply:
+                status, text = reply.status, await reply.text()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Unreached(f"{where}: cannot connect ({error})") from error
+        except aiohttp.ClientError as error:
+            raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
+        if status == 503:
+            raise Busy(f"{where}: HTTP 503: {text[:200]}")
+        if 400 <= status < 500:
+            raise ValueError(f"{where}: HTTP {status}: {_message(text)}")
+        if status != 200:
+            raise RuntimeError(f"{where}: HTTP {status}: {text[:200]}")
+        try:
+            return json.loads(text)
+        except ValueError:  # /flush_cache and /abort_request answer with plain text
+            return {"message": text}
+
+
+def _message(text: str) -> str:
+    """The sentence in an error body, in either of the two shapes servers use."""
+    try:
+        body = json.loads(text)
+        error = body.get("error", body)
+        message = error.get("message", text) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        message = text
+    return " ".join(str(message).split())[:500]
+
+
+def _part(answer: Mapping[str, Any]) -> Part:
+    tokens, meta = answer["output_ids"], answer["meta_info"]
+    rows = meta["output_token_logprobs"]
+    if [row[1] for row in rows] != tokens:
+        raise RuntimeError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
+    logp = [row[0] for row in rows]
+    if not all(isinstance(value, float | int) and math.isfinite(value) for value in logp):
+        raise RuntimeError("a log-probability is missing or not finite")
+    if tokens and "weight_versions" not in meta:
+        raise RuntimeError(
+            "the answer names no weight_versions, so nobody knows which weights sampled a token; "
+            "use a server that reports them (SGLang 0.5.23 does)"
+        )
+    bulky = ("input_token_logprobs", "output_token_logprobs", "weight_versions")
+    return Part(
+        tokens=tokens,
+        logp=logp,
+        labels=versions.per_token(meta.get("weight_versions", ()), len(tokens)),
+        finish=meta["finish_reason"]["type"],
+        text=answer.get("text") or "",
+        info={key: value for key, value in meta.items() if key not in bulky},
+    )

@@ -1,0 +1,667 @@
+"""The client and the push against servers on real sockets, scripted here to misbehave on cue."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import types
+
+import aiohttp.web
+import pytest
+
+from areax.rollout import client, publish
+
+V0, V1, V2 = "0-00000000", "1-11111111", "2-22222222"
+
+
+def token_at(index):
+    return (7 * index + 3) % 50
+
+
+def logp_at(index):
+    return -index / 64  # exact in binary
+
+
+@contextlib.asynccontextmanager
+async def serving(label=V0, *, port=0, step_s=0.0, seeded=False):
+    """A server of the contract whose token and log-probability depend on the absolute index alone.
+
+    `script` holds answers for the next `/generate` calls; `refuse` maps other paths to an answer.
+    """
+    state = types.SimpleNamespace(label=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0)
+    state.going = asyncio.Event()
+    state.going.set()
+    answer = aiohttp.web.json_response
+
+    async def generate(request):
+        body = await request.json()
+        state.calls.append(("/generate", body))
+        state.load += 1
+        state.most = max(state.most, state.load)
+        try:
+            return await (state.script.pop(0) if state.script else tokens)(request, body)
+        finally:
+            state.load -= 1
+
+    async def tokens(request, body):
+        await state.going.wait()
+        aborts, first = state.aborts, len(body["input_ids"])
+        ids, labels, finish = [], [], "length"
+        for index in range(first, first + body["sampling_params"]["max_new_tokens"]):
+            await asyncio.sleep(state.step_s)
+            if state.aborts != aborts:
+                finish = "abort"
+                break
+            await state.going.wait()
+            ids.append(token_at(index))
+            labels.append(state.label)
+        return answer(reply(ids, [logp_at(first + i) for i in range(len(ids))], labels, finish))
+
+    async def control(request):
+        body = json.loads(await request.text() or "null")
+        state.calls.append((request.path, body))
+        if request.path in state.refuse:
+            return await state.refuse[request.path](request, body)
+        if request.path == "/pause_generation":
+            state.going.clear()
+            state.aborts += body["mode"] == "abort"
+        if request.path == "/continue_generation":
+            state.going.set()
+        if request.path == "/update_weights_from_disk":
+            state.label = body["weight_version"]
+            return answer({"success": True, "message": "loaded"})
+        if request.path == "/model_info":
+            return answer({"weight_version": state.label})
+        if request.path == "/server_info":
+            return answer({"enable_deterministic_inference": seeded})
+        if request.path == "/flush_cache":
+            return aiohttp.web.Response(text="Cache flushed.")
+        if request.path == "/health":
+            return aiohttp.web.Response(status=200 if state.going.is_set() else 503)
+        return answer({"message": "done"})
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_route("*", "/{path}", control)
+    runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = aiohttp.web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    state.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    state.generated = lambda: [body for path, body in state.calls if path == "/generate"]
+    try:
+        yield state
+    finally:
+        await runner.cleanup()
+
+
+def reply(ids, logp, labels, finish):
+    spans, start = [], 0
+    for label, run in itertools.groupby(labels):
+        end = start + len(list(run))
+        spans.append({"version": label, "start": start, "end": end})
+        start = end
+    return {
+        "text": "text",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [[lp, t, None] for lp, t in zip(logp, ids, strict=True)],
+            "weight_versions": spans,
+            "cached_tokens": 0,
+        },
+    }
+
+
+def answers(status, body):
+    async def handler(request, _):
+        return aiohttp.web.json_response(body, status=status)
+
+    return handler
+
+
+async def hangs_up(request, _):
+    request.transport.close()
+    return aiohttp.web.Response()
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def check(done, prompt, n):
+    """`done` holds each of n tokens once, with its own log-probability."""
+    assert done.tokens == [token_at(len(prompt) + i) for i in range(n)]
+    assert done.logp == [logp_at(len(prompt) + i) for i in range(n)]
+    assert len(done.version) == n
+
+
+def run(main):
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+# ---------------------------------------------------------------- one request
+
+
+def test_generate_returns_tokens_with_logprobs_and_versions():
+    async def main():
+        async with serving(V2) as a, client.connect([a.url + "/"]) as fleet:
+            done = await fleet.generate([5, 6], max_new_tokens=4, temperature=0.5, stop_token_ids=[9], ignore_eos=True)
+        check(done, [5, 6], 4)
+        assert (done.version, done.finish, done.text) == ([2] * 4, "length", "text")
+        assert done.info["cached_tokens"] == 0 and done.info["url"] == a.url
+        (body,) = a.generated()
+        assert body["input_ids"] == [5, 6] and body["return_logprob"] is True
+        assert body["sampling_params"] == {
+            "temperature": 0.5,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "max_new_tokens": 4,
+            "min_new_tokens": 0,
+            "ignore_eos": True,
+            "stop_token_ids": [9],
+        }
+        assert fleet.counts == {"requests": 1, "tokens": 4}
+
+    run(main)
+
+
+def test_weights_that_nobody_numbered_are_version_minus_one():
+    async def main():
+        async with serving("default") as a, client.connect([a.url]) as fleet:
+            assert fleet.version == -1
+            assert (await fleet.generate([1], max_new_tokens=2)).version == [-1, -1]
+
+    run(main)
+
+
+def test_a_refused_request_is_a_value_error_with_the_servers_words():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(400, {"error": {"message": "longer than the context (1024)"}})]
+            with pytest.raises(ValueError, match=r"/generate: HTTP 400: longer than the context"):
+                await fleet.generate([1])
+            assert len(a.generated()) == 1
+            with pytest.raises(ValueError, match="stop must be a list"):
+                await fleet.generate([1], stop="ab")
+
+    run(main)
+
+
+def test_a_server_error_names_url_path_status_and_body():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(500, {"oh": "dear"})]
+            with pytest.raises(RuntimeError) as error:
+                await fleet.generate([1])
+            assert str(error.value) == f'{a.url}/generate: HTTP 500: {{"oh": "dear"}}'
+
+    run(main)
+
+
+def bad(change):
+    whole = reply([1, 2], [-1.0, -2.0], [V0, V0], "stop")
+    change(whole["meta_info"])
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda meta: meta.pop("weight_versions"), "names no weight_versions"),
+        (lambda meta: meta["weight_versions"].pop(), "cover each token once"),
+        (lambda meta: meta["output_token_logprobs"].pop(), "logprobs of 1 tokens do not belong"),
+        (lambda meta: meta["output_token_logprobs"][0].__setitem__(1, 7), "do not belong"),
+        (lambda meta: meta["output_token_logprobs"][1].__setitem__(0, None), "missing or not fin"),
+        (lambda meta: meta.pop("finish_reason"), "lacks what a single request returns"),
+    ],
+)
+def test_an_answer_that_cannot_be_trusted_is_refused(change, message):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(200, bad(change))]
+            with pytest.raises(RuntimeError, match=message):
+                await fleet.generate([1])
+
+    run(main)
+
+
+def test_the_deadline_covers_everything():
+    async def main():
+        async with serving() as a, client.connect([a.url], timeout_s=0.2) as fleet:
+            a.going.clear()
+            with pytest.raises(RuntimeError, match=r"not done in 0.2 s \(still waiting"):
+                await fleet.generate([1])
+            a.script = [answers(503, {"no": "room"})] * 100
+            with pytest.raises(RuntimeError, match=r"not done in 0.2 s .*HTTP 503"):
+                await fleet.generate([1])
+            a.script.clear()
+            a.going.set()
+            check(await fleet.generate([1], max_new_tokens=3), [1], 3)  # both slots are free again
+
+    run(main)
+
+
+def test_seeds_need_a_server_that_honours_them():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            assert not fleet.seeded
+            with pytest.raises(ValueError, match="seed needs servers that honour it, got 7"):
+                await fleet.generate([1], seed=7)
+        async with serving(seeded=True) as a, client.connect([a.url]) as fleet:
+            assert fleet.seeded
+            for seed in (7, None, None):
+                await fleet.generate([1], seed=seed)
+            sent = [body["sampling_params"]["sampling_seed"] for body in a.generated()]
+            assert sent[0] == 7 and len(set(sent)) == 3  # without a seed: a new one each
+
+    run(main)
+
+
+# ---------------------------------------------------------------- many requests
+
+
+def test_requests_go_to_the_least_loaded_server_up_to_its_bound():
+    async def main():
+        async with (
+            serving() as a,
+            serving() as b,
+            client.connect([a.url, b.url], concurrency=2) as fleet,
+        ):
+            a.going.clear()
+            b.going.clear()
+            tasks = [asyncio.create_task(fleet.generate([i])) for i in range(6)]
+            await until(lambda: a.load == b.load == 2)
+            await asyncio.sleep(0.05)
+            assert len(a.generated()) == len(b.generated()) == 2  # two wait in the client
+            b.going.set()  # b frees its slots, so both go there
+            await until(lambda: len(b.generated()) == 4)
+            assert len(a.generated()) == 2
+            a.going.set()
+            for i, task in enumerate(tasks):
+                check(await task, [i], 64)
+
+    run(main)
+
+
+def test_concurrency_is_reached_and_never_exceeded():
+    async def main():
+        async with (
+            serving() as a,
+            serving() as b,
+            client.connect([a.url, b.url], concurrency=3) as fleet,
+        ):
+            a.going.clear()
+            b.going.clear()
+            tasks = [asyncio.create_task(fleet.generate([i], max_new_tokens=i % 5)) for i in range(60)]
+            await until(lambda: a.load == b.load == 3)
+            a.going.set()
+            b.going.set()
+            for i, task in enumerate(tasks):
+                check(await task, [i], i % 5)
+            assert a.most == b.most == 3
+            assert fleet.counts == {"requests": 60, "tokens": 120}
+
+    run(main)
+
+
+def test_cancelled_requests_leave_their_slots():
+    async def main():
+        async with serving() as a, client.connect([a.url], concurrency=1) as fleet:
+            a.going.clear()
+            tasks = [asyncio.create_task(fleet.generate([i])) for i in range(4)]
+            await until(lambda: a.load == 1)
+            for task in tasks[:3]:  # one on the server, two in line
+                task.cancel()
+            await until(lambda: len(a.generated()) == 2)
+            a.going.set()
+            check(await tasks[3], [3], 64)
+
+    run(main)
+
+
+# ---------------------------------------------------------------- interrupted requests
+
+
+def test_an_abort_is_resumed_with_what_was_generated():
+    async def main():
+        async with serving(step_s=0.002, seeded=True) as a, client.connect([a.url]) as fleet:
+            task = asyncio.create_task(fleet.generate([5, 6, 7], max_new_tokens=60, min_new_tokens=50, seed=11))
+            for _ in range(2):
+                await asyncio.sleep(0.03)
+                await fleet.servers[0].pause("abort")
+                await fleet.servers[0].resume()
+            done = await task
+            check(done, [5, 6, 7], 60)
+            assert (done.finish, done.text, done.info["resumed"]) == ("length", "", 2)
+            for body in a.generated():
+                sampling, so_far = body["sampling_params"], len(body["input_ids"]) - 3
+                assert body["input_ids"][3:] == done.tokens[:so_far]
+                assert sampling["max_new_tokens"] == 60 - so_far
+                assert sampling["min_new_tokens"] == max(0, 50 - so_far)
+                assert sampling["sampling_seed"] == 11
+            assert fleet.counts == {"requests": 1, "tokens": 60, "resumed": 2}
+
+    run(main)
+
+
+def test_a_resumption_goes_back_over_what_could_be_half_a_stop_string():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            ids, logp = [token_at(1 + i) for i in range(9)], [logp_at(1 + i) for i in range(9)]
+            a.script = [answers(200, reply(ids, logp, [V0] * 9, "abort"))]
+            done = await fleet.generate([1], max_new_tokens=20, stop=["é.", "x"])  # 3 bytes
+            check(done, [1], 20)
+            assert [len(body["input_ids"]) for body in a.generated()] == [1, 1 + 9 - 2]
+            assert fleet.counts["dropped"] == 2
+
+    run(main)
+
+
+def test_an_abort_with_a_full_budget_is_a_finish_by_length():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(200, reply([1, 2], [-1.0, -2.0], [V0, V0], "abort"))]
+            done = await fleet.generate([1], max_new_tokens=2)
+            assert (done.tokens, done.finish) == ([1, 2], "length")
+            assert len(a.generated()) == 1
+
+    run(main)
+
+
+def test_aborts_without_a_token_come_to_an_end(monkeypatch):
+    monkeypatch.setattr(client, "FIRST_DELAY_S", 0.001)
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(200, reply([], [], [], "abort"))] * 20
+            with pytest.raises(RuntimeError, match="aborted 9 times in a row without a new token"):
+                await fleet.generate([1])
+            assert len(a.generated()) == 9
+
+    run(main)
+
+
+def test_an_answer_cut_off_is_asked_for_again_and_counted_once():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+
+            async def cut_off(request, body):
+                response = aiohttp.web.StreamResponse(headers={"Content-Length": "1000"})
+                await response.prepare(request)
+                await response.write(b'{"output_ids": [1, 2')
+                request.transport.close()
+                return response
+
+            a.script = [cut_off, hangs_up]
+            check(await fleet.generate([1], max_new_tokens=5), [1], 5)
+            assert fleet.counts == {"requests": 1, "tokens": 5, "broken": 2}
+            a.script = [hangs_up] * 10
+            with pytest.raises(RuntimeError, match="/generate: connection broke .* 2 attempts"):
+                await fleet.generate([1])
+            assert len(a.script) == 7
+
+    run(main)
+
+
+def test_a_busy_server_is_asked_again():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(503, {"no": "room"})]
+            check(await fleet.generate([1], max_new_tokens=5), [1], 5)
+            assert fleet.counts == {"requests": 1, "tokens": 5, "busy": 1}
+
+    run(main)
+
+
+# ---------------------------------------------------------------- servers that go
+
+
+def test_a_dead_server_hands_its_requests_to_the_others(monkeypatch):
+    monkeypatch.setattr(client, "PATIENCE_S", 0.3)
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            a = await stack.enter_async_context(serving())
+            async with serving() as b:
+                fleet = await stack.enter_async_context(client.connect([a.url, b.url], concurrency=4))
+                b.going.clear()
+                tasks = [asyncio.create_task(fleet.generate([i])) for i in range(8)]
+                await until(lambda: b.load == 4)
+            for i, task in enumerate(tasks):
+                check(await task, [i], 64)
+            assert fleet.counts["broken"] == 4
+            dead = next(server for server in fleet.servers if server.url == b.url)
+            await until(lambda: dead.reason)
+            assert "cannot connect" in dead.reason and "gave up after 0.3 s" in dead.reason
+            assert [server.url for server in fleet.usable] == [a.url]
+
+    run(main)
+
+
+def test_the_last_dead_server_ends_the_run_with_the_reason(monkeypatch):
+    monkeypatch.setattr(client, "PATIENCE_S", 0.2)
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            async with serving() as a:
+                fleet = await stack.enter_async_context(client.connect([a.url]))
+            with pytest.raises(RuntimeError, match="no usable generation server is left .*connect"):
+                await fleet.generate([1])
+            assert fleet.counts["refused"] == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize("label", [V0, "default"])
+def test_a_server_that_comes_back_must_have_its_weights(label):
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            async with serving() as a:
+                port = int(a.url.rsplit(":", 1)[1])
+                fleet = await stack.enter_async_context(client.connect([a.url]))
+            task = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
+            await until(lambda: fleet.counts["refused"])
+            await stack.enter_async_context(serving(label, port=port))
+            if label == V0:
+                check(await task, [1], 3)
+            else:
+                with pytest.raises(RuntimeError, match="came back with weights 'default'"):
+                    await task
+
+    run(main)
+
+
+def test_tokens_of_weights_that_nobody_pushed_are_not_used():
+    async def main():
+        async with (
+            serving() as a,
+            serving() as b,
+            client.connect([a.url, b.url], concurrency=1) as fleet,
+        ):
+            a.label = "default"  # restarted without our noticing
+            for done in await asyncio.gather(*(fleet.generate([i]) for i in range(4))):
+                assert done.version == [0] * 64 and done.info["url"] == b.url
+            assert fleet.counts["stale"] == 1
+            assert "'default'" in fleet.servers[0].reason
+
+    run(main)
+
+
+def test_connect_names_the_server_that_does_not_answer():
+    async def main():
+        async with serving() as a:
+            pass
+        with pytest.raises(RuntimeError, match=rf"{a.url}/model_info: cannot connect .*0.1 s"):
+            async with client.connect([a.url], ready_s=0.1):
+                pass
+        for urls in ([], [a.url, a.url + "/"]):
+            with pytest.raises(ValueError, match="one or more different servers"):
+                async with client.connect(urls):
+                    pass
+        with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
+            async with client.connect([a.url], concurrency=0):
+                pass
+
+    run(main)
+
+
+def test_control_calls_have_deadlines_and_say_what_failed():
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            (server,) = fleet.servers
+            assert await server.health()
+            await server.flush_cache()
+            await server.abort("some")
+            await server.abort()
+            assert [body for path, body in a.calls if path == "/abort_request"] == [
+                {"rid": "some", "abort_all": False},
+                {"rid": "", "abort_all": True},
+            ]
+            assert await server.weights_checker() == {"message": "done"}
+            a.going.clear()
+            assert not await server.health()
+            a.refuse["/flush_cache"] = answers(503, "starting")
+            with pytest.raises(RuntimeError, match="/flush_cache: HTTP 503.*gave up after 0.2 s"):
+                await server.flush_cache(timeout_s=0.2)
+
+    run(main)
+
+
+# ---------------------------------------------------------------- push
+
+
+def controls(server):
+    ignored = ("/generate", "/server_info", "/health")
+    return [path for path, _ in server.calls[2:] if path not in ignored]  # after connect's two
+
+
+PUSH = [
+    "/pause_generation",
+    "/update_weights_from_disk",
+    "/model_info",
+    "/continue_generation",
+]
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_push_in_the_middle_of_generation(tmp_path, mode):
+    async def main():
+        async with (
+            serving(step_s=0.002) as a,
+            serving(step_s=0.002) as b,
+            client.connect([a.url, b.url]) as fleet,
+        ):
+            tasks = [asyncio.create_task(fleet.generate([1] * n, max_new_tokens=60)) for n in range(1, 7)]
+            await asyncio.sleep(0.04)
+            report = await publish.push(fleet, tmp_path, V1, mode=mode)
+            assert fleet.version == 1 and fleet.labels == {V1}
+            for server in (a, b):
+                assert controls(server) == PUSH
+                bodies = dict(server.calls)
+                assert bodies["/pause_generation"] == {"mode": mode}
+                assert bodies["/update_weights_from_disk"] == {
+                    "model_path": str(tmp_path),
+                    "weight_version": V1,
+                    "flush_cache": True,
+                }
+            for n, task in enumerate(tasks, 1):
+                done = await task
+                check(done, [1] * n, 60)
+                assert done.version == sorted(done.version) and set(done.version) == {0, 1}
+            assert (report.label, report.failed) == (V1, {})
+            assert set(report.loaded) == {a.url, b.url}
+            assert 0 < report.load_s < report.pause_s < report.total_s
+            assert fleet.counts["resumed"] == (6 if mode == "abort" else 0)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("path", "handler", "reason"),
+    [
+        (
+            "/update_weights_from_disk",
+            answers(400, {"success": False, "message": "Failed to get weights iterator"}),
+            "HTTP 400: Failed to get weights iterator",
+        ),
+        ("/update_weights_from_disk", answers(200, {"success": False, "message": "no"}), ": no"),
+        ("/update_weights_from_disk", hangs_up, "connection broke"),
+        ("/model_info", answers(200, {"weight_version": V0}), "reports weights '0-00000000'"),
+        ("/pause_generation", answers(400, {"message": "bad mode"}), "bad mode"),
+        ("/continue_generation", answers(500, {}), "HTTP 500"),
+    ],
+)
+def test_a_server_that_fails_a_push_gets_no_request_again(tmp_path, path, handler, reason):
+    async def main():
+        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+            a.going.clear()
+            task = asyncio.create_task(fleet.generate([1]))
+            await until(lambda: a.load)
+            a.refuse[path] = handler
+            report = await publish.push(fleet, tmp_path, V1)
+            done = await task  # was on a, whatever state a is in now
+            check(done, [1], 64)
+            assert done.info["url"] == b.url and set(done.version) == {1}
+            assert (fleet.counts["rerouted"], report.loaded) == (1, (b.url,))
+            assert list(report.failed) == [a.url] and reason in report.failed[a.url]
+            expected = PUSH[: PUSH.index(path) + 1]
+            assert controls(a) == expected and controls(b) == PUSH
+            assert fleet.version == 1
+
+            a.refuse.clear()
+            before = len(a.calls)
+            await publish.push(fleet, tmp_path, V2)
+            for done in await asyncio.gather(*(fleet.generate([i]) for i in range(5))):
+                assert set(done.version) == {2}
+            assert len(a.calls) == before and fleet.version == 2
+
+    run(main)
+
+
+def test_a_push_that_fails_everywhere_is_an_error(tmp_path):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.refuse["/update_weights_from_disk"] = answers(400, {"message": "no such file"})
+            with pytest.raises(RuntimeError, match=f"no server is left: the push of {V1} failed: .*no such"):
+                await publish.push(fleet, tmp_path, V1)
+            with pytest.raises(RuntimeError, match="no usable generation server is left"):
+                await publish.push(fleet, tmp_path, V1)
+            with pytest.raises(RuntimeError, match="no usable generation server is left"):
+                await fleet.generate([1])
+
+    run(main)
+
+
+def test_an_interrupted_push_leaves_no_server_routable(tmp_path):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+
+            async def hangs(request, body):
+                await asyncio.sleep(60)
+
+            a.refuse["/update_weights_from_disk"] = hangs
+            task = asyncio.create_task(publish.push(fleet, tmp_path, V1))
+            await until(lambda: PUSH[1] in controls(a))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert fleet.servers[0].reason == f"{a.url}: the push of {V1} was interrupted"
+
+    run(main)
+
+
+def test_push_refuses_before_anything_is_paused(tmp_path):
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            with pytest.raises(ValueError, match="directory to push must exist"):
+                await publish.push(fleet, tmp_path / "none", V1)
+            with pytest.raises(ValueError, match="a label must be .* got 'default'"):
+                await publish.push(fleet, tmp_path, "default")
+            with pytest.raises(ValueError, match="mode must be .* got 'in_place'"):
+                await publish.push(fleet, tmp_path, V1, mode="in_place")
+            assert controls(a) == []
+
+    run(main)
