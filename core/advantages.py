@@ -22,7 +22,7 @@ def group(
 ):
     """(reward - baseline) / (std + eps) a segment (GRPO, arXiv:2402.03300; without std Dr. GRPO, arXiv:2503.20783).
 
-    A rollout counts once however many rows it spans: its reward is read from its rows, which must agree. Rewards that are
+    A rollout counts once however many rows it spans: its rows must agree in reward. Rewards that are
     NaN are unscorable: outside every mean and standard deviation, advantage 0. A group with a single scorable rollout
     has advantage 0 (there is nothing to compare with), as has a group whose rewards are all equal.
 
@@ -66,8 +66,13 @@ def group(
         centred_A = value_A - over(std, value_A) / jnp.maximum(n_A, 1)
         variance_A = over(std, jnp.square(centred_A)) / jnp.maximum(n_A - ddof, 1)
         adv_A = adv_A / (jnp.sqrt(variance_A) + eps)
-    alone_A = over(mean, ones_A) < 1.5 if mean != "none" else jnp.zeros_like(scorable_A)
-    return jnp.where(scorable_A & ~alone_A, adv_A, 0).reshape(shape)
+    if mean != "none":
+        # Exact zeros where nothing distinguishes the rollouts: rounding must not be scaled up by a tiny deviation.
+        id_A = jnp.where(scorable_A, group_A if mean == "group" else 0, size)
+        high_A = jax.ops.segment_max(value_A, id_A, size + 1)[id_A]
+        low_A = jax.ops.segment_min(value_A, id_A, size + 1)[id_A]
+        scorable_A &= high_A > low_A
+    return jnp.where(scorable_A, adv_A, 0).reshape(shape)
 
 
 @shaped

@@ -22,8 +22,8 @@ def from_logits(logits_AV, target_A):
     """
     lse_A = jax.nn.logsumexp(logits_AV, axis=-1)
     picked_A = jnp.take_along_axis(logits_AV, target_A[:, None], axis=-1)[:, 0]
-    prob_AV = jnp.exp(logits_AV - lse_A[:, None])
-    entropy_A = lse_A - jnp.sum(prob_AV * logits_AV, axis=-1)
+    logp_AV = logits_AV - lse_A[:, None]
+    entropy_A = -jnp.sum(jnp.exp(logp_AV) * logp_AV, axis=-1)
     return picked_A - lse_A, entropy_A, lse_A
 
 

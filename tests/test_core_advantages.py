@@ -1,0 +1,79 @@
+"""Group advantages against a slow loop over rollouts in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax.core import advantages
+
+
+def reference(reward, group, rollout, mean, std, leave_one_out, eps, ddof):
+    """One rollout at a time, from the definition."""
+    rolls = {}  # rollout -> (reward, group)
+    for index in np.ndindex(reward.shape):
+        if rollout[index] >= 0 and not np.isnan(reward[index]):
+            rolls[int(rollout[index])] = float(reward[index]), int(group[index])
+    out = np.zeros(reward.shape)
+    for index in np.ndindex(reward.shape):
+        r = int(rollout[index])
+        if r not in rolls or np.isnan(reward[index]):
+            continue
+        value, g = rolls[r]
+        peers = {"group": [k for k in rolls if rolls[k][1] == g], "batch": list(rolls), "none": []}
+        baseline = 0.0
+        if mean != "none":
+            others = [rolls[k][0] for k in peers[mean] if not (leave_one_out and k == r)]
+            if len({rolls[k][0] for k in peers[mean]}) < 2:  # nothing to compare with
+                continue
+            baseline = np.mean(others)
+        scale = 1.0
+        if std != "none":
+            values = np.array([rolls[k][0] for k in peers[std]])
+            scale = np.sqrt(((values - values.mean()) ** 2).sum() / max(len(values) - ddof, 1)) + eps
+        out[index] = (value - baseline) / scale
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    mean=st.sampled_from(["group", "batch", "none"]),
+    std=st.sampled_from(["group", "batch", "none"]),
+    leave_one_out=st.booleans(),
+    ddof=st.integers(0, 1),
+)
+def test_matches_the_definition(seed, mean, std, leave_one_out, ddof):
+    rng = np.random.default_rng(seed)
+    reward, group, rollout = np.full((4, 6), np.nan, np.float32), np.full((4, 6), -1), np.full((4, 6), -1)
+    free = [tuple(int(i) for i in x) for x in rng.permutation(list(np.ndindex(4, 6)))]
+    for r in range(rng.integers(1, 12)):
+        value = np.nan if rng.random() < 0.15 else np.float32(rng.integers(0, 4))
+        g = int(rng.integers(0, 4))
+        for _ in range(rng.integers(1, 3)):  # rows of one rollout
+            if free:
+                index = free.pop()
+                reward[index], group[index], rollout[index] = value, g, r
+    options = dict(mean=mean, std=std, leave_one_out=leave_one_out, ddof=ddof, eps=1e-3)
+    got = advantages.group(jnp.asarray(reward), jnp.asarray(group), jnp.asarray(rollout), **options)
+    want = reference(reward, group, rollout, **options)
+    np.testing.assert_allclose(got, want, atol=2e-3)
+
+
+def test_equal_rewards_give_exact_zero():
+    ids = jnp.arange(8).reshape(2, 4)
+    for value in (1.0, 0.1, 1 / 3):
+        got = advantages.group(jnp.full((2, 4), value), ids // 8, ids)
+        np.testing.assert_array_equal(got, np.zeros((2, 4)))
+
+
+def test_to_tokens():
+    adv, segment = jnp.asarray([[5.0, 7.0]]), jnp.asarray([[1, 1, 2, 0]])
+    np.testing.assert_array_equal(advantages.to_tokens(adv, segment), [[5, 5, 7, 0]])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_small_groups(size):
+    got = advantages.group(jnp.asarray([[1.0, 0.0][:size]]), jnp.zeros((1, size), int), jnp.arange(size)[None])
+    assert np.isfinite(got).all() and (size > 1) == bool((got != 0).all())

@@ -1,0 +1,83 @@
+"""The chunked primitive against float64 numpy, its gradients against full logits, and its memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areax.core import logprobs
+
+
+def reference(hidden, head, target, temperature):
+    """log-softmax, entropy and log-sum-exp in float64, as the textbook has them."""
+    logits = hidden.astype(np.float64) @ head.astype(np.float64).T / np.broadcast_to(temperature, len(hidden))[:, None]
+    top = logits.max(-1, keepdims=True)
+    lse = np.log(np.exp(logits - top).sum(-1)) + top[:, 0]
+    logp = logits - lse[:, None]
+    return logp[np.arange(len(target)), target], -(np.exp(logp) * logp).sum(-1), lse
+
+
+def data(A=37, D=16, V=101, seed=0):
+    rng = np.random.default_rng(seed)
+    hidden, head = rng.normal(size=(A, D)).astype(np.float32), rng.normal(size=(V, D)).astype(np.float32)
+    return hidden, head, rng.integers(0, V, A).astype(np.int32)
+
+
+@pytest.mark.parametrize("chunk", [None, 8, 37, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, "each"])
+def test_matches_float64(chunk, temperature):
+    hidden, head, target = data()
+    if temperature == "each":
+        temperature = np.linspace(0.5, 2, len(target)).astype(np.float32)
+    got = logprobs.from_hidden(hidden, head, target, temperature=temperature, chunk=chunk)
+    for a, b in zip(got[:3], reference(hidden, head, target, temperature), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5)
+    assert got[3] is None
+
+
+def test_gradients_equal_those_of_full_logits():
+    hidden, head, target = data()
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(3, len(target))), jnp.float32)
+
+    def chunked(hidden, head):
+        out = logprobs.from_hidden(hidden, head, target, temperature=0.7, chunk=8)
+        return sum(jnp.sum(w * x) for w, x in zip(weight, out[:3], strict=True))
+
+    def full(hidden, head):
+        logits = hidden @ head.T / 0.7
+        logp = jax.nn.log_softmax(logits)
+        entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
+        picked = logp[np.arange(len(target)), target]
+        return sum(jnp.sum(w * x) for w, x in zip(weight, (picked, entropy, jax.nn.logsumexp(logits, -1)), strict=True))
+
+    for a, b in zip(jax.grad(chunked, (0, 1))(hidden, head), jax.grad(full, (0, 1))(hidden, head), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_per_chunk_sees_whole_rows():
+    hidden, head, target = data()
+    top = lambda logits_CV, target_C: jax.lax.top_k(logits_CV, 3)[1]
+    got = logprobs.from_hidden(hidden, head, target, chunk=8, per_chunk=top)[3]
+    np.testing.assert_array_equal(got, np.argsort(-(hidden @ head.T), -1, kind="stable")[:, :3])
+
+
+def test_memory_is_that_of_a_chunk():
+    A, D, V = 1024, 32, 8192
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((A, D), "float32"), ((V, D), "float32"), ((A,), "int32"))]
+    loss = lambda h, w, t, chunk: jnp.sum(logprobs.from_hidden(h, w, t, chunk=chunk)[0])
+
+    def temporaries(chunk):
+        grad = jax.jit(jax.grad(lambda h, w, t: loss(h, w, t, chunk), (0, 1)))
+        return grad.lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    full = A * V * 4
+    assert temporaries(64) < 0.3 * full < temporaries(A)
+
+
+def test_bf16_hidden_gives_an_fp32_head_gradient():
+    hidden, head, target = data(A=512)
+    loss = lambda w, h: jnp.sum(logprobs.from_hidden(h, w, target, chunk=16)[0])
+    exact = jax.grad(loss)(head, hidden)
+    got = jax.grad(loss)(head, jnp.asarray(hidden, jnp.bfloat16))
+    assert got.dtype == jnp.float32
+    assert float(jnp.abs(got - exact).max() / jnp.abs(exact).max()) < 2e-2

@@ -1,0 +1,40 @@
+"""Metrics merge exactly and count what they should."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax.core import metrics
+
+EDGES = (0.0, 0.5, 1.0, 2.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1, 4, width=32), max_size=30), st.integers(0, 30))
+def test_a_union_is_the_whole(values, cut):
+    values = jnp.asarray(values, jnp.float32)
+    whole = metrics.to_dict({"x": metrics.of(values, edges=EDGES)})
+    parts = metrics.of(values[:cut], edges=EDGES), metrics.of(values[cut:], edges=EDGES)
+    merged = metrics.to_dict({"x": metrics.merge(*parts)})
+    assert whole.keys() == merged.keys()
+    for name in whole:
+        if name == "x_hist":
+            assert whole[name] == merged[name] and sum(whole[name]["counts"]) == len(values)
+        else:
+            np.testing.assert_allclose(whole[name], merged[name], rtol=1e-5, atol=1e-6)
+
+
+def test_masked_values_do_not_count_even_nan():
+    m = metrics.of(jnp.asarray([1.0, jnp.nan, 3.0]), jnp.asarray([True, False, True]), edges=EDGES)
+    assert (float(m.sum), float(m.count), float(m.min), float(m.max)) == (4, 2, 1, 3)
+    assert m.bins.tolist() == [0, 0, 2]
+
+
+def test_empty_is_neutral_and_left_out():
+    like = jax.eval_shape(lambda: {"x": metrics.of(jnp.ones(3), edges=EDGES)})
+    empty = metrics.empty_like(like)
+    assert metrics.to_dict(empty) == {}
+    merged = metrics.merge_trees(empty, {"x": metrics.of(jnp.ones(3), edges=EDGES)})
+    assert metrics.to_dict(merged)["x"] == 1.0

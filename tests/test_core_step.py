@@ -1,0 +1,143 @@
+"""The step: accumulation, donation, skipping, schedules, and its shape-stability."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from areax import models
+from areax.core import losses, metrics, optim, packing, param, step
+from areax.rollout.types import supervised
+
+HF = dict(
+    model_type="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.2, tie_word_embeddings=True,
+)  # fmt: skip
+CONFIG = models.config_from_hf(HF)
+TABLE = models.table(CONFIG)
+SCORE = partial(models.score, config=CONFIG)
+
+
+def rows(n, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda k: rng.integers(0, 61, k)
+    return [supervised(draw(4), draw(int(rng.integers(2, 12))), sample=i, rollout=i, group=i) for i in range(n)]
+
+
+def fresh(optimizer):
+    return step.init(param.init(jax.random.key(0), TABLE), optimizer)
+
+
+def test_gradients_do_not_depend_on_the_microbatching():
+    """SGD makes the update the gradient; packing into other rows must not change it."""
+    sgd = optax.sgd(1.0)
+    data, out = rows(20), []
+    for B in (1, 4, 16):
+        objective = losses.SFT()
+        batch = packing.pack(data, 32, rows=B)
+        state, report = step.make_step(SCORE, objective, sgd)(fresh(sgd), objective.prepare(batch))
+        out.append((state.params, metrics.to_dict(report)["loss"]))
+    params = param.init(jax.random.key(0), TABLE)
+    for got, loss in out[1:]:
+        np.testing.assert_allclose(loss, out[0][1], rtol=1e-5)
+        for a, b, start in zip(*map(jax.tree.leaves, (got, out[0][0], params)), strict=True):
+            scale = float(jnp.abs(b - start).max())
+            np.testing.assert_allclose(a, b, atol=1e-5 * scale + 1e-7)
+
+
+def test_packed_rows_equal_separate_rows():
+    """Loss and gradients of packed sequences equal those of one sequence a row, without padding."""
+    data = rows(9)
+    batch = packing.pack(data, 40, rows=3)
+    objective = losses.SFT()
+
+    def packed(params):
+        ready = objective.prepare(batch)
+        micro = lambda m: jax.tree.map(lambda x: x[m], ready)
+        return sum(objective.loss(SCORE(params, micro(m)), micro(m))[0] for m in range(int(packing.used(batch))))
+
+    def separate(params):
+        total, count = 0.0, 0
+        for s in data:
+            logits = models.forward(params, jnp.asarray(s.tokens)[None], config=CONFIG)[0]
+            logp = jax.nn.log_softmax(logits)[np.arange(len(s.tokens) - 1), s.tokens[1:]]
+            total, count = total - jnp.sum(logp * s.mask[1:]), count + s.mask.sum()
+        return total / count
+
+    params = param.init(jax.random.key(0), TABLE)
+    (a, ga), (b, gb) = (jax.value_and_grad(f)(params) for f in (packed, separate))
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(ga), jax.tree.leaves(gb), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * float(jnp.abs(y).max()))
+
+
+def test_the_state_is_donated():
+    optimizer = optim.adamw(optim.AdamW(), TABLE)
+    objective = losses.SFT()
+    state, batch = fresh(optimizer), objective.prepare(packing.pack(rows(4), 32, rows=2))
+    compiled = step.make_step(SCORE, objective, optimizer).lower(state, batch).compile()
+    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert compiled.memory_analysis().alias_size_in_bytes >= held
+
+
+def test_more_microbatches_do_not_recompile():
+    optimizer = optim.adamw(optim.AdamW(), TABLE)
+    objective = losses.SFT()
+    fn, state = step.make_step(SCORE, objective, optimizer), fresh(optimizer)
+    for n in (22, 24, 26):  # 6 to 8 microbatches of one row each, in a bucket of 8
+        batch = packing.pack(rows(n), 40, rows=1)
+        assert batch.token_BT.shape[0] == 8
+        state, _ = fn(state, objective.prepare(batch))
+    assert fn._cache_size() == 1
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    optimizer = optim.adamw(optim.AdamW(lr=1e-2), TABLE)
+    objective = losses.SFT()
+    ready = objective.prepare(packing.pack(rows(4), 32, rows=2))
+    fn = step.make_step(SCORE, objective, optimizer)
+    before = jax.tree.map(np.asarray, fresh(optimizer))
+    bad = ready.replace(weight_BT=ready.weight_BT * jnp.inf)
+    state, report = fn(fresh(optimizer), bad)
+    assert metrics.to_dict(report)["skipped"] == 1 and int(state.step) == 1
+    for a, b in zip(
+        jax.tree.leaves((before.params, before.opt_state)),
+        jax.tree.leaves((state.params, state.opt_state)),
+        strict=True,
+    ):  # noqa: E501
+        np.testing.assert_array_equal(a, b)
+    _, report = fn(state, ready)
+    assert metrics.to_dict(report)["skipped"] == 0
+
+
+def test_scores_over_microbatches_equal_one_pass():
+    data = rows(12)
+    params = param.init(jax.random.key(0), TABLE)
+    batch = packing.pack(data, 32, rows=2)
+    got = packing.unpack(step.make_scores(SCORE)(params, batch).logp_BT, batch, data)
+    for s, x in zip(data, got, strict=True):
+        logits = models.forward(params, jnp.asarray(s.tokens)[None], config=CONFIG)[0]
+        want = jax.nn.log_softmax(logits)[np.arange(len(s.tokens) - 1), s.tokens[1:]]
+        np.testing.assert_allclose(x[1:], want, atol=1e-5)
+
+
+def test_schedules():
+    cosine = optim.schedule(optim.AdamW(lr=1.0, schedule="cosine", warmup=10, steps=110, floor=0.1))
+    np.testing.assert_allclose([cosine(0), cosine(10), cosine(60), cosine(110)], [0.1, 1, 0.55, 0.1], rtol=1e-5)
+    linear = optim.schedule(optim.AdamW(lr=1.0, schedule="linear", steps=100))
+    np.testing.assert_allclose([linear(0), linear(50), linear(100)], [1, 0.5, 0], atol=1e-6)
+    assert optim.schedule(optim.AdamW(lr=3.0))(1000) == 3.0
+    with pytest.raises(ValueError, match="needs steps > warmup"):
+        optim.schedule(optim.AdamW(schedule="cosine"))
+
+
+def test_decay_touches_matrices_only():
+    optimizer = optim.adamw(optim.AdamW(lr=1.0, weight_decay=0.1, clip=0), TABLE)
+    params = param.init(jax.random.key(0), TABLE)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(updates["stacks"][0]["q"], -0.1 * params["stacks"][0]["q"], rtol=1e-6)
+    assert float(jnp.abs(updates["stacks"][0]["q_norm"]).max()) == 0
+    assert float(jnp.abs(updates["norm"]).max()) == 0
