@@ -1,0 +1,226 @@
+"""What each number of a run means, in one line, and which curves are drawn of them.
+
+A metric `x` may come with `x_max`, the largest of what `x` is the mean of, and `x_hist`, how it is spread.
+Times of a step are `time_<phase>` in seconds; `time_step` is the whole step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of those `names` that a run logged; the rest are arguments of `svg.curves`."""
+
+    group: str
+    title: str
+    names: tuple[str, ...]
+    meaning: str
+    log: bool = False
+    zero: bool = False
+    y_range: tuple[float, float] | None = None
+    unless: str = ""  # not drawn where this metric is, which says the same
+
+
+GROUPS = {
+    "Learning": "Does it get better, and what does that do to its answers?",
+    "Agreement": "Does the trainer give sampled tokens the probability that the sampler gave them?",
+    "Optimiser": "How large and how regular are the updates?",
+    "Asynchrony": "How old is what the trainer learns from?",
+    "Speed": "How much work a second?",
+    "Other": "Numbers that the recipe logged and this page has no description of.",
+}
+
+CHARTS = (
+    Chart(
+        "Learning", "Held-out accuracy", ("accuracy", "accuracy_sampled"),
+        "Share of problems never trained on that were answered correctly.", y_range=(0, 1),
+    ),
+    Chart(
+        "Learning", "Reward", ("reward",),
+        "Mean reward of the samples trained on in this step. It should rise.", y_range=(0, 1),
+    ),
+    Chart(
+        "Learning", "Spread of the reward", ("reward_std",),
+        "Standard deviation of the reward over the samples of a step. 0 = nothing to compare.", zero=True,
+    ),
+    Chart(
+        "Learning", "Likelihood loss", ("nll", "nll_heldout"),
+        "Mean -log probability of the tokens to imitate, in nats a token. Lower is better.", zero=True,
+    ),
+    Chart(
+        "Learning", "Entropy", ("entropy",),
+        "Nats of uncertainty a token: 0 = always the same answer. A fast fall means exploration ends.",
+        zero=True,
+    ),
+    Chart(
+        "Learning", "Answer length", ("length", "length_max"),
+        "Tokens sampled for one answer: the mean, and the longest of the step.", zero=True,
+    ),
+    Chart(
+        "Learning", "Cut-off answers", ("truncated",),
+        "Share of answers that ran into the length limit before they ended.", zero=True,
+    ),
+    Chart(
+        "Learning", "Groups that teach nothing", ("solved_all", "solved_none"),
+        "Share of prompts whose answers all got the same, best or worst, reward: no advantage, no gradient.",
+        y_range=(0, 1),
+    ),
+    Chart(
+        "Agreement", "Mismatch (k3)", ("mismatch_k3",),
+        "Mean of r - 1 - log r, r = trainer / sampler probability. 0 = they agree; staleness adds to it.",
+        log=True,
+    ),
+    Chart(
+        "Agreement", "Log-probability difference", ("logp_diff", "logp_diff_max"),
+        "|trainer - sampler| in nats, for tokens of the current version: rounding, and nothing else.",
+        log=True,
+    ),
+    Chart(
+        "Agreement", "Importance weight", ("importance_weight", "importance_weight_max"),
+        "Trainer / sampler probability of a token. The mean stays near 1 while samples are fresh enough.",
+    ),
+    Chart(
+        "Agreement", "Dropped tokens", ("dropped_fraction",),
+        "Share of tokens left out because their importance weight was above the cap.", zero=True,
+    ),
+    Chart(
+        "Agreement", "KL to the reference", ("kl",),
+        "How far the policy has moved from the reference model, in nats a token.", zero=True,
+    ),
+    Chart(
+        "Optimiser", "Gradient norm", ("grad_norm",),
+        "Length of the gradient before clipping. Spikes mean an unusual batch; nan or inf skips a step.",
+        log=True, zero=True,
+    ),
+    Chart(
+        "Optimiser", "Clipped tokens", ("clip_fraction",),
+        "Share of tokens whose probability moved beyond the clip range, so that they pull no further.",
+        zero=True,
+    ),
+    Chart(
+        "Optimiser", "Policy ratio", ("ratio", "ratio_max"),
+        "New / proximal probability of a token. Exactly 1 at the first update on a batch.",
+    ),
+    Chart(
+        "Optimiser", "Objective", ("loss",),
+        "What the update lowers: a surrogate whose gradient counts and whose level says little.",
+        unless="nll",
+    ),
+    Chart(
+        "Optimiser", "Skipped updates", ("skipped",),
+        "1 where an update was left out because its gradient was not finite.", zero=True,
+    ),
+    Chart(
+        "Optimiser", "Learning rate", ("learning_rate",), "Step size given to the optimiser.", zero=True
+    ),
+    Chart(
+        "Optimiser", "Advantage", ("advantage",),
+        "Mean |advantage| of a token: how strongly it is pushed. 0 = nothing left to learn.", zero=True,
+    ),
+    Chart(
+        "Asynchrony", "Policy version", ("version", "server_version", "version_oldest"),
+        "Batches consumed so far; what the server holds should follow at once.",
+    ),
+    Chart(
+        "Asynchrony", "Staleness", ("staleness", "staleness_max"),
+        "Batches between the version that sampled a token and the one that learns from it.", zero=True,
+    ),
+    Chart(
+        "Speed", "Tokens a second", ("tokens_per_second", "rollout_tokens_per_second"),
+        "Tokens learnt from, or generated, a second of wall time.", zero=True,
+    ),
+    Chart("Speed", "Tokens a step", ("tokens",), "Tokens learnt from in one step.", zero=True),
+    Chart(
+        "Speed", "Size of a batch", ("groups", "samples", "rows"),
+        "Prompt groups and samples of a step, or problems of an evaluation.", zero=True,
+    ),
+)  # fmt: skip
+
+METRICS = {
+    "accuracy": "share of held-out problems answered correctly, greedy decoding",
+    "accuracy_sampled": "the same with answers sampled at the training temperature",
+    "advantage": "mean |advantage| of a token: how far a reward lies from its group's mean",
+    "clip_fraction": "share of tokens outside the clip range, which get no gradient",
+    "dropped_fraction": "share of tokens whose importance weight exceeded the cap",
+    "entropy": "uncertainty of the next token, nats; 0 = certain",
+    "grad_norm": "length of the gradient over all parameters, before clipping",
+    "groups": "prompt groups in the batch",
+    "importance_weight": "proximal / sampled probability of a token; 1 = fresh and in agreement",
+    "kl": "estimated KL divergence from the reference model, nats a token",
+    "learning_rate": "step size given to the optimiser",
+    "length": "tokens the policy sampled for one answer",
+    "logp_diff": "|trainer - sampler| log-probability of tokens of the current version, nats",
+    "loss": "the objective that the update lowers",
+    "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
+    "nll": "-log probability of a token to imitate, nats",
+    "nll_heldout": "the same on rows never trained on",
+    "ratio": "new / proximal probability of a token; 1 before the first update on a batch",
+    "reward": "reward of the samples of the step",
+    "reward_std": "standard deviation of the reward over the samples of the step",
+    "rollout_tokens_per_second": "tokens generated a second of wall time",
+    "rows": "problems that the evaluation answered",
+    "samples": "samples in the batch",
+    "server_version": "policy version that the server reported",
+    "skipped": "1 if the update was left out because its gradient was not finite",
+    "solved_all": "share of prompts for which every answer got the best reward",
+    "solved_none": "share of prompts for which no answer got a reward",
+    "staleness": "trainer's version minus the version that sampled a token, in batches",
+    "tokens": "tokens learnt from in the step",
+    "tokens_per_second": "tokens learnt from a second of wall time",
+    "truncated": "share of answers cut off at the length limit",
+    "version": "policy version: batches consumed so far",
+    "version_oldest": "oldest version among the tokens of the batch",
+}
+
+PHASES = {
+    "wait": ("waiting for rollout", "the trainer has nothing to do until a batch is complete"),
+    "pack": ("packing", "samples are laid out in rows"),
+    "score": ("scoring", "log-probabilities of the batch under the current weights"),
+    "update": ("update", "forward, backward and optimiser"),
+    "publish": ("publishing weights", "export, pause of the server, loading, check of the version"),
+    "save": ("saving", "checkpoint of parameters, optimiser and position"),
+    "evaluate": ("evaluation", "held-out problems are answered and marked"),
+    "other": ("the rest", "what no phase above accounts for"),
+}
+
+SUMMARY = {
+    "sft_accuracy": "held-out accuracy after imitation, before reinforcement learning",
+    "rl_accuracy": "held-out accuracy at the end",
+    "sft_accuracy_sampled": "the same after imitation, answers sampled at temperature 1",
+    "rl_accuracy_sampled": "the same at the end, answers sampled at temperature 1",
+    "heldout_rows": "held-out problems that the accuracies are taken over",
+    "sft_steps": "updates by imitation",
+    "rl_steps": "batches consumed by reinforcement learning",
+    "version": "policy version at the end",
+    "server_version": "policy version the server reported at the end; must equal the trainer's",
+    "max_logp_diff": "largest |trainer - sampler| log-probability of a token of the current version, nats",
+    "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability, over those tokens",
+    "seconds": "wall time of the whole run",
+    "checkpoint": "the trained model, a Hugging Face directory",
+    "report": "this page",
+    "eta": "batches that a sample may be old when it is learnt from",
+    "seed": "seed of all randomness",
+}
+
+
+def label(name: str) -> str:
+    """`grad_norm_max` -> `grad norm, largest`."""
+    base = name.removesuffix("_max")
+    return base.replace("_", " ") + (", largest" if base != name else "")
+
+
+def meaning(name: str) -> str:
+    """One line on what a metric is."""
+    if name in METRICS:
+        return METRICS[name]
+    base = name.removesuffix("_max")
+    if base in METRICS and base != name:
+        return f"largest single value of: {METRICS[base]}"
+    if name == "time_step":
+        return "seconds of the whole step"
+    phase = name.removeprefix("time_")
+    if phase != name:
+        return f"seconds: {PHASES[phase][1]}" if phase in PHASES else f"seconds spent on {label(phase)}"
+    return "logged by the recipe under this name"
