@@ -1,6 +1,7 @@
 """What each number of a run means, in one line, and which curves are drawn of them.
 
-A metric `x` may come with `x_max`, the largest of what `x` is the mean of, and `x_hist`, how it is spread.
+A metric `x` may come with `x_max`, the largest of what `x` is the mean of, and `x_hist`, how it is spread;
+`heldout_x` is the same over rows never trained on.
 Times of a step are `time_<phase>` in seconds; `time_step` is the whole step.
 """
 
@@ -46,11 +47,11 @@ CHARTS = (
         "Standard deviation of the reward over the samples of a step. 0 = nothing to compare.", zero=True,
     ),
     Chart(
-        "Learning", "Likelihood loss", ("nll", "nll_heldout"),
+        "Learning", "Likelihood loss", ("nll", "heldout_nll"),
         "Mean -log probability of the tokens to imitate, in nats a token. Lower is better.", zero=True,
     ),
     Chart(
-        "Learning", "Entropy", ("entropy",),
+        "Learning", "Entropy", ("entropy", "heldout_entropy"),
         "Nats of uncertainty a token: 0 = always the same answer. A fast fall means exploration ends.",
         zero=True,
     ),
@@ -155,7 +156,6 @@ METRICS = {
     "loss": "the objective that the update lowers",
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
     "nll": "-log probability of a token to imitate, nats",
-    "nll_heldout": "the same on rows never trained on",
     "ratio": "new / proximal probability of a token; 1 before the first update on a batch",
     "reward": "reward of the samples of the step",
     "reward_std": "standard deviation of the reward over the samples of the step",
@@ -192,6 +192,8 @@ SUMMARY = {
     "rl_accuracy_sampled": "the same at the end, answers sampled at temperature 1",
     "heldout_rows": "held-out problems that the accuracies are taken over",
     "sft_steps": "updates by imitation",
+    "steps": "updates of this run",
+    "complete": "whether all steps were taken",
     "rl_steps": "batches consumed by reinforcement learning",
     "version": "policy version at the end",
     "server_version": "policy version the server reported at the end; must equal the trainer's",
@@ -218,9 +220,16 @@ def meaning(name: str) -> str:
     base = name.removesuffix("_max")
     if base in METRICS and base != name:
         return f"largest single value of: {METRICS[base]}"
+    if name.startswith("heldout_"):
+        return f"over rows never trained on: {meaning(name.removeprefix('heldout_'))}"
     if name == "time_step":
         return "seconds of the whole step"
     phase = name.removeprefix("time_")
     if phase != name:
         return f"seconds: {PHASES[phase][1]}" if phase in PHASES else f"seconds spent on {label(phase)}"
     return "logged by the recipe under this name"
+
+
+def result(name: str) -> str:
+    """One line on what an entry of the summary is."""
+    return SUMMARY.get(name) or meaning(name)

@@ -126,7 +126,7 @@ def _duration(seconds: float) -> str:
 def _summary(summary, table) -> str:
     tiles = "".join(_tiles(summary, table))
     rows = [
-        (_escape(glossary.label(name)), _value(value), _escape(glossary.SUMMARY.get(name, "as the recipe wrote it")))
+        (_escape(glossary.label(name)), _value(value), _escape(glossary.result(name)))
         for name, value in summary.items()
     ]
     warnings = _warnings(table)

@@ -236,4 +236,6 @@ def test_every_charted_and_derived_name_has_a_meaning():
             assert glossary.meaning(name) != "logged by the recipe under this name", name
     assert glossary.meaning("grad_norm_max") == f"largest single value of: {glossary.METRICS['grad_norm']}"
     assert glossary.label("grad_norm_max") == "grad norm, largest"
+    assert glossary.meaning("heldout_nll") == f"over rows never trained on: {glossary.METRICS['nll']}"
+    assert glossary.result("nll") == glossary.meaning("nll") != glossary.result("seconds")
     assert glossary.meaning("time_wait").startswith("seconds: ")
