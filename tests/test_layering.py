@@ -52,6 +52,13 @@ def modules(node, package):
     return [".".join([*base, alias.name]) for alias in node.names]
 
 
+def waits(node):
+    """Whether importing a file leaves this part of it alone: functions, and what only type checkers read."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") and not node.orelse
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
 def imports(source, package):
     """(line, dotted module, whether it runs on import of the file) for every import statement."""
 
@@ -59,8 +66,7 @@ def imports(source, package):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import | ast.ImportFrom):
                 yield from ((child.lineno, name, on_import) for name in modules(child, package))
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from walk(child, on_import and not inside)
+            yield from walk(child, on_import and not waits(child))
 
     return list(walk(ast.parse(source), True))
 
@@ -118,6 +124,7 @@ def test_the_root_imports_nothing():
             "try:\n    from transformers import AutoConfig\nexcept ImportError:\n    pass",
         ),
         ("adapters/x.py", "class A:\n    import orbax.checkpoint"),
+        ("adapters/x.py", "if not TYPE_CHECKING:\n    import torch"),
         ("rollout/types.py", "from . import client"),
         ("rollout/x.py", "def f():\n    import jax.numpy as jnp"),
         ("rollout/x.py", "from .engine import server"),
@@ -139,6 +146,7 @@ def test_a_broken_rule_is_seen(name, source):
         ("core/x.py", "import jax.numpy as jnp\nfrom . import packing\nfrom .batch import Batch"),
         ("models/x.py", "from ..core.param import Param\nfrom ..parallel import vocab"),
         ("adapters/x.py", "def f():\n    import torch\n    from transformers import AutoModel"),
+        ("adapters/x.py", "if TYPE_CHECKING:\n    import torch"),
         ("adapters/x.py", "from ..rollout.types import Sample\nfrom ..rollout import types"),
         ("adapters/cli.py", "from ..rollout import client\nfrom ..rollout.engine import server"),
         ("rollout/x.py", "import aiohttp\nfrom . import types\nfrom .types import Sample"),
