@@ -1,0 +1,158 @@
+"""Countdown: reach a target from given numbers, each used exactly once, by + - * / and brackets."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+SYMBOLS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+PROMPT = (
+    "Use each of the numbers {numbers} exactly once, with {operators} and brackets, to make {target}. "
+    "Answer with the expression alone, between <answer> and </answer>."
+)
+MAX_LENGTH = 256  # characters of an expression: bounds the work and the depth of the recursion
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which problems there are.
+
+    Attributes:
+      numbers: how many numbers a problem has.
+      low, high: the smallest and the largest of them.
+      max_target: targets lie in 1..max_target.
+      operators: those that a solution may use, a selection of "+-*/".
+      train, dev, heldout: rows of each split.
+      prompt: text with {numbers}, {operators} and {target}; a small model likes "{numbers}={target}".
+      seed: of the problems and of their split.
+    """
+
+    numbers: int = 3
+    low: int = 1
+    high: int = 20
+    max_target: int = 100
+    operators: str = "+-*/"
+    train: int = 2000
+    dev: int = 200
+    heldout: int = 500
+    prompt: str = PROMPT
+    seed: int = 0
+
+
+def splits(task: Task = Task()) -> dict[str, list[dict]]:
+    """`{"train", "dev", "heldout"}`: rows `{"prompt", "answer", "completion", "numbers", "target", ...}`.
+
+    A problem is (its numbers in any order, its target) and stands in one split only. `answer` is one
+    of its solutions, by which it was made; `completion` is that solution as the prompt asks for it.
+    """
+    if task.numbers < 1 or not 0 <= task.low <= task.high or task.max_target < 1:
+        raise ValueError(
+            "countdown: needs numbers >= 1, 0 <= low <= high and max_target >= 1, "
+            f"got {task.numbers}, {task.low}..{task.high} and {task.max_target}"
+        )
+    if not task.operators or not set(task.operators) <= set(OPERATORS):
+        raise ValueError(f"countdown: operators must be some of '+-*/', got {task.operators!r}")
+    rng = random.Random(task.seed)
+    wanted = task.train + task.dev + task.heldout
+    found: dict[tuple, dict] = {}
+    misses = 0
+    while len(found) < wanted:
+        numbers = [rng.randint(task.low, task.high) for _ in range(task.numbers)]
+        solution, value = _expression(numbers, task.operators, rng)
+        problem = (*sorted(numbers), value)
+        good = value is not None and value.denominator == 1 and 1 <= value <= task.max_target
+        if good and problem not in found:
+            found[problem] = _row(numbers, int(value), solution, task)
+            misses = 0
+        else:
+            misses += 1
+            if misses > 1000 + 50 * len(found):
+                raise ValueError(
+                    f"countdown: {wanted} different problems are wanted, found {len(found)}; "
+                    "ask for fewer rows, or widen the numbers, operators or targets"
+                )
+    rows = list(found.values())
+    cut = task.train, task.train + task.dev
+    return {"train": rows[: cut[0]], "dev": rows[cut[0] : cut[1]], "heldout": rows[cut[1] :]}
+
+
+def _row(numbers, target, solution, task):
+    shown = {
+        "numbers": ",".join(map(str, numbers)),
+        "operators": " ".join(task.operators),
+        "target": target,
+    }
+    try:
+        prompt = task.prompt.format(**shown)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"countdown: the prompt may name {{numbers}}, {{operators}} and {{target}}, got {error} in {task.prompt!r}"
+        ) from None
+    return {
+        "prompt": prompt,
+        "answer": solution,
+        "completion": f"<answer>{solution}</answer>" if "<answer>" in prompt else solution,
+        "numbers": numbers,
+        "target": target,
+        "operators": task.operators,
+    }
+
+
+def _expression(numbers, operators, rng):
+    """A random expression over all the numbers in random order, and its value (None: divides by 0)."""
+    terms = [(str(n), Fraction(n)) for n in rng.sample(numbers, len(numbers))]
+    while len(terms) > 1:
+        (left, a), (right, b) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+        symbol = rng.choice(operators)
+        if symbol == "/" and b == 0:
+            return "", None
+        terms.append((f"({left}{symbol}{right})", OPERATORS[symbol](a, b)))
+    text, value = terms[0]
+    return (text[1:-1] if len(numbers) > 1 else text), value
+
+
+def evaluate(expression: str, operators: str = "+-*/") -> tuple[Fraction, list[int]]:
+    """The exact value of an arithmetic expression, and the numbers in it in order.
+
+    Raises `ValueError` for anything but whole numbers, the given operators and brackets: signs,
+    powers, names and calls included.
+    """
+    if len(expression) > MAX_LENGTH or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+        raise ValueError("countdown: not an expression of whole numbers, + - * / and brackets")
+    used: list[int] = []
+
+    def value(node):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            used.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and (symbol := SYMBOLS.get(type(node.op), "?")) in operators:
+            left, right = value(node.left), value(node.right)
+            if symbol == "/" and right == 0:
+                raise ValueError("countdown: division by zero")
+            return OPERATORS[symbol](left, right)
+        raise ValueError(f"countdown: {ast.unparse(node)!r} is not allowed in an expression")
+
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"countdown: not an expression: {error.msg}") from None
+    return value(tree.body), used
+
+
+def reward(text: str, row: dict) -> float:
+    """1.0 if `text` is a right expression for the row, else 0.0.
+
+    Right: its exact value is the target, it uses each number exactly once and only the row's
+    operators. What stands in the last <answer>...</answer> counts, or the whole text without one.
+    """
+    tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    try:
+        value, used = evaluate((tagged[-1] if tagged else text).strip(), row["operators"])
+    except ValueError:
+        return 0.0
+    return float(value == row["target"] and sorted(used) == sorted(row["numbers"]))
