@@ -1,0 +1,287 @@
+"""Tokenizers of transformers: loading, tiny ones made here, chats to ids, and ids to text piece by piece."""
+
+from __future__ import annotations
+
+import array
+import functools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
+EXTRA = "<|extra_"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+REPLACEMENT = "\ufffd"  # what decoding writes for bytes that are not UTF-8, or not yet
+
+
+# -- where tokenizers come from ------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Any:
+    """The tokenizer of a model folder, or of a model on the hub by its `owner/name`."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in FILES):
+            raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}; it needs {FILES[0]}")
+        for file in folder.glob("tokenizer*.json"):
+            try:
+                json.loads(file.read_bytes())
+            except ValueError as error:
+                raise ValueError(f"{file}: damaged or half-written: {error}; copy it again from its source") from None
+    elif isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise ValueError(f"tokenizer.load: no such folder, got {path}")
+    try:
+        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"tokenizer.load: {path} cannot be loaded: {_line(error)}") from None
+
+
+def save(tokenizer: Any, path: str | Path) -> None:
+    """Writes the tokenizer's files into a folder, chat template included.
+
+    Fast tokenizers are saved under the class name that both transformers 4 and 5 know, since the
+    server that reads a published version may run either.
+    """
+    folder = Path(path)
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        text = json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
+        file.write_text(text, encoding="utf-8")
+
+
+def character(
+    alphabet: Iterable[str], *, words: Sequence[str] = ("system", "user", "assistant"), multiple: int = 32
+) -> Any:
+    """A tokenizer with one token a character, and one for each of `words` (the roles of a chat).
+
+    Ids are given in the order <pad>, <unk>, <|im_start|>, <|im_end|>, the newline, `words`, then the
+    alphabet; the vocabulary is filled up to a `multiple` with special tokens that stand for nothing.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = sorted({*alphabet} - {"\n"})
+    if any(len(c) != 1 for c in characters):
+        raise ValueError("tokenizer.character: the alphabet must hold single characters")
+    vocabulary = _padded([PAD, UNKNOWN, START, END, "\n", *words, *characters], multiple)
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
+    return _finished(inner, vocabulary, unk_token=UNKNOWN)
+
+
+def byte_level(*, multiple: int = 32) -> Any:
+    """A tokenizer with one token a byte of UTF-8: any text, in 256 + 3 tokens, filled to a `multiple`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = _padded([PAD, START, END, *alphabet], multiple)
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return _finished(inner, vocabulary)
+
+
+def _padded(tokens, multiple):
+    """{token: id} in the order given, filled up with <|extra_i|>."""
+    tokens = list(dict.fromkeys(tokens))
+    tokens += [f"{EXTRA}{i}|>" for i in range(-len(tokens) % multiple)]
+    return {token: i for i, token in enumerate(tokens)}
+
+
+def _finished(inner, vocabulary, **special):
+    from transformers import PreTrainedTokenizerFast
+
+    named = {PAD, UNKNOWN, START, END}
+    inner.add_special_tokens([t for t in vocabulary if t in named or t.startswith(EXTRA)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE, **special
+    )
+
+
+# -- chats to ids --------------------------------------------------------------------------------
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text, without tokens added around it; characters it has no token for are refused."""
+    return _known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[dict]) -> list[int]:
+    """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks."""
+    _check(messages)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "tokenizer.encode_chat: the tokenizer has no chat template; "
+            "use one of a chat model, or rows with a plain prompt"
+        )
+    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    return _known(tokenizer, ids, *(str(m[field]) for m in messages for field in ("role", "content")))
+
+
+def prompt(tokenizer: Any, row: dict) -> list[int]:
+    """The ids that a completion of `row` follows.
+
+    Its `messages`, else its `prompt` as what the user says; without a chat template the prompt is
+    plain text, to be continued.
+    """
+    if row.get("messages"):
+        return encode_chat(tokenizer, row["messages"])
+    if not isinstance(row.get("prompt"), str):
+        raise ValueError(f"a row needs messages or a prompt, got the fields {sorted(row)}")
+    return _said(tokenizer, tokenizer.chat_template, row["prompt"]).tolist()
+
+
+@functools.lru_cache(maxsize=8192)  # rows come again each epoch, and a template costs 15 times the encoding
+def _said(tokenizer, template, text):
+    if template:
+        ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
+    else:
+        ids = _known(tokenizer, tokenizer.encode(text), text)
+    return array.array("i", ids)  # 4 bytes a token
+
+
+def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
+    """`(prompt ids, completion ids)` of a demonstration; the completion ends with the end of turn.
+
+    The completion is the row's `completion`, else the last of its `messages` where the assistant says
+    it. It is encoded on its own, as it would be generated: no token spans the two.
+    """
+    messages, completion = row.get("messages"), row.get("completion")
+    if completion is None and messages and messages[-1].get("role") == "assistant":
+        row, completion = {**row, "messages": messages[:-1]}, messages[-1].get("content")
+    if not isinstance(completion, str):
+        raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}")
+    return prompt(tokenizer, row), [*encode(tokenizer, completion), end_of_turn(tokenizer)]
+
+
+def end_of_turn(tokenizer: Any) -> int:
+    """The token that ends what the assistant says: by the chat template, else the end-of-text token."""
+    return _end_of_turn(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
+
+
+@functools.lru_cache(maxsize=32)  # once a tokenizer, not once a row
+def _end_of_turn(tokenizer, template, eos):
+    if template:
+        said = "areax"
+        chat = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        after = tokenizer.encode(text[text.rfind(said) + len(said) :], add_special_tokens=False)
+        special = _special(tokenizer)
+        for id in after:
+            if id in special:
+                return id
+    if eos is None:
+        raise ValueError("the tokenizer has no end-of-text token; set its eos_token")
+    return eos
+
+
+def stop_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids at which generation stops: end of turn and end of text, for a config's eos_token_id."""
+    ids = {end_of_turn(tokenizer), tokenizer.eos_token_id} - {None}
+    return tuple(sorted(ids))
+
+
+def _special(tokenizer):
+    added = tokenizer.added_tokens_decoder.items()
+    return {id for id, token in added if token.special}.union(tokenizer.all_special_ids)
+
+
+def _check(messages):
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
+
+
+def _known(tokenizer, ids, *texts):
+    """`ids` of the texts, unless some of these have become the unknown token, which decodes to something else."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in ids:
+        return ids
+    is_unknown = lambda text: unknown in tokenizer.encode(text, add_special_tokens=False)
+    for text in filter(is_unknown, texts):
+        lost = "".join(dict.fromkeys(filter(is_unknown, text)))
+        raise ValueError(
+            f"the tokenizer has no token for {lost or tokenizer.unk_token!r} in {text[:80]!r}; add it to its alphabet"
+        )
+    return ids
+
+
+# -- ids to text ---------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Decodes ids as they come, into pieces of text that joined give the text of all of them.
+
+    No piece ends inside a character: bytes that may become one are held back until the next token
+    decides, or `finish` gives them up. The work per token does not grow with the text.
+
+    Attributes:
+      text: the pieces so far, joined.
+    """
+
+    CONTEXT = 8  # tokens: more than the 3 bytes that a held character has, and a word before it
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True):
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._skipped = _special(tokenizer) if skip_special_tokens else set()
+        self._window: list[int] = []  # the last tokens
+        self._shown = 0  # characters of the window's text that were given out
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that `ids` complete; "" while they do not."""
+        self._window += [id for id in ids if id not in self._skipped]
+        text = self._decode(self._window)
+        piece = text[self._shown : len(text) - self._held(text)]
+        self._shown += len(piece)
+        self._forget(text)
+        self.text += piece
+        return piece
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        piece = self._decode(self._window)[self._shown :]
+        self._shown += len(piece)
+        self.text += piece
+        return piece
+
+    def _decode(self, ids):
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _held(self, text):
+        """How many characters at the end may still change.
+
+        Bytes of a character that is not complete are written as one U+FFFD, by tokenizers of bytes;
+        those that fall back to tokens like <0xE2> write one for each byte of the run.
+        """
+        held = len(text) - len(text.rstrip(REPLACEMENT))
+        return held if self._is_byte(self._window[-1:]) else min(held, 1)
+
+    def _forget(self, text):
+        """Keeps the last tokens only: their text goes on as the whole would."""
+        kept = self._window[-self.CONTEXT :]
+        if len(self._window) > 2 * self.CONTEXT and not self._is_byte(kept):
+            held = len(text) - self._shown
+            self._window, self._shown = kept, len(self._decode(kept)) - held
+
+    def _is_byte(self, ids):
+        tokens = self._tokenizer.convert_ids_to_tokens(ids)
+        return any(token and re.fullmatch("<0x[0-9A-F]{2}>", token) for token in tokens)
+
+
+def _line(error):
+    return " ".join(str(error).split())
