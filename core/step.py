@@ -67,6 +67,18 @@ def make_step(score: Callable, objective, optimizer: optax.GradientTransformatio
     return jax.jit(step, donate_argnums=0)
 
 
+def make_loss(score: Callable, objective) -> Callable:
+    """Returns jitted `loss(params, batch) -> metrics` for a prepared Batch [M, B, T], without gradients."""
+
+    def total(params, batch: Batch):
+        micro = lambda i: jax.tree.map(lambda x: x[i], batch)
+        one = lambda i: objective.loss(score(params, micro(i)), micro(i))[1]
+        add = lambda i, report: metrics.merge_trees(report, one(i))
+        return jax.lax.fori_loop(0, packing.used(batch), add, metrics.empty_like(jax.eval_shape(one, 0)))
+
+    return jax.jit(total)
+
+
 def make_scores(score: Callable) -> Callable:
     """Returns jitted `scores(params, batch) -> out` over a Batch [M, B, T], one microbatch at a time, no gradients."""
 

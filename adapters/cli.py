@@ -1,0 +1,237 @@
+"""The command line. Bad input ends with one line and exit code 2, a failed check with 1."""
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import io
+import json
+import re
+import sys
+from typing import Annotated, Literal
+
+import tyro
+
+RECIPES = ("sft", "grpo")
+
+
+def train(recipe: str, *options: str) -> int:
+    """Train by a recipe: sft, grpo, or the path of a file with a `Config` and `main(config)`."""
+    from ..rollout import names
+
+    if recipe in RECIPES:
+        module = importlib.import_module(f"areax.recipes.{recipe}")
+    elif recipe.endswith(".py"):
+        module = names.module(recipe)
+    else:
+        near = difflib.get_close_matches(recipe, RECIPES, 1)
+        raise ValueError(
+            f"areax train: the recipe must be one of {', '.join(RECIPES)} or a file ending in .py, got {recipe!r}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+    for name in ("Config", "main"):
+        if not hasattr(module, name):
+            raise ValueError(f"{recipe}: a recipe needs `Config` and `main(config)`, got no {name}")
+    summary = module.main(_parse(module.Config, options, f"areax train {recipe}"))
+    if isinstance(summary, dict):
+        print(json.dumps(summary, indent=2, default=str))
+        if summary.get("complete") is False:
+            return 130  # stopped by a signal: what it has is saved
+    return 0
+
+
+def demo(*options: str) -> int:
+    """Train a small model from scratch, improve it by asynchronous RL, and write a checkpoint and a report."""
+    from ..recipes import demo
+
+    return demo.main(_parse(demo.Config, options, "areax demo"))
+
+
+def serve(
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    slots: int = 16,
+    context: int | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+) -> int:
+    """Serve a checkpoint over HTTP, as SGLang does.
+
+    Args:
+      path: Hugging Face directory with weights and tokenizer.
+      port: 0 = any that is free; the line that says "ready at" names it.
+      slots: sequences that are generated at a time.
+      context: most tokens of a sequence, prompt included; None = what the model was made for.
+      dtype: of weights and computation.
+    """
+    from ..rollout.engine import server
+
+    server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype)
+    return 0
+
+
+def convert(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    destination: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Copy a checkpoint tensor by tensor, checked, in another dtype if one is named.
+
+    Args:
+      source: Hugging Face directory.
+      destination: new directory; appears complete or not at all.
+      json_: print what was written as JSON.
+    """
+    from . import convert
+
+    _show(convert.convert(source, destination, dtype), json_)
+    return 0
+
+
+def check(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    against: Literal["torch"] | None = None,
+    json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Check a checkpoint: names, shapes, hashes, finite values; against torch also its logits.
+
+    Args:
+      source: Hugging Face directory.
+      against: "torch" compares logits with those of transformers, in fp32.
+      json_: print the findings as JSON.
+    """
+    from . import check
+
+    report = check.check(source, against)
+    _show(report, json_)
+    return 0 if report["ok"] else 1
+
+
+def eval(*options: str) -> int:
+    """Evaluate a checkpoint on rows with a reward: areax eval --model PATH --data ROWS --reward NAME."""
+    from ..recipes import eval
+
+    print(json.dumps(eval.main(_parse(eval.Config, options, "areax eval")), indent=2))
+    return 0
+
+
+def report(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: str | None = None) -> int:
+    """Write one page with curves, histograms and samples of a run.
+
+    Args:
+      run: a run's directory, such as runs/demo.
+      out: the file to write; None = report.html in that directory.
+    """
+    from . import report
+
+    print(report.report(run, out))
+    return 0
+
+
+COMMANDS = {f.__name__: f for f in (train, demo, serve, convert, check, eval, report)}
+FORWARDING = (train, demo, eval)  # these parse their options by the recipe's own Config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: areax COMMAND ...\n")
+        for name, command in COMMANDS.items():
+            print(f"  {name:10}{command.__doc__.strip().splitlines()[0]}")
+        print("\nareax COMMAND --help says more.")
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from .. import __version__
+
+        print(f"areax {__version__}")
+        return 0
+    try:
+        command = COMMANDS.get(argv[0])
+        if command is None:
+            near = difflib.get_close_matches(argv[0], COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(COMMANDS)}"
+            raise ValueError(f"areax: there is no command {argv[0]!r}; {hint}")
+        if command in FORWARDING:
+            return _forward(command, argv[1:])
+        return _parse(command, argv[1:], f"areax {argv[0]}")
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(_line(error), file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(_line(error), file=sys.stderr)
+        return 1
+
+
+def _forward(command, arguments: list[str]) -> int:
+    if command is not train:
+        return command(*arguments)
+    if not arguments or arguments[0].startswith("-"):
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(f"usage: areax train {{{','.join(RECIPES)},FILE.py}} ...\n\n{train.__doc__}")
+            return 0
+        raise ValueError(f"areax train: name a recipe first: {', '.join(RECIPES)} or a file ending in .py")
+    return train(*arguments)
+
+
+def _parse(target, arguments, prog: str):
+    """`target` called with the arguments by tyro, whose complaints become one line with the nearest option."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parser = tyro.extras.get_parser(target, prog=prog)
+            values = _quietly(target, arguments, prog)
+    except SystemExit as exit:
+        if not exit.code:
+            raise
+        raise ValueError(_one_line(said.getvalue(), arguments, parser.format_help(), prog)) from None
+    return values() if callable(values) else values
+
+
+def _quietly(target, arguments, prog):
+    """The parsed Config, or for a command a call that is yet to be made (so that its own output is not caught)."""
+    if isinstance(target, type):
+        return tyro.cli(target, args=list(arguments), prog=prog)
+    call: dict = {}
+
+    def keep(**kwargs):
+        call.update(kwargs)
+
+    keep.__signature__ = inspect.signature(target)
+    keep.__doc__, keep.__annotations__ = target.__doc__, target.__annotations__
+    tyro.cli(keep, args=list(arguments), prog=prog)
+    return lambda: target(**call)
+
+
+def _one_line(said: str, arguments, help_text: str, prog: str) -> str:
+    lines = [line.strip("─╭╮╰╯│ ") for line in said.splitlines()]
+    body = [line for line in lines[1:] if not set(line) <= {"-"}]
+    cut = next((i for i, line in enumerate(body) if re.match(r"(Perhaps|Argument helptext|For full)", line)), len(body))
+    sentence = " ".join(body[:cut]).rstrip(".")
+    known = sorted(set(re.findall(r"--[a-z][\w.-]*", help_text)))
+    strange = [a.split("=")[0] for a in arguments if a.startswith("--") and a.split("=")[0] not in known]
+    for name in strange:
+        near = difflib.get_close_matches(name, known, 1)
+        sentence += f"; did you mean {near[0]}?" if near else ""
+    return f"{prog}: {sentence}; see {prog} --help"
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def _show(report: dict, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, indent=2, default=str))
+        return
+    for name, value in report.items():
+        print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Training state on disk, by Orbax: parameters, optimiser, step and the cursor of the data, whole or not at all."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from ..core.step import State
+
+
+class Store:
+    """Saved states of one run; `open_store` makes one."""
+
+    def __init__(self, path: Path, manager):
+        self.path, self._manager = path, manager
+
+    @property
+    def latest(self) -> int | None:
+        """The newest version saved, or None."""
+        return self._manager.latest_step()
+
+    def save(self, version: int, state: State, cursor=None) -> None:
+        """Copies the state to the host and writes it in the background; cursor is anything JSON can hold.
+
+        Raises:
+          RuntimeError: the version was saved before.
+        """
+        import orbax.checkpoint as ocp
+
+        tree = _tree(state)
+        about = {"cursor": cursor, "dtypes": [str(x.dtype) for x in jax.tree.leaves(tree)]}
+        saved = self._manager.save(
+            version, args=ocp.args.Composite(state=ocp.args.StandardSave(tree), about=ocp.args.JsonSave(about))
+        )
+        if not saved:
+            raise RuntimeError(f"{self.path}: version {version} was not saved; it is there already")
+
+    def restore(self, like: State, version: int | None = None) -> tuple[State, object]:
+        """(state, cursor) of a version, the newest by default, in the structure and dtypes of `like`.
+
+        Raises:
+          ValueError: nothing was saved, or what was saved has other weights or dtypes.
+        """
+        import orbax.checkpoint as ocp
+
+        version = self.latest if version is None else version
+        if version is None:
+            raise ValueError(f"{self.path}: a saved state is needed, got none")
+        tree = _tree(like)
+        about = self._manager.restore(version, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        # Orbax would cast without a word.
+        wanted = [str(x.dtype) for x in jax.tree.leaves(tree)]
+        if about["dtypes"] != wanted:
+            raise ValueError(
+                f"{self.path}: the state saved has {len(about['dtypes'])} arrays of {sorted(set(about['dtypes']))}, "
+                f"got a model and optimiser with {len(wanted)} of {sorted(set(wanted))}; resume with the same settings"
+            )
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+        restored = self._manager.restore(version, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+        return State(**restored["state"]), about["cursor"]
+
+
+@contextlib.contextmanager
+def open_store(path, *, keep: int = 2) -> Iterator[Store]:
+    """The states under `path`, of which the newest `keep` stay; on leaving, what is being written is finished."""
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+    with ocp.CheckpointManager(path, options=options) as manager:
+        yield Store(path, manager)
+        manager.wait_until_finished()
+
+
+def _tree(state: State) -> dict:
+    return {"params": state.params, "opt_state": state.opt_state, "step": state.step}

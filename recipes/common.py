@@ -1,0 +1,56 @@
+"""What every recipe needs: a model from a path, and a stop that waits for the end of a step."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from areax import models
+from areax.adapters import hf
+from areax.core import param
+
+
+def open_model(path: str, init: Literal["checkpoint", "random"], seed: int):
+    """(config, fp32 master weights) of a Hugging Face directory; "random" needs its config.json alone."""
+    if init == "checkpoint":
+        return hf.load(path, dtype="float32")
+    config = hf.read_config(path)
+    return config, param.init(jax.random.key(seed), models.table(config))
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets, to be looked at between steps; a second Ctrl-C interrupts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number, frame):
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def out_directory(out: str) -> Path:
+    """The run's directory, made if it is not there.
+
+    Raises:
+      ValueError: something else than a directory has that name.
+    """
+    path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--out must be a directory, got the file {out}; name another place")
+    path.mkdir(parents=True, exist_ok=True)
+    return path

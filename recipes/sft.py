@@ -1,0 +1,144 @@
+"""Supervised fine-tuning: rows with a prompt and a completion -> packed batches -> a Hugging Face checkpoint.
+
+Run it again with the same `out` and it goes on where it stopped.
+"""
+
+import functools
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from areax import models
+from areax.adapters import datasets, hf, state, tokenizer, tracker
+from areax.core import losses, metrics, packing, step
+from areax.core.optim import AdamW, adamw
+from areax.recipes import common
+from areax.rollout.executor import Prompts
+from areax.rollout.types import Sample, supervised
+
+
+@dataclass(frozen=True)
+class Config:
+    """Supervised fine-tuning.
+
+    Attributes:
+      model: Hugging Face directory with weights and tokenizer.
+      data: rows with "prompt" (or "messages") and "completion": a JSONL or Parquet file, a folder, or a hub name.
+      out: the run's directory: checkpoint in `model/`, state, metrics, report.
+      init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
+      heldout: rows whose loss is reported, never trained on; "" = none.
+      steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
+      batch: rows a step.
+      length: longest sequence, and tokens of a packed row.
+      rows: packed rows of a microbatch.
+      save_every, evaluate_every: in steps; 0 = at the end alone.
+      seed: of new weights and of the order of the rows.
+    """
+
+    model: str
+    data: str
+    out: str = "runs/sft"
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    heldout: str = ""
+    steps: int = 100
+    batch: int = 64
+    length: int = 1024
+    rows: int = 8
+    optim: AdamW = AdamW(lr=1e-5, warmup=10)
+    run: models.Run = models.Run()
+    save_every: int = 0
+    evaluate_every: int = 0
+    seed: int = 0
+
+
+def main(config: Config) -> dict:
+    """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "seconds", ...}."""
+    began = time.monotonic()
+    tokens = tokenizer.load(config.model)
+    prompts = Prompts(datasets.rows(config.data), seed=config.seed)
+    heldout = datasets.rows(config.heldout) if config.heldout else []
+    settings, params = common.open_model(config.model, config.init, config.seed)
+    table, objective = models.table(settings), losses.SFT()
+    optimizer = adamw(replace(config.optim, steps=config.optim.steps or config.steps), table)
+    score = functools.partial(models.score, config=settings, run=config.run)
+    update = step.make_step(score, objective, optimizer)
+    prepare = jax.jit(objective.prepare)
+    evaluate = step.make_loss(score, objective)
+    current = step.init(params, optimizer)
+    out = common.out_directory(config.out)
+    samples = functools.lru_cache(maxsize=1 << 16)(functools.partial(_sample, tokens))
+
+    def batch_of(rows) -> packing.Batch:
+        picked = [samples(*_texts(row)) for row in rows]
+        return packing.pack(
+            [s.replace(rollout=i, group=i) for i, s in enumerate(picked)], config.length, rows=config.rows
+        )
+
+    def heldout_loss(params) -> dict:
+        batches = [heldout[i : i + config.batch] for i in range(0, len(heldout), config.batch)]
+        reports = [evaluate(params, prepare(batch_of(rows))) for rows in batches]
+        return {f"heldout_{k}": v for k, v in metrics.to_dict(functools.reduce(metrics.merge_trees, reports)).items()}
+
+    with state.open_store(out / "state") as store, common.stop_signal() as stop:
+        start = store.latest or 0
+        if start:
+            current, _ = store.restore(current)
+        last: dict = {}
+        with (
+            tracker.open_run(out, config=config, keep={"sft": start}) as run,
+            tracker.progress("sft", config.steps, start=start) as tick,
+        ):
+
+            def report(i, pending, learnt):
+                values = metrics.to_dict(pending)
+                tick(i, tokens=learnt, loss=values["loss"])
+                run.log("sft", i, **values)
+                last.update(values)
+
+            pending = None
+            done = start
+            for i in range(start, config.steps):
+                batch = batch_of([prompts[i * config.batch + j] for j in range(config.batch)])
+                current, now = update(current, prepare(batch))
+                if pending:  # one step behind, so that the host prepares while the device computes
+                    report(*pending)
+                done, pending = i + 1, (i + 1, now, int(np.sum(batch.segment_BT > 0)))
+                if heldout and config.evaluate_every and done % config.evaluate_every == 0:
+                    run.log("sft", done, **heldout_loss(current.params))
+                if config.save_every and done % config.save_every == 0 and done < config.steps:
+                    store.save(done, current)
+                if stop.is_set():
+                    break
+            if pending:
+                report(*pending)
+            if heldout:
+                last.update(heldout_loss(current.params))
+                run.log("sft", done, **{k: v for k, v in last.items() if k.startswith("heldout")})
+        if done > start:
+            store.save(done, current)
+        checkpoint = hf.save(out / "model", settings, current.params, tokenizer=tokens)
+    summary = {
+        "checkpoint": str(checkpoint), "steps": done, "complete": done == config.steps,
+        "seconds": time.monotonic() - began,
+        **{k: v for k, v in last.items() if isinstance(v, float)},
+    }  # fmt: skip
+    tracker.write_json(Path(out) / tracker.SUMMARY, summary)
+    return summary
+
+
+def _texts(row) -> tuple[str, str]:
+    """The row as hashable text, so that a prompt seen before is not tokenised again."""
+    if "completion" not in row:
+        raise ValueError(f"sft: every row needs a 'completion', got the fields {sorted(row)}")
+    return json.dumps(row.get("messages") or row.get("prompt")), row["completion"]
+
+
+def _sample(tokens, prompt: str, completion: str) -> Sample:
+    content = json.loads(prompt)
+    row = {"prompt": content} if isinstance(content, str) else {"messages": content}
+    return supervised(*tokenizer.supervised(tokens, {**row, "completion": completion}))
