@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import functools
 import json
 import re
@@ -122,13 +121,20 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict]) -> list[int]:
     """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks."""
+    from jinja2 import TemplateError
+
     _check(messages)
     if not tokenizer.chat_template:
         raise ValueError(
             "tokenizer.encode_chat: the tokenizer has no chat template; "
             "use one of a chat model, or rows with a plain prompt"
         )
-    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise ValueError(f"tokenizer.encode_chat: the chat template refuses the messages: {_line(error)}") from None
     return _known(tokenizer, ids, *(str(m[field]) for m in messages for field in ("role", "content")))
 
 
@@ -142,16 +148,9 @@ def prompt(tokenizer: Any, row: dict) -> list[int]:
         return encode_chat(tokenizer, row["messages"])
     if not isinstance(row.get("prompt"), str):
         raise ValueError(f"a row needs messages or a prompt, got the fields {sorted(row)}")
-    return _said(tokenizer, tokenizer.chat_template, row["prompt"]).tolist()
-
-
-@functools.lru_cache(maxsize=8192)  # rows come again each epoch, and a template costs 15 times the encoding
-def _said(tokenizer, template, text):
-    if template:
-        ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
-    else:
-        ids = _known(tokenizer, tokenizer.encode(text), text)
-    return array.array("i", ids)  # 4 bytes a token
+    if tokenizer.chat_template:
+        return encode_chat(tokenizer, [{"role": "user", "content": row["prompt"]}])
+    return _known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
 
 
 def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:

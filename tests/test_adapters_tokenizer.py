@@ -124,7 +124,6 @@ def test_demonstrations_end_with_the_end_of_turn():
     assert SUMS.decode(prompt) == CHAT and SUMS.decode(completion) == "41<|im_end|>"
     said = {"messages": [{"role": "user", "content": "25+16"}, {"role": "assistant", "content": "41"}]}
     assert tokenizers.supervised(SUMS, said) == (prompt, completion)
-    assert tokenizers.prompt(SUMS, ROW) is not tokenizers.prompt(SUMS, ROW)  # the caller may change its list
     whole = SUMS.apply_chat_template(said["messages"], return_dict=False)
     assert whole == [*prompt, *completion, *SUMS.encode("\n")]
 
@@ -146,6 +145,13 @@ def test_without_a_template_a_prompt_is_plain_text():
     )
     with pytest.raises(ValueError, match="has no chat template"):
         tokenizers.prompt(TRAINED, {"messages": [{"role": "user", "content": "1"}]})
+
+
+def test_what_a_template_refuses_is_refused_in_one_line():
+    strict = tokenizers.byte_level()
+    strict.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
+    with pytest.raises(ValueError, match="the chat template refuses the messages: roles must alternate"):
+        tokenizers.prompt(strict, ROW)
 
 
 @pytest.mark.parametrize(
