@@ -272,7 +272,9 @@ def test_requests_go_to_the_least_loaded_server_up_to_its_bound():
         ):
             a.going.clear()
             b.going.clear()
-            tasks = [asyncio.create_task(fleet.generate([i])) for i in range(6)]
+            tasks = [asyncio.create_task(fleet.generate([i])) for i in range(2)]
+            await until(lambda: a.load == b.load == 1)
+            tasks += [asyncio.create_task(fleet.generate([i])) for i in range(2, 6)]
             await until(lambda: a.load == b.load == 2)
             await asyncio.sleep(0.05)
             assert len(a.generated()) == len(b.generated()) == 2  # two wait in the client
@@ -318,6 +320,22 @@ def test_cancelled_requests_leave_their_slots():
             await until(lambda: len(a.generated()) == 2)
             a.going.set()
             check(await tasks[3], [3], 64)
+
+    run(main)
+
+
+def test_a_turn_given_to_a_cancelled_request_goes_to_the_next():
+    async def main():
+        async with serving() as a, client.connect([a.url], concurrency=1) as fleet:
+            a.going.clear()
+            tasks = [asyncio.create_task(fleet.generate([i])) for i in range(3)]
+            await until(lambda: a.load == 1)
+            tasks[0].cancel()
+            await asyncio.sleep(0)  # its slot is promised to tasks[1], which has not run since
+            tasks[1].cancel()
+            await until(lambda: len(a.generated()) == 2)
+            a.going.set()
+            check(await tasks[2], [2], 64)
 
     run(main)
 
