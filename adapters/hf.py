@@ -299,7 +299,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _check_tied(head: np.ndarray, embed: np.ndarray, where: str) -> None:
-    if head.dtype != embed.dtype or not np.array_equal(safetensors.raw(head), safetensors.raw(embed)):
+    if head.dtype != embed.dtype or safetensors.digest(head) != safetensors.digest(embed):
         raise ValueError(
             f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embeddings; "
             "set it to false in config.json if the model has a head of its own"

@@ -44,7 +44,7 @@ CHUNK = 1 << 22  # bytes hashed and then written while they are still in the pro
 def write(
     directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *, shard_bytes: int = 5 * 10**9
 ) -> dict[str, dict]:
-    """Writes tensors into an existing directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
+    """Writes tensors into an empty directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
 
     Each file gets its name once it is complete and synced; the index comes last.
 
@@ -61,11 +61,8 @@ def write(
     """
     directory = Path(directory)
     shards = _shards({name: describe(name, spec) for name, spec in specs.items()}, shard_bytes)
-    files = (
-        [FILE]
-        if len(shards) == 1
-        else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    )
+    n = len(shards)
+    files = [FILE] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     described: dict[str, dict] = {}
     source = iter(arrays)
     for file, entries in zip(files, shards, strict=True):
@@ -129,9 +126,9 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def raw(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array in C order, u8[n]: a view where it is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def raw(array: np.ndarray) -> memoryview:
+    """The bytes of an array in C order: a view where it is contiguous, else a copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def digest(array: np.ndarray) -> str:
@@ -186,7 +183,7 @@ def _write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> di
                     raise ValueError(
                         f"{path}: {name} was announced as {announced}, got {array.dtype}{list(array.shape)}"
                     )
-                described[name] = {**entry, "xxh3_128": _put_hashed(file, memoryview(raw(array)))}
+                described[name] = {**entry, "xxh3_128": _put_hashed(file, raw(array))}
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -223,12 +220,12 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"{short}, {total} bytes do not hold the header; copy the checkpoint again")
         text = file.read(length)
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    places = {}
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        places = {
-            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in header.items()
-        }
+        for name, entry in json.loads(text).items():
+            if name != "__metadata__":
+                start, stop = map(int, entry["data_offsets"])
+                places[name] = (entry["dtype"], tuple(map(int, entry["shape"])), start, stop)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{short}, its header is not that of safetensors ({error!r}); copy it again") from error
     held = total - 8 - length

@@ -1,0 +1,65 @@
+"""PyTorch state dicts in and out, under the keys of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from .. import models
+from ..core import param
+from . import hf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def to_state_dict(config, params) -> dict[str, Tensor]:
+    """{checkpoint key: tensor} of the parameters, in their dtype; a tied head is listed too, as torch modules do.
+
+    Parameters on the CPU are not copied: the tensors share their memory, so read them (`load_state_dict` copies), and
+    clone what is to be changed in place. Those on accelerators or several devices come as copies on the host.
+    """
+    found = {}
+
+    def add(leaf, x):
+        whole = _to_torch(x)
+        for i, spelt in leaf.keys(config.prefix):
+            found[spelt[0]] = whole if i is None else whole[i]
+
+    param.tree_map(add, models.table(config), params)
+    if config.tied:
+        found["lm_head.weight"] = found[f"{config.prefix}embed_tokens.weight"]
+    return found
+
+
+def from_state_dict(config, state_dict: Mapping[str, Tensor], dtype="float32", init_missing: Sequence[str] = ()):
+    """(config, params) from a torch state dict, as strict as `hf.load`, whose arguments and errors are these.
+
+    `models.config_from_hf(module.config.to_dict())` gives the config of a module of transformers.
+    """
+    tensors = {key: _to_numpy(tensor) for key, tensor in state_dict.items()}
+    return hf.from_tensors(config, tensors, "from_state_dict", dtype, init_missing=init_missing)
+
+
+def _to_torch(x) -> Tensor:
+    import torch
+
+    if isinstance(x, jax.Array) and len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu":
+        return torch.from_dlpack(x)
+    host = np.array(x)
+    if host.dtype == ml_dtypes.bfloat16:  # torch knows numpy's dtypes only
+        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(host)
+
+
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    import torch
+
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

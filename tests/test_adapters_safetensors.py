@@ -1,0 +1,185 @@
+"""The writer's files are read by the official library, and the reader refuses what is not whole."""
+
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from areax.adapters import safetensors as files
+
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.uint8, np.bool_, np.float64, np.int64]
+
+
+def tensor(rng, shape, dtype):
+    return (rng.normal(size=shape) * 50).astype(dtype)
+
+
+def some_tensors():
+    rng = np.random.default_rng(0)
+    return {f"layers.{i}.w": tensor(rng, (i + 1, 7), np.float32) for i in range(6)}
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@settings(max_examples=40)
+@given(
+    some.lists(
+        some.tuples(some.lists(some.integers(0, 5), max_size=3), some.sampled_from(DTYPES)), min_size=1, max_size=6
+    ),
+    some.integers(1, 400),
+)
+def test_what_is_written_is_read(tmp_path_factory, shapes, shard_bytes):
+    rng = np.random.default_rng(1)
+    tensors = {f"t{i}": tensor(rng, shape, dtype) for i, (shape, dtype) in enumerate(shapes)}
+    folder = tmp_path_factory.mktemp("files")
+    described = files.write(folder, tensors, tensors.values(), shard_bytes=shard_bytes)
+    read = files.read(folder)
+    assert list(read) == list(tensors) == list(described)
+    for name, x in tensors.items():
+        assert same(read[name], x)
+        assert described[name]["xxh3_128"] == xxhash.xxh3_128_hexdigest(x.tobytes()) == files.digest(x)
+    official = {}
+    for file in folder.glob("*.safetensors"):
+        official |= safetensors.numpy.load_file(file)
+    assert official.keys() == tensors.keys() and all(same(official[name], tensors[name]) for name in tensors)
+
+
+def test_arrays_of_any_layout_are_written_right(tmp_path):
+    x = np.arange(24, dtype=np.float32).reshape(4, 6)
+    tensors = {"turned": x.T, "strided": x[::2, ::3], "scalar": np.array(3.0, np.float32), "reversed": x[::-1]}
+    files.write(tmp_path, tensors, tensors.values())
+    official = safetensors.numpy.load_file(tmp_path / files.FILE)
+    assert all(np.array_equal(official[name], tensors[name]) for name in tensors)
+
+
+def test_official_files_are_read(tmp_path):
+    tensors = some_tensors() | {"b": np.ones((3, 2), ml_dtypes.bfloat16)}
+    safetensors.numpy.save_file(tensors, tmp_path / files.FILE, {"format": "pt"})
+    read = files.read(tmp_path)
+    assert read.keys() == tensors.keys() and all(same(read[name], tensors[name]) for name in tensors)
+    assert files.read(tmp_path / files.FILE).keys() == tensors.keys()
+
+
+def test_shards_are_named_and_indexed_as_hugging_face_does(tmp_path):
+    tensors = some_tensors()
+    files.write(tmp_path, tensors, tensors.values(), shard_bytes=200)
+    index = json.loads((tmp_path / files.INDEX).read_text())
+    shards = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    n = len(shards)
+    assert n > 2 and shards == [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys() and set(index["weight_map"].values()) == set(shards)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_tensors_are_fetched_one_at_a_time(tmp_path):
+    tensors = some_tensors()
+    written = []
+
+    def arrays():
+        for x in tensors.values():
+            # Everything fetched before is in the file already.
+            (temporary,) = tmp_path.glob(".*.tmp")
+            header = 8 + int.from_bytes(temporary.read_bytes()[:8], "little")
+            assert temporary.stat().st_size == header + sum(written)
+            written.append(x.nbytes)
+            yield x
+
+    files.write(tmp_path, tensors, arrays())
+    assert len(written) == len(tensors)
+
+
+def test_reading_copies_nothing(tmp_path):
+    files.write(tmp_path, some_tensors(), some_tensors().values())
+    x = files.read(tmp_path)["layers.3.w"]
+    assert not x.flags.owndata and not x.flags.writeable and x.flags.aligned
+    assert np.array_equal(x[1:3], some_tensors()["layers.3.w"][1:3])
+
+
+@pytest.mark.parametrize(
+    "arrays, words",
+    [
+        ([np.ones(3, np.float32)], "no more arrays"),
+        ([np.ones(3, np.float32), np.ones(5, np.float32)], "announced as F32\\[4\\], got float32\\[5\\]"),
+        ([np.ones(3, np.float32), np.ones(4)], "got float64"),
+        ([np.ones(3, np.float32), np.ones(4, np.float32), np.ones(1)], "more arrays than the 2"),
+    ],
+)
+def test_arrays_must_be_as_announced(tmp_path, arrays, words):
+    specs = {"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)}
+    with pytest.raises(ValueError, match=words):
+        files.write(tmp_path, specs, arrays)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="z must have one of the dtypes .* complex64"):
+        files.write(tmp_path, {"z": np.ones(2, np.complex64)}, [np.ones(2, np.complex64)])
+    assert not list(tmp_path.iterdir())
+
+
+def refused(path, *words):
+    with pytest.raises(ValueError) as caught:
+        files.read(path)
+    text = str(caught.value)
+    assert "\n" not in text and all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 30, 300, -1])
+def test_a_truncated_file_is_refused(tmp_path, kept):
+    files.write(tmp_path, some_tensors(), some_tensors().values())
+    path = tmp_path / files.FILE
+    os.truncate(path, kept if kept >= 0 else path.stat().st_size + kept)
+    refused(tmp_path, str(path), "half-written or damaged", "copy")
+
+
+def test_a_header_beyond_the_file_is_refused(tmp_path):
+    (tmp_path / files.FILE).write_bytes((2**50).to_bytes(8, "little") + b"{}" * 50)
+    refused(tmp_path, files.FILE, "do not hold the header")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"[]",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F3", "shape": [2], "data_offsets": [0, 8]}}',
+    ],
+)
+def test_a_damaged_header_is_refused(tmp_path, header):
+    (tmp_path / files.FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    refused(tmp_path, files.FILE)
+
+
+def test_an_incomplete_set_of_shards_is_refused(tmp_path):
+    tensors = some_tensors()
+    files.write(tmp_path, tensors, tensors.values(), shard_bytes=200)
+    index = (tmp_path / files.INDEX).read_text()
+    first = sorted(tmp_path.glob("*.safetensors"))[0]
+
+    (tmp_path / files.INDEX).write_text(index[:40])
+    refused(tmp_path, files.INDEX, "not an index")
+    (tmp_path / files.INDEX).write_text(index.replace("layers.0.w", "layers.9.w"))
+    refused(tmp_path, first.name, "lacks layers.9.w")
+    (tmp_path / files.INDEX).write_text(index)
+    first.rename(tmp_path / "elsewhere")
+    refused(tmp_path, first.name, "missing", "copy the checkpoint again")
+    (tmp_path / files.INDEX).unlink()
+    refused(tmp_path, "the index is missing")
+
+
+def test_no_checkpoint_is_refused(tmp_path):
+    refused(tmp_path, str(tmp_path), "needs model.safetensors or")
+    refused(tmp_path / "nowhere", "nowhere", "exists")

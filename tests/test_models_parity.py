@@ -1,0 +1,285 @@
+"""Every family computes what transformers computes: logits, gradients, packed rows, both ways through files."""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from areax import models
+from areax.adapters import hf, safetensors
+from areax.core import param
+
+TINY = dict(vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=3, initializer_range=0.2)
+# Settings that a reader of config.json could get wrong without noticing.
+CASES: dict[str, dict] = {
+    "qwen3": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=22, attention_bias=True, tie_word_embeddings=True,
+        rms_norm_eps=3e-3, rope_parameters={"rope_type": "default", "rope_theta": 777.7}, eos_token_id=[5, 7],
+    ),
+    "qwen3 untied": dict(
+        num_attention_heads=6, num_key_value_heads=3, head_dim=10, attention_bias=False, tie_word_embeddings=False,
+        rms_norm_eps=1e-2, rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 3.5}, eos_token_id=0,
+    ),
+    "qwen2": dict(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        rms_norm_eps=7e-4, rope_parameters={"rope_type": "default", "rope_theta": 123.0},
+    ),
+    "qwen2 untied": dict(
+        num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "llama": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=14, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=False, rms_norm_eps=2e-3, max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama tied": dict(
+        num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
+        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}  # fmt: skip
+T = 37
+LENGTHS = (11, 20, 6)  # of the sequences in a packed row
+
+
+def perturbed(model):
+    """Norms away from one, biases from zero: else half of a model's weights could be ignored unnoticed."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += 0.4 * torch.randn(weight.shape, generator=generator)
+    return model.eval()
+
+
+def reference(name, kind="ForCausalLM", **more):
+    family = name.split()[0]
+    prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, prefix + "Config")(**TINY, **CASES[name], **more)
+    return perturbed(getattr(transformers, prefix + kind)(config))
+
+
+def tokens():
+    return np.random.default_rng(3).integers(0, TINY["vocab_size"], (2, T))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of transformers, its files, and what areax read from them."""
+
+    model: Any
+    path: Path
+    config: Any
+    params: Any
+    logits_BTV: np.ndarray
+    gradient: Any
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def ours(params, token_BT, segment_BT, config):
+    """(logits, gradient of the mean cross-entropy)."""
+
+    def loss(params):
+        run = models.Run(query_chunk=20)
+        logits_BTV = models.forward(params, token_BT, config=config, segment_BT=segment_BT, run=run)
+        logp_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logp_BTV, token_BT[:, 1:, None], -1)), logits_BTV
+
+    gradient, logits_BTV = jax.grad(loss, has_aux=True)(params)
+    return logits_BTV, gradient
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    model = reference(request.param)
+    model.save_pretrained(path)
+    config, params = hf.load(path)
+    logits_BTV, gradient = ours(params, tokens(), np.ones((2, T), np.int32), config)
+    return Case(model, path, config, params, np.asarray(logits_BTV), gradient)
+
+
+def theirs(model, token_BT, **more):
+    return model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False, **more).logits
+
+
+def assert_close(got, wanted, tolerance=1e-4):
+    """Absolute, and relative to the largest entry."""
+    assert got.shape == wanted.shape
+    worst = np.abs(got - wanted).max()
+    assert worst <= tolerance and worst <= tolerance * np.abs(wanted).max(), worst
+
+
+def test_logits(case):
+    with torch.no_grad():
+        wanted = theirs(case.model, tokens()).numpy()
+    assert wanted.std() >= 1
+    assert_close(case.logits_BTV, wanted)
+
+
+def test_gradients(case):
+    case.model.zero_grad()
+    logits = theirs(case.model, tokens())
+    target = torch.from_numpy(tokens()[:, 1:]).flatten()
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target).backward()
+    wanted = {name: weight.grad.numpy() for name, weight in case.model.named_parameters()}
+    specs, arrays = hf.to_tensors(case.config, case.gradient, "float32")
+    got = dict(zip(specs, arrays, strict=True))
+    assert got.keys() == wanted.keys()
+    for name, g in wanted.items():
+        assert np.abs(got[name] - g).max() <= 1e-4 * np.abs(g).max(), name
+
+
+def test_packed_rows(case):
+    """Two sequences side by side do not see each other, on either side."""
+    position_BT = np.tile(np.concatenate([np.arange(n) for n in LENGTHS]), (2, 1))
+    segment_BT = np.tile(np.repeat(np.arange(1, len(LENGTHS) + 1, dtype=np.int32), LENGTHS), (2, 1))
+    got_BTV = np.asarray(ours(case.params, tokens(), segment_BT, case.config)[0])
+    with torch.no_grad():
+        wanted = theirs(case.model, tokens(), position_ids=torch.from_numpy(position_BT)).numpy()
+    assert_close(got_BTV, wanted)
+    assert np.abs(wanted - case.logits_BTV).max() > 0.1  # packing does matter
+
+
+def files(path):
+    return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_reads_what_we_write(case, tmp_path, dtype):
+    hf.save(tmp_path / "ours", case.config, case.params, dtype)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(model) is type(case.model) and not any(info.values())
+    wanted = case.model.state_dict()
+    got = model.state_dict()
+    assert got.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert torch.equal(got[name], x.to(getattr(torch, dtype))), name
+    if dtype == "float32":
+        with torch.no_grad():
+            assert torch.equal(theirs(model.eval(), tokens()), theirs(case.model, tokens()))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_export_load_export_is_bit_identical(case, tmp_path, dtype):
+    hf.save(tmp_path / "a", case.config, case.params, dtype)
+    config, params = hf.load(tmp_path / "a")
+    hf.save(tmp_path / "b", config, params)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    # Our tensors are those that transformers wrote, down to names and bits.
+    if dtype is None:
+        stored, again = safetensors.read(case.path), safetensors.read(tmp_path / "a")
+        assert stored.keys() == again.keys()
+        assert all(np.array_equal(stored[name], again[name]) for name in stored)
+
+
+def old_spelling(config_json):
+    """A config.json as transformers 4 wrote it."""
+    old = {k: v for k, v in config_json.items() if k not in ("rope_parameters", "dtype", "layer_types")}
+    rope = dict(config_json["rope_parameters"])
+    old["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    if kind == "linear":
+        old["rope_scaling"] = {"type": kind, **rope}
+    else:
+        old["rope_scaling"] = None if kind == "default" else {"rope_type": kind, **rope}
+    return old | {"torch_dtype": "bfloat16"}
+
+
+def test_old_spellings_mean_the_same(case, tmp_path):
+    old = old_spelling(json.loads((case.path / "config.json").read_text()))
+    config = models.config_from_hf(old)
+    same = {k: v for k, v in vars(config).items() if k != "source"}
+    assert same == {k: v for k, v in vars(case.config).items() if k != "source"}
+    # And what we write of it is understood by transformers, in the new spelling and alone in the old.
+    hf.save(tmp_path / "m", config, case.params)
+    path = tmp_path / "m" / "config.json"
+    written = json.loads(path.read_text())
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
+    for drop in ((), ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")):
+        path.write_text(json.dumps({k: v for k, v in written.items() if k not in drop}))
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+        assert model.dtype == torch.bfloat16
+        model = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+        model.load_state_dict(case.model.state_dict())
+        with torch.no_grad():
+            assert torch.equal(theirs(model, tokens()), theirs(case.model, tokens()))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_a_model_made_here_is_understood(name, tmp_path):
+    """From a config.json with the least in it, without transformers having touched it."""
+    least = dict(TINY, model_type=name, num_attention_heads=4, head_dim=8, num_key_value_heads=2)
+    config = models.config_from_hf(least)
+    params = param.init(jax.random.key(0), models.table(config))
+    hf.save(tmp_path / "m", config, params)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        wanted = theirs(model.eval(), tokens()).numpy()
+    assert wanted.std() >= 1
+    got_BTV = jax.jit(lambda params, token_BT: models.forward(params, token_BT, config=config))(params, tokens())
+    assert_close(np.asarray(got_BTV), wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3 untied", "llama"])
+def test_value_heads(name, tmp_path):
+    """`score.weight` comes and goes through files as in transformers' sequence classifiers."""
+    model = reference(name, "ForSequenceClassification", num_labels=1)
+    model.save_pretrained(tmp_path / "theirs")
+    untied = not CASES[name]["tie_word_embeddings"]
+    if untied:
+        with pytest.raises(ValueError, match=r"missing lm_head.weight \(init_missing=\('head',\)"):
+            hf.load(tmp_path / "theirs")
+    config, params = hf.load(tmp_path / "theirs", init_missing=("head",) if untied else ())
+    assert config.value_head
+    token_BT = tokens()[:1]
+    value = hidden(params, token_BT, config)[0, -1] @ params["score"][0]
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(token_BT), use_cache=False).logits.item()
+    assert abs(value - wanted) <= 1e-4 * max(1, abs(wanted))
+    hf.save(tmp_path / "ours", config, params)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours")
+    assert type(again) is type(model) and torch.equal(again.score.weight, model.score.weight)
+    loaded, same = hf.load(tmp_path / "ours")
+    assert loaded.value_head and jax.tree.all(jax.tree.map(np.array_equal, params, same))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def hidden(params, token_BT, config):
+    segment_BT = jnp.ones(token_BT.shape, jnp.int32)
+    position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
+    return models.backbone(params, token_BT, position_BT, segment_BT, position_BT, config=config)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding window"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type .*yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type .*dynamic"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act .*gelu"),
+        ({"attention_dropout": 0.1}, "attention_dropout .*0.1"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_options_that_are_not_implemented_are_refused_by_name(family, option, words, tmp_path):
+    least = dict(TINY, model_type=family, num_attention_heads=4)
+    (tmp_path / "config.json").write_text(json.dumps(least | option))
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{words}"):
+        hf.load(tmp_path)
