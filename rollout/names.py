@@ -1,0 +1,88 @@
+"""Functions by name, `package.module:function` or `path/to/file.py:function`: how work travels to other processes.
+
+A function that is sent as a name needs no pickling, and the process that resolves it loads only what the function's
+own module imports.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import xxhash
+
+HOW = "write 'package.module:function' or 'path/to/file.py:function'"
+
+
+def resolve(name: str) -> Callable:
+    """The function that `name` stands for; the same object for the same name within a process.
+
+    Raises:
+      ValueError: one line: a malformed name, a missing file, module or function, or a module that cannot be imported.
+        An exception that the module's own code raises while it is imported passes through.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute.isidentifier():
+        raise ValueError(f"{name!r} does not name a function; {HOW}")
+    loaded = module(place)
+    function = getattr(loaded, attribute, None)
+    if function is None:
+        public = [key for key, value in vars(loaded).items() if callable(value) and key[0] != "_"]
+        near = difflib.get_close_matches(attribute, public, n=3) or sorted(public)[:5]
+        hint = f"did you mean {', '.join(near)}?" if near else "it defines no functions"
+        raise ValueError(f"{name}: there is no {attribute!r} in {place}; {hint}")
+    if not callable(function):
+        raise ValueError(f"{name}: must be a function, got {type(function).__name__}")
+    return function
+
+
+def module(place: str) -> ModuleType:
+    """The module at a dotted name or at a path ending in `.py`; a file is run once a process.
+
+    A file's module is entered in `sys.modules` under a name made of its absolute path, so that dataclasses work
+    and its objects can be unpickled wherever the same file was resolved before.
+    """
+    is_file = place.endswith(".py")
+    if not is_file and not all(part.isidentifier() for part in place.split(".")):
+        raise ValueError(f"{place!r} is neither a module nor a path ending in .py; {HOW}")
+    try:
+        return _file(Path(place)) if is_file else importlib.import_module(place)
+    except (ImportError, SyntaxError) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and not is_file and f"{place}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"{place}: there is no module {missing!r}; is it installed? (a file is named by its path, with .py)"
+            ) from None
+        raise ValueError(f"{place}: cannot be imported ({error})") from error
+
+
+def row(row: object, limit: int = 120) -> str:
+    """A row of data as error messages show it: its id if it has one, else its beginning."""
+    if isinstance(row, dict) and "id" in row:
+        return f"row id {row['id']!r}"
+    text = " ".join(repr(row).split())
+    return f"row {text if len(text) <= limit else text[: limit - 3] + '...'}"
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file (looked in {Path.cwd()})")
+    path = path.resolve()
+    name = f"areax_file_{path.stem}_{xxhash.xxh3_64_hexdigest(bytes(path))[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found the next time
+        raise
+    return loaded
