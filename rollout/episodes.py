@@ -1,0 +1,133 @@
+"""Episodes: a workflow run on rows, with the ids, seeds and second attempts that it need not know of."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import struct
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from . import names
+from .types import Sample
+from .workflows import Generate, Workflow
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # at an episode whose server failed
+PAUSE_S = 1.0  # before the second attempt; doubles
+ROWS = 1 << 16  # rows that one episode may have: sample = rollout * ROWS + row
+
+
+async def rollouts(
+    workflow: Workflow,
+    generate: Generate,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    group_size: int = 1,
+    max_concurrent: int = 256,
+    seed: int | None = None,
+) -> list[list[Sample]]:
+    """The samples of every row, each row once and in order: for evaluation, where nothing is refilled or trained on.
+
+    Episodes that the workflow rejects are missing from their row's list. At most `max_concurrent` rows run at a time.
+    With a `seed` (for servers that honour one) the samples are the same whenever it is called with the same policy.
+    Raises the first error, RuntimeError included once an episode failed ATTEMPTS times.
+    """
+    limit = asyncio.Semaphore(max_concurrent)
+
+    async def one(prompt: int, row: Mapping[str, Any]) -> list[Sample]:
+        async with limit:
+            return await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed)
+
+    return await _together([one(prompt, row) for prompt, row in enumerate(rows)])
+
+
+async def group(
+    workflow: Workflow,
+    generate: Generate,
+    row: Mapping[str, Any],
+    *,
+    prompt: int,
+    size: int,
+    seed: int | None,
+    on_retry: Callable[[], None] = lambda: None,
+) -> list[Sample]:
+    """The samples of `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
+
+    group = prompt = the prompt's ordinal, rollout = prompt * size + episode, sample = rollout * ROWS + row. The rows
+    of a rollout get weights that sum to 1, in the proportion that the workflow gave them.
+    """
+    episodes = [
+        _episode(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
+        for index in range(size)
+    ]
+    return [
+        sample.replace(
+            group=prompt,
+            prompt=prompt,
+            rollout=prompt * size + index,
+            sample=(prompt * size + index) * ROWS + j,
+            weight=sample.weight / sum(other.weight for other in samples),
+        )
+        for index, samples in enumerate(await _together(episodes))
+        for j, sample in enumerate(samples)
+    ]
+
+
+async def _episode(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
+    for attempt in itertools.count(1):
+        turns = itertools.count()  # from 0 in each attempt: a second one draws the same tokens
+        try:
+            result = await workflow(_seeded(generate, seed, prompt, index, turns), row)
+            break
+        except RuntimeError as error:
+            if attempt == ATTEMPTS or not of_server(error):
+                raise
+            log.warning("prompt %d, episode %d, attempt %d: %s", prompt, index, attempt, error)
+            on_retry()
+        await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+    samples = [] if result is None else result if isinstance(result, list) else [result]
+    if not all(isinstance(sample, Sample) for sample in samples):
+        raise ValueError(
+            f"a workflow must return a Sample, a list of them or None, got {result!r:.80}; {names.row(row)}"
+        )
+    return samples
+
+
+def _seeded(generate, seed, prompt, index, turns) -> Generate:
+    def bound(tokens, **sampling):
+        if seed is not None:
+            sampling["seed"] = sampling_seed(seed, prompt, index, next(turns))
+        return generate(tokens, **sampling)
+
+    return bound
+
+
+def of_server(error: BaseException) -> bool:
+    """Whether another process failed (ours to retry) rather than the code."""
+    return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError)
+
+
+async def _together(coroutines: Sequence[Coroutine]) -> list:
+    """The results in order; the first error cancels the others and is raised as it is."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await stop(tasks)
+
+
+async def stop(tasks: Sequence[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sampling_seed(run: int, prompt: int, sample: int, turn: int) -> int:
+    """The seed in 1 .. 2^31 - 1 of one `generate` call, the same in every run and process."""
+    packed = struct.pack("<4q", run, prompt, sample, turn)
+    return xxhash.xxh3_64_intdigest(packed) % (2**31 - 1) + 1

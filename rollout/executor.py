@@ -1,0 +1,290 @@
+"""Which prompts are generated when, and which groups make a batch: staleness bounded by eta, nothing thrown away.
+
+A group is the episodes of one prompt. Counting in groups, G to a batch, a prompt is admitted while
+
+    min(max_concurrent - running, (eta + v + 1) * G - (accepted + running)) > 0
+
+where v is the version that all servers have admitted (the gate of AReaL, arXiv:2505.24298). Batch v takes the G oldest
+finished groups, and closes only when what it leaves can still be consumed in time: for k = 0 .. eta - 1, at most k * G
+groups that were admitted at a version <= v - eta + k are left, running or finished. Then no group is consumed more
+than eta versions after its admission: the gate says so of every batch when a group is admitted, closing batch v
+passes it on to v + 1, and once nothing runs any more batch v can close. The gate alone does not keep the bound,
+because a slow group is overtaken and ages; nor does waiting for those alone that are due now (k = 0), because
+several slow groups may fall due together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .episodes import group, of_server, stop
+from .episodes import rollouts as rollouts  # the same episodes, where nothing is scheduled
+from .types import Sample
+from .workflows import Generate, Workflow
+
+log = logging.getLogger(__name__)
+
+GIVEN_UP = 8  # groups in a row lost to failing servers, or a whole batch if that is more, end the run
+REFUSED_BATCHES = 64  # as many groups refused in a row, without one accepted, end the run
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows in an endless order that is a function of the ordinal alone: shuffled anew each epoch, or as they stand."""
+
+    rows: Sequence[Mapping[str, Any]]
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self):
+        if not len(self.rows):
+            raise ValueError("Prompts: at least one row is needed, got an empty data set")
+
+    def __getitem__(self, ordinal: int) -> Mapping[str, Any]:
+        epoch, index = divmod(ordinal, len(self.rows))
+        if self.shuffle:
+            index = int(_permutation(self.seed, epoch, len(self.rows))[index])
+        return self.rows[index]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+class Executor:
+    """Runs a workflow over prompts and hands out batches; `async with`, and a version must be admitted to begin.
+
+    Attributes:
+      counts: groups: accepted (v * G of them consumed), running, rejected (by the workflow or by `accept`), failed
+        (their servers failed ATTEMPTS times), dropped (stopped or left over when the executor closed); and
+        `retries` of episodes.
+    """
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        generate: Generate,
+        prompts: Prompts,
+        *,
+        group_size: int,
+        groups_per_batch: int,
+        eta: int,
+        max_concurrent: int,
+        seed: int | None = 0,
+        accept: Callable[[list[Sample]], bool] | None = None,
+        batches: int | None = None,
+        cursor: Mapping[str, Any] | None = None,
+    ):
+        """
+        Args:
+          generate: as `Fleet.generate`; called with a `seed` of its own for every call, unless `seed` is None.
+          group_size: episodes a prompt.
+          groups_per_batch: G; each has at least one sample.
+          eta: most versions between the admission of a group and the batch that takes it; 0 = synchronous.
+          max_concurrent: most groups that run at a time.
+          seed: of the run; None for servers that honour no seed.
+          accept: whether a finished group may be trained on; another prompt takes the place of a refused one.
+          batches: of the whole run, if known: nothing is generated for those behind.
+          cursor: where a former run stood: prompts that were open then come first.
+        """
+        for name, value, least in (
+            ("group_size", group_size, 1),
+            ("groups_per_batch", groups_per_batch, 1),
+            ("eta", eta, 0),
+            ("max_concurrent", max_concurrent, 1),
+        ):
+            if value < least:
+                raise ValueError(f"Executor: {name} must be at least {least}, got {value}")
+        self.workflow, self.generate, self.prompts = workflow, generate, prompts
+        self.group_size, self.groups_per_batch, self.eta = group_size, groups_per_batch, eta
+        self.max_concurrent, self.seed, self.accept = max_concurrent, seed, accept
+        self.batches = batches
+        self._version: int | None = None  # admitted by all servers
+        self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
+        self._open: deque[int] = deque()  # prompts to admit before `_next`
+        self._running: dict[int, tuple[int, asyncio.Task]] = {}  # prompt: (version, task), oldest first
+        self._ready: dict[int, tuple[int, list[Sample]]] = {}  # prompt: (version, samples)
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._refused = self._failed = 0  # in a row
+        self._total = dict(rejected=0, failed=0, dropped=0, retries=0)
+        if cursor is not None:
+            self._resume(cursor)
+
+    async def __aenter__(self) -> Executor:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        accepted = self._batch * self.groups_per_batch + len(self._ready)
+        return {"accepted": accepted, "running": len(self._running), **self._total}
+
+    def admit(self, v: int) -> None:
+        """All servers sample with version v from now on; prompts are admitted at once and whenever a group ends."""
+        if self._version is not None and v < self._version:
+            raise ValueError(f"Executor: versions must not go back, got {v} after {self._version}")
+        self._version = v
+        self._fill()
+
+    async def batch(self, v: int) -> list[list[Sample]]:
+        """The G groups of batch v = 0, 1, ... in the order of their prompts, samples in theirs, once it closes.
+
+        Raises:
+          The error of a workflow, of `accept` or of the data, at once; RuntimeError when many groups in a
+          row were lost to failing servers; ValueError when the workflow or `accept` refuses everything.
+        """
+        if v != self._batch:
+            raise ValueError(f"Executor: the next batch is {self._batch}, got {v}")
+        if v == self.batches:
+            raise ValueError(f"Executor: the run ends with batch {v - 1}, got {v}")
+        while True:
+            if self._error:
+                raise self._error
+            order = sorted(self._ready)  # of prompts, which is that of admission
+            oldest, left = order[: self.groups_per_batch], order[self.groups_per_batch :]
+            if len(oldest) == self.groups_per_batch and self._in_time(v, left):
+                self._batch += 1
+                return [self._ready.pop(prompt)[1] for prompt in oldest]
+            self._changed.clear()
+            await self._changed.wait()
+
+    def cursor(self) -> dict[str, Any]:
+        """Where the run stands after the batches handed out, as JSON; `Executor(cursor=...)` goes on from there."""
+        epoch, index = divmod(self._next, len(self.prompts.rows))
+        return {
+            "batch": self._batch,
+            "next": self._next,
+            "epoch": epoch,
+            "index": index,
+            "open": sorted([*self._open, *self._running, *self._ready]),
+            "counts": dict(self._total),
+            "data": self._identity(),
+        }
+
+    async def close(self) -> None:
+        """Cancels what runs and waits for its end; groups in hand are dropped, and open again in the cursor."""
+        dropped = sorted([*self._running, *self._ready])
+        tasks = [task for _, task in self._running.values()]
+        self._closed = True
+        self._running.clear()
+        self._ready.clear()
+        self._open.extendleft(reversed(dropped))
+        self._total["dropped"] += len(dropped)
+        await stop(tasks)
+
+    def _identity(self) -> dict[str, Any]:
+        prompts = self.prompts
+        order = prompts.seed if prompts.shuffle else None
+        return {"rows": len(prompts.rows), "order": order}
+
+    def _resume(self, cursor: Mapping[str, Any]) -> None:
+        now, then = self._identity(), cursor["data"]
+        for name in now:
+            if now[name] != then[name]:
+                raise ValueError(
+                    f"Executor: the data of the run to resume had {name} {then[name]}, got {now[name]}; "
+                    "resume with the same rows and shuffle seed, or start a new run"
+                )
+        self._batch, self._next = cursor["batch"], cursor["next"]
+        self._open.extend(cursor["open"])
+        self._total.update(cursor["counts"])
+
+    def _in_time(self, v: int, left: Sequence[int]) -> bool:
+        """Whether the batches behind v can consume in time what runs and what is `left` of the finished groups."""
+        versions = [version for version, _ in self._running.values()]
+        versions += [self._ready[prompt][0] for prompt in left]
+        return all(
+            sum(version <= v - self.eta + k for version in versions) <= k * self.groups_per_batch
+            for k in range(self.eta)
+        )
+
+    def _room(self, v: int) -> int:
+        """How many prompts may be admitted while all servers have version v."""
+        running = len(self._running)
+        accepted = self._batch * self.groups_per_batch + len(self._ready)
+        allowed = self.eta + v + 1
+        if self.batches is not None:
+            allowed = min(allowed, self.batches)
+        return min(self.max_concurrent - running, allowed * self.groups_per_batch - (accepted + running))
+
+    def _fill(self) -> None:
+        v = self._version
+        while v is not None and not self._closed and not self._error and self._room(v) > 0:
+            if self._open:
+                prompt = self._open.popleft()
+            else:
+                prompt, self._next = self._next, self._next + 1
+            task = asyncio.create_task(self._group(prompt, v))
+            self._running[prompt] = (v, task)
+            task.add_done_callback(functools.partial(self._finish, prompt))
+
+    async def _group(self, prompt: int, version: int) -> list[Sample]:
+        samples = await group(
+            self.workflow,
+            functools.partial(_whole, self.generate),
+            self.prompts[prompt],
+            prompt=prompt,
+            size=self.group_size,
+            seed=self.seed,
+            on_retry=self._count_retry,
+        )
+        samples = [s.replace(info={**s.info, "admitted": version}) for s in samples]
+        return samples if samples and (self.accept is None or self.accept(samples)) else []
+
+    def _count_retry(self) -> None:
+        self._total["retries"] += 1
+
+    def _finish(self, prompt: int, task: asyncio.Task) -> None:
+        if self._running.pop(prompt, None) is None:  # closed
+            return
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None and (samples := task.result()):
+            self._ready[prompt] = samples[0].info["admitted"], samples
+            self._failed = self._refused = 0
+        elif error is None:
+            self._total["rejected"] += 1
+            self._refused += 1
+            if self._refused >= REFUSED_BATCHES * self.groups_per_batch:
+                self._error = ValueError(
+                    f"Executor: {self._refused} groups in a row were refused by the workflow or by accept; "
+                    "is the task solved, or out of reach?"
+                )
+        elif of_server(error):
+            log.warning("prompt %d is given up: %s", prompt, error)
+            self._total["failed"] += 1
+            self._failed += 1
+            if self._failed >= max(GIVEN_UP, self.groups_per_batch):
+                self._error = RuntimeError(
+                    f"Executor: {self._failed} prompts in a row were given up; the last failed with: {error}"
+                )
+        else:
+            self._error = self._error or error
+        self._fill()
+        self._changed.set()
+
+
+def _whole(generate, tokens, **sampling):
+    """`generate`, unless its log-probabilities would not be those of the policy."""
+    for name, whole in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        if sampling.get(name, whole) != whole:
+            raise ValueError(
+                f"training needs samples of the whole distribution, got {name}={sampling[name]}; set it to {whole}"
+            )
+    if not sampling.get("temperature", 1.0) > 0:
+        raise ValueError(
+            f"training needs a temperature above 0, got {sampling['temperature']}; greedy decoding explores nothing"
+        )
+    return generate(tokens, **sampling)

@@ -1,0 +1,90 @@
+"""Workflows: coroutines `workflow(generate, row)` that turn one row of data into a sample, several, or None.
+
+`generate(tokens, **sampling)` continues a token list and returns a `types.Completion`; whatever else an episode
+needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rejects the episode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import names, rewards
+from .types import Completion, Sample, sampled
+
+Generate = Callable[..., Awaitable[Completion]]
+Workflow = Callable[[Generate, Mapping[str, Any]], Awaitable[Sample | list[Sample] | None]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: the keyword arguments of `generate`.
+
+    Training needs the whole distribution at a temperature above 0: top_p, top_k and min_p are for evaluation.
+
+    Attributes:
+      temperature: 0 = greedy.
+      max_new_tokens, min_new_tokens: the stop token counts.
+      top_p, top_k, min_p: 1, -1 and 0 leave the distribution whole.
+      stop, stop_token_ids: strings and ids that end a completion, besides the model's own.
+    """
+
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def arguments(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+async def single_turn(
+    generate: Generate,
+    row: Mapping[str, Any],
+    *,
+    tokenizer: Any,
+    reward: Callable[[str, Mapping[str, Any]], Awaitable[Any]],
+    sampling: Sampling,
+) -> Sample:
+    """One completion of the row's prompt, and its reward at the last token.
+
+    Args:
+      row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}).
+      tokenizer: a Hugging Face tokenizer with a chat template.
+      reward: `rewards.pool`'s, or any coroutine function of (text, row); text is without special tokens.
+
+    Returns:
+      A sample whose info holds the row and the texts `prompt` and `text`.
+
+    Raises:
+      ValueError: the row has no prompt, or the server refuses it (longer than the context, say).
+    """
+    prompt = prompt_tokens(tokenizer, row)
+    try:
+        done = await generate(prompt, **sampling.arguments())
+    except ValueError as error:
+        raise ValueError(f"single_turn: {error}; {names.row(row)}") from error
+    text = tokenizer.decode(done.tokens, skip_special_tokens=True)
+    score = rewards.score(await reward(text, row))
+    return sampled(
+        prompt,
+        done,
+        temperature=sampling.temperature,
+        reward=score.value,
+        components=score.components,
+        info={"row": row, "prompt": tokenizer.decode(prompt), "text": text},
+    )
+
+
+def prompt_tokens(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+    """The row's prompt through the chat template, up to where the assistant is to speak."""
+    if ("prompt" in row) == ("messages" in row):
+        raise ValueError(f"a row needs either 'prompt' or 'messages', got the fields {sorted(row)}; {names.row(row)}")
+    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)

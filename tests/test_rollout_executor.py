@@ -1,0 +1,573 @@
+"""The executor under a virtual clock: thousands of rollouts of any length in a second, and no sleeping."""
+
+import asyncio
+import dataclasses
+import functools
+import json
+import math
+from collections import Counter
+from statistics import NormalDist
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax.rollout import episodes
+from areax.rollout.episodes import rollouts, sampling_seed
+from areax.rollout.executor import Executor, Prompts
+from areax.rollout.types import Completion, sampled
+
+ROWS = [{"id": i} for i in range(23)]
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Jumps to the next timer instead of waiting for it; nothing left to wait for is an error, not a hang."""
+
+    now = 0.0
+
+    def time(self):
+        return self.now
+
+    def _run_once(self):
+        if not self._ready:
+            live = [timer for timer in self._scheduled if not timer.cancelled()]
+            assert live, "deadlock: every task waits and no timer is set"
+            self.now = max(self.now, min(timer.when() for timer in live))
+        super()._run_once()
+
+
+def play(main):
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def sleeper(seconds, outcome=lambda row, sample: "stop"):
+    """A workflow whose single call takes seconds(seed) and ends as outcome(row, seed) says."""
+
+    async def generate(tokens, *, seed, **sampling):
+        await asyncio.sleep(seconds(seed))
+        return Completion([seed % 7], [-1.0], [0], "stop", info={"seed": seed})
+
+    async def workflow(generate, row):
+        done = await generate([1, 2])
+        end = outcome(row, done.info["seed"])
+        if end == "fail":
+            raise RuntimeError("server is gone")
+        if end == "none":
+            return None
+        return sampled([1, 2], done, temperature=1.0, info={**done.info, "row": row})
+
+    return workflow, generate
+
+
+def uniform(*key):
+    """In (0, 1), a function of the key."""
+    return (xxhash.xxh3_64_intdigest(repr(key).encode()) + 0.5) / 2**64
+
+
+def lognormal(*key, sigma=1.0):
+    return math.exp(sigma * NormalDist().inv_cdf(uniform(*key)))
+
+
+async def train(ex, first, last, *, update=1.0, push=0.5, eta, each=lambda v, groups: None):
+    """What the loop does: the push of v + 1 runs beside the next step if eta > 0, and pushes are serialised."""
+    pushing = None
+
+    async def bring(v):
+        await asyncio.sleep(push)
+        ex.admit(v)
+
+    for v in range(first, last):
+        if pushing:
+            await pushing
+        pushing = asyncio.create_task(bring(v))
+        if eta == 0:
+            await pushing
+        groups = await ex.batch(v)
+        each(v, groups)
+        await asyncio.sleep(update)
+    await pushing
+
+
+@pytest.mark.parametrize("eta", range(4))
+def test_no_group_is_older_than_eta_in_a_thousand_steps(eta):
+    G, steps, ages, order = 4, 1000, Counter(), []
+
+    def each(v, groups):
+        assert len(groups) == G
+        ages.update(v - samples[0].info["admitted"] for samples in groups)
+        order.extend(samples[0].prompt for samples in groups)
+
+    async def main():
+        workflow, generate = sleeper(lognormal)
+        async with Executor(
+            workflow,
+            generate,
+            Prompts(ROWS),
+            group_size=1,
+            groups_per_batch=G,
+            eta=eta,
+            max_concurrent=64,
+            batches=steps,
+        ) as ex:
+            await train(ex, 0, steps, eta=eta, each=each)
+            assert ex.counts == dict(accepted=G * steps, running=0, rejected=0, failed=0, dropped=0, retries=0)
+
+    play(main())
+    assert max(ages) <= eta and min(ages) >= 0
+    assert eta == 0 or ages[eta] > G * steps / 10  # the bound is used, not merely kept
+    assert sorted(order) == list(range(G * steps))  # every prompt once: none dropped, none doubled
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda ex, v, left: True,  # the gate alone
+        lambda ex, v, left: all(a > v - ex.eta for a, _ in ex._running.values()),  # k = 0 alone
+    ],
+)
+def test_weaker_rules_let_groups_age(rule):
+    """Why batch v waits as it does: these rules seem enough, and are not when lengths vary a lot."""
+    ages = []
+
+    async def main():
+        workflow, generate = sleeper(functools.partial(lognormal, sigma=2.0))
+        ex = Executor(
+            workflow,
+            generate,
+            Prompts(ROWS),
+            group_size=1,
+            groups_per_batch=2,
+            eta=2,
+            max_concurrent=6,
+        )
+        ex._in_time = functools.partial(rule, ex)
+        async with ex:
+            await train(
+                ex,
+                0,
+                300,
+                update=0.1,
+                push=0.1,
+                eta=2,
+                each=lambda v, groups: ages.extend(v - s[0].info["admitted"] for s in groups),
+            )
+
+    play(main())
+    assert max(ages) > 2
+
+
+@settings(max_examples=60)
+@given(
+    eta=st.integers(0, 3),
+    G=st.integers(1, 5),
+    group_size=st.integers(1, 3),
+    max_concurrent=st.integers(1, 20),
+    salt=st.integers(0, 10**6),
+    update=st.sampled_from([0.0, 0.3, 5.0]),
+    push=st.sampled_from([0.0, 1.0, 8.0]),
+    none=st.sampled_from([0.0, 0.5]),
+    fail=st.sampled_from([0.0, 0.2]),
+    refuse=st.sampled_from([0.0, 0.6]),
+)
+def test_any_schedule_keeps_the_bound_and_the_counts(
+    eta, G, group_size, max_concurrent, salt, update, push, none, fail, refuse
+):
+    attempts = Counter()
+
+    def outcome(row, seed):
+        attempts[seed] += 1
+        u = uniform(salt, seed, attempts[seed])
+        return "fail" if u < fail else "none" if u > 1 - none else "stop"
+
+    def each(v, groups):
+        assert len(groups) == G
+        for samples in groups:
+            assert 0 <= v - samples[0].info["admitted"] <= eta
+            assert 1 <= len(samples) <= group_size
+            assert [s.rollout for s in samples] == sorted({s.rollout for s in samples})
+        prompts = [samples[0].prompt for samples in groups]
+        assert prompts == sorted(prompts)
+        seen.extend(prompts)
+
+    def check(ex):
+        counts = ex.counts
+        assert counts["running"] <= max_concurrent
+        admitted = ex.cursor()["next"]
+        ended = sum(counts[name] for name in ("accepted", "running", "rejected", "failed"))
+        assert admitted == ended  # a group is in exactly one place
+
+    seen = []
+
+    async def main():
+        workflow, generate = sleeper(lambda seed: lognormal(salt, seed, sigma=1.5), outcome=outcome)
+        async with Executor(
+            workflow,
+            generate,
+            Prompts(ROWS, seed=salt),
+            group_size=group_size,
+            groups_per_batch=G,
+            eta=eta,
+            max_concurrent=max_concurrent,
+            accept=lambda samples: uniform(salt, -1, samples[0].prompt) >= refuse,
+            seed=salt,
+        ) as ex:
+            executor_error = None
+            try:
+                await train(
+                    ex,
+                    0,
+                    12,
+                    update=update,
+                    push=push,
+                    eta=eta,
+                    each=lambda v, groups: (each(v, groups), check(ex)),
+                )
+            except RuntimeError as error:  # G given-up prompts in a row do happen when G = 1
+                executor_error = error
+            assert executor_error is None or (fail and "in a row" in str(executor_error))
+            total = ex.counts
+        closed = ex.counts
+        assert closed["running"] == 0
+        assert closed["accepted"] == len(seen)  # what was in hand is dropped ...
+        assert closed["dropped"] == total["accepted"] + total["running"] - len(seen)
+        assert len(ex.cursor()["open"]) == closed["dropped"]  # ... and open again
+
+    play(main())
+    assert len(set(seen)) == len(seen)
+
+
+def batches_of(seconds, *, eta=0, steps=4, G=3, group_size=2, accept=None, cursor=None, first=0):
+    """Samples of each batch, and the cursor behind each."""
+    out, cursors = [], []
+
+    async def main():
+        workflow, generate = sleeper(seconds)
+        async with Executor(
+            workflow,
+            generate,
+            Prompts(ROWS, seed=5),
+            group_size=group_size,
+            groups_per_batch=G,
+            eta=eta,
+            max_concurrent=7,
+            seed=11,
+            accept=accept,
+            cursor=cursor,
+        ) as ex:
+
+            def each(v, groups):
+                out.append([[(s.prompt, s.rollout, s.info["seed"], s.info["row"]["id"]) for s in g] for g in groups])
+                cursors.append(json.loads(json.dumps(ex.cursor())))
+
+            await train(ex, first, steps, eta=eta, each=each)
+
+    play(main())
+    return out, cursors
+
+
+def test_at_eta_0_batches_do_not_depend_on_timing():
+    refuse = lambda samples: samples[0].prompt % 3 != 1
+    slow = batches_of(lambda seed: 1 + seed % 1000, accept=refuse)
+    fast = batches_of(lambda seed: 1 / (1 + seed % 1000), accept=refuse)
+    assert slow == fast
+    prompts = [group[0][0] for groups in slow[0] for group in groups]
+    assert prompts == [p for p in range(100) if p % 3 != 1][:12]
+
+
+def test_seeds_belong_to_prompt_and_episode_not_to_arrival():
+    seeds = {}
+    for seconds in (lambda seed: 1.0, lambda seed: seed % 1000, lambda seed: -seed % 999):
+        for groups in batches_of(seconds, eta=2)[0]:
+            for prompt, rollout, seed, _ in (sample for group in groups for sample in group):
+                assert seed == sampling_seed(11, prompt, rollout - 2 * prompt, 0)
+                assert seeds.setdefault(rollout, seed) == seed
+    assert len(set(seeds.values())) == len(seeds)
+
+
+def test_sampling_seeds_are_fixed_for_good():
+    assert sampling_seed(0, 0, 0, 0) == sampling_seed(0, 0, 0, 0)
+    grid = [sampling_seed(r, p, s, t) for r in range(3) for p in range(40) for s in range(8) for t in range(3)]
+    assert len(set(grid)) == len(grid) and min(grid) >= 1 and max(grid) < 2**31
+    assert [sampling_seed(*key) for key in [(0, 0, 0, 0), (1, 2, 3, 4)]] == [1361057753, 1650742783]
+
+
+def test_turns_of_an_episode_get_seeds_of_their_own():
+    async def generate(tokens, *, seed, **sampling):
+        return Completion([seed], [0.0], [0], "stop")
+
+    async def workflow(generate, row):
+        tokens = [1]
+        for _ in range(3):
+            tokens += (await generate(tokens, max_new_tokens=1)).tokens
+        return sampled([1], Completion(tokens[1:], [0.0] * 3, [0] * 3, "stop"), temperature=1.0)
+
+    [[sample]] = asyncio.run(rollouts(workflow, generate, [{}], seed=9))
+    assert sample.tokens[1:].tolist() == [sampling_seed(9, 0, 0, turn) for turn in range(3)]
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_a_resumed_run_goes_on_with_the_same_prompts(eta):
+    seconds = lambda seed: 0.2 + seed % 5
+    straight, cursors = batches_of(seconds, eta=eta, steps=6)
+    assert cursors[2]["batch"] == 3 and bool(cursors[2]["open"]) == (eta > 0)
+    resumed, _ = batches_of(seconds, eta=eta, steps=6, cursor=cursors[2], first=3)
+    if eta == 0:
+        assert resumed == straight[3:]
+    before = {group[0][0] for groups in straight[:3] for group in groups}
+    after = [group[0][0] for groups in resumed for group in groups]
+    assert len(set(after)) == len(after) == 9
+    assert before.isdisjoint(after)
+    assert set(range(18)) == before | set(after) or eta > 0
+    assert set(cursors[2]["open"]) <= set(after) or eta == 0  # the open ones come first
+    seeds = {s[1]: s[2] for groups in straight for group in groups for s in group}
+    for groups in resumed:
+        for sample in (sample for group in groups for sample in group):
+            assert seeds.get(sample[1], sample[2]) == sample[2]
+
+
+def test_after_a_resume_the_gate_counts_the_batches_consumed():
+    async def main():
+        workflow, generate = sleeper(lambda seed: 1.0)
+        kwargs = dict(group_size=1, groups_per_batch=4, eta=1, max_concurrent=100)
+        cursor = dict(Executor(workflow, generate, Prompts(ROWS), **kwargs).cursor())
+        cursor |= {"batch": 10, "next": 47, "open": [39, 44]}
+        async with Executor(workflow, generate, Prompts(ROWS), cursor=cursor, **kwargs) as ex:
+            assert ex.counts["accepted"] == 40
+            ex.admit(10)
+            assert ex.counts["running"] == 8  # (1 + 10 + 1) * 4 - 40
+            groups = await ex.batch(10)
+            assert [samples[0].prompt for samples in groups] == [39, 44, 47, 48]
+
+    play(main())
+
+
+def test_a_cursor_of_other_data_is_refused():
+    workflow, generate = sleeper(lambda seed: 1.0)
+    make = lambda prompts, **more: Executor(
+        workflow, generate, prompts, group_size=1, groups_per_batch=1, eta=0, max_concurrent=1, **more
+    )
+    cursor = make(Prompts(ROWS)).cursor()
+    with pytest.raises(ValueError, match="had rows 23, got 22; resume with the same rows"):
+        make(Prompts(ROWS[1:]), cursor=cursor)
+    with pytest.raises(ValueError, match="had order 0, got 1"):
+        make(Prompts(ROWS, seed=1), cursor=cursor)
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        Executor(workflow, generate, Prompts(ROWS), group_size=0, groups_per_batch=1, eta=0, max_concurrent=1)
+    with pytest.raises(ValueError, match="at least one row is needed"):
+        Prompts([])
+
+
+def one_batch(workflow, generate=None, *, G=2, group_size=2, **more):
+    """The first batch and the counts after it."""
+
+    async def nothing(tokens, **sampling):
+        return Completion([1], [-1.0], [0], "stop")
+
+    async def main():
+        async with Executor(
+            workflow,
+            generate or nothing,
+            Prompts(ROWS, shuffle=False),
+            group_size=group_size,
+            groups_per_batch=G,
+            eta=0,
+            max_concurrent=8,
+            **more,
+        ) as ex:
+            ex.admit(0)
+            groups = await ex.batch(0)
+            return groups, ex.counts
+
+    return play(main())
+
+
+async def plain(generate, row):
+    return sampled([1], await generate([1]), temperature=1.0, info={"row": row})
+
+
+def test_a_failed_episode_is_tried_again_and_draws_the_same():
+    fails = Counter()
+
+    async def generate(tokens, *, seed):
+        fails[seed] += 1
+        if fails[seed] < episodes.ATTEMPTS:
+            raise RuntimeError("server is gone")
+        return Completion([1], [-1.0], [0], "stop")
+
+    groups, counts = one_batch(plain, generate)
+    assert [samples[0].prompt for samples in groups] == [0, 1]
+    assert set(fails.values()) == {episodes.ATTEMPTS} and len(fails) == 4
+    assert counts["retries"] == 4 * (episodes.ATTEMPTS - 1) and counts["failed"] == 0
+
+
+def test_a_group_whose_servers_keep_failing_is_replaced():
+    async def workflow(generate, row):
+        if row["id"] == 1:
+            raise RuntimeError("server is gone")
+        return await plain(generate, row)
+
+    groups, counts = one_batch(workflow)
+    assert [samples[0].prompt for samples in groups] == [0, 2]
+    assert counts == dict(accepted=2, running=0, rejected=0, failed=1, dropped=0, retries=counts["retries"])
+
+
+def test_servers_that_are_all_gone_end_the_run():
+    async def workflow(generate, row):
+        raise RuntimeError("connection refused")
+
+    with pytest.raises(RuntimeError, match="8 prompts in a row .* connection refused"):
+        one_batch(workflow)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("answer"), ValueError("too long"), RecursionError("deep"), NotImplementedError()]
+)
+def test_a_bug_ends_the_run_at_once(error):
+    async def workflow(generate, row):
+        if row["id"] == 1:
+            raise error
+        await asyncio.sleep(math.inf if row["id"] == 0 else 1.0)
+
+    with pytest.raises(type(error)):
+        one_batch(workflow)
+
+
+def test_a_filter_that_raises_ends_the_run():
+    with pytest.raises(ZeroDivisionError):
+        one_batch(plain, accept=lambda samples: 1 / 0)
+
+
+def test_refusing_everything_ends_the_run():
+    with pytest.raises(ValueError, match="128 groups in a row were refused"):
+        one_batch(plain, accept=lambda samples: False)
+
+
+def test_a_workflow_must_return_samples():
+    async def workflow(generate, row):
+        return 1.0
+
+    with pytest.raises(ValueError, match="must return a Sample, .* got 1.0; row id 0"):
+        one_batch(workflow)
+
+
+def test_rejected_episodes_leave_their_group_and_empty_groups_are_replaced():
+    calls = Counter()
+
+    async def workflow(generate, row):
+        calls[row["id"]] += 1
+        if row["id"] == 0 or (row["id"] == 1 and calls[1] == 1):
+            return None
+        return await plain(generate, row)
+
+    groups, counts = one_batch(workflow)
+    assert [[s.rollout for s in samples] for samples in groups] == [[3], [4, 5]]
+    assert counts["rejected"] == 1
+
+
+def test_rows_of_one_rollout_share_it_and_weigh_one():
+    async def workflow(generate, row):
+        sample = await plain(generate, row)
+        return [sample, sample.replace(weight=3.0)]
+
+    groups, _ = one_batch(workflow)
+    samples = groups[1]
+    assert [s.rollout for s in samples] == [2, 2, 3, 3]
+    assert len({s.sample for group in groups for s in group}) == 8
+    assert [s.weight for s in samples] == [0.25, 0.75, 0.25, 0.75]
+    assert {s.group for s in samples} == {s.prompt for s in samples} == {1}
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.0}])
+def test_training_refuses_a_cut_distribution_and_evaluation_does_not(sampling):
+    async def workflow(generate, row):
+        return sampled([1], await generate([1], **sampling), temperature=1.0)
+
+    with pytest.raises(ValueError, match=f"training needs .* {next(iter(sampling))}|temperature above 0"):
+        one_batch(workflow)
+
+    async def generate(tokens, *, seed, **kwargs):
+        return Completion([1], [-1.0], [0], "stop")
+
+    assert len(asyncio.run(rollouts(workflow, generate, ROWS, seed=0))) == len(ROWS)
+
+
+def test_without_a_seed_servers_are_sent_none():
+    async def generate(tokens, **sampling):
+        assert not sampling
+        return Completion([1], [-1.0], [0], "stop")
+
+    assert len(one_batch(plain, generate, seed=None)[0]) == 2
+
+
+def test_evaluation_keeps_rows_in_order_and_within_its_limit():
+    busy, most = 0, 0
+
+    async def generate(tokens, *, seed):
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        await asyncio.sleep(seed % 10)
+        busy -= 1
+        return Completion([1], [-1.0], [0], "stop")
+
+    async def workflow(generate, row):
+        return None if row["id"] == 3 else await plain(generate, row)
+
+    out = play(rollouts(workflow, generate, ROWS, group_size=2, max_concurrent=4, seed=0))
+    assert [samples[0].info["row"]["id"] if samples else None for samples in out] == [
+        None if row["id"] == 3 else row["id"] for row in ROWS
+    ]
+    assert most == 8
+
+
+def test_closing_stops_what_runs():
+    ended = []
+
+    async def workflow(generate, row):
+        try:
+            await asyncio.sleep(math.inf)
+        finally:
+            await asyncio.sleep(1.0)  # a workflow may have to say goodbye
+            ended.append(row["id"])
+
+    async def main():
+        async with Executor(
+            workflow, None, Prompts(ROWS), group_size=2, groups_per_batch=3, eta=1, max_concurrent=5
+        ) as ex:
+            ex.admit(0)
+            await asyncio.sleep(1.0)
+        assert len(ended) == 10 and ex.counts["dropped"] == 5 and ex.counts["running"] == 0
+        assert ex.cursor()["open"] == [0, 1, 2, 3, 4]
+
+    play(main())
+
+
+def test_batches_and_versions_come_in_order():
+    async def main():
+        async with Executor(
+            plain, None, Prompts(ROWS), group_size=1, groups_per_batch=1, eta=0, max_concurrent=1
+        ) as ex:
+            with pytest.raises(ValueError, match="the next batch is 0, got 1"):
+                await ex.batch(1)
+            ex.admit(3)
+            with pytest.raises(ValueError, match="got 2 after 3"):
+                ex.admit(2)
+
+    play(main())
+
+
+@given(size=st.integers(1, 40), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def test_every_epoch_shows_every_row_once(size, seed, epoch):
+    prompts = Prompts(range(size), seed=seed)
+    shown = [prompts[epoch * size + i] for i in range(size)]
+    assert sorted(shown) == list(range(size))
+    assert shown == [dataclasses.replace(prompts)[epoch * size + i] for i in range(size)]
+    assert [Prompts(range(size), shuffle=False)[epoch * size + i] for i in range(size)] == list(range(size))
+
+
+def test_epochs_differ():
+    prompts = Prompts(range(50))
+    epochs = [[prompts[e * 50 + i] for i in range(50)] for e in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != list(range(50))

@@ -1,0 +1,109 @@
+"""The single-turn workflow on a real tokenizer with a chat template."""
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+import math
+
+import numpy as np
+import pytest
+
+from areax.rollout import client
+from areax.rollout.episodes import rollouts
+from areax.rollout.rewards import Score
+from areax.rollout.types import Completion
+from areax.rollout.workflows import Sampling, prompt_tokens, single_turn
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<end>", "<user>", "<system>", "<assistant>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *"0123456789+ "])}
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast.decoder = decoders.Fuse()
+    fast.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token="<end>", additional_special_tokens=special[1:], chat_template=TEMPLATE
+    )
+
+
+def answer(tokenizer, text, asked=None):
+    async def generate(tokens, **sampling):
+        if asked is not None:
+            asked.append((tokens, sampling))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return Completion(ids, [-0.5] * len(ids), [3] * len(ids), "stop")
+
+    return generate
+
+
+async def exact(text, row):
+    return {"exact": float(text == row["answer"]), "length": len(text) / 10}
+
+
+def test_the_sample_is_prompt_completion_and_reward(tokenizer):
+    asked, row = [], {"prompt": "2+3", "answer": "5"}
+    sampling = Sampling(temperature=0.7, max_new_tokens=4)
+    workflow = functools.partial(single_turn, tokenizer=tokenizer, reward=exact, sampling=sampling)
+    [[sample]] = asyncio.run(rollouts(workflow, answer(tokenizer, "5<end>", asked), [row], seed=None))
+    prompt = tokenizer.encode("<user>2+3<end><assistant>", add_special_tokens=False)
+    assert asked == [(prompt, dataclasses.asdict(sampling))]
+    assert sample.tokens.tolist() == [*prompt, *tokenizer.encode("5<end>", add_special_tokens=False)]
+    n = len(prompt)
+    assert sample.mask.tolist() == [False] * n + [True] * 2
+    np.testing.assert_array_equal(sample.logp, np.float32([0.0] * n + [-0.5] * 2))
+    assert sample.version.tolist() == [-1] * n + [3] * 2
+    assert sample.temperature == 0.7 and sample.finish == "stop"
+    assert sample.reward == 1.1 and sample.rewards == ((n + 1, 1.1),)
+    assert sample.components == {"exact": 1.0, "length": 0.1}
+    assert sample.info["text"] == "5" and sample.info["row"] is row
+    assert sample.info["prompt"] == "<user>2+3<end><assistant>"
+
+
+def test_an_unscorable_completion_keeps_its_sample(tokenizer):
+    async def unknown(text, row):
+        return Score(math.nan)
+
+    workflow = single_turn(
+        answer(tokenizer, "5"), {"prompt": "2"}, tokenizer=tokenizer, reward=unknown, sampling=Sampling()
+    )
+    assert math.isnan(asyncio.run(workflow).reward)
+
+
+def test_messages_are_taken_as_they_are(tokenizer):
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+3"}]
+    want = "<system>1<end><user>2+3<end><assistant>"
+    assert tokenizer.decode(prompt_tokens(tokenizer, {"messages": messages})) == want
+
+
+@pytest.mark.parametrize("row", [{"question": "2+3"}, {"prompt": "2", "messages": []}])
+def test_a_row_without_a_clear_prompt(tokenizer, row):
+    with pytest.raises(ValueError, match="a row needs either 'prompt' or 'messages', got the fields"):
+        prompt_tokens(tokenizer, row)
+
+
+def test_a_refused_prompt_names_its_row(tokenizer):
+    async def generate(tokens, **sampling):
+        raise ValueError("the prompt has 5 tokens, the context 4")
+
+    workflow = single_turn(
+        generate, {"id": "r9", "prompt": "2"}, tokenizer=tokenizer, reward=exact, sampling=Sampling()
+    )
+    with pytest.raises(ValueError, match="^single_turn: the prompt has 5 .* context 4; row id 'r9'$"):
+        asyncio.run(workflow)
+
+
+def test_sampling_has_the_names_and_defaults_of_the_client():
+    parameters = inspect.signature(client.Fleet.generate).parameters
+    for name, value in Sampling(max_new_tokens=parameters["max_new_tokens"].default).arguments().items():
+        assert parameters[name].default == value
