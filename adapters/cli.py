@@ -52,21 +52,24 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 30000,
     slots: int = 16,
-    context: int | None = None,
+    context: int = 2048,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    api_key: str | None = None,
 ) -> int:
     """Serve a checkpoint over HTTP, as SGLang does.
 
     Args:
       path: Hugging Face directory with weights and tokenizer.
-      port: 0 = any that is free; the line that says "ready at" names it.
-      slots: sequences that are generated at a time.
-      context: most tokens of a sequence, prompt included; None = what the model was made for.
+      host: address to listen on; without a key, keep to this machine.
+      port: 0 = any that is free; the line printed when the server is ready begins with its URL.
+      slots: sequences that are generated at a time; further requests wait.
+      context: longest sequence, prompt and completion; the model's own limit if that is lower.
       dtype: of weights and computation.
+      api_key: requests must carry it, as `Authorization: Bearer KEY`.
     """
     from ..rollout.engine import server
 
-    server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype)
+    server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=api_key)
     return 0
 
 

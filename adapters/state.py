@@ -29,7 +29,7 @@ class Store:
         import orbax.checkpoint as ocp
 
         tree = _tree(state)
-        about = {"cursor": cursor, "dtypes": [str(x.dtype) for x in jax.tree.leaves(tree)]}
+        about = {"cursor": cursor, "arrays": _described(tree)}
         saved = self._manager.save(
             version, args=ocp.args.Composite(state=ocp.args.StandardSave(tree), about=ocp.args.JsonSave(about))
         )
@@ -49,12 +49,13 @@ class Store:
             raise ValueError(f"{self.path}: a saved state is needed, got none")
         tree = _tree(like)
         about = self._manager.restore(version, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        # Orbax would cast without a word.
-        wanted = [str(x.dtype) for x in jax.tree.leaves(tree)]
-        if about["dtypes"] != wanted:
+        # Orbax would cast to another dtype without a word.
+        then, now = about["arrays"], _described(tree)
+        if then != now:
+            differs = next((f"{x} and {y}" for x, y in zip(then, now, strict=False) if x != y), "further arrays")
             raise ValueError(
-                f"{self.path}: the state saved has {len(about['dtypes'])} arrays of {sorted(set(about['dtypes']))}, "
-                f"got a model and optimiser with {len(wanted)} of {sorted(set(wanted))}; resume with the same settings"
+                f"{self.path}: the state saved must fit the model and optimiser, got {differs}; "
+                "resume with the same settings, or name another place"
             )
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
         restored = self._manager.restore(version, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
@@ -72,6 +73,11 @@ def open_store(path, *, keep: int = 2) -> Iterator[Store]:
     with ocp.CheckpointManager(path, options=options) as manager:
         yield Store(path, manager)
         manager.wait_until_finished()
+
+
+def _described(tree) -> list[str]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in paths]
 
 
 def _tree(state: State) -> dict:

@@ -10,8 +10,9 @@ from typing import Literal
 import jax
 
 from areax import models
-from areax.adapters import hf
+from areax.adapters import datasets, hf
 from areax.core import param
+from areax.rollout import names
 
 
 def open_model(path: str, init: Literal["checkpoint", "random"], seed: int):
@@ -20,6 +21,15 @@ def open_model(path: str, init: Literal["checkpoint", "random"], seed: int):
         return hf.load(path, dtype="float32")
     config = hf.read_config(path)
     return config, param.init(jax.random.key(seed), models.table(config))
+
+
+def read_rows(source: str, row: str = "", limit: int | None = None) -> list[dict]:
+    """The rows of a file, folder or hub name, each through the function that `row` names, if any."""
+    rows = datasets.rows(source, limit=limit)
+    if not row:
+        return rows
+    convert = names.resolve(row)
+    return [convert(record) for record in rows]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areax.adapters import datasets, tokenizer
+from areax.adapters import tokenizer
+from areax.recipes import common
 from areax.rollout import client, executor, local, names, rewards
 from areax.rollout.workflows import Sampling
 
@@ -19,22 +20,27 @@ class Config:
     Attributes:
       model: Hugging Face directory with weights and tokenizer; with `servers`, the tokenizer alone is read.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row; "" = records are rows.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       workflow: `module:function`, called as f(generate, row, tokenizer=, reward=, sampling=).
       servers: addresses of generation servers; none = one is started on this machine with `model`.
-      serve: further options for the server started here, as for `areax serve`.
+      serve: of the server started here.
       samples: completions a row.
       limit: rows to evaluate; 0 = all.
       max_concurrent: most rows in flight.
       sampling: greedy unless told otherwise.
+      reward_workers: processes that compute rewards.
+      reward_timeout_s: seconds that one may take; the completion then counts as unscorable.
+      seed: of sampling.
     """
 
     model: str
     data: str
     reward: str
+    row: str = ""
     workflow: str = "areax.rollout.workflows:single_turn"
     servers: tuple[str, ...] = ()
-    serve: tuple[str, ...] = ()
+    serve: local.Serve = local.Serve()
     samples: int = 1
     limit: int = 0
     max_concurrent: int = 64
@@ -50,7 +56,7 @@ def main(config: Config) -> dict:
 
 
 async def evaluate(config: Config) -> dict:
-    tokens, rows = tokenizer.load(config.model), datasets.rows(config.data, limit=config.limit or None)
+    tokens, rows = tokenizer.load(config.model), common.read_rows(config.data, config.row, config.limit or None)
     workflow = names.resolve(config.workflow)
     names.resolve(config.reward)
     async with contextlib.AsyncExitStack() as stack:

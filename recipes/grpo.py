@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import datasets, hf, state, tokenizer, tracker
+from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
 from areax.core.optim import AdamW, adamw
 from areax.recipes import common
@@ -36,24 +36,29 @@ class Config:
     Attributes:
       model: Hugging Face directory with weights and tokenizer.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row; "" = records are rows.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       out: the run's directory: checkpoint in `model/`, state, metrics, samples.
       init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
       heldout: rows evaluated greedily, never trained on; "" = none.
       workflow: `module:function`, called as f(generate, row, tokenizer=, reward=, sampling=).
       servers: addresses of generation servers that can read `published`; none = one is started on this machine.
-      serve: further options for the server started here, as for `areax serve`.
+      serve: of the server started here.
       published: folder for versions of the weights; "" = a new one, in memory if there is room.
       eta: most versions between the admission of a group and its training; 0 = synchronous.
       steps: batches to train on.
-      groups, group_size: prompts a batch, and completions a prompt.
+      groups: prompts a batch.
+      group_size: completions a prompt.
       minibatches: optimiser steps a batch, over equal parts of its groups.
       max_concurrent: most groups in flight.
       length: longest prompt and completion together, and tokens of a packed row.
       rows: packed rows of a microbatch.
-      save_every, evaluate_every: in batches; 0 = at the end alone.
+      save_every: in batches; 0 = at the end alone.
+      evaluate_every: in batches; 0 = before the first and after the last.
       samples_every: in batches, how often a group is written to samples.jsonl.
-      reward_workers, reward_timeout_s: processes that compute rewards, and how long one may take.
+      reward_workers: processes that compute rewards.
+      reward_timeout_s: seconds that one may take; the completion then counts as unscorable.
+      shuffle_rewards: a control: rewards are permuted among the completions of a batch, so that they teach nothing.
       seed: of new weights, of the order of the prompts and of sampling.
     """
 
@@ -61,11 +66,12 @@ class Config:
     data: str
     reward: str
     out: str = "runs/grpo"
+    row: str = ""
     init: Literal["checkpoint", "random"] = "checkpoint"
     heldout: str = ""
     workflow: str = "areax.rollout.workflows:single_turn"
     servers: tuple[str, ...] = ()
-    serve: tuple[str, ...] = ()
+    serve: local.Serve = local.Serve()
     published: str = ""
     eta: int = 1
     steps: int = 100
@@ -84,6 +90,7 @@ class Config:
     samples_every: int = 10
     reward_workers: int = 1
     reward_timeout_s: float = 10.0
+    shuffle_rewards: bool = False
     seed: int = 0
 
     def __post_init__(self):
@@ -114,8 +121,8 @@ async def train(config: Config) -> dict:
     began = time.monotonic()
     out = common.out_directory(config.out)
     tokens = tokenizer.load(config.model)
-    rows = datasets.rows(config.data)
-    heldout = datasets.rows(config.heldout) if config.heldout else []
+    rows = common.read_rows(config.data, config.row)
+    heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
     workflow = names.resolve(config.workflow)
     names.resolve(config.reward)
     trainer = build(config)
@@ -228,6 +235,8 @@ def build(config: Config) -> Trainer:
 def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
     """One batch: scores at the weights before it, then an optimiser step a minibatch. Returns what to log."""
     config, version = trainer.config, int(trainer.state.step) // trainer.config.minibatches
+    if config.shuffle_rewards:
+        groups = shuffled(groups, seed=(config.seed, version))
     size = len(groups) // config.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
     batches = [packing.pack(part, config.length, rows=config.rows) for part in samples]
@@ -246,6 +255,15 @@ def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
         trainer.report[name] = max(trainer.report.get(name, 0.0), value)
     traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
     return {**metrics.to_dict(report), **describe(flat, version), **agreement, "groups": [traced]}
+
+
+def shuffled(groups: list[list[Sample]], seed) -> list[list[Sample]]:
+    """The same samples, each with the rewards of another one drawn at random from the batch."""
+    flat = [s for group in groups for s in group]
+    order = np.random.default_rng(seed).permutation(len(flat))
+    take = lambda s, other: s.replace(rewards=tuple((len(s.tokens) - 1, value) for _, value in other.rewards))
+    mixed = iter([take(s, flat[i]) for s, i in zip(flat, order, strict=True)])
+    return [[next(mixed) for _ in group] for group in groups]
 
 
 def agree(samples: list[Sample], logps: list[np.ndarray], version: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import datasets, hf, state, tokenizer, tracker
+from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
 from areax.core.optim import AdamW, adamw
 from areax.recipes import common
@@ -29,6 +29,7 @@ class Config:
     Attributes:
       model: Hugging Face directory with weights and tokenizer.
       data: rows with "prompt" (or "messages") and "completion": a JSONL or Parquet file, a folder, or a hub name.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row; "" = records are rows.
       out: the run's directory: checkpoint in `model/`, state, metrics, report.
       init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
       heldout: rows whose loss is reported, never trained on; "" = none.
@@ -36,13 +37,15 @@ class Config:
       batch: rows a step.
       length: longest sequence, and tokens of a packed row.
       rows: packed rows of a microbatch.
-      save_every, evaluate_every: in steps; 0 = at the end alone.
+      save_every: in steps; 0 = at the end alone.
+      evaluate_every: in steps; 0 = at the end alone.
       seed: of new weights and of the order of the rows.
     """
 
     model: str
     data: str
     out: str = "runs/sft"
+    row: str = ""
     init: Literal["checkpoint", "random"] = "checkpoint"
     heldout: str = ""
     steps: int = 100
@@ -60,8 +63,8 @@ def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "seconds", ...}."""
     began = time.monotonic()
     tokens = tokenizer.load(config.model)
-    prompts = Prompts(datasets.rows(config.data), seed=config.seed)
-    heldout = datasets.rows(config.heldout) if config.heldout else []
+    prompts = Prompts(common.read_rows(config.data, config.row), seed=config.seed)
+    heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
     settings, params = common.open_model(config.model, config.init, config.seed)
     table, objective = models.table(settings), losses.SFT()
     optimizer = adamw(replace(config.optim, steps=config.optim.steps or config.steps), table)

@@ -9,23 +9,40 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
 STOP_S = 20.0
 
 
+@dataclass(frozen=True)
+class Serve:
+    """How the server runs.
+
+    Attributes:
+      slots: sequences that are generated at a time.
+      context: longest sequence, prompt and completion; the model's own limit if that is lower.
+      dtype: of weights and computation.
+    """
+
+    slots: int = 16
+    context: int = 2048
+    dtype: str = "float32"
+
+
 @contextlib.asynccontextmanager
-async def server(path: str | os.PathLike, options: Sequence[str] = ()) -> AsyncIterator[str]:
-    """Runs `areax serve path --port 0 options...` and yields its URL once it is ready; ends it on leaving.
+async def server(path: str | os.PathLike, options: Serve = Serve()) -> AsyncIterator[str]:
+    """Runs `areax serve path --port 0` with the options and yields its URL once it is ready; ends it on leaving.
 
     Its output goes to a pipe that is read all the time; the last lines are shown if it dies.
 
     Raises:
       RuntimeError: it ended before it was ready, with what it said.
     """
-    command = [sys.executable, "-m", "areax", "serve", os.fspath(path), "--port", "0", *options]
+    command = [sys.executable, "-m", "areax", "serve", os.fspath(path), "--port", "0"]
+    command += ["--slots", str(options.slots), "--context", str(options.context), "--dtype", options.dtype]
     # Ctrl-C is for the run, which then ends its server: hence a session of its own.
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
@@ -37,7 +54,7 @@ async def server(path: str | os.PathLike, options: Sequence[str] = ()) -> AsyncI
     async def listen() -> None:
         async for raw in process.stdout:
             said.append(line := raw.decode(errors="replace").rstrip())
-            found = re.search(r"ready at (http://\S+)", line)
+            found = re.match(r"(http://\S+) ", line)
             if found and not url.done():
                 url.set_result(found.group(1))
         code = await process.wait()

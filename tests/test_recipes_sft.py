@@ -1,0 +1,86 @@
+"""SFT from files to files: learns, resumes exactly, survives Ctrl-C, says what is wrong."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from areax.adapters import hf, state, tracker
+from areax.core.optim import AdamW
+from areax.recipes import sft
+from areax.rollout import arithmetic
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sft")
+    tiny.model(path / "model")
+    train = arithmetic.splits()["train"]
+    tiny.rows(path / "rows.jsonl", list(itertools.islice(arithmetic.demonstrations(train), 200)))
+    return path
+
+
+def config(place, out, **changes):
+    base = sft.Config(
+        model=str(place / "model"), data=str(place / "rows.jsonl"), out=str(place / out), steps=6, batch=8, length=64,
+        rows=4, optim=AdamW(lr=1e-2),
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def test_resumed_equals_uninterrupted(place):
+    whole = sft.main(config(place, "whole", heldout=str(place / "rows.jsonl")))
+    assert whole["complete"] and whole["heldout_nll"] > 0
+    losses = [line["loss"] for line in tracker.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    first = sft.main(config(place, "parts", steps=3))
+    assert first["steps"] == 3
+    sft.main(config(place, "parts"))
+    a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    steps = [line["step"] for line in tracker.read_lines(place / "parts/metrics.jsonl") if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
+    out = place / "stopped"
+    command = [
+        sys.executable, "-m", "areax", "train", "sft", "--model", str(place / "model"), "--out", str(out),
+        "--data", str(place / "rows.jsonl"), "--steps", "100000", "--batch", "8", "--length", "64", "--rows", "4",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ})
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        metrics = out / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count("\n") > 3:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said.decode()
+    hf.load(out / "model")
+    with state.open_store(out / "state") as store:
+        stopped = store.latest
+    assert stopped >= 3
+    done = sft.main(config(place, "stopped", steps=stopped + 1))
+    assert done["steps"] == stopped + 1 and done["complete"]
+
+
+def test_bad_input_is_one_line(place):
+    tiny.rows(place / "no.jsonl", [{"prompt": "1+1"}])
+    with pytest.raises(ValueError, match="completion"):
+        sft.main(config(place, "bad", data=str(place / "no.jsonl")))
+    with pytest.raises(ValueError, match="must fit in a row of 8 tokens"):
+        sft.main(config(place, "bad", length=8))
+    (place / "file").write_text("")
+    with pytest.raises(ValueError, match="--out must be a directory"):
+        sft.main(config(place, "file"))

@@ -1,0 +1,29 @@
+"""Small real things that several tests need: a model directory with a tokenizer, and rows to train on."""
+
+import json
+from pathlib import Path
+
+import jax
+
+from areax import models
+from areax.adapters import hf, tokenizer
+from areax.core import param
+
+HF = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def model(path: Path, seed: int = 0, **changes) -> Path:
+    """Writes a random Qwen3 with a character tokenizer for sums to `path`."""
+    tokens = tokenizer.character("0123456789+")
+    config = models.config_from_hf({**HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, **changes})
+    return hf.save(path, config, param.init(jax.random.key(seed), models.table(config)), tokenizer=tokens)
+
+
+def rows(path: Path, rows: list[dict]) -> Path:
+    """Writes rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
