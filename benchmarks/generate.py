@@ -1,0 +1,49 @@
+"""Greedy generation of 128 tokens for each of 16 prompts of 64 tokens, all of them written; fp32."""
+
+import numpy as np
+import sizes
+
+CASE, PEER, UNIT, MODELS = "generate", "transformers", "tokens/s", ("M", "S")
+PROMPTS, PROMPT, NEW = 16, 64, 128
+
+
+def work(model):
+    # All but the last token pass through the model once; the last of each sequence is never read.
+    return PROMPTS * NEW, PROMPTS * sizes.flops(model, [PROMPT + NEW - 1], backward=False)
+
+
+def rows(vocab):
+    return np.random.default_rng(0).integers(0, vocab, (PROMPTS, PROMPT))
+
+
+def ours(folder, model):
+    """A function that generates once and returns the new tokens."""
+    from areax.adapters import hf
+    from areax.rollout.engine.engine import Engine
+    from areax.rollout.engine.request import Request, Sampling
+
+    config, params = hf.load(folder)
+    engine = Engine(config, params, slots=PROMPTS, context=256)
+    sampling = Sampling(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+
+    def once():
+        requests = [Request(str(i), tuple(row.tolist()), sampling) for i, row in enumerate(rows(config.vocab))]
+        return [token for progress in engine.generate(requests) for token in progress.tokens]
+
+    return once
+
+
+def theirs(folder, model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    token = torch.from_numpy(rows(net.config.vocab_size))
+    more = dict(attention_mask=torch.ones_like(token), do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    @torch.inference_mode()
+    def once():
+        made = net.generate(token, **more, max_new_tokens=NEW, min_new_tokens=NEW)
+        return made[:, PROMPT:].flatten().tolist()
+
+    return once

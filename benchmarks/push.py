@@ -1,0 +1,55 @@
+"""Publishing 1 GB of weights (named as in Hugging Face, hashed, synced, with a manifest, by rename) where servers on
+this machine read it, against a plain write of the same bytes to the same file system."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import sizes
+
+CASE, PEER, UNIT, MODELS = "push", "plain", "GB/s", (None,)
+SOURCE = "1GB"
+
+
+def work(model):
+    return sizes.matmul_weights(SOURCE) * 4 / 1e9, None
+
+
+def root(folder):
+    from areax.rollout import publish
+
+    return publish.choose_root(Path(folder, "model.safetensors").stat().st_size)
+
+
+def ours(folder, model):
+    """A function that publishes one version and returns the bytes of its tensors."""
+    import json
+
+    from areax.adapters import hf
+
+    config, params = hf.load(folder)
+    where = Path(tempfile.mkdtemp(dir=root(folder)))
+
+    def once():
+        path = hf.write_published(where, 0, config, params)
+        return json.loads((path / hf.MANIFEST).read_bytes())["bytes"]
+
+    once.after = lambda: shutil.rmtree(where / "0")
+    once.close = lambda: shutil.rmtree(where)
+    return once
+
+
+def theirs(folder, model):
+    data = Path(folder, "model.safetensors").read_bytes()
+    where = Path(tempfile.mkdtemp(dir=root(folder)))
+
+    def once():
+        with open(where / "plain", "wb", buffering=0) as file:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+        return len(data)
+
+    once.after = lambda: (where / "plain").unlink()
+    once.close = lambda: shutil.rmtree(where)
+    return once

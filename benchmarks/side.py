@@ -1,0 +1,77 @@
+"""One side of one case in a process of its own: repeats the work whenever a line arrives on its input.
+
+    python side.py CASE MODEL ours|theirs FOLDER
+
+Between repetitions it waits for input, so that the other side has the machine to itself. It answers with JSON lines:
+first what it is ready with, then one for each repetition, and at the end of its input its peak memory.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+import time
+
+
+def limit(side: str) -> float:
+    """What this process's library reaches in a product of two 2048 x 2048 matrices, GFLOP/s: best of 5."""
+    n = 2048
+    if side == "ours":
+        import jax
+        import jax.numpy as jnp
+
+        x, product = jnp.ones((n, n)), jax.jit(jnp.matmul)
+        multiply = lambda: product(x, x).block_until_ready()
+    else:
+        import torch
+
+        x = torch.ones(n, n)
+        multiply = lambda: x @ x
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        multiply()
+        times.append(time.perf_counter() - start)
+    return 2e-9 * n**3 / min(times[1:])
+
+
+def busy() -> float:
+    """CPU-seconds that the whole machine has worked so far."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def repetition(once) -> dict:
+    """Seconds by the clock, CPU-seconds, how many cores others kept busy meanwhile, and what came out."""
+    wall, cpu, all_ = time.perf_counter(), time.process_time(), busy()
+    result = once()
+    wall, cpu, all_ = time.perf_counter() - wall, time.process_time() - cpu, busy() - all_
+    getattr(once, "after", lambda: None)()
+    return {"wall": wall, "cpu": cpu, "others": max(0.0, (all_ - cpu) / wall), "result": result}
+
+
+def main(case: str, model: str, side: str, folder: str) -> None:
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    module = importlib.import_module(case)
+    if side == "theirs" and module.PEER == "transformers":
+        import torch
+
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.manual_seed(0)
+    once = getattr(module, side)(folder, model)
+    probe = module.PEER == "transformers"
+    ready = {"limit": limit(side) if probe else None}
+    print(json.dumps(ready), file=out)
+    for _ in sys.stdin:
+        print(json.dumps(repetition(once)), file=out)
+    getattr(once, "close", lambda: None)()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"peak_mb": peak, "limit": limit(side) if probe else None}), file=out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

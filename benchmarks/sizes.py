@@ -1,0 +1,60 @@
+"""The models that are measured, and what a computation on them costs at least."""
+
+import sys
+
+HF = {  # config.json, by name
+    "S": dict(
+        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=384, vocab_size=512,
+    ),
+    "M": dict(
+        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        intermediate_size=1536, vocab_size=8192,
+    ),
+    # For files alone: 268 million weights, 1.07 GB in fp32.
+    "1GB": dict(
+        hidden_size=1024, num_hidden_layers=17, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+        intermediate_size=3072, vocab_size=47104,
+    ),
+}  # fmt: skip
+COMMON = dict(
+    model_type="qwen3", tie_word_embeddings=True, max_position_embeddings=2048, rms_norm_eps=1e-6,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6}, initializer_range=0.02, dtype="float32",
+)  # fmt: skip
+
+
+def config(name: str) -> dict:
+    """The config.json of a model."""
+    return {**COMMON, **HF[name]}
+
+
+def matmul_weights(name: str) -> int:
+    """Weights that a token is multiplied with, the head included."""
+    c = HF[name]
+    heads = 2 * (c["num_attention_heads"] + c["num_key_value_heads"]) * c["head_dim"]
+    layer = c["hidden_size"] * (heads + 3 * c["intermediate_size"])
+    return c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
+
+
+def flops(name: str, lengths, *, backward: bool) -> float:
+    """Of a forward pass over sequences of these lengths, causal attention counted as half a square; three times that
+    with the backward pass."""
+    c = HF[name]
+    attention = 2 * c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
+    return (3 if backward else 1) * sum(2 * matmul_weights(name) * n + attention * n * n for n in lengths)
+
+
+def main(name: str, folder: str) -> None:
+    """Writes a model with random weights as a Hugging Face directory, which both sides load."""
+    import jax
+
+    from areax import models
+    from areax.adapters import hf
+    from areax.core import param
+
+    c = models.config_from_hf(config(name))
+    hf.save(folder, c, param.init(jax.random.key(0), models.table(c)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""A training step on 8 sequences of 512 tokens: forward, backward, clipping, AdamW; loss on all tokens; fp32."""
+
+import numpy as np
+import sizes
+
+CASE, PEER, UNIT, MODELS = "train", "transformers", "tokens/s", ("M", "S")
+LENGTHS = [512] * 8
+ADAM = dict(lr=1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01)
+CLIP = 1.0
+
+
+def work(model):
+    """(units of one repetition, floating-point operations)."""
+    return sum(LENGTHS), sizes.flops(model, LENGTHS, backward=True)
+
+
+def rows(vocab):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab, n) for n in LENGTHS]
+
+
+def ours(folder, model):
+    """A function that takes one step and returns its loss."""
+    from functools import partial
+
+    import jax
+
+    from areax import models
+    from areax.adapters import hf
+    from areax.core import losses, optim, packing, step
+    from areax.rollout.types import supervised
+
+    config, params = hf.load(folder)
+    optimizer = optim.adamw(optim.AdamW(**ADAM, clip=CLIP), models.table(config))
+    objective = losses.SFT()
+    update = step.make_step(partial(models.score, config=config, run=models.Run()), objective, optimizer)
+    prepare = jax.jit(objective.prepare)
+    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(config.vocab))]
+    state = step.init(params, optimizer)
+
+    def once():
+        nonlocal state
+        batch = packing.pack(samples, max(LENGTHS), rows=len(LENGTHS))
+        state, report = update(state, prepare(batch))
+        jax.block_until_ready(state)
+        return float(report["loss"].sum)
+
+    return once
+
+
+def theirs(folder, model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=ADAM["lr"], betas=(ADAM["b1"], ADAM["b2"]), eps=ADAM["eps"],
+        weight_decay=ADAM["weight_decay"], fused=True,
+    )  # fmt: skip
+    token = torch.from_numpy(np.stack(rows(net.config.vocab_size)))
+
+    def once():
+        loss = net(input_ids=token, labels=token, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return once
