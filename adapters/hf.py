@@ -7,7 +7,9 @@ into, the tensors of its layers. One leaf at a time is on its way; there is neve
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -114,11 +116,12 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
             host = param.init(jax.random.key(0), param.Table({leaf.path: leaf.param}, (), table.dims))[leaf.path]
         else:
             parts = [tensors[key] for key in keys[leaf.path]]
-            host = np.empty(leaf.shape, leaf.param.dtype or dtype or np.result_type(*parts))
+            wanted = leaf.param.dtype or dtype or np.result_type(*parts)
+            # One entry off the alignment at which JAX would adopt numpy's memory, which it could not donate to a step.
+            host = np.empty(math.prod(leaf.shape) + 1, wanted)[1:].reshape(leaf.shape)
             for i, part in enumerate(parts):
                 host[... if leaf.layers is None else i] = part
-        # A copy: memory that numpy holds could not be donated to a training step.
-        return jax.device_put(host, place, may_alias=False)
+        return jax.device_put(host, place).block_until_ready()
 
     params = param.tree_map(fill, table)
     if drawn or scored:  # a backbone with a head is bare no longer
@@ -210,7 +213,14 @@ def write_published(
 def host_copy(config, params, dtype=None):
     """The parameters as numpy arrays in the dtype that `save` would write: the originals may be donated afterwards."""
     dtype = save_dtype(config, params, dtype)
-    return param.tree_map(lambda leaf, x: _host(leaf, x, dtype, copy=True), models.table(config), params)
+
+    def copy(leaf, x):
+        host = np.empty(leaf.shape, leaf.param.dtype or dtype)
+        for i, row in enumerate(_rows(leaf, x, dtype)):
+            host[... if leaf.layers is None else i] = row
+        return host
+
+    return param.tree_map(copy, models.table(config), params)
 
 
 def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
@@ -233,12 +243,7 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
             shape = leaf.shape if i is None else leaf.shape[1:]
             specs[spelt[0]] = jax.ShapeDtypeStruct(shape, leaf.param.dtype or dtype)
 
-    def arrays():
-        for leaf in leaves:
-            host = _host(leaf, found[leaf.path], dtype)
-            yield from (host,) if leaf.layers is None else host
-
-    return specs, arrays()
+    return specs, (row for leaf in leaves for row in _rows(leaf, found[leaf.path], dtype))
 
 
 def save_dtype(config, params, dtype=None) -> np.dtype:
@@ -254,12 +259,36 @@ def save_dtype(config, params, dtype=None) -> np.dtype:
     return known
 
 
-def _host(leaf, x, dtype, copy: bool = False) -> np.ndarray:
-    """The leaf on the host; cast where it lies, which is faster than in numpy."""
+def on_host(x) -> bool:
+    """The array lies in this machine's memory in one piece, so that numpy can look at it without a copy."""
+    return isinstance(x, np.ndarray) or (len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu")
+
+
+def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
+    """The leaf's tensors on the host, one a layer: views where they are there already."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
-    if x.dtype == wanted:
-        return np.array(x) if copy else np.asarray(x)
-    return np.asarray(x.astype(wanted))
+    layers = [None] if leaf.layers is None else list(range(len(leaf.layers)))
+    if on_host(x) and (x.dtype == wanted or isinstance(x, np.ndarray)):
+        host = np.asarray(x)
+        yield from ((host if i is None else host[i]).astype(wanted, copy=False) for i in layers)
+        return
+    # Cast where it lies, a layer at a time, the next while the last is being written.
+    ahead = _fetch(x, layers[0], wanted)
+    for i in layers[1:]:
+        row, ahead = ahead, _fetch(x, i, wanted)
+        yield np.asarray(row)
+    yield np.asarray(ahead)
+
+
+def _fetch(x, i: int | None, dtype) -> jax.Array:
+    row = _row(x, i, dtype)
+    row.copy_to_host_async()
+    return row
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _row(x, i, dtype):
+    return (x if i is None else jax.lax.dynamic_index_in_dim(x, i, keepdims=False)).astype(dtype)
 
 
 def _config_json(config, dtype: np.dtype) -> dict:

@@ -38,7 +38,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CHUNK = 1 << 22  # bytes hashed and then written while they are still in the processor's cache
+CHUNK = 1 << 20  # bytes hashed and then written while they are still in the processor's cache
 
 
 def write(

@@ -48,7 +48,7 @@ def from_state_dict(config, state_dict: Mapping[str, Tensor], dtype="float32", i
 def _to_torch(x) -> Tensor:
     import torch
 
-    if isinstance(x, jax.Array) and len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu":
+    if isinstance(x, jax.Array) and hf.on_host(x):
         return torch.from_dlpack(x)
     host = np.array(x)
     if host.dtype == ml_dtypes.bfloat16:  # torch knows numpy's dtypes only

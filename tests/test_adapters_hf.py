@@ -1,0 +1,328 @@
+"""Checkpoints in and out: strict about what comes, atomic about what goes. Parity is in test_models_parity.py."""
+
+import dataclasses
+import json
+import os
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from areax import models
+from areax.adapters import hf, safetensors, tokenizer
+from areax.core import param
+
+CONFIG = dict(
+    model_type="qwen3", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=8, eos_token_id=3,
+)  # fmt: skip
+
+
+def made(**options):
+    config = models.config_from_hf(CONFIG | options)
+    return config, param.init(jax.random.key(0), models.table(config))
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b))
+
+
+def contents(path):
+    return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+def rewritten(path, change):
+    """Puts `change(tensors)` in the place of a checkpoint's tensors."""
+    tensors = {name: np.array(x) for name, x in safetensors.read(path).items()}
+    tensors = change(tensors)
+    safetensors.write(path, tensors, tensors.values())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    config, params = made()
+    return hf.save(tmp_path / "model", config, params)
+
+
+# -- what comes in -------------------------------------------------------------------------------
+
+
+def refused(path, *words, **options):
+    with pytest.raises(ValueError) as caught:
+        hf.load(path, **options)
+    text = str(caught.value)
+    assert "\n" not in text and str(path) in text and all(word in text for word in words), text
+
+
+def test_unusable_paths_are_refused(saved, tmp_path):
+    refused(tmp_path / "nowhere", "must be a directory that exists")
+    refused(saved / "config.json", "got a file")
+    refused(tmp_path, "needs config.json")
+    (saved / "config.json").write_text('{"model_type": "qwen3",')
+    refused(saved, "config.json: damaged or half-written JSON")
+    (saved / "config.json").write_text("[]")
+    refused(saved, "config.json: must hold a JSON object, got list")
+    (saved / "config.json").write_text('{"model_type": "mamba"}')
+    refused(saved, "model_type must be one of", "llama", "'mamba'")
+    (saved / "config.json").write_text("{}")
+    refused(saved, "got None")
+
+
+def test_missing_and_unexpected_tensors_are_named(saved):
+    rewritten(saved, lambda ts: {name.replace("norm.weight", "norm.scale"): x for name, x in ts.items()})
+    refused(saved, "missing model.", "unexpected model.", "norm.scale", "more")
+
+
+def test_one_missing_tensor(saved):
+    rewritten(saved, lambda ts: {n: x for n, x in ts.items() if n != "model.layers.1.mlp.up_proj.weight"})
+    refused(saved, "missing model.layers.1.mlp.up_proj.weight")
+
+
+def test_a_wrong_shape_is_named(saved):
+    rewritten(saved, lambda ts: ts | {"model.norm.weight": np.ones(17, np.float32)})
+    refused(saved, "model.norm.weight must be [16] by config.json, got [17]")
+
+
+def test_quantised_weights_are_refused(saved):
+    rewritten(saved, lambda ts: ts | {"model.norm.weight": np.ones(16, np.int8)})
+    refused(saved, "model.norm.weight", "int8", "quantised")
+
+
+def test_rotary_buffers_of_old_checkpoints_are_passed_over(saved):
+    config, params = hf.load(saved)
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(3)}
+    rewritten(saved, lambda ts: ts | buffers)
+    assert equal(hf.load(saved)[1], params)
+
+
+def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path):
+    config, params = made(tie_word_embeddings=True)
+    path = hf.save(tmp_path / "model", config, params)
+    assert "lm_head.weight" not in safetensors.read(path)
+    rewritten(path, lambda ts: ts | {"lm_head.weight": ts["model.embed_tokens.weight"]})
+    assert equal(hf.load(path)[1], params)
+    rewritten(path, lambda ts: ts | {"lm_head.weight": ts["lm_head.weight"] + 1})
+    refused(path, "tie_word_embeddings is true, but lm_head.weight differs")
+
+
+def test_missing_heads_are_drawn_only_when_named(saved):
+    config, params = hf.load(saved, init_missing=("score",))
+    assert config.value_head and params.pop("score").shape == (1, 16)
+    assert equal(params, hf.load(saved)[1])
+    rewritten(saved, lambda ts: {n: x for n, x in ts.items() if n != "lm_head.weight"})
+    refused(saved, "missing lm_head.weight (init_missing=('head',)")
+    config, params = hf.load(saved, init_missing=("head",))
+    assert 0 < float(jnp.std(params["head"])) < 0.1
+    refused(saved, "init_missing may hold head and score, got ['norm']", init_missing=("norm",))
+
+
+def test_a_head_that_is_there_is_read_though_it_might_be_drawn(saved, tmp_path):
+    config, params = hf.load(saved, init_missing=("score",))
+    hf.save(tmp_path / "scored", config, params)
+    again, same = hf.load(tmp_path / "scored", init_missing=("score", "head"))
+    assert again.value_head and equal(params, same)
+
+
+def test_bare_backbones_come_and_go_without_the_prefix(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.Qwen3Model(transformers.Qwen3Config(**CONFIG, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "theirs")
+    config, params = hf.load(tmp_path / "theirs")
+    assert config.prefix == ""
+    hf.save(tmp_path / "ours", config, params)
+    again, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values()) and type(again) is type(model)
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
+    # With a head it is a whole model, which servers know under the usual keys.
+    config, params = hf.load(tmp_path / "theirs", init_missing=("score",))
+    hf.save(tmp_path / "scored", config, params)
+    assert all(name.startswith(("model.", "score.")) for name in safetensors.read(tmp_path / "scored"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", None])
+def test_dtypes(tmp_path, dtype):
+    config, params = made()
+    path = hf.save(tmp_path / "model", config, params, "bfloat16")
+    loaded = hf.load(path, dtype=dtype)[1]
+    stored = jax.tree.map(lambda x: np.asarray(x).astype(ml_dtypes.bfloat16), params)
+    wanted = jax.tree.map(lambda x: x.astype(dtype or "bfloat16"), stored)
+    assert equal(loaded, wanted)
+
+
+def test_stop_tokens_of_both_files_count(saved):
+    (saved / "generation_config.json").write_text('{"eos_token_id": [7, 3, 9]}')
+    assert hf.read_config(saved).eos == (3, 7, 9)
+
+
+def test_loading_holds_no_second_copy(tmp_path):
+    config, params = made(hidden_size=128, intermediate_size=256, num_attention_heads=32, num_hidden_layers=8)
+    path = hf.save(tmp_path / "model", config, params, "bfloat16")
+    largest = max(x.nbytes for x in jax.tree.leaves(params))
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    hf.load(path)  # imports and compilation
+    tracemalloc.start()
+    loaded = hf.load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert loaded and peak < 2.5 * largest < 0.5 * total  # JAX lets go of one leaf while the next is filled
+
+
+def test_a_mesh_replicates(saved):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = hf.load(saved, mesh=mesh)[1]
+    assert all(len(x.devices()) == 8 and x.is_fully_replicated for x in jax.tree.leaves(params))
+    assert equal(params, hf.load(saved)[1])
+
+
+def test_loaded_parameters_can_be_donated(saved):
+    params = hf.load(saved)[1]
+    pointers = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)}
+    doubled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), donate_argnums=0)(params)
+    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(doubled)} == pointers
+
+
+# -- what goes out -------------------------------------------------------------------------------
+
+
+def test_the_dtype_is_that_of_the_source(tmp_path):
+    for options, dtype, stored in (
+        ({}, None, "F32"),
+        ({"torch_dtype": "bfloat16"}, None, "BF16"),
+        ({"dtype": "float16"}, None, "F16"),
+        ({"dtype": "float16"}, "bfloat16", "BF16"),
+    ):
+        config, params = made(**options)
+        path = hf.save(tmp_path / "model", config, params, dtype)
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert {entry["dtype"] for entry in manifest["tensors"].values()} == {stored}
+    with pytest.raises(ValueError, match="dtype must be one of .* got int8"):
+        hf.save(tmp_path / "other", config, params, "int8")
+    with pytest.raises(ValueError, match="dtype must be one of .* got half-ish"):
+        hf.save(tmp_path / "other", config, params, "half-ish")
+    assert not (tmp_path / "other").exists()
+
+
+def test_parameters_must_fit_the_config(tmp_path):
+    config, params = made()
+    with pytest.raises(ValueError, match=r"save: stacks.0.down must be \[3, 16, 25\], got \[3, 16, 24\]"):
+        hf.save(tmp_path / "m", dataclasses.replace(config, ffn=25), params)
+    with pytest.raises(ValueError, match="unexpected head"):
+        hf.save(tmp_path / "m", dataclasses.replace(config, tied=True), params)
+    with pytest.raises(ValueError, match="missing score"):
+        hf.save(tmp_path / "m", dataclasses.replace(config, value_head=True), params)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_manifest_tells_what_the_files_hold(saved):
+    manifest = hf.verify(saved)
+    tensors = safetensors.read(saved)
+    assert manifest["version"] is None and manifest["base"] is None
+    assert manifest["bytes"] == sum(x.nbytes for x in tensors.values())
+    assert manifest["tensors"]["model.norm.weight"].keys() == {"dtype", "shape", "xxh3_128"}
+    data = bytearray((saved / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (saved / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="is not what manifest.json says; copy"):
+        hf.verify(saved)
+    rewritten(saved, lambda ts: ts | {"extra": np.ones(1, np.float32)})
+    with pytest.raises(ValueError, match="extra only in the manifest or only in the files"):
+        hf.verify(saved)
+    (saved / "manifest.json").unlink()
+    assert hf.verify(saved) is None
+
+
+def test_tokenizer_and_generation_settings_come_from_the_base(tmp_path):
+    config, params = made()
+    words = tokenizer.character("0123456789+-=", multiple=32)
+    base = hf.save(tmp_path / "base", config, params, tokenizer=words)
+    (base / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [3, 5]}')
+    config, params = hf.load(base)
+    path = hf.save(tmp_path / "next", config, params, base=base)
+    assert tokenizer.load(path).encode("12+3") == words.encode("12+3")
+    assert json.loads((path / "generation_config.json").read_text()) == {"temperature": 0.6, "eos_token_id": [3, 5]}
+    assert json.loads((path / "config.json").read_text())["eos_token_id"] == [3, 5]
+    with pytest.raises(ValueError, match="base must be a checkpoint directory"):
+        hf.save(tmp_path / "other", config, params, base=tmp_path / "nowhere")
+    # Onto itself: what is taken over is read before anything is replaced.
+    before = contents(path)
+    hf.save(path, config, params, base=path)
+    assert contents(path) == before
+
+
+def test_a_foreign_directory_is_not_overwritten(tmp_path):
+    config, params = made()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("dear")
+    with pytest.raises(ValueError, match="holds files that are not a checkpoint's"):
+        hf.save(tmp_path / "home", config, params)
+    assert contents(tmp_path / "home") == {"letters.txt": b"dear"} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_checkpoint_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatch):
+    config, params = made(torch_dtype="bfloat16")
+    before = contents(saved)
+
+    full = OSError("no space left on device")
+
+    def fails(specs, arrays):
+        yield next(arrays)
+        raise full
+
+    to_tensors = hf.to_tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "to_tensors", lambda *given: (to_tensors(*given)[0], fails(*to_tensors(*given))))
+        with pytest.raises(OSError, match="no space left"):
+            hf.save(saved, config, params)
+    assert contents(saved) == before and len(list(tmp_path.iterdir())) == 1
+    hf.save(saved, config, params)
+    assert contents(saved) != before and len(list(tmp_path.iterdir())) == 1
+    assert hf.verify(saved)
+
+
+def test_a_published_version_is_a_numbered_directory(tmp_path):
+    config, params = made()
+    path = hf.write_published(tmp_path / "versions", 4, config, params, "bfloat16")
+    assert path == tmp_path / "versions" / "4" and os.listdir(tmp_path / "versions") == ["4"]
+    assert json.loads((path / "manifest.json").read_text())["version"] == 4
+    with pytest.raises(ValueError, match="version must be"):
+        hf.write_published(tmp_path / "versions", -1, config, params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_host_copy_outlives_the_parameters(tmp_path, dtype):
+    config, params = made()
+    whole = contents(hf.save(tmp_path / "whole", config, params, dtype))
+    held = hf.host_copy(config, params, dtype)
+    jax.block_until_ready(jax.jit(lambda p: jax.tree.map(lambda x: x * 0, p), donate_argnums=0)(params))
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
+    assert contents(hf.save(tmp_path / "held", config, held, dtype)) == whole
+
+
+def test_a_copy_in_the_same_dtype_is_a_copy():
+    config, params = made()
+    held = hf.host_copy(config, params)
+    assert all(x.flags.owndata and x.flags.writeable for x in jax.tree.leaves(held))
+
+
+def test_sharded_parameters_are_saved_the_same(tmp_path):
+    config, params = made()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    sharded = params | {"stacks": [jax.device_put(params["stacks"][0], spread)]}
+    one = contents(hf.save(tmp_path / "one", config, params, "bfloat16"))
+    assert contents(hf.save(tmp_path / "eight", config, sharded, "bfloat16")) == one
+
+
+def test_large_models_are_sharded(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors.write, "__kwdefaults__", {"shard_bytes": 4000})
+    config, params = made()
+    path = hf.save(tmp_path / "model", config, params)
+    assert len(list(path.glob("model-*-of-*.safetensors"))) > 3
+    assert equal(hf.load(path)[1], params) and hf.verify(path)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values())
