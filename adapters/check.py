@@ -34,6 +34,7 @@ def check(path: str | os.PathLike, against: Literal["torch"] | None = None, grad
     """
     if against not in (None, "torch"):
         raise ValueError(f"check: against must be 'torch' or left out, got {against!r}")
+    hf.read_config(path)  # first: a model that is not supported is told as such
     tensors = safetensors.read(path)
     manifest = hf.verify(path)
     config, params = hf.load(path)

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from .. import models
 from ..core import param
@@ -231,10 +232,11 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
     """
     table = models.table(config)
     leaves = _leaves(param.leaves(table))
-    found = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in _with_path(params)}
-    missing, unexpected = [k.path for k in leaves if k.path not in found], found.keys() - {k.path for k in leaves}
+    found = {keystr(path, simple=True, separator="."): x for path, x in tree_leaves_with_path(params)}
+    paths = [leaf.path for leaf in leaves]
+    missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
     if missing or unexpected:
-        raise ValueError(f"save: parameters that fit the config, got {_complaint(missing, sorted(unexpected))}")
+        raise ValueError(f"save: the parameters must fit the config, got {_complaint(missing, unexpected)}")
     specs = {}
     for leaf in leaves:
         if tuple(found[leaf.path].shape) != leaf.shape:
@@ -242,7 +244,6 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
         for i, spelt in leaf.keys(config.prefix):
             shape = leaf.shape if i is None else leaf.shape[1:]
             specs[spelt[0]] = jax.ShapeDtypeStruct(shape, leaf.param.dtype or dtype)
-
     return specs, (row for leaf in leaves for row in _rows(leaf, found[leaf.path], dtype))
 
 
@@ -268,7 +269,7 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     """The leaf's tensors on the host, one a layer: views where they are there already."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     layers = [None] if leaf.layers is None else list(range(len(leaf.layers)))
-    if on_host(x) and (x.dtype == wanted or isinstance(x, np.ndarray)):
+    if on_host(x):
         host = np.asarray(x)
         yield from ((host if i is None else host[i]).astype(wanted, copy=False) for i in layers)
         return
@@ -307,10 +308,6 @@ def _config_json(config, dtype: np.dtype) -> dict:
 
 def _leaves(tree) -> list[param.Leaf]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, param.Leaf))
-
-
-def _with_path(tree):
-    return jax.tree_util.tree_leaves_with_path(tree)
 
 
 def _is_checkpoint(path: Path) -> bool:
