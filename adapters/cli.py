@@ -8,6 +8,7 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import tyro
@@ -132,7 +133,7 @@ def report(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"
     return 0
 
 
-COMMANDS = {f.__name__: f for f in (train, demo, serve, convert, check, eval, report)}
+COMMANDS: dict[str, Callable] = {f.__name__: f for f in (train, demo, serve, convert, check, eval, report)}
 FORWARDING = (train, demo, eval)  # these parse their options by the recipe's own Config
 
 
@@ -142,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: areax COMMAND ...\n")
         for name, command in COMMANDS.items():
-            print(f"  {name:10}{command.__doc__.strip().splitlines()[0]}")
+            print(f"  {name:10}{(command.__doc__ or '').strip().splitlines()[0]}")
         print("\nareax COMMAND --help says more.")
         return 0 if argv else 2
     if argv[0] == "--version":
@@ -185,12 +186,11 @@ def _parse(target, arguments, prog: str):
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            parser = tyro.extras.get_parser(target, prog=prog)
             values = _quietly(target, arguments, prog)
     except SystemExit as exit:
         if not exit.code:
             raise
-        raise ValueError(_one_line(said.getvalue(), arguments, parser.format_help(), prog)) from None
+        raise ValueError(_one_line(said.getvalue(), arguments, _help(target, prog), prog)) from None
     return values() if callable(values) else values
 
 
@@ -203,10 +203,17 @@ def _quietly(target, arguments, prog):
     def keep(**kwargs):
         call.update(kwargs)
 
-    keep.__signature__ = inspect.signature(target)
     keep.__doc__, keep.__annotations__ = target.__doc__, target.__annotations__
+    setattr(keep, "__signature__", inspect.signature(target))  # noqa: B010 - functions have it without declaring it
     tyro.cli(keep, args=list(arguments), prog=prog)
     return lambda: target(**call)
+
+
+def _help(target, prog: str) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        _quietly(target, ["--help"], prog)
+    return text.getvalue()
 
 
 def _one_line(said: str, arguments, help_text: str, prog: str) -> str:

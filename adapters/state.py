@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -36,7 +37,7 @@ class Store:
         if not saved:
             raise RuntimeError(f"{self.path}: version {version} was not saved; it is there already")
 
-    def restore(self, like: State, version: int | None = None) -> tuple[State, object]:
+    def restore(self, like: State, version: int | None = None) -> tuple[State, Any]:
         """(state, cursor) of a version, the newest by default, in the structure and dtypes of `like`.
 
         Raises:

@@ -22,7 +22,7 @@ def shaped(fn):
 
     @functools.wraps(fn)
     def checked(*args, **kwargs):
-        sizes = {}  # letter -> (size, the argument that fixed it)
+        sizes: dict = {}  # letter -> (size, the argument that fixed it)
         for name, x in signature.bind(*args, **kwargs).arguments.items():
             letters = name.rpartition("_")[2]
             if "_" not in name or not letters.isupper() or x is None:

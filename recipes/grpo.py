@@ -10,9 +10,10 @@ import functools
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -105,10 +106,10 @@ class Trainer:
     config: Config
     settings: models.dense.Config
     state: step.State
-    scores: object
-    prepare: object
-    step: object
-    reference: object = None
+    scores: Callable
+    prepare: Callable
+    step: Callable
+    reference: Any = None
     report: dict = field(default_factory=dict)
 
 
@@ -139,7 +140,7 @@ async def train(config: Config) -> dict:
         root = enter(published_root(config, trainer))
         save = functools.partial(hf.write_published, root, config=trainer.settings, tokenizer=tokens)
         save(start, params=trainer.state.params)
-        urls = config.servers or [await enter_async(local.server(root / str(start), config.serve))]
+        urls = config.servers or [await enter_async(local.server(root / str(start), config.serve, out / "server.log"))]
         fleet = await enter_async(client.connect(urls, concurrency=config.max_concurrent * config.group_size))
         reward = await enter_async(
             rewards.pool(config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s)
@@ -196,7 +197,7 @@ async def train(config: Config) -> dict:
                 evaluate_every=config.evaluate_every or config.steps, on_step=on_step,
             )
         )  # fmt: skip
-        done = store.latest or 0
+        done = int(trainer.state.step) // config.minibatches
         served = sorted({server.label for server in fleet.usable})
         counts = {**rollout.counts, **fleet.counts}
     checkpoint = hf.save(out / "model", trainer.settings, trainer.state.params, tokenizer=tokens)

@@ -33,10 +33,12 @@ class Serve:
 
 
 @contextlib.asynccontextmanager
-async def server(path: str | os.PathLike, options: Serve = Serve()) -> AsyncIterator[str]:
+async def server(
+    path: str | os.PathLike, options: Serve = Serve(), log: str | os.PathLike = os.devnull
+) -> AsyncIterator[str]:
     """Runs `areax serve path --port 0` with the options and yields its URL once it is ready; ends it on leaving.
 
-    Its output goes to a pipe that is read all the time; the last lines are shown if it dies.
+    What it says is appended to the file `log`.
 
     Raises:
       RuntimeError: it ended before it was ready, with what it said.
@@ -51,9 +53,13 @@ async def server(path: str | os.PathLike, options: Serve = Serve()) -> AsyncIter
     said: deque[str] = deque(maxlen=20)
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
+    file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed when the server has ended
+
     async def listen() -> None:
+        assert process.stdout is not None
         async for raw in process.stdout:
-            said.append(line := raw.decode(errors="replace").rstrip())
+            file.write(line := raw.decode(errors="replace"))
+            said.append(line := line.rstrip())
             found = re.match(r"(http://\S+) ", line)
             if found and not url.done():
                 url.set_result(found.group(1))
@@ -71,6 +77,7 @@ async def server(path: str | os.PathLike, options: Serve = Serve()) -> AsyncIter
         await _end(process)
         listener.cancel()
         await asyncio.gather(listener, return_exceptions=True)
+        file.close()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

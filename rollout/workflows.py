@@ -7,6 +7,8 @@ needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rej
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +67,9 @@ async def single_turn(
     Raises:
       ValueError: the row has no prompt, or the server refuses it (longer than the context, say).
     """
-    prompt = prompt_tokens(tokenizer, row)
+    prompt, shown = _templated(tokenizer, json.dumps(_messages(row)))
     try:
-        done = await generate(prompt, **sampling.arguments())
+        done = await generate(list(prompt), **sampling.arguments())
     except ValueError as error:
         raise ValueError(f"single_turn: {error}; {names.row(row)}") from error
     text = tokenizer.decode(done.tokens, skip_special_tokens=True)
@@ -78,13 +80,22 @@ async def single_turn(
         temperature=sampling.temperature,
         reward=score.value,
         components=score.components,
-        info={"row": row, "prompt": tokenizer.decode(prompt), "text": text},
+        info={"row": row, "prompt": shown, "text": text},
     )
 
 
 def prompt_tokens(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
     """The row's prompt through the chat template, up to where the assistant is to speak."""
+    return tokenizer.apply_chat_template(_messages(row), add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if ("prompt" in row) == ("messages" in row):
         raise ValueError(f"a row needs either 'prompt' or 'messages', got the fields {sorted(row)}; {names.row(row)}")
-    messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+
+
+@functools.lru_cache(maxsize=4096)  # the episodes of a group ask for the same prompt, and templates are slow
+def _templated(tokenizer: Any, messages: str) -> tuple[tuple[int, ...], str]:
+    prompt = prompt_tokens(tokenizer, {"messages": json.loads(messages)})
+    return tuple(prompt), tokenizer.decode(prompt)

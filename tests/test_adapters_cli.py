@@ -1,0 +1,109 @@
+"""The command line as a user meets it: exit codes and single lines."""
+
+import json
+import socket
+
+import pytest
+import tiny
+
+from areax.adapters import cli
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.model(tmp_path_factory.mktemp("cli") / "model")
+
+
+def bad(capsys, *argv):
+    """Runs a command that must be refused, and returns its one line."""
+    assert cli.main([str(a) for a in argv]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    return err
+
+
+def test_help_names_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.COMMANDS)
+    for name in ("serve", "convert", "check", "report", "eval"):
+        with pytest.raises(SystemExit) as exit:
+            cli.main([name, "--help"])
+        assert not exit.value.code
+    assert "--api-key" in capsys.readouterr().out
+
+
+def test_unknown_things_get_the_nearest_name(capsys):
+    assert "did you mean train?" in bad(capsys, "trian")
+    assert "did you mean grpo?" in bad(capsys, "train", "grp")
+    assert "did you mean --optim.lr?" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--optim.lrr", "1")
+    assert "--model" in bad(capsys, "train", "sft", "--data", "y")
+    assert "abc" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--steps", "abc")
+    assert "'checkpoint', 'random'" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--init", "no")
+    assert "name a recipe" in bad(capsys, "train")
+
+
+def test_missing_and_half_written_checkpoints(capsys, model, tmp_path):
+    assert "nowhere" in bad(capsys, "check", tmp_path / "nowhere")
+    assert "nowhere" in bad(capsys, "convert", tmp_path / "nowhere", tmp_path / "out")
+    half = tmp_path / "half"
+    half.mkdir()
+    for file in model.iterdir():
+        data = file.read_bytes()
+        (half / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    assert "model.safetensors" in bad(capsys, "convert", half, tmp_path / "out")
+    assert "model.safetensors" in bad(capsys, "serve", half, "--port", "0")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unsupported_architecture_is_named(capsys, model, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert "mamba" in bad(capsys, "check", other)
+
+
+def test_a_port_in_use(capsys, model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = bad(capsys, "serve", model, "--port", taken.getsockname()[1])
+    assert "in use" in line
+
+
+def test_an_empty_data_set(capsys, model, tmp_path):
+    empty = tiny.rows(tmp_path / "empty.jsonl", [])
+    assert "empty" in bad(capsys, "train", "sft", "--model", model, "--data", empty, "--out", tmp_path / "run")
+
+
+def test_convert_and_check(capsys, model, tmp_path):
+    assert cli.main(["convert", str(model), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    capsys.readouterr()
+    assert cli.main(["check", str(tmp_path / "half"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+    assert cli.main(["check", str(model), "--against", "torch", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_a_failed_check_is_exit_code_1(capsys, tmp_path):
+    """Numbers that are not finite: it loads, but it is no good."""
+    assert cli.main(["check", str(tiny.model(tmp_path / "nan", initializer_range=float("nan")))]) == 1
+    assert "embed_tokens" in capsys.readouterr().out
+
+
+def test_a_changed_tensor_is_told(capsys, model, tmp_path):
+    """Same names and shapes, other numbers: the manifest's hashes tell."""
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for file in model.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.suffix == ".safetensors":
+            data[-3] ^= 0x40
+        (changed / file.name).write_bytes(bytes(data))
+    assert "is not what manifest.json says" in bad(capsys, "check", changed)
+
+
+def test_a_recipe_needs_its_two_names(capsys, tmp_path):
+    (tmp_path / "empty.py").write_text("")
+    assert "no Config" in bad(capsys, "train", tmp_path / "empty.py")
+    assert "missing.py" in bad(capsys, "train", tmp_path / "missing.py")

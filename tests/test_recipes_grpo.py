@@ -1,0 +1,163 @@
+"""GRPO as a user runs it: a real server process, real rewards, weights pushed live."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from areax import models
+from areax.adapters import hf, tokenizer, tracker
+from areax.core import param
+from areax.core.losses import GRPO
+from areax.core.optim import AdamW
+from areax.recipes import grpo
+from areax.rollout import arithmetic
+from areax.rollout.local import Serve
+from areax.rollout.workflows import Sampling
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("grpo")
+    tiny.model(path / "model")
+    split = arithmetic.splits()
+    tiny.rows(path / "rows.jsonl", split["train"][:40])
+    tiny.rows(path / "heldout.jsonl", split["heldout"][:10])
+    (path / "rewards.py").write_text(
+        "import dataclasses\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Digits:\n"
+        "    share: float\n"
+        "def score(text, row):\n"
+        "    digits = Digits(sum(c.isdigit() for c in text) / 4)\n"
+        "    return {'digits': digits.share, 'exact': float(text == row['answer'])}\n"
+    )
+    return path
+
+
+def config(place, out, **changes):
+    base = grpo.Config(
+        model=str(place / "model"), data=str(place / "rows.jsonl"), reward=f"{place}/rewards.py:score",
+        out=str(place / out), steps=3, groups=4, group_size=4, max_concurrent=8, length=32, rows=4, eta=0,
+        sampling=Sampling(max_new_tokens=4), objective=GRPO(std="none"), optim=AdamW(lr=1e-2, b2=0.99),
+        serve=Serve(slots=8, context=64), samples_every=1,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def leaves(path):
+    return [np.asarray(x) for x in jax.tree.leaves(hf.load(path)[1])]
+
+
+def test_synchronous_runs_are_identical_and_resume_exactly(place):
+    """Two runs with eta = 0 give the same parameters, and so does a run in two parts."""
+    first = grpo.main(config(place, "first", heldout=str(place / "heldout.jsonl")))
+    assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
+    assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
+    assert first["max_logp_diff"] <= 1e-4 and first["mismatch_k3_now"] < 1e-9
+    grpo.main(config(place, "parts", steps=2))
+    grpo.main(config(place, "parts"))
+    for a, b in zip(leaves(place / "first/model"), leaves(place / "parts/model"), strict=True):
+        np.testing.assert_array_equal(a, b)
+    start = leaves(place / "model")
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(start, leaves(place / "first/model"), strict=True))
+    lines = [x for x in tracker.read_lines(place / "first/metrics.jsonl") if x["kind"] == "grpo"]
+    assert [x["step"] for x in lines] == [1, 2, 3]
+    assert all(x["staleness_max"] == 0 and x["samples"] == 16 and abs(x["ratio"] - 1) < 1e-5 for x in lines)
+    shown = list(tracker.read_lines(place / "first/samples.jsonl"))
+    assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
+
+
+def test_asynchronous_keeps_the_bound(place):
+    done = grpo.main(config(place, "async", eta=2, steps=5, minibatches=2))
+    assert done["complete"] and done["counts"]["accepted"] == 20
+    lines = [x for x in tracker.read_lines(place / "async/metrics.jsonl") if x["kind"] == "grpo"]
+    assert [x["version"] for x in lines] == [0, 1, 2, 3, 4]
+    assert max(x["staleness_max"] for x in lines) <= 2
+    assert done["max_logp_diff"] <= 1e-4
+
+
+def test_a_recipe_by_path_runs_under_spawn(place):
+    """A recipe file with a Config of its own, a reward file with a dataclass of its own, no package in sight."""
+    (place / "mine.py").write_text(
+        "import dataclasses\n"
+        "from areax.recipes import grpo\n"
+        "from areax.rollout.local import Serve\n"
+        "from areax.rollout.workflows import Sampling\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Config:\n"
+        '    """Mine."""\n'
+        "    place: str\n"
+        "    steps: int = 1\n"
+        "def main(config):\n"
+        "    p = config.place\n"
+        "    return grpo.main(grpo.Config(model=p + '/model', data=p + '/rows.jsonl', reward=p + '/rewards.py:score',\n"
+        "        out=p + '/mine', steps=config.steps, groups=2, group_size=2, length=32, rows=2,\n"
+        "        sampling=Sampling(max_new_tokens=4), serve=Serve(slots=4, context=64)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "areax", "train", str(place / "mine.py"), "--place", str(place)],
+        capture_output=True, text=True, timeout=300, env={**os.environ}, cwd=place,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 1
+
+
+def test_a_reward_that_raises_ends_the_run_with_one_line(place):
+    (place / "broken.py").write_text("def score(text, row):\n    return 1 / 0\n")
+    with pytest.raises(ValueError, match=r"ZeroDivisionError.*broken.py:2"):
+        grpo.main(config(place, "broken", reward=f"{place}/broken.py:score", steps=1))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"data": "nowhere.jsonl"}, "no such file"),
+        ({"reward": "areax.rollout.gsm8k:rewrad"}, "did you mean reward"),
+        ({"model": "nowhere"}, "nowhere"),
+        ({"length": 8}, "must fit in a row of 8"),
+        ({"sampling": Sampling(max_new_tokens=4, top_p=0.9)}, "top_p"),
+    ],
+)
+def test_bad_input_is_one_line(place, changes, words):
+    with pytest.raises(ValueError, match=words):
+        grpo.main(config(place, "bad" + words[:3].strip(), steps=1, **changes))
+
+
+def test_two_steps_on_gsm8k(place):
+    """The real files where AREAX_GSM8K names them, else a small fixture of our own wording."""
+    folder = Path(os.environ.get("AREAX_GSM8K") or Path(__file__).parent / "data/gsm8k")
+    tokens = tokenizer.byte_level()
+    settings = models.config_from_hf(
+        {**tiny.HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "max_position_embeddings": 1024}
+    )
+    hf.save(place / "bytes", settings, param.init(jax.random.key(0), models.table(settings)), tokenizer=tokens)
+    done = grpo.main(
+        config(
+            place, "gsm8k", model=str(place / "bytes"), data=str(folder / "train.jsonl"),
+            row="areax.rollout.gsm8k:row", reward="areax.rollout.gsm8k:reward", steps=2, groups=2, group_size=2,
+            length=1024, rows=2, eta=1, sampling=Sampling(max_new_tokens=16), serve=Serve(slots=4, context=1024),
+        )
+    )  # fmt: skip
+    assert done["complete"] and done["max_logp_diff"] <= 1e-4
+
+
+def test_shuffled_rewards_keep_the_multiset(place):
+    samples = [[_sample(10 * g + i) for i in range(3)] for g in range(4)]
+    mixed = grpo.shuffled(samples, seed=(0, 1))
+    flat = lambda groups: [s.reward for group in groups for s in group]
+    assert sorted(flat(mixed)) == sorted(flat(samples)) and flat(mixed) != flat(samples)
+    assert [len(g) for g in mixed] == [3] * 4
+
+
+def _sample(reward):
+    from areax.rollout.types import Completion, sampled
+
+    return sampled([1, 2], Completion([3, 4], [-1.0, -1.0], [0, 0], "stop"), temperature=1.0, reward=reward)
