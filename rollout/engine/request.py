@@ -57,7 +57,8 @@ class Progress:
       finish: None while running, else {"type": "stop", "matched": id or string}, {"type": "length", "length": n} or
         {"type": "abort", "message": ...}.
       text: decoded output without the stop token or string, where the engine can decode, else "".
-      cached_tokens: prompt tokens whose cache was found ready; retractions: times the request was put back in the queue.
+      cached_tokens: prompt tokens whose cache was found ready.
+      retractions: times the request was put back in the queue.
     """
 
     rid: str

@@ -1,0 +1,235 @@
+"""The compiled programs of the engine: prefill into slots, copies between slots, fused decode steps, prompt scores.
+
+A slot is a row of every layer's cache. Caches are cut into chunks of positions, `keys [chunk, slot, kv_head, head, C]`
+and `values [chunk, slot, kv_head, C, head]`, so that attention reads whole chunks in place. What a program computes for
+one sequence has a shape of its own length's bucket, or of all slots, and never depends on which others run beside it:
+samples are bit-equal whatever their neighbours, slot or order of arrival.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ...core import logprobs
+from ...models import attention, layers, rope
+from ...models import transformer as models
+from . import sampling
+
+PREFILL_TOKENS = 256  # tokens a prefill computes: one long prompt or several short ones
+STOPS = 32  # most stop ids of a request, the model's own included
+
+
+def chunk_size(context: int) -> int:
+    """Positions a chunk: about a sixteenth of the context, from 64 to 1024, and no more than the context."""
+    return min(_power(context), max(64, min(1024, _power(context) // 16)))
+
+
+def bucket(length: int, context: int) -> int:
+    """Positions that a prefill of `length` tokens computes: a power of two from 16 up, within the cache."""
+    C = chunk_size(context)
+    return min(max(16, _power(length)), -(-context // C) * C)
+
+
+def rows(bucket: int) -> int:
+    """Prompts that one prefill of that bucket takes."""
+    return max(1, PREFILL_TOKENS // bucket)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@jax.jit
+def stage(params):
+    """The weights as decoding reads them: copies, a list of layers, matrices transposed (the head too where tied)."""
+
+    def one(i):
+        return lambda w: layers.Transposed(w[i].T) if w.ndim == 3 else w[i]
+
+    depth = lambda stack: len(jax.tree.leaves(stack)[0])
+    return {
+        "embed": jnp.copy(params["embed"]),
+        "norm": jnp.copy(params["norm"]),
+        "head": layers.Transposed(models.head(params).T),
+        "layers": [jax.tree.map(one(i), stack) for stack in params["stacks"] for i in range(depth(stack))],
+    }
+
+
+def caches(config, slots: int, context: int, dtype):
+    """Empty (keys, values) of each layer."""
+    C = chunk_size(context)
+    n, K, H = -(-context // C), config.kv_heads, config.head_dim
+    return [
+        (jnp.zeros((n, slots, K, H, C), dtype), jnp.zeros((n, slots, K, C, H), dtype)) for _ in range(config.layers)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))
+def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
+    """Computes P sequences and puts row row_S[i] into slot slot_S[i], for i < count.
+
+    Sequences are padded behind their end, where nothing ever looks.
+
+    Returns:
+      caches; hidden_PTD after the last norm.
+    """
+    module = models.family(config)
+    P, T = token_PT.shape
+    index_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
+    segment_PT = jnp.ones((P, T), jnp.int32)
+    cos, sin = rope.tables(index_PT, config.rope, config.head_dim)
+    made = []
+    x = module.embed(weights, token_PT, weights["embed"].dtype)
+    C = min(caches[0][0].shape[-1], T)
+
+    def attend(q_PTNH, k_PTKH, v_PTKH):
+        cut = (P, T // C, C, *k_PTKH.shape[2:])
+        made.append((k_PTKH.reshape(cut).transpose(0, 1, 3, 4, 2), v_PTKH.reshape(cut).transpose(0, 1, 3, 2, 4)))
+        return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT)
+
+    for w in weights["layers"]:
+        x = module.block(x, w, cos, sin, attend, config)
+
+    def insert(i, caches):
+        row, slot = row_S[i], slot_S[i]
+        put = lambda cache, x: jax.lax.dynamic_update_slice(cache, x[row][:, None], (0, slot, 0, 0, 0))
+        return jax.tree.map(put, caches, made)
+
+    caches = jax.lax.fori_loop(0, count, insert, caches)
+    return caches, layers.rms_norm(x, weights["norm"], config.norm_eps)
+
+
+@functools.partial(jax.jit, static_argnames=("length",), donate_argnames=("caches",))
+def copy(caches, source_S, target_S, count, *, length: int):
+    """Copies the first `length` positions (a bucket) of slot source_S[i] to slot target_S[i], for i < count."""
+
+    def step(i, caches):
+        def move(cache, axis):
+            C = cache.shape[axis]
+            sizes = [-(-length // C), 1, *cache.shape[2:]]
+            sizes[axis] = min(C, length)
+            part = jax.lax.dynamic_slice(cache, (0, source_S[i], 0, 0, 0), sizes)
+            return jax.lax.dynamic_update_slice(cache, part, (0, target_S[i], 0, 0, 0))
+
+        return [(move(keys, 4), move(values, 3)) for keys, values in caches]
+
+    return jax.lax.fori_loop(0, count, step, caches)
+
+
+@functools.partial(jax.jit, static_argnames=("top",))
+def prompt_scores(weights, hidden_PTD, row, target_T, *, top: int):
+    """Log-probability (nats, temperature 1) of each target of one row, and the `top` likeliest (logp, id) or None."""
+    likeliest = (lambda logits_CV, _: jax.lax.top_k(logits_CV, min(top, logits_CV.shape[1]))) if top else None
+    head_VD = weights["head"].weight.T
+    logp_T, _, lse_T, best = logprobs.from_hidden(hidden_PTD[row], head_VD, target_T, per_chunk=likeliest)
+    return logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])
+
+
+# What the host tells a dispatch of each slot: a row of i32 (floats by their bits), then STOPS stop ids, -1 for none.
+NAMES = "token position end least active top seed_high seed_low top_k temperature top_p min_p".split()
+COLUMNS = {name: i for i, name in enumerate(NAMES)}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnames=("caches",))
+def decode(weights, caches, state_SW, free, *, config, steps: int):
+    """Up to `steps` tokens for every active slot; stops early when all are done, or `free` slots idle.
+
+    Columns of the state: `token` stands at `position` and is not in the cache yet; the sequence ends when its length
+    reaches `end`; no stop id is drawn for an index before `least`; `top` likeliest tokens are reported.
+
+    Returns:
+      caches; {"token": [steps, S], "logp", "top_logp": [steps, S, K], "top_id"}, valid for the first
+      `position - old position` steps of each slot; position_S.
+    """
+    S, V = len(state_SW), config.vocab
+    column = {name: state_SW[:, i] for name, i in COLUMNS.items()}
+    real = lambda name: jax.lax.bitcast_convert_type(column[name], jnp.float32)
+    seed_S2 = jnp.stack([column["seed_high"], column["seed_low"]], -1).astype(jnp.uint32)
+    controls = sampling.Controls(seed_S2, real("temperature"), column["top_k"], real("top_p"), real("min_p"))
+    stop_SE = state_SW[:, len(COLUMNS) :]
+
+    def going(carry):
+        step, _, _, _, active_S, _ = carry
+        idle = S - jnp.sum(active_S, dtype=jnp.int32)
+        return (step == 0) | ((step < steps) & (idle < S) & (idle < free))
+
+    def one(carry):
+        step, caches, token_S, position_S, active_S, out = carry
+        logits_SV, caches = forward(weights, caches, token_S, position_S, active_S, config)
+        index_S = position_S + 1
+        banned_SE = jnp.where((index_S < column["least"])[:, None], stop_SE, V)
+        made = sampling.choose(logits_SV, index_S, banned_SE, controls, column["top"])
+        made = dict(zip(("token", "logp", "top_logp", "top_id"), made, strict=True))
+        out = {name: out[name].at[step].set(made[name]) for name in out}
+        done_S = jnp.any(made["token"][:, None] == stop_SE, -1) | (index_S + 1 >= column["end"])
+        token_S = jnp.where(active_S, made["token"], token_S)
+        position_S = position_S + active_S
+        return step + 1, caches, token_S, position_S, active_S & ~done_S, out
+
+    K = min(sampling.TOP, V)
+    out = {
+        "token": jnp.zeros((steps, S), jnp.int32),
+        "logp": jnp.zeros((steps, S), jnp.float32),
+        "top_logp": jnp.zeros((steps, S, K), jnp.float32),
+        "top_id": jnp.zeros((steps, S, K), jnp.int32),
+    }
+    start = jnp.int32(0), caches, column["token"], column["position"], column["active"] > 0, out
+    _, caches, _, position_S, _, out = jax.lax.while_loop(going, one, start)
+    return caches, out, position_S
+
+
+def forward(weights, caches, token_S, position_S, active_S, config):
+    """Logits f32[S, V] for the token behind each slot's `token`, and the caches that now hold it."""
+    module = models.family(config)
+    S = len(token_S)
+    cos, sin = rope.tables(position_S[:, None], config.rope, config.head_dim)
+    longest = jnp.max(jnp.where(active_S, position_S, 0))
+    x = module.embed(weights, token_S[:, None], weights["embed"].dtype)
+    filled = []
+    for w, (keys, values) in zip(weights["layers"], caches, strict=True):
+
+        def attend(q_S1NH, k_S1KH, v_S1KH, keys=keys, values=values):
+            C = keys.shape[-1]
+            chunk_S, at_S, slot_S = position_S // C, position_S % C, jnp.arange(S)
+            keys = keys.at[chunk_S, slot_S, :, :, at_S].set(k_S1KH[:, 0])
+            values = values.at[chunk_S, slot_S, :, at_S].set(v_S1KH[:, 0])
+            filled.append((keys, values))
+            return attend_chunks(q_S1NH, keys, values, position_S, longest // C + 1)
+
+        x = module.block(x, w, cos, sin, attend, config)
+    x = layers.rms_norm(x, weights["norm"], config.norm_eps)
+    return jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32), filled
+
+
+def attend_chunks(q_S1NH, keys, values, position_S, chunks):
+    """Attention of one query a slot over positions up to its own, `chunks` cached chunks of them, as online softmax.
+
+    A chunk behind a slot's position adds exact zeros to its sums, so how many are read changes no bit.
+    """
+    S, _, N, H = q_S1NH.shape
+    K, C = keys.shape[2], keys.shape[-1]
+    q_SKGH = (q_S1NH * H**-0.5).reshape(S, K, N // K, H)
+    at_C = jnp.arange(C, dtype=jnp.int32)
+
+    def chunk(i, carry):
+        most_SKG, sum_SKG, out_SKGH = carry
+        k_SKHC = jax.lax.dynamic_index_in_dim(keys, i, 0, keepdims=False)
+        v_SKCH = jax.lax.dynamic_index_in_dim(values, i, 0, keepdims=False)
+        sees_SC = (i * C + at_C)[None] <= position_S[:, None]
+        score_SKGC = jnp.einsum("SKGH,SKHC->SKGC", q_SKGH, k_SKHC, preferred_element_type=jnp.float32)
+        score_SKGC = jnp.where(sees_SC[:, None, None], score_SKGC, -1e30)
+        new_SKG = jnp.maximum(most_SKG, jnp.max(score_SKGC, -1))
+        keep_SKG = jnp.exp(most_SKG - new_SKG)
+        prob_SKGC = jnp.exp(score_SKGC - new_SKG[..., None])
+        part_SKGH = jnp.einsum(
+            "SKGC,SKCH->SKGH", prob_SKGC.astype(v_SKCH.dtype), v_SKCH, preferred_element_type=jnp.float32
+        )
+        sum_SKG = sum_SKG * keep_SKG + jnp.sum(prob_SKGC, -1)
+        return new_SKG, sum_SKG, out_SKGH * keep_SKG[..., None] + part_SKGH
+
+    zero_SKG = jnp.zeros((S, K, N // K), jnp.float32)
+    start = zero_SKG - 1e30, zero_SKG, jnp.zeros((S, K, N // K, H), jnp.float32)
+    _, sum_SKG, out_SKGH = jax.lax.fori_loop(0, chunks, chunk, start)
+    out = out_SKGH / sum_SKG[..., None]
+    return out.reshape(S, 1, N, H).astype(q_S1NH.dtype)

@@ -1,0 +1,126 @@
+"""Decoding through the cache computes what the model computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areax import models
+from areax.adapters import hf
+from areax.core import param
+from areax.rollout.engine import decode
+from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.request import Request, Sampling
+
+TINY = dict(
+    vocab_size=89, hidden_size=48, intermediate_size=64, num_hidden_layers=2, max_position_embeddings=256,
+    initializer_range=0.16, eos_token_id=7,
+)  # fmt: skip
+CASES = {
+    "qwen3": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=20, tie_word_embeddings=True),
+    "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
+    "llama": dict(
+        num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama tied": dict(num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True, head_dim=16),
+}  # fmt: skip
+
+
+def model(case):
+    config = models.config_from_hf({"model_type": case.split()[0], **TINY, **CASES[case]})
+    params = param.init(jax.random.key(0), models.table(config))
+    # norms away from one and biases from zero, else half of the weights could be ignored unnoticed
+    noise = lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape) if x.ndim == 2 else x
+    params["stacks"] = jax.tree.map(noise, params["stacks"])
+    return config, params
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request):
+    config, params = model(request.param)
+    engine = Engine(config, params, slots=4, context=160, steps=4)
+    engine.start()
+    yield config, params, engine
+    engine.close()
+
+
+def prompts(seed, lengths):
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, TINY["vocab_size"], n).tolist()) for n in lengths]
+
+
+LENGTHS = (1, 2, 17, 18, 70, 100)  # no prefill, a full bucket and one more, several chunks of the cache
+
+
+def test_greedy_tokens_are_those_of_transformers(served, tmp_path):
+    import torch
+    import transformers
+
+    config, params, engine = served
+    folder = hf.save(tmp_path / "model", config, params)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    asked = prompts(1, LENGTHS)
+    done = engine.generate([Request(str(i), p, Sampling(0.0, max_new_tokens=50)) for i, p in enumerate(asked)])
+    for prompt, progress in zip(asked, done, strict=True):
+        ids, every = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)  # else 0 is taken for padding
+        with torch.no_grad():
+            ids = reference.generate(ids, attention_mask=every, max_new_tokens=50, do_sample=False, pad_token_id=0)
+        assert progress.tokens == ids[0, len(prompt) :].tolist()
+        ended = progress.tokens[-1] == 7
+        assert progress.finish == ({"type": "stop", "matched": 7} if ended else {"type": "length", "length": 50})
+
+
+def test_logprobs_are_those_of_a_teacher_forced_forward(served):
+    config, params, engine = served
+    asked = prompts(2, LENGTHS)
+    sampling = Sampling(0.8, max_new_tokens=40, ignore_eos=True)
+    done = engine.generate([
+        Request(str(i), p, sampling, input_logprobs_from=0, top_logprobs=3) for i, p in enumerate(asked)
+    ])  # fmt: skip
+    T = max(LENGTHS) + 40
+    token_BT = np.zeros((len(asked), T), np.int32)
+    for row, (prompt, progress) in enumerate(zip(asked, done, strict=True)):
+        token_BT[row, : len(prompt) + 40] = [*prompt, *progress.tokens]
+    logits_BTV = models.forward(params, jnp.asarray(token_BT), config=config)
+    assert float(jnp.std(logits_BTV)) > 1
+    for row, (prompt, progress) in enumerate(zip(asked, done, strict=True)):
+        n = len(prompt)
+
+        def check(logp, top, start, temperature, row=row):
+            logp_TV = np.asarray(jax.nn.log_softmax(logits_BTV[row] / temperature))
+            at = np.arange(start, start + len(logp))
+            np.testing.assert_allclose(logp, logp_TV[at - 1, token_BT[row, at]], atol=1e-5)
+            for t, pairs in zip(at, top, strict=True):
+                best = np.argsort(-logp_TV[t - 1])[:3]
+                assert [i for _, i in pairs] == best.tolist()
+                np.testing.assert_allclose([x for x, _ in pairs], logp_TV[t - 1, best], atol=1e-5)
+
+        check(progress.logp, progress.top, n, 0.8)
+        assert progress.input_logp[0] is None and progress.input_top[0] is None
+        check(progress.input_logp[1:], progress.input_top[1:], 1, 1.0)
+
+
+def test_weights_in_bfloat16():
+    config, params = model("qwen3")
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    with Engine(config, low, slots=2, context=32) as engine:
+        prompt = prompts(3, [9])[0]
+        done = engine.generate([Request("a", prompt, Sampling(max_new_tokens=20, ignore_eos=True))])[0]
+    logits_BTV = models.forward(low, jnp.asarray([[*prompt, *done.tokens]]), config=config)
+    logp_TV = np.asarray(jax.nn.log_softmax(logits_BTV[0]))
+    at = np.arange(9, 29)
+    assert np.abs(np.asarray(done.logp) - logp_TV[at - 1, done.tokens]).max() < 0.2
+
+
+@pytest.mark.parametrize("context", [1, 10, 64, 100, 2048, 5000, 32768])
+def test_chunks_and_buckets_fit(context):
+    C = decode.chunk_size(context)
+    room = -(-context // C) * C
+    for length in {1, min(2, context), context // 3 + 1, context}:
+        bucket = decode.bucket(length, context)
+        assert length <= bucket <= room
+        assert bucket % C == 0 or bucket < C

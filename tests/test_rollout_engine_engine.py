@@ -1,0 +1,442 @@
+"""Requests through the engine: independence of the schedule, pauses, new weights, and how requests end."""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax import models
+from areax.adapters import tokenizer
+from areax.core import param
+from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.request import Request, Sampling
+
+BYTES = tokenizer.byte_level()
+CONFIG = models.config_from_hf(
+    dict(
+        model_type="qwen3", vocab_size=len(BYTES), hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=20, tie_word_embeddings=True, eos_token_id=7,
+        max_position_embeddings=256, initializer_range=0.16,
+    )
+)  # fmt: skip
+OLD, NEW = (param.init(jax.random.key(seed), models.table(CONFIG)) for seed in (0, 1))
+
+
+def decode(ids):
+    return BYTES.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture
+def engine():
+    """A fresh engine over compiled programs that all tests here share."""
+    with Engine(CONFIG, OLD, slots=4, context=160, steps=4, decode=decode) as engine:
+        yield engine
+
+
+def prompt(seed, n):
+    return tuple(np.random.default_rng(seed).integers(8, CONFIG.vocab, n).tolist())
+
+
+def ask(rid, tokens, more=40, **sampling):
+    return Request(rid, tuple(tokens), Sampling(**{"max_new_tokens": more, "ignore_eos": True, "seed": 5, **sampling}))
+
+
+def same(a, b):
+    """Bit for bit."""
+    return a.tokens == b.tokens and a.logp == b.logp and a.top == b.top and a.input_logp == b.input_logp
+
+
+# What a request draws does not depend on the schedule.
+
+
+POOL = [
+    dataclasses.replace(
+        ask(
+            str(i), prompt(i % 7, (1, 5, 17, 60, 64, 65, 100)[i % 7]), more=(0, 3, 30, 9, 55)[i % 5], seed=100 + i,
+            temperature=(1.0, 0.0, 0.7)[i % 3], top_k=(-1, 8)[i % 4 == 1], top_p=(1.0, 0.8)[i % 6 == 2],
+            min_p=(0.0, 0.1)[i % 8 == 3], min_new_tokens=(0, 2)[i % 10 == 2], ignore_eos=i % 3 > 0,
+        ),
+        input_logprobs_from=(None, 0, 3)[i % 4] if i % 4 < 3 and i % 7 else None,
+        top_logprobs=(0, 4)[i % 5 == 2],
+    )
+    for i in range(28)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request of the pool, served by itself."""
+    with Engine(CONFIG, OLD, slots=4, context=160, steps=4, decode=decode) as engine:
+        results = {}
+        for request in POOL:
+            engine.flush()
+            results[request.rid] = engine.generate([request])[0]
+    return results
+
+
+@settings(max_examples=12)
+@given(st.permutations(POOL), st.integers(1, 28), st.data())
+def test_samples_do_not_depend_on_neighbours_slots_or_order(alone, order, count, data):
+    with Engine(CONFIG, OLD, slots=4, context=160, steps=4, decode=decode) as engine:
+        some = order[:count]
+        cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=3)))
+        done = {}
+        for start, stop in zip([0, *cuts], [*cuts, count], strict=True):  # bursts that arrive while others run
+            arrived = threading.Event()
+
+            def tell(progress, arrived=arrived):
+                done[progress.rid] = progress
+                arrived.set()
+
+            for request in some[start:stop]:
+                engine.submit(request, tell)
+            if stop > start:
+                arrived.wait()
+        engine.generate([ask("last", prompt(0, 3), 1)])
+        while engine.stats()["running"]:
+            pass
+    assert all(same(done[request.rid], alone[request.rid]) for request in some)
+
+
+def test_requests_with_one_prompt_share_its_prefill(engine, alone):
+    sampling = lambda seed: dataclasses.replace(POOL[23].sampling, seed=seed)
+    requests = [dataclasses.replace(POOL[23], rid=str(i), sampling=sampling(i)) for i in range(9)]
+    together = engine.generate(requests)
+    shared = len(POOL[23].prompt) - 1
+    assert [p.cached_tokens for p in together] == [0, *[shared] * 8]
+    assert engine.stats()["prefilled_tokens"] == shared
+    for request, progress in zip(requests, together, strict=True):
+        assert engine.flush()
+        single = engine.generate([request])[0]
+        assert single.cached_tokens == 0 and same(single, progress)
+
+
+def test_seeds_reproduce_and_differ(engine):
+    a, b, c = engine.generate([ask("a", prompt(1, 9)), ask("b", prompt(1, 9)), ask("c", prompt(1, 9), seed=6)])
+    assert same(a, b) and a.tokens != c.tokens
+    unseeded = [ask(str(i), prompt(1, 9), seed=None) for i in range(3)]
+    first = engine.generate(unseeded)
+    assert len({tuple(p.tokens) for p in first}) == 3
+    with Engine(CONFIG, OLD, slots=4, context=160, steps=4, decode=decode) as again:
+        assert all(map(same, again.generate(unseeded), first))
+
+
+def test_a_request_sent_anew_with_its_tokens_goes_on_as_before(engine):
+    whole = engine.generate([ask("whole", prompt(2, 20), 60)])[0]
+    for n in (1, 13, 59):
+        rest = engine.generate([ask("rest", [*prompt(2, 20), *whole.tokens[:n]], 60 - n)])[0]
+        assert rest.tokens == whole.tokens[n:]
+        np.testing.assert_allclose(rest.logp, whole.logp[n:], atol=1e-5)
+
+
+# Pauses and new weights.
+
+
+def pause_midway(engine, requests, mode):
+    """Submits, pauses when each has some tokens, and returns (what each had then, futures of their ends)."""
+    had, ends, gate = {}, {r.rid: threading.Event() for r in requests}, threading.Event()
+    begun, last = threading.Event(), {}
+
+    def tell(progress):
+        last[progress.rid] = progress
+        if progress.finish:
+            ends[progress.rid].set()
+        elif len(last) == len(requests) and not begun.is_set():
+            begun.set()
+            gate.wait()  # the engine's thread stays here until the pause has been asked for
+
+    for request in requests:
+        engine.submit(request, tell)
+    begun.wait()
+    threading.Timer(0.1, gate.set).start()
+    engine.pause(mode)
+    had = dict(last)
+
+    def finish():
+        for end in ends.values():
+            end.wait()
+        return last
+
+    return had, finish
+
+
+def midway():
+    return [ask(str(i), prompt(i, 10 + 7 * i), 60, seed=i) for i in range(3)]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_changes_no_token(engine, mode):
+    whole = {p.rid: p for p in engine.generate(midway())}
+    had, finish = pause_midway(engine, midway(), mode)
+    assert engine.paused and not any(p.finish for p in had.values())
+    assert engine.stats()["running"] == (3 if mode == "in_place" else 0)
+    late = threading.Event()
+    engine.submit(ask("late", prompt(9, 4), 3), lambda p: p.finish and late.set())
+    assert not late.wait(0.1)
+    engine.resume()
+    done = finish()
+    late.wait()
+    for rid, progress in done.items():
+        assert progress.tokens == whole[rid].tokens and progress.tokens[: len(had[rid].tokens)] == had[rid].tokens
+        np.testing.assert_allclose(progress.logp, whole[rid].logp, atol=1e-5)
+        assert progress.retractions == (mode == "retract")
+    if mode == "in_place":
+        assert all(same(done[rid], whole[rid]) for rid in done)
+
+
+def test_a_pause_with_abort_ends_running_requests_with_their_tokens(engine):
+    whole = {p.rid: p for p in engine.generate(midway())}
+    had, finish = pause_midway(engine, midway(), "abort")
+    done = finish()
+    for rid, progress in done.items():
+        assert progress.finish["type"] == "abort"
+        n = len(progress.tokens)
+        assert 0 < n < 60 and progress.tokens == whole[rid].tokens[:n] and progress.versions == [("default", 0, n)]
+    assert engine.paused and engine.stats()["running"] == 0
+    engine.resume()
+    assert engine.generate([ask("after", prompt(1, 3), 2)])[0].finish["type"] == "length"
+
+
+def test_tokens_carry_the_version_that_sampled_them(engine):
+    had, finish = pause_midway(engine, midway(), "retract")
+    engine.load(NEW, "v1")
+    assert engine.version == "v1"
+    engine.resume()
+    for rid, progress in finish().items():
+        n = len(had[rid].tokens)
+        assert progress.versions == [("default", 0, n), ("v1", n, 60)]
+        # what comes after the switch is what the new weights alone would draw
+        with Engine(CONFIG, NEW, slots=4, context=160, steps=4) as fresh:
+            request = ask(rid, [*midway()[int(rid)].prompt, *progress.tokens[:n]], 60 - n, seed=int(rid))
+            rest = fresh.generate([request])[0]
+        assert rest.tokens == progress.tokens[n:] and rest.logp == progress.logp[n:]
+
+
+def test_a_flush_is_refused_over_requests_paused_in_place_and_the_old_weights_stay(engine):
+    whole = {p.rid: p for p in engine.generate(midway())}
+    _, finish = pause_midway(engine, midway(), "in_place")
+    assert engine.flush() is False
+    with pytest.raises(ValueError, match="paused in place"):
+        engine.load(NEW, "v1")
+    assert engine.version == "default"
+    engine.resume()
+    assert all(same(progress, whole[rid]) for rid, progress in finish().items())
+
+
+def test_a_load_without_flush_goes_on_over_the_old_cache(engine):
+    had, finish = pause_midway(engine, midway(), "in_place")
+    engine.load(NEW, "v1", flush=False)
+    engine.resume()
+    for rid, progress in finish().items():
+        n = len(had[rid].tokens)
+        assert progress.versions == [("default", 0, n), ("v1", n, 60)] and len(progress.tokens) == 60
+    # nothing cached under the old weights serves a new request
+    repeat = engine.generate([midway()[0]])[0]
+    with Engine(CONFIG, NEW, slots=4, context=160, steps=4) as fresh:
+        assert repeat.cached_tokens == 0 and same(repeat, fresh.generate([midway()[0]])[0])
+
+
+def test_a_load_without_a_pause_waits_for_running_requests_while_new_ones_queue(engine):
+    running, loaded = threading.Event(), threading.Event()
+    results = {}
+
+    def tell(progress):
+        results[progress.rid] = progress
+        running.set()
+
+    engine.submit(ask("old", prompt(0, 5), 150), tell)
+    running.wait()
+    threading.Thread(target=lambda: (engine.load(NEW, "v1"), loaded.set())).start()
+    late = engine.generate([ask("late", prompt(0, 5), 8)])[0]
+    loaded.wait()
+    assert results["old"].versions == [("default", 0, 150)] or results["old"].finish is None
+    assert late.versions == [("v1", 0, 8)] or late.versions == [("default", 0, 8)]
+
+
+def test_a_new_label_counts_from_the_next_token(engine):
+    had, finish = pause_midway(engine, midway()[:1], "in_place")
+    engine.set_version("renamed")
+    engine.resume()
+    n = len(had["0"].tokens)
+    assert finish()["0"].versions == [("default", 0, n), ("renamed", n, 60)]
+
+
+def test_weights_of_another_shape_are_refused(engine):
+    with pytest.raises(ValueError, match=r"norm must be \(\(48,\), 'float32'\)"):
+        engine.load({**NEW, "norm": NEW["norm"][1:]}, "v1")
+    with pytest.raises(ValueError, match="head must be absent"):
+        engine.load({**NEW, "head": NEW["embed"]}, "v1")
+    assert engine.version == "default"
+
+
+def test_the_callers_weights_may_be_deleted():
+    params = jax.tree.map(lambda x: x.copy(), OLD)
+    with Engine(CONFIG, params, slots=4, context=160, steps=4) as engine:
+        jax.tree.map(lambda x: x.delete(), params)
+        assert len(engine.generate([ask("a", prompt(0, 5), 3)])[0].tokens) == 3
+
+
+# How requests end.
+
+
+def test_stop_ids_end_a_request_and_are_part_of_it(engine):
+    whole = engine.generate([ask("whole", prompt(3, 9))])[0]
+    stop = whole.tokens[11]
+    first = whole.tokens.index(stop)
+    for sampling in ({"stop_token_ids": (stop,)}, {"stop_token_ids": (1, 2, stop), "ignore_eos": False}):
+        done = engine.generate([ask("stopped", prompt(3, 9), **sampling)])[0]
+        if 7 in whole.tokens[:first] and "ignore_eos" in sampling:
+            continue
+        assert done.tokens == whole.tokens[: first + 1] and done.logp == whole.logp[: first + 1]
+        assert done.finish == {"type": "stop", "matched": stop}
+        assert done.text == decode(whole.tokens[:first])
+    later = engine.generate([ask("later", prompt(3, 9), stop_token_ids=(stop,), min_new_tokens=20)])[0]
+    assert stop not in later.tokens[:20] and later.tokens[:first] == whole.tokens[:first]
+
+
+def test_the_models_own_stop_ids_count_unless_ignored():
+    config = dataclasses.replace(CONFIG, eos=tuple(range(16)))
+    with Engine(config, OLD, slots=4, context=160, steps=4) as engine:
+        a, b, c = engine.generate([
+            ask("a", prompt(3, 9), 80, ignore_eos=False), ask("b", prompt(3, 9), 80),
+            ask("c", prompt(3, 9), 80, ignore_eos=False, min_new_tokens=30),
+        ])  # fmt: skip
+    assert a.finish["type"] == "stop" and a.tokens[-1] < 16 and min(a.tokens[:-1], default=99) >= 16
+    assert len(b.tokens) == 80 and len(c.tokens) > 30 and min(c.tokens[:30]) >= 16
+
+
+def test_a_stop_string_cuts_what_was_generated_behind_it(engine):
+    whole = engine.generate([ask("whole", prompt(4, 9), 60)])[0]
+    stop = next(pair for i in range(5, 60) if (pair := whole.text[i : i + 2]).isascii())
+    done = engine.generate([ask("stopped", prompt(4, 9), 60, stop=("not in there", stop))])[0]
+    at = whole.text.index(stop)
+    assert done.finish == {"type": "stop", "matched": stop} and done.text == whole.text[:at]
+    n = len(done.tokens)
+    assert done.tokens == whole.tokens[:n] and done.logp == whole.logp[:n] and done.versions == [("default", 0, n)]
+    assert stop in decode(done.tokens) and stop not in decode(done.tokens[:-1])
+
+
+def test_no_new_tokens_means_prefill_only(engine):
+    done = engine.generate([
+        dataclasses.replace(ask("a", prompt(5, 30), 0), input_logprobs_from=0, top_logprobs=2),
+        ask("b", prompt(5, 30), 0),
+        dataclasses.replace(ask("c", prompt(5, 1), 0), input_logprobs_from=0),
+        dataclasses.replace(ask("d", prompt(5, 30), 0), input_logprobs_from=28),
+    ])  # fmt: skip
+    assert all(p.finish == {"type": "length", "length": 0} and p.tokens == [] for p in done)
+    a, b, c, d = done
+    assert len(a.input_logp) == len(a.input_top) == 30 and a.input_logp[0] is None and len(a.input_top[1]) == 2
+    assert b.input_logp == [] and c.input_logp == [None] and d.input_logp == a.input_logp[28:] and d.input_top == []
+
+
+def test_abort_ends_running_and_waiting_requests(engine):
+    begun, done = threading.Event(), {}
+
+    def tell(progress):
+        if progress.finish:
+            done[progress.rid] = progress
+        begun.set()
+
+    for i in range(6):  # four slots: two wait
+        engine.submit(ask(str(i), prompt(i, 5), 150), tell)
+    begun.wait()
+    engine.abort("5")
+    engine.abort("nobody")
+    engine.abort_all()
+    while len(done) < 6:
+        pass
+    assert all(p.finish["type"] == "abort" for p in done.values())
+    assert done["5"].tokens == [] and engine.stats()["running"] == engine.stats()["queued"] == 0
+
+
+def test_closing_ends_what_runs():
+    done = []
+    with Engine(CONFIG, OLD, slots=4, context=160, steps=4) as engine:
+        engine.pause("abort")
+        engine.submit(ask("a", prompt(0, 5)), done.append)
+    assert done[0].finish["type"] == "abort"
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(ask("a", prompt(0, 5)), done.append)
+
+
+def test_progress_grows_and_what_was_handed_out_stays(engine):
+    seen, end = [], threading.Event()
+
+    def tell(progress):
+        seen.append((progress, len(progress.tokens)))
+        if progress.finish:
+            end.set()
+
+    engine.submit(ask("a", prompt(0, 5), 30), tell)
+    end.wait()
+    assert [n for _, n in seen] == [4, 8, 12, 16, 20, 24, 28, 30]
+    for progress, n in seen:
+        assert len(progress.tokens) == len(progress.logp) == n and progress.versions == [("default", 0, n)]
+        assert seen[-1][0].text.startswith(progress.text)
+
+
+@pytest.mark.parametrize(
+    "request_, words",
+    [
+        (ask("a", ()), "Either text"),
+        (ask("a", (3, CONFIG.vocab)), f"from 0 to {CONFIG.vocab - 1}"),
+        (ask("a", (3, -1)), "input_ids"),
+        (ask("a", (3, 1.5)), "input_ids"),
+        (ask("a", (3,) * 161, 0), r"The input \(161 tokens\) is longer than the model's context length \(160 tokens\)"),
+        (ask("a", (3,) * 160, 1), "together are longer"),
+        (ask("a", (3,), -1), "max_new_tokens"),
+        (ask("a", (3,), 5, min_new_tokens=6), "min_new_tokens"),
+        (ask("a", (3,), temperature=-1), "temperature must be a non-negative finite number, got -1."),
+        (ask("a", (3,), temperature=float("nan")), "temperature"),
+        (ask("a", (3,), top_p=0.0), "top_p"),
+        (ask("a", (3,), top_k=0), "top_k"),
+        (ask("a", (3,), min_p=1.5), "min_p"),
+        (ask("a", (3,), seed=-1), "sampling_seed"),
+        (ask("a", (3,), stop=("",)), "stop strings"),
+        (ask("a", (3,), stop_token_ids=(9999,)), "stop_token_ids"),
+        (ask("a", (3,), stop_token_ids=tuple(range(33))), "at most 32 stop ids"),
+        (dataclasses.replace(ask("a", (3,)), top_logprobs=21), "top_logprobs"),
+        (dataclasses.replace(ask("a", (3,)), input_logprobs_from=2), "input logprobs"),
+    ],
+    ids=lambda x: None if isinstance(x, Request) else x[:20],
+)
+def test_bad_requests_are_refused_in_one_line(request_, words):
+    engine = Engine(CONFIG, OLD, slots=4, context=160, decode=decode)
+    with pytest.raises(ValueError, match=words) as error:
+        engine.submit(request_, print)
+    assert "\n" not in str(error.value) and engine.stats()["queued"] == 0
+
+
+def test_what_an_engine_cannot_do_is_refused(engine):
+    with pytest.raises(ValueError, match="slots must be at least 1"):
+        Engine(CONFIG, OLD, slots=0)
+    with pytest.raises(ValueError, match="mode must be abort, retract or in_place"):
+        engine.pause("soon")
+    with pytest.raises(ValueError, match="unique"):
+        engine.generate([ask("a", (3,)), ask("a", (4,))])
+    plain = Engine(CONFIG, OLD, slots=4, context=160)
+    with pytest.raises(RuntimeError, match="start"):
+        plain.generate([ask("a", (3,))])
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        plain.submit(ask("a", (3,), stop=("x",)), print)
+
+
+def test_a_callback_may_submit_and_abort_but_not_pause(engine):
+    errors, end = [], threading.Event()
+
+    def tell(progress):
+        if not errors:
+            try:
+                engine.pause("abort")
+            except RuntimeError as error:
+                errors.append(error)
+            engine.abort("a")
+            engine.submit(ask("b", prompt(1, 3), 2), lambda p: p.finish and end.set())
+
+    engine.submit(ask("a", prompt(0, 5), 100), tell)
+    end.wait()
+    assert errors
