@@ -142,8 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: areax COMMAND ...\n")
-        for name, command in COMMANDS.items():
-            print(f"  {name:10}{(command.__doc__ or '').strip().splitlines()[0]}")
+        for name, function in COMMANDS.items():
+            print(f"  {name:10}{(function.__doc__ or '').strip().splitlines()[0]}")
         print("\nareax COMMAND --help says more.")
         return 0 if argv else 2
     if argv[0] == "--version":

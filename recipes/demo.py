@@ -53,7 +53,7 @@ class Config:
     rows: str = "heldout"
     eta: int = 1
     sft_steps: int = 1000
-    rl_steps: int = 150
+    rl_steps: int = 100
     sft_lr: float = 3e-3
     rl_lr: float = 2e-4
     error_rate: float = 0.7
@@ -117,7 +117,7 @@ def sft_config(config: Config, out: Path) -> sft.Config:
     """The first stage."""
     return sft.Config(
         model=str(out / "base"), data=str(out / "data/demonstrations.jsonl"), out=str(out / "sft"), init="random",
-        steps=config.sft_steps, batch=256, length=128, rows=40, seed=config.seed,
+        steps=config.sft_steps, batch=256, length=64, rows=28, seed=config.seed,
         optim=AdamW(lr=config.sft_lr, schedule="cosine", warmup=20, floor=0.1),
     )  # fmt: skip
 
@@ -128,9 +128,9 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
         model=str(out / "sft/model"), data=str(out / "data/train.jsonl"),
         heldout=str(out / f"data/{config.rows}.jsonl"),
         reward="areax.rollout.arithmetic:reward", out=str(out / name), eta=config.eta, steps=config.rl_steps,
-        groups=64, group_size=8, max_concurrent=192, sampling=Sampling(max_new_tokens=4), length=128, rows=16,
-        objective=GRPO(std="none"), optim=AdamW(lr=config.rl_lr, b2=0.99, warmup=10), serve=Serve(slots=128),
-        evaluate_every=50, seed=config.seed,
+        groups=64, group_size=8, max_concurrent=192, sampling=Sampling(max_new_tokens=4), length=64, rows=40,
+        objective=GRPO(std="none"), optim=AdamW(lr=config.rl_lr, b2=0.99, warmup=10),
+        serve=Serve(slots=128, context=64), evaluate_every=50, seed=config.seed,
     )  # fmt: skip
 
 
