@@ -44,6 +44,10 @@ demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, w
 demo-controls: $(runtime) ## the same with shuffled rewards and with learning rate 0, which must not improve
 	$(py) -m areax demo --controls
 
+.PHONY: demo-holds
+demo-holds: $(runtime) ## whether the last demo, and its controls, did what the README says
+	$(py) tests/demo_holds.py
+
 .PHONY: test
 test: $(dev) ## the tests, under 10 minutes on two cores
 	$(py) -m pytest -q

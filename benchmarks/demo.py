@@ -13,9 +13,10 @@ from pathlib import Path
 RUNS = [(1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 1, 2), (1, 2, 2)]
 HEAD = """# What the demo does, over seeds and splits
 
-`python benchmarks/demo.py runs/demo-table` on a machine with two cores. Held-out accuracy is greedy; no pair of operands
-of a held-out row occurs in training, in either order. Settings were chosen with seed 0 on the development rows of
-split 7; no row below was looked at before. Always forgetting the carry scores 25 %; copying the teacher's mixture 47.5 %.
+`python benchmarks/demo.py runs/demo-table` on a machine with two cores. Held-out accuracy is greedy; no pair of
+operands of a held-out row occurs in training, in either order. Settings were chosen with seed 0 on the development rows
+of split 7; no row below was looked at before. Always forgetting the carry scores 25 %; copying the teacher's mixture
+scores 47.5 %.
 
 | seed | split | eta | rows | after SFT | after GRPO | steps | max d logp (nats) | k3 | server version | seconds |
 |---|---|---|---|---|---|---|---|---|---|---|
