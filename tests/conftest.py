@@ -31,6 +31,3 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # The same examples in every run, and no deadline: the first call of a jitted function compiles it.
 hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("areax")
-
-# Tests of the real SGLang server need its own environment: `make test-sglang`.
-collect_ignore = [] if os.environ.get("AREAX_SGLANG_PYTHON") else ["sglang"]

@@ -1,0 +1,285 @@
+"""Bodies of generation requests, understood: the JSON of either API style to what the engine takes.
+
+A field that the engine cannot honour is refused by its name, unless its value asks for nothing. Fields that cannot
+change the result (priorities, logging, routing) are passed over, as SGLang does with all that it does not know.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .request import Request, Sampling
+
+SAMPLING = {
+    "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "sampling_seed", "n", "stream_interval", "spaces_between_special_tokens",
+}  # fmt: skip
+# Fields of SGLang that the engine does not implement, with the values that ask for nothing.
+SAMPLING_REFUSED = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "regex": (None, ""),
+    "json_schema": (None, ""),
+    "ebnf": (None, ""),
+    "structural_tag": (None, ""),
+    "stop_regex": (None, "", []),
+    "beam_width": (None, 1),
+    "custom_params": (None, {}),
+    "watermark": (None, False),
+    "choice": (None, []),
+    "no_stop_trim": (None, False),
+    "skip_special_tokens": (None, True),
+}
+KNOWN = SAMPLING | SAMPLING_REFUSED.keys()
+NOTHING: tuple = (None, False, "", [], {}, 0)
+GENERATE_REFUSED = dict.fromkeys(
+    (
+        "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "watermark",
+        "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "return_sampling_mask",
+        "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
+        "return_routed_experts", "return_indexer_topk", "return_entropy", "return_prompt_token_ids",
+        "max_thinking_tokens", "multi_item_delimiter_indices", "token_indices_to_pool",
+    ),
+    NOTHING,
+)  # fmt: skip
+SEEDS = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a body asks for.
+
+    Attributes:
+      requests: all samples of the first prompt, then of the second, and so on.
+      n: samples a prompt.
+      single: the answer is one object, not a list.
+      stream: answers are sent as they grow.
+      logprobs: for each request, whether the answer holds log-probabilities.
+      texts: log-probabilities come with the token's text.
+    """
+
+    requests: tuple[Request, ...]
+    n: int
+    single: bool
+    stream: bool
+    logprobs: tuple[bool, ...]
+    texts: bool
+
+
+def generate(body: Any, tokenizer: Any, context: int) -> Ask:
+    """The body of `/generate`.
+
+    Args:
+      tokenizer: for `text` prompts; None = token ids only.
+      context: longest sequence, prompt and generated tokens.
+
+    Raises:
+      ValueError: a field that is missing, malformed or cannot be honoured.
+    """
+    if not isinstance(body, Mapping):
+        raise ValueError(f"/generate: the body must be a JSON object, got {shown(body)}")
+    refuse(body, GENERATE_REFUSED, "/generate")
+    prompts, single = _prompts(body, tokenizer)
+    P = len(prompts)
+    params = _each(body, "sampling_params", P, Mapping, {})
+    chosen = [sampling(p, context - len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
+    n = chosen[0][1] if chosen else 1
+    rule({n} >= {m for _, m in chosen}, "n", "must be the same for all prompts of a body", [m for _, m in chosen])
+    wanted = _each(body, "return_logprob", P, bool, False)
+    starts = _each(body, "logprob_start_len", P, int, -1)
+    tops = _each(body, "top_logprobs_num", P, int, 0)
+    requests: list[Request] = []
+    for prompt, (one, _), logprob, start, top, rid in zip(
+        prompts, chosen, wanted, starts, tops, rids(body.get("rid"), P, single, n), strict=True
+    ):
+        if start > len(prompt):
+            raise ValueError(f"logprob_start_len: must be at most the prompt's {len(prompt)} tokens, got {start}")
+        inputs = start if logprob and 0 <= start < len(prompt) else None
+        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0)
+    return Ask(
+        requests=tuple(requests),
+        n=n,
+        single=single and n == 1,
+        stream=boolean(body, "stream"),
+        logprobs=tuple(logprob for logprob in wanted for _ in range(n)),
+        texts=boolean(body, "return_text_in_logprobs"),
+    )
+
+
+def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
+    """(how to choose tokens, samples a prompt) from `sampling_params`; null stands for the default.
+
+    Args:
+      room: tokens that fit behind the prompt, the budget where max_new_tokens is null.
+
+    Raises:
+      ValueError: a field that is unknown, out of range or cannot be honoured.
+    """
+    refuse(given, SAMPLING_REFUSED, "sampling_params")
+    if not given.keys() <= KNOWN:
+        unknown = min(given.keys() - KNOWN)
+        raise ValueError(f"sampling_params: unknown field {unknown!r}; known are {', '.join(sorted(SAMPLING))}")
+    given = {"max_new_tokens": 128, **given}
+    most = _integer(given, "max_new_tokens", max(0, room))
+    least = _integer(given, "min_new_tokens", 0)
+    n = _integer(given, "n", 1)
+    seed = _integer(given, "sampling_seed", None)
+    top_k = _integer(given, "top_k", -1)
+    temperature = _number(given, "temperature", 1.0)
+    top_p = _number(given, "top_p", 1.0)
+    min_p = _number(given, "min_p", 0.0)
+    rule(temperature >= 0, "temperature", "must be a non-negative finite number", temperature)
+    rule(0 < top_p <= 1, "top_p", "must be in (0, 1]", top_p)
+    rule(0 <= min_p <= 1, "min_p", "must be in [0, 1]", min_p)
+    rule(top_k == -1 or top_k >= 1, "top_k", "must be -1 (off) or at least 1", top_k)
+    rule(most >= 0, "max_new_tokens", "must be at least 0", most)
+    rule(0 <= least <= most, "min_new_tokens", f"must be from 0 to max_new_tokens, which is {most}", least)
+    rule(n >= 1, "n", "must be at least 1", n)
+    rule(seed is None or seed in SEEDS, "sampling_seed", "must be in [-2**63, 2**63)", seed)
+    stop = given.get("stop")
+    stop = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    rule(_all(stop, str) and all(stop), "stop", "must be a string or a list of strings, none empty", stop)
+    stop_ids = given.get("stop_token_ids")
+    stop_ids = () if stop_ids is None else stop_ids
+    rule(_all(stop_ids, int), "stop_token_ids", "must be a list of token ids", stop_ids)
+    chosen = Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_new_tokens=most,
+        min_new_tokens=least,
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=boolean(given, "ignore_eos"),
+        seed=None if seed is None else seed % 2**64,
+    )
+    return chosen, n
+
+
+def samples(
+    prompt: tuple[int, ...], chosen: Sampling, rid: Sequence[str], inputs: int | None = None, top: int = 0
+) -> list[Request]:
+    """One request for each name in `rid`, all for one prompt. Sample k of a seeded request is drawn with seed + k: it
+    differs from the others, and equals a request of its own with that seed."""
+    if not prompt:
+        raise ValueError("the prompt must have at least one token, got none")
+    if chosen.seed is None or len(rid) == 1:
+        return [Request(name, prompt, chosen, inputs, top) for name in rid]
+    each = [replace(chosen, seed=(chosen.seed + k) % 2**64) for k in range(len(rid))]
+    return [Request(name, prompt, one, inputs, top) for name, one in zip(rid, each, strict=True)]
+
+
+def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:
+    """Names of the `n` samples of each of P prompts: the caller's, numbered where one must do for several."""
+    if isinstance(given, list):
+        rule(_all(given, str) and len(given) == P, "rid", f"must be one string, or one for each of {P} prompts", given)
+        twice = sorted({rid for rid in given if given.count(rid) > 1})
+        rule(not twice, "rid", "must differ within a body", twice)
+        names = given
+    elif given is None:
+        return [[f"{random.getrandbits(128):032x}" for _ in range(n)] for _ in range(P)]
+    else:
+        rule(isinstance(given, str) and given != "", "rid", "must be a string that is not empty", given)
+        names = [given] if single else [f"{given}_{i}" for i in range(P)]
+    return [[name] if n == 1 else [f"{name}_{k}" for k in range(n)] for name in names]
+
+
+def refuse(given: Mapping[str, Any], refused: Mapping[str, Sequence], where: str) -> None:
+    """Raises ValueError if one of the `refused` fields has another value than those that ask for nothing."""
+    for name in given:
+        if name in refused and given[name] not in refused[name]:
+            raise ValueError(
+                f"{where}: {name} is not implemented by this engine, got {shown(given[name])}; leave it out"
+            )
+
+
+def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The ids of a text prompt, with what the tokenizer puts around a text."""
+    if tokenizer is None:
+        raise ValueError("text: this server has no tokenizer; send token ids, or serve a model folder with a tokenizer")
+    ids = tuple(tokenizer.encode(text))
+    lost = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
+    rule(not lost, "text", "must have characters that the tokenizer has tokens for", text)
+    return ids
+
+
+def ids(given: Any, name: str) -> tuple[int, ...]:
+    """A prompt of token ids; whether they are in the vocabulary is the engine's to say."""
+    rule(_all(given, int), name, "must be a list of token ids", given)
+    return tuple(given)
+
+
+def _prompts(body, tokenizer):
+    """(prompts as ids, whether the body held one prompt and not a list)."""
+    given = body.get("input_ids")
+    if given is not None:
+        rule(isinstance(given, list), "input_ids", "must be a list of token ids, or of such lists", given)
+        if given and isinstance(given[0], list):
+            return [ids(one, "input_ids") for one in given], False
+        return [ids(given, "input_ids")], True
+    text = body.get("text")
+    if text is None:
+        raise ValueError("/generate: give the prompt as text or as input_ids")
+    rule(isinstance(text, str) or (_all(text, str) and text != []), "text", "must be a string or a list of them", text)
+    return ([encode(tokenizer, text)], True) if isinstance(text, str) else ([encode(tokenizer, t) for t in text], False)
+
+
+def _each(body, name, P, kind, default):
+    """One value for each of P prompts, from a value for all or a list."""
+    given = body.get(name)
+    if given is None:
+        return [default] * P
+    values = given if isinstance(given, list) else [given]
+    right = all(isinstance(v, kind) and (kind is not int or v is not True and v is not False) for v in values)
+    rule(right, name, f"must be {KINDS[kind]}", given)
+    if values is not given:
+        return values * P
+    rule(len(values) == P, name, f"must be one value, or one for each of {P} prompts", given)
+    return values
+
+
+KINDS = {bool: "true or false", int: "a whole number", Mapping: "an object"}
+
+
+def _number(given, name, default):
+    value = given.get(name)
+    if value is None:
+        return default
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    rule(number, name, "must be a finite number", value)
+    return float(value)
+
+
+def _integer(given, name, default):
+    value = given.get(name)
+    if value is None:
+        return default
+    rule(isinstance(value, int) and not isinstance(value, bool), name, "must be a whole number", value)
+    return value
+
+
+def boolean(given, name):
+    value = given.get(name)
+    rule(value is None or isinstance(value, bool), name, "must be true or false", value)
+    return bool(value)
+
+
+def _all(values, kind):
+    return isinstance(values, list | tuple) and set(map(type, values)) <= {kind}
+
+
+def rule(held, name, rule, value):
+    if not held:
+        raise ValueError(f"{name}: {rule}, got {shown(value)}")
+
+
+def shown(value):
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,181 @@
+"""The embedded engine as a server that speaks SGLang's HTTP contract: `serve(path)`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import hmac
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...adapters import tokenizer as tokenizers
+from .engine import Engine
+from .native import Service, read_weights
+from .openai import OpenAI
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 5  # for answers under way when the server is told to end
+UNGUARDED = ("/health", "/health_generate", "/ready")  # answered without the key
+
+
+def serve(
+    path: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 30000,
+    slots: int = 16,
+    context: int = 2048,
+    dtype: str = "float32",
+    version: str = "default",
+    seed: int = 0,
+    api_key: str | None = None,
+) -> None:
+    """Serves the checkpoint folder `path` until SIGTERM or SIGINT; once ready prints one line that begins with the URL.
+
+    Args:
+      port: 0 = any that is free.
+      slots: sequences generated at the same time; further requests wait.
+      context: longest sequence, prompt and generated tokens; the model's own limit if that is lower.
+      version: label of the weights until the first update.
+      seed: of requests that bring none.
+      api_key: requests must carry it, as `Authorization: Bearer KEY`.
+
+    Raises:
+      ValueError: the address cannot be had, or the folder cannot be loaded; nothing is served then.
+    """
+    with contextlib.closing(bind(host, port)) as sock:
+        config, params, checksums = read_weights(path, dtype)
+        tokenizer, decode = None, None
+        if any((Path(path) / name).is_file() for name in tokenizers.FILES):
+            tokenizer = tokenizers.load(path)
+            decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+        context = min(context, config.context)
+        engine = Engine(config, params, slots=slots, context=context, version=version, decode=decode, seed=seed)
+        del params  # the engine has its own
+        service = Service(engine, tokenizer, str(path), checksums, dtype)
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{sock.getsockname()[1]}"
+        ready = f"{url} serves {config.family} {path}, {slots} slots of {context} tokens"
+        if tokenizer is None:
+            ready += ", token ids only (the folder has no tokenizer)"
+        if api_key is None and not _local(host):
+            ready += "; WARNING: whoever reaches this address can use it and replace its weights; give an api_key"
+        engine.start()
+        try:
+            run(app(service, api_key), sock, lambda: print(ready, flush=True), engine.abort_all)
+        finally:
+            engine.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address, so that nobody else gets it while weights are read; it does not listen yet.
+
+    Raises:
+      ValueError: the address is taken, or is none of this machine.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"serve: port must be from 0 (any that is free) to 65535, got {port}")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ValueError(f"serve: {host}:{port} is not an address of this machine ({error})") from error
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"serve: port {port} of {host} is in use; choose another, or 0 for any that is free"
+            ) from error
+        raise ValueError(f"serve: cannot use {host}:{port} ({error.strerror})") from error
+    return sock
+
+
+def app(service: Service, api_key: str | None = None) -> ASGIApp:
+    """All routes, as an ASGI application."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_):
+        service.open()
+        yield
+
+    routes = [*service.routes(), *OpenAI(service).routes()]
+    handlers = {ValueError: _refused, ClientDisconnect: _gone}
+    inner = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    return inner if api_key is None else _guarded(inner, api_key)
+
+
+async def _refused(http: HTTPRequest, error: Exception) -> Response:
+    """A request that cannot be honoured, in the shape that SGLang gives to errors of the route."""
+    if http.url.path == "/generate":
+        return JSONResponse({"error": {"message": str(error)}}, 400)
+    body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+    return JSONResponse(body, 400)
+
+
+async def _gone(http: HTTPRequest, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
+    expected = f"Bearer {api_key}".encode()
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in UNGUARDED:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, expected):
+                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+                return
+        await inner(scope, receive, send)
+
+    return guarded
+
+
+def run(application: ASGIApp, sock: socket.socket, started: Callable[[], None], ended: Callable[[], None]) -> None:
+    """Serves on `sock` until a signal ends it; `started` is called once it answers, `ended` when it is told to stop."""
+    # uvicorn raises the signal that ended it once more: handlers of ours make that an ordinary return.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    config = uvicorn.Config(
+        application,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = uvicorn.Server(config)
+
+    async def watched() -> None:
+        running = asyncio.create_task(server.serve(sockets=[sock]))
+        while not (server.started or running.done()):
+            await asyncio.sleep(0.01)
+        if server.started:
+            started()
+        while not (server.should_exit or running.done()):
+            await asyncio.sleep(0.1)
+        ended()
+        await running
+
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(watched())
+
+
+def _local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,157 @@
+"""Generation servers as child processes, the embedded one and the real SGLang, and plain HTTP to talk to either."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+EMBEDDED = "import json, sys; from areax.rollout.engine import server; server.serve(**json.loads(sys.argv[1]))"
+
+
+class Remote:
+    """A server at an address; requests block, each on a connection of its own."""
+
+    def __init__(self, port):
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.headers = {"Content-Type": "application/json"}
+
+    def ask(self, method, path, body=None, timeout_s=120):
+        """(status, the JSON or text answered)."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        with contextlib.closing(connection):
+            connection.request(method, path, data, self.headers)
+            reply = connection.getresponse()
+            text = reply.read().decode()
+        return reply.status, json.loads(text) if text[:1] in ("{", "[") else text
+
+    def get(self, path):
+        return self.ask("GET", path)
+
+    def post(self, path, body):
+        return self.ask("POST", path, body)
+
+    def ok(self, path, body=None):
+        """The answer of a request that must succeed."""
+        status, answer = self.get(path) if body is None else self.post(path, body)
+        assert status == 200, (path, status, answer)
+        return answer
+
+    def generate(self, prompt, *, n=1, logprobs=True, fields=None, **sampling):
+        """The answer of /generate to token ids; greedy unless `temperature` says otherwise."""
+        params = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True, **sampling}
+        params |= {"n": n} if n > 1 else {}
+        body = {"input_ids": prompt, "sampling_params": params, "return_logprob": logprobs, **(fields or {})}
+        return self.ok("/generate", body)
+
+    @contextlib.contextmanager
+    def stream(self, path, body):
+        """Yields an iterator over the events of a streamed answer, [DONE] checked and left out."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps({**body, "stream": True}), self.headers)
+            reply = connection.getresponse()
+            assert reply.status == 200, reply.read()
+            assert reply.getheader("content-type").startswith("text/event-stream")
+
+            def events():
+                for line in iter(reply.readline, b""):
+                    if line.strip():
+                        assert line.startswith(b"data: "), line
+                        if line.strip() == b"data: [DONE]":
+                            return
+                        yield json.loads(line[6:])
+                raise AssertionError("the stream ended without [DONE]")
+
+            yield events()
+
+
+class Later:
+    """What a function returns, called in a thread of its own."""
+
+    def __init__(self, function):
+        self._result, self._error = None, None
+
+        def call():
+            try:
+                self._result = function()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=call, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self):
+        return not self._thread.is_alive()
+
+    def result(self, timeout_s=120):
+        self._thread.join(timeout_s)
+        assert self.done, f"no answer in {timeout_s} s"
+        if self._error:
+            raise self._error
+        return self._result
+
+
+@contextlib.contextmanager
+def embedded(path, *, environment=None, **options):
+    """`server.serve(path, **options)` in a process of its own, on a free port."""
+    options = {"path": str(path), "port": 0, **options}
+    process = subprocess.Popen(
+        [sys.executable, "-c", EMBEDDED, json.dumps(options)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    )
+    with ended(process):
+        line = process.stdout.readline()
+        assert line.startswith("http://"), f"the server ended with {process.wait()} instead of a ready line: {line!r}"
+        remote = Remote(int(line.split()[0].rpartition(":")[2]))
+        remote.process, remote.line = process, line
+        yield remote
+
+
+@contextlib.contextmanager
+def sglang(path, python, log, *options):
+    """The real SGLang server on the CPU; `python` is that of its environment, `options` words for its command line."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:
+        port = sock.getsockname()[1]
+    command = [python, str(HERE / "sglang_cpu" / "serve.py"), "--model-path", str(path), "--port", str(port)]
+    command += options
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
+    with open(log, "w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    with ended(process):
+        remote = Remote(port)
+        deadline = time.monotonic() + 400
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(OSError):
+                if remote.get("/ready")[0] == 200:
+                    break
+            time.sleep(0.5)
+        else:
+            raise AssertionError(f"SGLang did not start:\n{Path(log).read_text()[-3000:]}")
+        yield remote
+
+
+@contextlib.contextmanager
+def ended(process):
+    """Ends a process with SIGTERM when the block is left."""
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout:
+            process.stdout.close()

@@ -1,0 +1,104 @@
+"""Two published versions of a tiny model, and the servers that the contract is tried on.
+
+Without AREAX_SGLANG_PYTHON, the python of an environment with SGLang, only the embedded server is tried.
+"""
+
+import dataclasses
+import os
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import servers
+
+from areax import models
+from areax.adapters import hf, tokenizer
+from areax.core import param
+from areax.rollout import publish
+
+PYTHON = os.environ.get("AREAX_SGLANG_PYTHON")
+collect_ignore = [] if PYTHON else ["test_real.py"]
+PROMPT = [5, 17, 42, 100, 61]
+CONTEXT = 4096  # long enough that a request does not end before a test gets to it
+HF = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "max_position_embeddings": CONTEXT, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory):
+    """Two policy versions as directories, with their labels, and what our own forward pass says of them.
+
+    `logp(v, tokens, temperature)` is [T, V]: row t holds the log-probabilities of the token at index t + 1;
+    `greedy(v, tokens, n)` are the n likeliest next tokens; `ending` is a prompt after which that soon is a stop token.
+    """
+    root = tmp_path_factory.mktemp("published")
+    tokens = tokenizer.byte_level()
+    config = models.config_from_hf({**HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id})
+    forward = jax.jit(lambda p, token_BT: models.forward(p, token_BT, config=config))
+
+    def perturb(key):  # norms at exactly 1 would hide an error in them
+        weights = param.init(key, models.table(config))
+        noise = iter(jax.random.split(key, 100))
+        return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), weights)
+
+    params = [perturb(jax.random.key(v)) for v in range(2)]
+
+    def logp(v, ids, temperature=1.0):
+        length = next(n for n in (128, 1024, CONTEXT) if n >= len(ids))  # three shapes, three compilations
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(ids)] = ids
+        logits_TV = forward(params[v], padded)[0, : len(ids)]
+        return np.asarray(jax.nn.log_softmax(logits_TV / (temperature or 1.0), axis=-1))
+
+    def greedy(v, ids, n):
+        ids = list(ids)
+        for _ in range(n):
+            ids.append(int(logp(v, ids)[len(ids) - 1].argmax()))
+        return ids[len(ids) - n :]
+
+    assert float(jnp.std(forward(params[0], np.arange(64)[None]))) >= 1
+    ending = [250, 3, 9]
+    stop = next(id for id in greedy(0, ending, 12)[3:] if id not in greedy(0, PROMPT, 12))
+    config = dataclasses.replace(config, eos=(*config.eos, stop))
+    paths = [hf.write_published(root, v, config, p, tokenizer=tokens) for v, p in enumerate(params)]
+    labels = [publish.version_string(path / "manifest.json") for path in paths]
+    return types.SimpleNamespace(
+        config=config, tokenizer=tokens, paths=paths, labels=labels, logp=logp, greedy=greedy, ending=ending
+    )
+
+
+@pytest.fixture(scope="session")
+def embedded(versions):
+    with servers.embedded(versions.paths[0], context=CONTEXT, slots=8) as remote:
+        yield remote
+
+
+@pytest.fixture(scope="session")
+def sglang(versions, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "sglang.log"
+    with servers.sglang(versions.paths[0], PYTHON, log, "--context-length", str(CONTEXT)) as remote:
+        yield remote
+
+
+@pytest.fixture(params=["embedded", "sglang"] if PYTHON else ["embedded"])
+def server(request, versions):
+    """Each server in turn, with version 0 loaded, whatever the test before left behind."""
+    return renewed(request.getfixturevalue(request.param), versions)
+
+
+@pytest.fixture
+def real(sglang, versions):
+    """The real server alone."""
+    return renewed(sglang, versions)
+
+
+def renewed(server, versions):
+    server.ok("/continue_generation", {})
+    body = {"model_path": str(versions.paths[0]), "weight_version": versions.labels[0]}
+    server.ok("/update_weights_from_disk", body)
+    return server

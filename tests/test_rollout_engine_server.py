@@ -1,0 +1,375 @@
+"""The embedded server on a real socket: what it refuses, whom it guards, how it begins and ends.
+
+What it shares with SGLang is tried in `sglang/`, on both.
+"""
+
+import contextlib
+import http.client
+import json
+import shutil
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+import servers
+import tiny
+from safetensors.numpy import load_file, save_file
+
+from areax.adapters import hf
+from areax.rollout.engine import server as module
+
+PROMPT = [5, 6, 7]
+LONG = {"temperature": 1.0, "max_new_tokens": 4000, "ignore_eos": True}
+UPDATE = "/update_weights_from_disk"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two checkpoints of one model, "a" and "b"."""
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("ab"):
+        tiny.model(root / name, seed, max_position_embeddings=4096)
+    return root
+
+
+@pytest.fixture(scope="module")
+def running(models):
+    with servers.embedded(models / "a", context=4096, slots=4) as remote:
+        yield remote
+        remote.process.send_signal(signal.SIGINT)
+        assert remote.process.wait(60) == 0
+
+
+@pytest.fixture
+def server(running, models):
+    running.ok("/abort_request", {"abort_all": True})
+    running.ok("/continue_generation", {})
+    running.ok(UPDATE, {"model_path": str(models / "a"), "weight_version": "A"})
+    return running
+
+
+def state(server):
+    return server.ok("/server_info")["internal_states"][0]
+
+
+def held(server):
+    """Everything that an update may change."""
+    info = server.ok("/model_info")
+    return (
+        info["weight_version"],
+        info["model_path"],
+        server.ok("/weights_checker", {}),
+        server.generate(PROMPT)["text"],
+    )
+
+
+def wait(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ({"input_ids": [5, 4000]}, "vocabulary"),  # this one and the next end the real server
+        ({"input_ids": []}, "at least one token"),
+        ({"input_ids": [-1]}, "vocabulary"),
+        ({"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [4000]}}, "vocabulary"),
+        ({"text": "1+§"}, "has tokens for"),
+        ({"input_ids": PROMPT, "sampling_params": {"regex": "a"}}, "regex"),
+        ({"input_ids": PROMPT, "sampling_params": {"temperature": -1}, "stream": True}, "temperature"),
+        ({"input_ids": [4000], "stream": True}, "vocabulary"),
+        ({"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 10**6}, "top_logprobs"),
+    ],
+    ids=str,
+)
+def test_what_would_kill_or_fool_a_server_is_refused(server, body, words):
+    status, answer = server.post("/generate", body)
+    assert status == 400 and words in answer["error"]["message"]
+    assert len(server.generate(PROMPT)["output_ids"]) == 8
+
+
+def test_a_running_name_cannot_be_given_again(server):
+    server.ok("/pause_generation", {"mode": "retract"})
+    first = servers.Later(lambda: server.generate(PROMPT, fields={"rid": "same"}))
+    wait(lambda: state(server)["queued"] == 1)
+    status, answer = server.post("/generate", {"input_ids": [PROMPT, PROMPT], "rid": ["other", "same"]})
+    assert status == 400 and "same" in answer["error"]["message"]
+    wait(lambda: state(server)["queued"] == 1)  # the other one is taken back
+    server.ok("/continue_generation", {})
+    assert first.result()["meta_info"]["id"] == "same"
+
+
+def test_a_held_request_can_be_aborted_with_all_its_samples(server):
+    server.ok("/pause_generation", {"mode": "abort"})
+    asked = servers.Later(lambda: server.generate(PROMPT, n=3, fields={"rid": "three"}))
+    wait(lambda: state(server)["queued"] == 3)
+    server.ok("/abort_request", {"rid": "three"})
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in asked.result()] == ["abort"] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_while_waiting_is_forgotten(server, stream):
+    server.ok("/pause_generation", {"mode": "retract"})
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = {"input_ids": PROMPT, "sampling_params": LONG, "stream": stream}
+    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+    wait(lambda: state(server)["queued"] == 1)
+    connection.close()
+    wait(lambda: state(server)["queued"] == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_ends_the_request(server, stream):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    params = {**LONG, "n": 6}  # more than there are slots
+    body = {"input_ids": PROMPT, "sampling_params": params, "stream": stream}
+    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+    wait(lambda: state(server)["running"] == 4)
+    connection.close()
+    wait(lambda: state(server)["running"] == state(server)["queued"] == 0)
+    assert state(server)["tokens"] < 6 * 4000
+
+
+def test_logprobs_of_the_stop_token_and_min_length(server):
+    """Before the least length stop tokens are not drawn; the scores stay those of the policy."""
+    free = server.generate(PROMPT, max_new_tokens=6, fields={"top_logprobs_num": 2})
+    stop = free["output_ids"][0]
+    answer = server.generate(PROMPT, max_new_tokens=6, min_new_tokens=6, stop_token_ids=[stop])
+    runner_up = free["meta_info"]["output_top_logprobs"][0][1]
+    assert answer["output_ids"][0] == runner_up[1]
+    assert answer["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(runner_up[0], abs=1e-6)
+
+
+def test_health_says_no_at_once_while_paused(server):
+    server.ok("/pause_generation", {"mode": "in_place"})
+    assert server.get("/health")[0] == server.get("/health_generate")[0] == 503
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/abort_request", {"rid": 5}),
+        ("/abort_request", [1]),
+        ("/update_weight_version", {"new_version": 5}),
+        ("/weights_checker", [1]),
+        ("/continue_generation", b"{"),
+    ],
+)
+def test_malformed_control_bodies(server, path, body):
+    status, answer = server.post(path, body)
+    assert status == 400 and answer["object"] == "error"
+
+
+def test_unknown_routes_and_methods(server):
+    assert server.get("/no_such_route")[0] == 404
+    assert server.get("/generate")[0] == 405
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": "1+1", "suffix": "x"}),
+        ("/v1/completions", {"prompt": "1+1", "best_of": 4}),
+        ("/v1/completions", {"prompt": "1+1", "logit_bias": {"5": 1}}),
+        ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        ("/v1/chat/completions", {"presence_penalty": 1}),
+    ],
+    ids=str,
+)
+def test_what_openais_routes_cannot_honour(server, path, body):
+    status, answer = server.post(path, {"messages": [{"role": "user", "content": "1+1"}], **body})
+    assert status == 400 and answer["object"] == "error"
+    assert any(name in answer["message"] for name in (*body, "content"))
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+def drop(tensors, config):
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def add(tensors, config):
+    tensors["model.layers.0.nope.weight"] = np.zeros(3, np.float32)
+
+
+def reshape(tensors, config):
+    tensors["model.norm.weight"] = np.zeros(16, np.float32)
+
+
+def deepen(tensors, config):
+    config["num_hidden_layers"] = 3
+
+
+def retheta(tensors, config):  # every tensor fits, and the numbers would be wrong
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 5e5
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [(drop, "up_proj"), (add, "nope"), (reshape, "model.norm"), (deepen, "layers"), (retheta, "rope")],
+)
+@pytest.mark.parametrize("pause", [None, "retract"])
+def test_a_checkpoint_of_another_shape_changes_nothing(server, models, tmp_path, change, words, pause):
+    shutil.copytree(models / "b", tmp_path / "b")
+    (tmp_path / "b" / "manifest.json").unlink()
+    file, config = tmp_path / "b" / "model.safetensors", json.loads((tmp_path / "b" / "config.json").read_text())
+    tensors = dict(load_file(file))
+    change(tensors, config)
+    save_file(tensors, file)
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    before = held(server)
+    if pause:
+        server.ok("/pause_generation", {"mode": pause})
+    status, answer = server.post(UPDATE, {"model_path": str(tmp_path / "b"), "weight_version": "B"})
+    assert status == 400 and answer["success"] is False and words in answer["message"]
+    server.ok("/continue_generation", {})
+    assert held(server) == before
+
+
+def test_a_file_cut_short_or_not_the_manifests_changes_nothing(server, models, tmp_path):
+    before = held(server)
+    shutil.copytree(models / "b", tmp_path / "b")
+    file = tmp_path / "b" / "model.safetensors"
+    data = file.read_bytes()
+    for damaged in (data[: len(data) // 2], data[:-1] + bytes([data[-1] ^ 1])):  # a bit of the last tensor
+        file.write_bytes(damaged)
+        status, answer = server.post(UPDATE, {"model_path": str(tmp_path / "b"), "weight_version": "B"})
+        assert status == 400 and "\n" not in answer["message"]
+        assert held(server) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model_path": 5},
+        {"model_path": "x", "load_format": "dummy"},
+        {"model_path": "x", "weight_version": ""},
+        {"model_path": "x", "flush_cache": "no"},
+    ],
+)
+def test_a_malformed_update_changes_nothing(server, body):
+    before = held(server)
+    assert server.post(UPDATE, body)[0] == 400
+    assert held(server) == before
+
+
+def test_an_update_that_gives_no_label_gets_one(server, models):
+    answer = server.ok(UPDATE, {"model_path": str(models / "b")})
+    label = server.ok("/model_info")["weight_version"]
+    assert label.startswith("unnamed-") and label in answer["message"]
+    server.ok(UPDATE, {"model_path": str(models / "a")})
+    assert server.ok("/model_info")["weight_version"] not in ("A", label)
+
+
+def test_checksums_are_those_of_the_manifest(server, models):
+    server.ok(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
+    tensors = json.loads((models / "b" / "manifest.json").read_text())["tensors"]
+    (rank,) = server.ok("/weights_checker", {"action": "checksum"})["ranks"]
+    assert rank["checksums"] == {name: entry["xxh3_128"] for name, entry in tensors.items()}
+    assert server.post("/weights_checker", {"action": "reset"})[0] == 400
+
+
+def test_without_a_manifest_checksums_are_computed(models, tmp_path):
+    shutil.copytree(models / "b", tmp_path / "b")
+    (tmp_path / "b" / "manifest.json").unlink()
+    _, _, computed = module.read_weights(tmp_path / "b", "float32")
+    assert computed == module.read_weights(models / "b", "float32")[2]
+
+
+def test_an_update_under_an_in_place_pause(server, models):
+    """With a cache to flush it is refused, whole; without, the caller knows what it asks for."""
+    with server.stream("/generate", {"input_ids": PROMPT, "rid": "kept", "sampling_params": LONG}) as events:
+        next(events)
+        server.ok("/pause_generation", {"mode": "in_place"})
+        body = {"model_path": str(models / "b"), "weight_version": "B"}
+        status, answer = server.post(UPDATE, body)
+        assert status == 400 and "in place" in answer["message"]
+        assert server.ok("/model_info")["weight_version"] == "A"
+        server.ok(UPDATE, body | {"flush_cache": False})
+        assert server.ask("POST", "/flush_cache")[0] == 400
+        server.ok("/continue_generation", {})
+        *_, last = events
+    assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["A", "B"]
+    assert last["meta_info"]["num_retractions"] == 0
+
+
+def test_an_update_may_abort_what_runs(server, models):
+    with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": LONG}) as events:
+        next(events)
+        body = {"model_path": str(models / "b"), "weight_version": "B", "abort_all_requests": True}
+        server.ok(UPDATE, body)
+        *_, last = events
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["A"]
+
+
+# -- beginning and ending ------------------------------------------------------------------------
+
+
+def test_a_server_with_a_key_and_without_a_tokenizer(models, tmp_path):
+    shutil.copytree(models / "a", tmp_path / "a")
+    for file in (tmp_path / "a").glob("*token*"):
+        file.unlink()
+    with servers.embedded(tmp_path / "a", api_key="secret", slots=2, context=4096, version="7-00000000") as remote:
+        assert "token ids only" in remote.line and "2 slots of 4096 tokens" in remote.line
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+        assert remote.get("/ready")[0] == 200
+        assert remote.get("/model_info")[0] == remote.post("/generate", body)[0] == 401
+        remote.headers["Authorization"] = "Bearer secrets"
+        assert remote.post("/generate", body)[0] == 401
+        remote.headers["Authorization"] = "Bearer secret"
+        answer = remote.ok("/generate", body)
+        assert answer["text"] == "" and answer["meta_info"]["weight_version"] == "7-00000000"
+        for path, body in (
+            ("/generate", {"text": "1+1"}),
+            ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": ["1"]}}),
+            ("/v1/completions", {"prompt": "1+1"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1+1"}]}),
+        ):
+            status, answer = remote.post(path, body)
+            assert status == 400 and "tokenizer" in str(answer)
+        remote.ok("/v1/completions", {"prompt": PROMPT, "logprobs": 1, "echo": True, "max_tokens": 2})
+
+        with remote.stream("/generate", {"input_ids": PROMPT, "sampling_params": {**LONG, "n": 4}}) as events:
+            next(events)
+            remote.process.terminate()
+            ends = [event["meta_info"]["finish_reason"] for event in events if event["meta_info"]["finish_reason"]]
+        assert len(ends) == 4 and "abort" in {end["type"] for end in ends}
+        assert remote.process.wait(30) == 0
+        with contextlib.closing(module.bind("127.0.0.1", remote.port)):
+            pass  # the port is free again
+
+
+def test_a_port_in_use_is_seen_before_anything_is_read(tmp_path):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use; choose another, or 0"):
+            module.serve(str(tmp_path / "no such model"), port=port)
+
+
+@pytest.mark.parametrize("host, port", [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70000)])
+def test_an_address_that_cannot_be_had(host, port):
+    with pytest.raises(ValueError, match=f"serve: .*({host}|{port})"):
+        module.bind(host, port)
+
+
+def test_what_is_no_checkpoint_is_not_served(tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ValueError, match="checkpoint"):
+            module.serve(str(path), port=0)
+    config, _ = hf.load(tiny.model(tmp_path / "model"))
+    (tmp_path / "model" / "tokenizer.json").write_text('{"half')
+    with pytest.raises(ValueError, match="damaged or half-written"):
+        module.serve(str(tmp_path / "model"), port=0)
