@@ -74,9 +74,17 @@ CHARTS = (
         log=True,
     ),
     Chart(
-        "Agreement", "Log-probability difference", ("logp_diff", "logp_diff_max"),
+        "Agreement", "Log-probability difference", ("max_logp_diff",),
         "|trainer - sampler| in nats, for tokens of the current version: rounding, and nothing else.",
         log=True,
+    ),
+    Chart(
+        "Agreement", "Mismatch (k3) now", ("mismatch_k3_now",),
+        "The same for tokens of the current version alone: rounding, and nothing else.", log=True,
+    ),
+    Chart(
+        "Speed", "Weight push", ("push_s", "push_pause_s", "push_load_s"),
+        "Seconds of a push, and for how long of it generation stood still, and the server loaded.", zero=True,
     ),
     Chart(
         "Agreement", "Importance weight", ("importance_weight", "importance_weight_max"),
@@ -152,10 +160,14 @@ METRICS = {
     "kl": "estimated KL divergence from the reference model, nats a token",
     "learning_rate": "step size given to the optimiser",
     "length": "tokens the policy sampled for one answer",
-    "logp_diff": "|trainer - sampler| log-probability of tokens of the current version, nats",
+    "max_logp_diff": "largest |trainer - sampler| log-probability of a token of the current version, nats",
     "loss": "the objective that the update lowers",
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
+    "mismatch_k3_now": "the same over tokens of the current version alone: rounding, and nothing else",
     "nll": "-log probability of a token to imitate, nats",
+    "push_load_s": "seconds that the server took to load the new weights",
+    "push_pause_s": "seconds that generation stood still for new weights",
+    "push_s": "seconds of a push of weights, writing included, beside the step",
     "ratio": "new / proximal probability of a token; 1 before the first update on a batch",
     "reward": "reward of the samples of the step",
     "reward_std": "standard deviation of the reward over the samples of the step",
@@ -175,11 +187,12 @@ METRICS = {
 }
 
 PHASES = {
-    "wait": ("waiting for rollout", "the trainer has nothing to do until a batch is complete"),
+    "rollout": ("waiting for rollout", "the trainer has nothing to do until a batch is complete"),
+    "wait": ("waiting for servers", "the last push, or an evaluation, is not done yet"),
     "pack": ("packing", "samples are laid out in rows"),
     "score": ("scoring", "log-probabilities of the batch under the current weights"),
     "update": ("update", "forward, backward and optimiser"),
-    "publish": ("publishing weights", "export, pause of the server, loading, check of the version"),
+    "publish": ("copying weights", "the new weights are copied to the host, to be pushed beside the next step"),
     "save": ("saving", "checkpoint of parameters, optimiser and position"),
     "evaluate": ("evaluation", "held-out problems are answered and marked"),
     "other": ("the rest", "what no phase above accounts for"),

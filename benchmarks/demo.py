@@ -36,7 +36,7 @@ def main(root: Path) -> None:
         s = json.loads((out / "summary.json").read_text())
         lines.append(
             f"| {seed} | {split} | {eta} | {s['heldout_rows']} | {s['sft_accuracy']:.1%} | {s['rl_accuracy']:.1%} | "
-            f"{s['rl_steps']} | {s['max_logp_diff']:.1e} | {s['mismatch_k3']:.1e} | {s['server_version'][0]} | "
+            f"{s['rl_steps']} | {s['max_logp_diff']:.1e} | {s['mismatch_k3']:.1e} | {s['server_version']} | "
             f"{s['seconds']:.0f} |"
         )
     seed, split, eta = RUNS[0]

@@ -80,7 +80,7 @@ def main(config: Config) -> int:
         "heldout_rows": heldout,
         "rl_steps": rl["steps"],
         "eta": config.eta,
-        "server_version": rl["server_version"],
+        "server_version": ", ".join(rl["server_version"]),
         "max_logp_diff": rl["max_logp_diff"],
         "mismatch_k3": rl["mismatch_k3_now"],
         "seconds": time.monotonic() - began,
@@ -130,7 +130,7 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
         reward="areax.rollout.arithmetic:reward", out=str(out / name), eta=config.eta, steps=config.rl_steps,
         groups=64, group_size=8, max_concurrent=192, sampling=Sampling(max_new_tokens=4), length=64, rows=40,
         objective=GRPO(std="none"), optim=AdamW(lr=config.rl_lr, b2=0.99, warmup=10),
-        serve=Serve(slots=128, context=64), evaluate_every=50, seed=config.seed,
+        serve=Serve(slots=128, context=64), evaluate_every=25, seed=config.seed,
     )  # fmt: skip
 
 

@@ -184,7 +184,8 @@ async def train(config: Config) -> dict:
         def on_step(v: int, report: dict, seconds: dict[str, float]):
             groups = report.pop("groups")
             pushed = {"push_pause_s": pushes[-1].pause_s, "push_load_s": pushes[-1].load_s} if pushes else {}
-            run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **pushed)
+            beside = {name: seconds.pop(name) for name in loop.BESIDE}
+            run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside, **pushed)
             tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy.get(max(accuracy, default=-1)))
             if config.samples_every and v % config.samples_every == 0:
                 show(run, tokens, v, groups[0])

@@ -11,7 +11,9 @@ rules = {
     "at least 500 held-out rows": summary["heldout_rows"] >= 500,
     "below 55 % after SFT": summary["sft_accuracy"] < 0.55,
     "at least 90 % after GRPO": summary["rl_accuracy"] >= 0.9,
-    "servers have the trainer's version": all(x.split("-")[0] == str(steps) for x in summary["server_version"]),
+    "servers have the trainer's version": all(
+        x.split("-")[0] == str(steps) for x in summary["server_version"].split(", ")
+    ),
     "max |d logp| at most 1e-4": summary["max_logp_diff"] <= 1e-4,
     "k3 below 1e-9": summary["mismatch_k3"] < 1e-9,
     "checkpoint and report are there": all(Path(summary[k]).exists() for k in ("checkpoint", "report")),
