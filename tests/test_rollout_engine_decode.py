@@ -53,7 +53,7 @@ def prompts(seed, lengths):
     return [tuple(rng.integers(0, TINY["vocab_size"], n).tolist()) for n in lengths]
 
 
-LENGTHS = (1, 2, 17, 18, 70, 100)  # no prefill, a full bucket and one more, several chunks of the cache
+LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, a part of one over several chunks of the cache
 
 
 def test_greedy_tokens_are_those_of_transformers(served, tmp_path):

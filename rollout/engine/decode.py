@@ -17,7 +17,6 @@ from ...models import transformer as models
 from . import sampling
 
 PREFILL_TOKENS = 256  # tokens a prefill computes: one long prompt or several short ones
-STOPS = 32  # most stop ids of a request, the model's own included
 
 
 def chunk_size(context: int) -> int:
@@ -127,8 +126,9 @@ def prompt_scores(weights, hidden_PTD, row, target_T, *, top: int):
 
 
 # What the host tells a dispatch of each slot: a row of i32 (floats by their bits), then STOPS stop ids, -1 for none.
-NAMES = "token position end least active top seed_high seed_low top_k temperature top_p min_p".split()
-COLUMNS = {name: i for i, name in enumerate(NAMES)}
+INTEGERS = ("token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k")
+REALS = ("temperature", "top_p", "min_p")
+COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnames=("caches",))

@@ -6,55 +6,15 @@ free slots, and hands out what was generated.
 
 import atexit
 import collections
-import math
-import operator
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from ... import models
-from ...core import param
-from . import decode as programs
-from .request import Progress, Request
-from .sampling import TOP
+from .request import Progress, Request, check
+from .slots import Live, Slots
 from .text import Text
-
-COLUMNS, STOPS = programs.COLUMNS, programs.STOPS
-COUNTS = ("requests", "tokens", "dispatches", "prefills", "prefilled_tokens")
-
-
-@dataclass(eq=False)
-class Live:
-    """A request in the engine, waiting or in a slot."""
-
-    request: Request
-    tell: Callable[[Progress], None]
-    seed: int
-    stops: frozenset[int]
-    text: Text | None
-    progress: Progress
-    slot: int | None = None
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """What must lie in the cache before decoding goes on: everything but the last token."""
-        return (*self.request.prompt, *self.progress.tokens)[:-1]
-
-
-@dataclass(eq=False)
-class Row:
-    """A sequence to prefill for all requests that need it; `scored`: (last token, top) where it is to be scored too."""
-
-    prefix: tuple[int, ...]
-    scored: tuple[int, int] | None
-    lives: list[Live] = field(default_factory=list)
 
 
 class Engine:
@@ -95,19 +55,13 @@ class Engine:
         for name, value in {"slots": slots, "context": context, "steps": steps}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
-        self.config, self.slots, self.context, self.steps = config, slots, context, steps
+        self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self._decode = decode
         self._seeds = random.Random(seed)
-        self._dtype = params["embed"].dtype
-        self._weights = self._staged(params)
-        self._counts: collections.Counter[str] = collections.Counter()
-
-        self._state = np.zeros((slots, len(COLUMNS) + STOPS), np.int32)
-        self._free = dict.fromkeys(range(slots))  # an ordered set: the slot idle for longest comes first
-        self._running: dict[int, Live] = {}
+        self._slots = Slots(config, params, slots, context, steps)
         self._entering: list[Live] = []  # those that are just being let in
-        self._clear()
+        self._counts: collections.Counter[str] = collections.Counter()
 
         # Shared between threads, under the lock of `_wake`; everything else belongs to the engine's thread.
         self._wake = threading.Condition()
@@ -157,9 +111,9 @@ class Engine:
         self._enqueue([(request, on_progress)])
 
     def generate(self, requests: Sequence[Request]) -> list[Progress]:
-        """Serves the requests and waits for all of them."""
+        """Serves the requests and waits for all of them; starts the engine if nobody has."""
         if self._thread is None:
-            raise RuntimeError("Engine.generate: the engine does not run; call start() first")
+            self.start()
         results: list[Future] = [Future() for _ in requests]
 
         def keep(result):
@@ -213,16 +167,16 @@ class Engine:
           ValueError: parameters of another shape or dtype, or requests paused in place while flush is asked for; the
             old weights stay.
         """
-        weights = self._staged(params)
+        weights = self._slots.stage(params)
 
         def swap():
-            if flush and self._running:
+            if flush and self._slots.running:
                 raise ValueError(
-                    f"load: the cache cannot be flushed while {len(self._running)} requests are paused in place; "
+                    f"load: the cache cannot be flushed while {len(self._slots.running)} requests are paused in place; "
                     "pause with retract or abort, or load with flush=False"
                 )
-            self._weights, self.version = weights, version
-            self._clear()
+            self._slots.weights, self.version = weights, version
+            self._slots.clear()
 
         self._call(swap, when_idle=True)
 
@@ -230,9 +184,9 @@ class Engine:
         """Forgets cached prompts. False, and nothing done, while requests are running."""
 
         def act():
-            if not self._running:
-                self._clear()
-            return not self._running
+            if not self._slots.running:
+                self._slots.clear()
+            return not self._slots.running
 
         return self._call(act)
 
@@ -246,88 +200,38 @@ class Engine:
         return {
             "slots": self.slots,
             "context": self.context,
-            "running": len(self._running),
+            "running": len(self._slots.running),
             "queued": len(self._queue),
             "paused": self.paused,
             "version": self.version,
-            **{name: self._counts[name] for name in COUNTS},
+            **{name: self._counts[name] for name in ("requests", "tokens")},
+            **{name: self._slots.counts[name] for name in ("dispatches", "prefills", "prefilled_tokens")},
         }
 
     # Between the threads.
 
     def _enqueue(self, pairs: Iterable[tuple[Request, Callable[[Progress], None]]]) -> None:
-        lives = [(self._checked(request), tell) for request, tell in pairs]
+        lives = []
+        for request, tell in pairs:
+            own = () if request.sampling.ignore_eos else self.config.eos
+            stops = frozenset(own) | frozenset(request.sampling.stop_token_ids)
+            check(request, stops, self.config.vocab, self.context, self._decode is not None)
+            lives.append((request, tell, stops))
         with self._wake:
             if self._closing:
                 raise RuntimeError("Engine.submit: the engine is closed")
-            names = {request.rid for request, _ in lives}
+            names = {request.rid for request, _, _ in lives}
             if len(names) < len(lives) or names & self._names:
                 raise ValueError(f"rid: names must be unique among requests in the engine, got {sorted(names)[:3]}")
             self._names |= names
-            for request, tell in lives:
+            for request, tell, stops in lives:
                 sampling = request.sampling
                 seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
-                stops = self._stops(request)
                 text = Text(self._decode) if self._decode else None
                 progress = Progress(request.rid, len(request.prompt))
                 self._queue.append(Live(request, tell, seed, stops, text, progress))
             self._counts["requests"] += len(lives)
             self._wake.notify()
-
-    def _stops(self, request: Request) -> frozenset[int]:
-        own = () if request.sampling.ignore_eos else self.config.eos
-        return frozenset(own) | frozenset(request.sampling.stop_token_ids)
-
-    def _checked(self, request: Request) -> Request:
-        """The request, once it is known to be servable."""
-        s, prompt, context, vocab = request.sampling, request.prompt, self.context, self.config.vocab
-
-        def must(holds, rule):
-            if not holds:
-                raise ValueError(rule)
-
-        def ids(what, values):
-            bad = [x for x in values if type(x) is not int or not 0 <= x < vocab]
-            must(not bad, f"{what} must be integers from 0 to {vocab - 1}, the model's vocabulary, got {bad[:3]}")
-
-        must(len(prompt) > 0, "Either text or input_ids should be provided, with at least one token.")
-        ids("input_ids", prompt)
-        ids("stop_token_ids", s.stop_token_ids)
-        must(
-            len(prompt) <= context,
-            f"The input ({len(prompt)} tokens) is longer than the model's context length ({context} tokens).",
-        )
-        must(s.max_new_tokens >= 0, f"max_new_tokens must be at least 0, got {s.max_new_tokens}.")
-        must(
-            len(prompt) + s.max_new_tokens <= context,
-            f"The input ({len(prompt)} tokens) and max_new_tokens ({s.max_new_tokens}) together are longer than the "
-            f"model's context length ({context} tokens).",
-        )
-        must(
-            0 <= s.min_new_tokens <= s.max_new_tokens,
-            f"min_new_tokens must be from 0 to max_new_tokens ({s.max_new_tokens}), got {s.min_new_tokens}.",
-        )
-        must(
-            math.isfinite(s.temperature) and s.temperature >= 0,
-            f"temperature must be a non-negative finite number, got {s.temperature}.",
-        )
-        must(0 < s.top_p <= 1, f"top_p must be in (0, 1], got {s.top_p}.")
-        must(0 <= s.min_p <= 1, f"min_p must be in [0, 1], got {s.min_p}.")
-        must(s.top_k == -1 or 1 <= s.top_k < 2**31, f"top_k must be -1 (off) or at least 1, got {s.top_k}.")
-        must(
-            s.seed is None or 0 <= operator.index(s.seed) < 2**64,
-            f"sampling_seed must be an integer from 0 to 2^64 - 1, got {s.seed}.",
-        )
-        must(not s.stop or self._decode is not None, "stop strings need a tokenizer, and the engine has none.")
-        must(all(s.stop), "stop strings must not be empty.")
-        must(len(self._stops(request)) <= STOPS, f"at most {STOPS} stop ids are supported, the model's own included.")
-        must(0 <= request.top_logprobs <= TOP, f"top_logprobs must be from 0 to {TOP}, got {request.top_logprobs}.")
-        start = request.input_logprobs_from
-        must(
-            start is None or 0 <= start <= len(prompt),
-            f"input logprobs must start within the input ({len(prompt)} tokens), got {start}.",
-        )
-        return request
 
     def _post(self, act: Callable[[], Any], *, when_idle: bool = False) -> Future:
         """Has the engine's thread do `act` between dispatches."""
@@ -359,7 +263,7 @@ class Engine:
                 if not self.paused:
                     if not self._loads:
                         self._admit()
-                    if self._running:
+                    if self._slots.running:
                         self._dispatch()
         finally:
             self._end()
@@ -369,7 +273,7 @@ class Engine:
             return True
         if self.paused:
             return bool(self._loads)
-        return bool(self._running or self._queue or self._loads)
+        return bool(self._slots.running or self._queue or self._loads)
 
     def _act(self) -> None:
         """Carries out what was asked for; loads wait until nothing runs, unless paused."""
@@ -377,7 +281,7 @@ class Engine:
             with self._wake:
                 if self._acts:
                     act, done = self._acts.popleft()
-                elif self._loads and (self.paused or not self._running):
+                elif self._loads and (self.paused or not self._slots.running):
                     act, done = self._loads.popleft()
                 else:
                     return
@@ -396,202 +300,51 @@ class Engine:
             done.set_exception(RuntimeError("Engine: the engine is closed"))
         self._abort(lambda live: True)
 
-    def _staged(self, params):
-        """Weights for decoding on the engine's device, after a check against the config."""
-        expected = param.abstract(models.table(self.config), self._dtype)
-        shapes = lambda tree: {
-            jax.tree_util.keystr(path, simple=True, separator="."): (tuple(x.shape), jnp.dtype(x.dtype).name)
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        wanted, given = shapes(expected), shapes(params)
-        for name in sorted(wanted.keys() | given.keys()):
-            if wanted.get(name) != given.get(name):
-                raise ValueError(
-                    f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
-                )
-        return jax.block_until_ready(programs.stage(jax.device_put(params, jax.local_devices()[0])))
-
-    def _clear(self) -> None:
-        """Forgets what slots hold; new arrays, so that nothing of diverged weights (NaN) lives on in an idle slot."""
-        if not self._running:
-            self._caches = programs.caches(self.config, self.slots, self.context, self._dtype)
-        self._slot_of: dict[tuple[int, ...], int] = {}  # prefilled sequence -> a slot whose cache begins with it
-        self._prefix_of: dict[int, tuple[int, ...]] = {}
-
     def _abort(self, which: Callable[[Live], bool]) -> None:
         with self._wake:
             gone = [live for live in self._queue if which(live)]
             self._queue = collections.deque(live for live in self._queue if not which(live))
-        gone += [live for live in {*self._running.values(), *self._entering} if which(live)]
+        gone += [live for live in {*self._slots.running.values(), *self._entering} if which(live)]
         for live in gone:
             self._finish(live, {"type": "abort", "message": "Aborted"})
 
     def _retract(self) -> None:
-        back = list(self._running.values())
+        back = list(self._slots.running.values())
         for live in back:
             live.progress.retractions += 1
-            self._release(live)
+            self._slots.leave(live)
         with self._wake:
             self._queue.extendleft(reversed(back))
 
-    def _release(self, live: Live) -> None:
-        slot, live.slot = live.slot, None
-        if slot is not None:
-            del self._running[slot]
-            self._free[slot] = None
-            # `position` stays: an idle slot keeps writing there, behind what its cache is kept for.
-            row = self._state[slot]
-            row[COLUMNS["active"]] = row[COLUMNS["top"]] = row[COLUMNS["least"]] = row[COLUMNS["temperature"]] = 0
-
     def _finish(self, live: Live, finish: dict) -> None:
-        self._release(live)
+        self._slots.leave(live)
         with self._wake:
             self._names.discard(live.request.rid)
         live.progress.finish = finish
         live.tell(live.progress)
 
     def _admit(self) -> None:
-        """Lets waiting requests into free slots, in order; a sequence that several need is computed once."""
-        rows: dict[tuple, Row] = {}
-        copies: dict[int, list[tuple[int, int]]] = {}  # bucket -> (from slot, to slot)
-        while (live := self._next()) is not None:
-            self._entering.append(live)
-            request, prefix = live.request, live.prefix
-            needs_slot = request.sampling.max_new_tokens > 0
-            scored = None
-            if request.input_logprobs_from is not None and not live.progress.tokens:
-                scored = request.prompt[-1], TOP if request.top_logprobs else 0
-                if request.input_logprobs_from == 0:  # nothing predicts the first token
-                    live.progress.input_logp.append(None)
-                    live.progress.input_top += [None] * (request.top_logprobs > 0)
-            key = prefix, scored
-            holder = None if scored else self._slot_of.get(prefix)
-            if (key in rows or holder is not None) and not live.progress.tokens:
-                live.progress.cached_tokens = len(prefix)
-            if needs_slot:
-                live.slot = holder if holder in self._free else next(iter(self._free))
-                del self._free[live.slot]
-                self._running[live.slot] = live
-                if live.slot != holder:
-                    self._forget(live.slot)
-            if key in rows:
-                rows[key].lives.append(live)
-            elif holder is None:
-                if prefix and (needs_slot or scored):
-                    rows[key] = Row(prefix, scored, [live])
-            elif needs_slot and live.slot != holder:
-                copies.setdefault(programs.bucket(len(prefix), self.context), []).append((holder, live.slot))
-                self._remember(prefix, live.slot)
-        self._prefill(rows.values())
-        for length, pairs in copies.items():
-            source_S, target_S = (self._padded(slots) for slots in zip(*pairs, strict=True))
-            self._caches = programs.copy(self._caches, source_S, target_S, len(pairs), length=length)
-        entering, self._entering = self._entering, []
-        for live in entering:
-            if live.slot is None:
-                self._finish(live, {"type": "length", "length": 0})
-            else:
-                self._state[live.slot] = self._columns(live)
-
-    def _next(self) -> Live | None:
-        """The request whose turn it is, if it can be taken in now."""
+        """Lets waiting requests into free slots, in order."""
+        room = len(self._slots.free)
         with self._wake:
-            if self._queue and (self._free or self._queue[0].request.sampling.max_new_tokens == 0):
-                return self._queue.popleft()
-        return None
-
-    def _padded(self, values: Sequence[int]) -> np.ndarray:
-        out = np.zeros(self.slots, np.int32)
-        out[: len(values)] = values
-        return out
-
-    def _forget(self, slot: int) -> None:
-        prefix = self._prefix_of.pop(slot, None)
-        if prefix is not None and self._slot_of.get(prefix) == slot:
-            del self._slot_of[prefix]
-
-    def _remember(self, prefix: tuple[int, ...], slot: int) -> None:
-        self._slot_of[prefix], self._prefix_of[slot] = slot, prefix
-
-    def _columns(self, live: Live) -> np.ndarray:
-        """A slot's row of the state."""
-        request, sampling, done = live.request, live.request.sampling, live.progress.tokens
-        prompt = len(request.prompt)
-        values = {
-            "token": (done or request.prompt)[-1],
-            "position": prompt + len(done) - 1,
-            "end": prompt + sampling.max_new_tokens,
-            "least": prompt + sampling.min_new_tokens,
-            "active": 1,
-            "top": request.top_logprobs,
-            "seed_high": np.uint32(live.seed >> 32).view(np.int32),
-            "seed_low": np.uint32(live.seed & 0xFFFFFFFF).view(np.int32),
-            "top_k": sampling.top_k,
-            **{name: np.float32(getattr(sampling, name)).view(np.int32) for name in ("temperature", "top_p", "min_p")},
-        }
-        stops = sorted(live.stops)
-        return np.array([*(values[name] for name in COLUMNS), *stops, *[-1] * (STOPS - len(stops))], np.int32)
-
-    def _prefill(self, rows: Iterable[Row]) -> None:
-        """Computes sequences, a bucket's together, and puts them where they are needed."""
-        groups: dict[int, list[Row]] = {}
-        for row in rows:
-            groups.setdefault(programs.bucket(len(row.prefix), self.context), []).append(row)
-        for T, group in groups.items():
-            P = programs.rows(T)
-            for start in range(0, len(group), P):
-                some = group[start : start + P]
-                token_PT = np.zeros((P, T), np.int32)
-                for i, row in enumerate(some):
-                    token_PT[i, : len(row.prefix)] = row.prefix
-                places = [(i, live.slot) for i, row in enumerate(some) for live in row.lives if live.slot is not None]
-                row_S, slot_S = (self._padded([place[j] for place in places]) for j in (0, 1))
-                self._caches, hidden_PTD = programs.prefill(
-                    self._weights, self._caches, token_PT, row_S, slot_S, len(places), config=self.config
-                )
-                self._counts["prefills"] += 1
-                for i, row in enumerate(some):
-                    self._counts["prefilled_tokens"] += len(row.prefix)
-                    if row.scored:
-                        self._score(row, i, hidden_PTD)
-                for i, slot in places:
-                    self._remember(some[i].prefix, slot)
-
-    def _score(self, row: Row, i: int, hidden_PTD) -> None:
-        """Log-probabilities of a prompt's own tokens, for the requests that want them."""
-        last, top = row.scored
-        n = len(row.prefix)
-        target_T = np.zeros(hidden_PTD.shape[1], np.int32)
-        target_T[:n] = (*row.prefix[1:], last)
-        logp_T, best = jax.device_get(programs.prompt_scores(self._weights, hidden_PTD, i, target_T, top=top))
-        for live in row.lives:
-            request, progress = live.request, live.progress
-            start = max(0, request.input_logprobs_from - 1)  # hidden[t] speaks of token t + 1
-            progress.input_logp += logp_T[start:n].tolist()
-            if request.top_logprobs:
-                progress.input_top += pairs(best[0][start:n], best[1][start:n], request.top_logprobs)
+            while self._queue:
+                needs = self._queue[0].request.sampling.max_new_tokens > 0
+                if needs and not room:
+                    break
+                room -= needs
+                self._entering.append(self._queue.popleft())
+        if self._entering:
+            self._slots.enter(self._entering)
+            entered, self._entering = self._entering, []
+            for live in entered:
+                if live.slot is None:
+                    self._finish(live, {"type": "length", "length": 0})
 
     def _dispatch(self) -> None:
-        """A few decode steps for all running requests."""
-        before_S = self._state[:, COLUMNS["position"]].copy()
-        # While requests wait, come back as soon as a fair part of the slots is free for them.
-        free = max(1, self.slots // 8) if self._queue else self.slots + 1
-        self._caches, out, position_S = programs.decode(
-            self._weights, self._caches, self._state, free, config=self.config, steps=self.steps
-        )
-        position_S = np.asarray(position_S)
-        made_S = (position_S - before_S).tolist()
-        token_US, logp_US = np.asarray(out["token"]), np.asarray(out["logp"])
-        token_SU, logp_SU = token_US.T.tolist(), logp_US.T.tolist()
-        ranked = any(live.request.top_logprobs for live in self._running.values())
-        top_logp, top_id = (np.asarray(out[name]) if ranked else None for name in ("top_logp", "top_id"))
-        self._state[:, COLUMNS["position"]] = position_S
-        self._counts["dispatches"] += 1
-        for slot, live in list(self._running.items()):
-            n, k = made_S[slot], live.request.top_logprobs
-            top = pairs(top_logp[:n, slot], top_id[:n, slot], k) if k else []
-            self._state[slot, COLUMNS["token"]] = token_SU[slot][n - 1]
-            self._deliver(live, token_SU[slot][:n], logp_SU[slot][:n], top)
+        # While requests wait for room, come back as soon as half of the slots are free for them.
+        crowded = self._queue and not self._loads
+        for made in self._slots.step(max(1, self.slots // 2) if crowded else self.slots + 1):
+            self._deliver(*made)
 
     def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list) -> None:
         """Adds what a dispatch made for one request, up to where it ends."""
@@ -624,12 +377,6 @@ class Engine:
             self._finish(live, finish)
         else:
             live.tell(snapshot(progress))
-
-
-def pairs(logp_TK: np.ndarray, id_TK: np.ndarray, k: int) -> list[list[tuple[float, int]]]:
-    """The k likeliest (logp, id) of each position."""
-    rows = zip(logp_TK[:, :k].tolist(), id_TK[:, :k].tolist(), strict=True)
-    return [list(zip(*row, strict=True)) for row in rows]
 
 
 def snapshot(p: Progress) -> Progress:

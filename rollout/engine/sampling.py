@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core.shapes import shaped
+from .request import TOP
 
 
 @jax.tree_util.register_dataclass
@@ -76,9 +77,6 @@ def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S):
 
     top_logp_SK, top_id_SK = jax.lax.cond(jnp.any(top_S > 0), top, none, scaled_SV)
     return token_S, logp_S, top_logp_SK, top_id_SK
-
-
-TOP = 20  # most tokens a position that top logprobs report
 
 
 def noise(seed_S2, index_S, V: int):

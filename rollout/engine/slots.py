@@ -1,0 +1,255 @@
+"""The slots of an engine: which request sits where, what their caches hold, and the programs run over them.
+
+A prompt is computed once for all requests that come together, and copied from a slot that has it for those that come
+later: several samples of one prompt cost one prefill. Belongs to one thread.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import models
+from ...core import param
+from . import decode as programs
+from .decode import COLUMNS, INTEGERS, REALS
+from .request import STOPS, TOP, Progress, Request
+from .text import Text
+
+
+@dataclass(eq=False)
+class Live:
+    """A request in the engine, waiting or in a slot."""
+
+    request: Request
+    tell: Callable[[Progress], None]
+    seed: int
+    stops: frozenset[int]
+    text: Text | None
+    progress: Progress
+    slot: int | None = None
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What must lie in the cache before decoding goes on: everything but the last token."""
+        return (*self.request.prompt, *self.progress.tokens)[:-1]
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence to prefill for all requests that need it; `scored`: (last token, top) where it is to be scored too."""
+
+    prefix: tuple[int, ...]
+    scored: tuple[int, int] | None
+    lives: list[Live] = field(default_factory=list)
+
+
+class Slots:
+    """Weights, caches and state of `count` sequences of at most `context` tokens.
+
+    Attributes:
+      running: {slot: Live}.
+      free: the other slots, the one idle for longest first.
+      weights: as `stage` made them; replaced between calls.
+      counts: prefills, prefilled_tokens, dispatches.
+    """
+
+    def __init__(self, config, params, count: int, context: int, steps: int):
+        self.config, self.count, self.context, self.steps = config, count, context, steps
+        self.running: dict[int, Live] = {}
+        self.free = dict.fromkeys(range(count))  # an ordered set
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._dtype, self._device = params["embed"].dtype, jax.local_devices()[0]
+        self.weights = self.stage(params)
+        self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
+        self.clear()
+
+    def stage(self, params):
+        """Weights for decoding, beside the ones in use.
+
+        Raises:
+          ValueError: they are not the config's, or of another dtype than the first ones.
+        """
+        expected = param.abstract(models.table(self.config), self._dtype)
+        shapes = lambda tree: {
+            jax.tree_util.keystr(path, simple=True, separator="."): (tuple(x.shape), jnp.dtype(x.dtype).name)
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        wanted, given = shapes(expected), shapes(params)
+        for name in sorted(wanted.keys() | given.keys()):
+            if wanted.get(name) != given.get(name):
+                raise ValueError(
+                    f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
+                )
+        with self._alone():
+            return jax.block_until_ready(programs.stage(jax.device_put(params, self._device)))
+
+    def clear(self) -> None:
+        """Forgets which prompts slots hold; while nothing runs, caches are new: no NaN of diverged weights lives on."""
+        if not self.running:
+            with self._alone():
+                self._caches = programs.caches(self.config, self.count, self.context, self._dtype)
+        self._slot_of: dict[tuple[int, ...], int] = {}  # prefilled sequence -> a slot whose cache begins with it
+        self._prefix_of: dict[int, tuple[int, ...]] = {}
+
+    def _alone(self):
+        """A context without the mesh that the calling thread may train on."""
+        return jax.set_mesh(jax.sharding.Mesh(np.array(self._device), ()))
+
+    def enter(self, lives: Sequence[Live]) -> None:
+        """Prepares requests for decoding: those that generate get slots, of which enough must be free."""
+        rows: dict[tuple, Row] = {}
+        copies: dict[int, list[tuple[int, int]]] = {}  # bucket -> (from slot, to slot)
+        for live in lives:
+            prefix, scored = live.prefix, self._scored(live)
+            key = prefix, scored
+            holder = None if scored else self._slot_of.get(prefix)
+            if (key in rows or holder is not None) and not live.progress.tokens:
+                live.progress.cached_tokens = len(prefix)
+            slot = self._seat(live, holder) if live.request.sampling.max_new_tokens else None
+            if key in rows:
+                rows[key].lives.append(live)
+            elif holder is None:
+                if prefix and (scored or slot is not None):
+                    rows[key] = Row(prefix, scored, [live])
+            elif slot is not None and slot != holder:
+                copies.setdefault(programs.bucket(len(prefix), self.context), []).append((holder, slot))
+                self._remember(prefix, slot)
+        self._prefill(rows.values())
+        # A holder is running or takes its own slot again, and a prompt's copies are made in order: none is overwritten
+        # before it is read.
+        for length, pairs in copies.items():
+            source_S, target_S = (self._padded(slots) for slots in zip(*pairs, strict=True))
+            self._caches = programs.copy(self._caches, source_S, target_S, len(pairs), length=length)
+        for live in lives:
+            if live.slot is not None:
+                self._write(live, self._state[live.slot])
+
+    def leave(self, live: Live) -> None:
+        """Frees the request's slot, if it has one."""
+        slot, live.slot = live.slot, None
+        if slot is not None:
+            del self.running[slot]
+            self.free[slot] = None
+            # `position` stays: an idle slot keeps writing there, behind the prompt that its cache is kept for.
+            row = self._state[slot]
+            row[COLUMNS["active"]] = row[COLUMNS["top"]] = row[COLUMNS["least"]] = row[COLUMNS["temperature"]] = 0
+
+    def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list]]:
+        """A few decode steps, fewer once `wanted` slots idle: (request, tokens, logp, likeliest) of each that runs."""
+        position = COLUMNS["position"]
+        before_S = self._state[:, position].copy()
+        self._caches, out, position_S = programs.decode(
+            self.weights, self._caches, self._state, wanted, config=self.config, steps=self.steps
+        )
+        self._state[:, position] = position_S
+        self.counts["dispatches"] += 1
+        made_S = (self._state[:, position] - before_S).tolist()
+        token_SU, logp_SU = (np.asarray(out[name]).T.tolist() for name in ("token", "logp"))
+        ranked = any(live.request.top_logprobs for live in self.running.values())
+        top_USK = [np.asarray(out[name]) for name in ("top_logp", "top_id")] if ranked else []
+        made = []
+        for slot, live in self.running.items():
+            n, k = made_S[slot], live.request.top_logprobs
+            top = pairs(*(x_USK[:n, slot, :k] for x_USK in top_USK)) if k else []
+            made.append((live, token_SU[slot][:n], logp_SU[slot][:n], top))
+            self._state[slot, COLUMNS["token"]] = token_SU[slot][n - 1]
+        return made
+
+    def _scored(self, live: Live) -> tuple[int, int] | None:
+        """What of a prompt's own log-probabilities is wanted, for `Row.scored`."""
+        request, progress = live.request, live.progress
+        if request.input_logprobs_from is None or progress.tokens:
+            return None
+        if request.input_logprobs_from == 0:  # nothing predicts the first token
+            progress.input_logp.append(None)
+            progress.input_top += [None] * (request.top_logprobs > 0)
+        return request.prompt[-1], TOP if request.top_logprobs else 0
+
+    def _seat(self, live: Live, holder: int | None) -> int:
+        """Gives a request a free slot: the one that already holds its prompt, where it is free."""
+        slot = holder if holder is not None and holder in self.free else next(iter(self.free))
+        del self.free[slot]
+        self.running[slot], live.slot = live, slot
+        if slot != holder:
+            prefix = self._prefix_of.pop(slot, None)
+            if prefix is not None and self._slot_of.get(prefix) == slot:
+                del self._slot_of[prefix]
+        return slot
+
+    def _remember(self, prefix: tuple[int, ...], slot: int) -> None:
+        self._slot_of[prefix], self._prefix_of[slot] = slot, prefix
+
+    def _padded(self, values: Sequence[int]) -> np.ndarray:
+        out = np.zeros(self.count, np.int32)
+        out[: len(values)] = values
+        return out
+
+    def _prefill(self, rows: Iterable[Row]) -> None:
+        """Computes sequences, a bucket's together, and puts them where they are needed."""
+        groups: dict[int, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(programs.bucket(len(row.prefix), self.context), []).append(row)
+        for T, group in groups.items():
+            P = programs.rows(T)
+            for start in range(0, len(group), P):
+                self._prefill_rows(group[start : start + P], np.zeros((P, T), np.int32))
+
+    def _prefill_rows(self, rows: list[Row], token_PT: np.ndarray) -> None:
+        for i, row in enumerate(rows):
+            token_PT[i, : len(row.prefix)] = row.prefix
+        places = [(i, live.slot) for i, row in enumerate(rows) for live in row.lives if live.slot is not None]
+        row_S, slot_S = (self._padded([place[j] for place in places]) for j in (0, 1))
+        self._caches, hidden_PTD = programs.prefill(
+            self.weights, self._caches, token_PT, row_S, slot_S, len(places), config=self.config
+        )
+        self.counts["prefills"] += 1
+        self.counts["prefilled_tokens"] += sum(len(row.prefix) for row in rows)
+        for i, slot in places:
+            self._remember(rows[i].prefix, slot)
+        for i, row in enumerate(rows):
+            if row.scored:
+                self._score(row, row.scored, i, hidden_PTD)
+
+    def _score(self, row: Row, scored: tuple[int, int], i: int, hidden_PTD) -> None:
+        """Log-probabilities of a prompt's own tokens, for the requests that want them."""
+        (last, top), n = scored, len(row.prefix)
+        target_T = np.zeros(hidden_PTD.shape[1], np.int32)
+        target_T[:n] = (*row.prefix[1:], last)
+        logp_T, best = jax.device_get(programs.prompt_scores(self.weights, hidden_PTD, i, target_T, top=top))
+        for live in row.lives:
+            progress, k = live.progress, live.request.top_logprobs
+            start = max(0, (live.request.input_logprobs_from or 0) - 1)  # hidden[t] speaks of token t + 1
+            progress.input_logp += logp_T[start:n].tolist()
+            if k:
+                progress.input_top += pairs(*(x_TK[start:n, :k] for x_TK in best))
+
+    @staticmethod
+    def _write(live: Live, row: np.ndarray) -> None:
+        """Fills a slot's row of the state."""
+        request, sampling, done = live.request, live.request.sampling, live.progress.tokens
+        prompt = len(request.prompt)
+        values = {
+            "token": (done or request.prompt)[-1],
+            "position": prompt + len(done) - 1,
+            "end": prompt + sampling.max_new_tokens,
+            "least": prompt + sampling.min_new_tokens,
+            "active": 1,
+            "top": request.top_logprobs,
+            "seed_high": live.seed >> 32,
+            "seed_low": live.seed & 0xFFFFFFFF,
+            "top_k": sampling.top_k,
+        }
+        row.view(np.uint32)[: len(INTEGERS)] = [values[name] & 0xFFFFFFFF for name in INTEGERS]
+        row.view(np.float32)[len(INTEGERS) : len(COLUMNS)] = [getattr(sampling, name) for name in REALS]
+        row[len(COLUMNS) :] = -1
+        row[len(COLUMNS) : len(COLUMNS) + len(live.stops)] = list(live.stops)
+
+
+def pairs(logp_TK: np.ndarray, id_TK: np.ndarray) -> list[list[tuple[float, int]]]:
+    """[(logp, id), ...] of each position."""
+    rows = zip(logp_TK.tolist(), id_TK.tolist(), strict=True)
+    return [list(zip(*row, strict=True)) for row in rows]
