@@ -5,6 +5,7 @@ later: several samples of one prompt cost one prefill. Belongs to one thread.
 """
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -58,7 +59,8 @@ class Slots:
     """
 
     def __init__(self, config, params, count: int, context: int, steps: int):
-        self.config, self.count, self.context, self.steps = config, count, context, steps
+        self.count, self.context, self.steps = count, context, steps
+        self.config = dataclasses.replace(config, eos=(), source="{}")  # programs are compiled once for models alike
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.counts: collections.Counter[str] = collections.Counter()
