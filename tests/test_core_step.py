@@ -24,11 +24,22 @@ SCORE = partial(models.score, config=CONFIG)
 def rows(n, seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda k: rng.integers(0, 61, k)
-    return [supervised(draw(4), draw(int(rng.integers(2, 12))), sample=i, rollout=i, group=i) for i in range(n)]
+    lengths = rng.choice([2, 7, 11], n)  # few, because each is compiled where sequences stand alone
+    return [supervised(draw(4), draw(int(k)), sample=i, rollout=i, group=i) for i, k in enumerate(lengths)]
+
+
+PARAMS = jax.jit(lambda key: param.init(key, TABLE))(jax.random.key(0))
 
 
 def fresh(optimizer):
-    return step.init(param.init(jax.random.key(0), TABLE), optimizer)
+    return jax.jit(lambda params: step.init(params, optimizer))(PARAMS)
+
+
+@jax.jit
+def alone(params, token_T):
+    """Log-probabilities of a sequence's own tokens, from the plain forward pass over it alone."""
+    logits_TV = models.forward(params, token_T[None], config=CONFIG)[0]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_TV)[:-1], token_T[1:, None], -1)[:, 0]
 
 
 def test_gradients_do_not_depend_on_the_microbatching():
@@ -40,10 +51,9 @@ def test_gradients_do_not_depend_on_the_microbatching():
         batch = packing.pack(data, 32, rows=B)
         state, report = step.make_step(SCORE, objective, sgd)(fresh(sgd), objective.prepare(batch))
         out.append((state.params, metrics.to_dict(report)["loss"]))
-    params = param.init(jax.random.key(0), TABLE)
     for got, loss in out[1:]:
         np.testing.assert_allclose(loss, out[0][1], rtol=1e-5)
-        for a, b, start in zip(*map(jax.tree.leaves, (got, out[0][0], params)), strict=True):
+        for a, b, start in zip(*map(jax.tree.leaves, (got, out[0][0], PARAMS)), strict=True):
             scale = float(jnp.abs(b - start).max())
             np.testing.assert_allclose(a, b, atol=1e-5 * scale + 1e-7)
 
@@ -62,13 +72,10 @@ def test_packed_rows_equal_separate_rows():
     def separate(params):
         total, count = 0.0, 0
         for s in data:
-            logits = models.forward(params, jnp.asarray(s.tokens)[None], config=CONFIG)[0]
-            logp = jax.nn.log_softmax(logits)[np.arange(len(s.tokens) - 1), s.tokens[1:]]
-            total, count = total - jnp.sum(logp * s.mask[1:]), count + s.mask.sum()
+            total, count = total - jnp.sum(alone(params, s.tokens) * s.mask[1:]), count + s.mask.sum()
         return total / count
 
-    params = param.init(jax.random.key(0), TABLE)
-    (a, ga), (b, gb) = (jax.value_and_grad(f)(params) for f in (packed, separate))
+    (a, ga), (b, gb) = (jax.jit(jax.value_and_grad(f))(PARAMS) for f in (packed, separate))
     np.testing.assert_allclose(a, b, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(ga), jax.tree.leaves(gb), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5 * float(jnp.abs(y).max()))
@@ -115,13 +122,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 
 def test_scores_over_microbatches_equal_one_pass():
     data = rows(12)
-    params = param.init(jax.random.key(0), TABLE)
     batch = packing.pack(data, 32, rows=2)
-    got = packing.unpack(step.make_scores(SCORE)(params, batch).logp_BT, batch, data)
+    got = packing.unpack(step.make_scores(SCORE)(PARAMS, batch).logp_BT, batch, data)
     for s, x in zip(data, got, strict=True):
-        logits = models.forward(params, jnp.asarray(s.tokens)[None], config=CONFIG)[0]
-        want = jax.nn.log_softmax(logits)[np.arange(len(s.tokens) - 1), s.tokens[1:]]
-        np.testing.assert_allclose(x[1:], want, atol=1e-5)
+        np.testing.assert_allclose(x[1:], alone(PARAMS, s.tokens), atol=1e-5)
 
 
 def test_schedules():
@@ -136,8 +140,8 @@ def test_schedules():
 
 def test_decay_touches_matrices_only():
     optimizer = optim.adamw(optim.AdamW(lr=1.0, weight_decay=0.1, clip=0), TABLE)
-    params = param.init(jax.random.key(0), TABLE)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    np.testing.assert_allclose(updates["stacks"][0]["q"], -0.1 * params["stacks"][0]["q"], rtol=1e-6)
+    still = lambda params: optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
+    updates = jax.jit(still)(PARAMS)
+    np.testing.assert_allclose(updates["stacks"][0]["q"], -0.1 * PARAMS["stacks"][0]["q"], rtol=1e-6)
     assert float(jnp.abs(updates["stacks"][0]["q_norm"]).max()) == 0
     assert float(jnp.abs(updates["norm"]).max()) == 0
