@@ -87,6 +87,9 @@ CHARTS = (
         "Seconds of a push, and for how long of it generation stood still, and the server loaded.", zero=True,
     ),
     Chart(
+        "Speed", "Evaluation", ("evaluate_s",), "Seconds that held-out problems took, beside the step.", zero=True,
+    ),
+    Chart(
         "Agreement", "Importance weight", ("importance_weight", "importance_weight_max"),
         "Trainer / sampler probability of a token. The mean stays near 1 while samples are fresh enough.",
     ),
@@ -155,6 +158,7 @@ METRICS = {
     "dropped_fraction": "share of tokens whose importance weight exceeded the cap",
     "entropy": "uncertainty of the next token, nats; 0 = certain",
     "grad_norm": "length of the gradient over all parameters, before clipping",
+    "evaluate_s": "seconds that an evaluation took, beside the step",
     "groups": "prompt groups in the batch",
     "importance_weight": "proximal / sampled probability of a token; 1 = fresh and in agreement",
     "kl": "estimated KL divergence from the reference model, nats a token",

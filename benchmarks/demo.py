@@ -27,29 +27,31 @@ def run(out: Path, *options: str) -> None:
     subprocess.run([sys.executable, "-m", "areax", "demo", "--out", str(out), *options], check=True)
 
 
-def main(root: Path) -> None:
-    lines = []
-    for seed, split, eta in RUNS:
-        out = root / f"seed{seed}-split{split}-eta{eta}"
-        if not (out / "summary.json").exists():
-            run(out, "--seed", str(seed), "--split", str(split), "--eta", str(eta))
-        s = json.loads((out / "summary.json").read_text())
-        lines.append(
-            f"| {seed} | {split} | {eta} | {s['heldout_rows']} | {s['sft_accuracy']:.1%} | {s['rl_accuracy']:.1%} | "
-            f"{s['rl_steps']} | {s['max_logp_diff']:.1e} | {s['mismatch_k3']:.1e} | {s['server_version']} | "
-            f"{s['seconds']:.0f} |"
-        )
-    seed, split, eta = RUNS[0]
-    out = root / f"seed{seed}-split{split}-eta{eta}"
-    if not (out / "controls.json").exists():
-        run(out, "--seed", str(seed), "--split", str(split), "--eta", str(eta), "--controls")
-    controls = json.loads((out / "controls.json").read_text())
-    tail = (
-        f"\nControls, from the SFT checkpoint of the first row: with rewards permuted among the completions of a batch "
-        f"{controls['shuffled']:.1%}, with learning rate 0 {controls['frozen']:.1%}.\n"
+def row(seed: int, split: int, eta: int, s: dict) -> str:
+    return (
+        f"| {seed} | {split} | {eta} | {s['heldout_rows']} | {s['sft_accuracy']:.1%} | {s['rl_accuracy']:.1%} | "
+        f"{s['rl_steps']} | {s['max_logp_diff']:.1e} | {s['mismatch_k3']:.1e} | {s['server_version']} | "
+        f"{s['seconds']:.0f} |\n"
     )
-    Path(__file__).with_name("DEMO.md").write_text(HEAD + "\n".join(lines) + "\n" + tail)
-    print(HEAD + "\n".join(lines) + "\n" + tail)
+
+
+def main(root: Path) -> None:
+    """Runs what `root` does not hold yet, and writes the table anew after each."""
+    text, table = HEAD, Path(__file__).with_name("DEMO.md")
+    for i, (seed, split, eta) in enumerate(RUNS):
+        out = root / f"seed{seed}-split{split}-eta{eta}"
+        options = ["--seed", str(seed), "--split", str(split), "--eta", str(eta)]
+        if not (out / "summary.json").exists():
+            run(out, *options)
+        text += row(seed, split, eta, json.loads((out / "summary.json").read_text()))
+        if i == 0 and not (out / "controls.json").exists():
+            run(out, *options, "--controls")
+        controls = json.loads((root / "seed{}-split{}-eta{}".format(*RUNS[0]) / "controls.json").read_text())
+        table.write_text(
+            f"{text}\nControls, from the SFT checkpoint of the first row: with rewards permuted among the completions "
+            f"of a batch\n{controls['shuffled']:.1%}, with learning rate 0 {controls['frozen']:.1%}.\n"
+        )
+    print(table.read_text())
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def write(path, steps=30):
                 grad_norm=float("inf") if step == 7 else 0.5 + step,
                 version=step,
                 server_version=step,
-                time_wait=0.2,
+                time_rollout=0.2,
                 time_update=0.3,
                 time_publish=0.05,
                 time_step=0.75,
