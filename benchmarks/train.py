@@ -33,7 +33,7 @@ def ours(folder, model):
     config, params = hf.load(folder)
     optimizer = optim.adamw(optim.AdamW(**ADAM, clip=CLIP), models.table(config))
     objective = losses.SFT()
-    update = step.make_step(partial(models.score, config=config, run=models.Run()), objective, optimizer)
+    update = step.make_step(partial(models.score, config=config, run=models.Run(remat="dots")), objective, optimizer)
     prepare = jax.jit(objective.prepare)
     samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(config.vocab))]
     state = step.init(params, optimizer)

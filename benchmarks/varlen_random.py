@@ -11,7 +11,7 @@ from train import ADAM, CLIP
 CASE, PEER, UNIT, MODELS = "varlen_random", "transformers", "tokens/s", ("S",)
 LENGTHS = np.clip(np.exp(np.random.default_rng(595).normal(5.0, 0.65, 64)), 16, 1024).astype(int).tolist()
 MICRO = 8  # sequences a padded microbatch
-ROW, ROWS = 1024, 4  # packed rows of so many tokens, so many a microbatch
+ROW, ROWS = 768, 3  # packed rows of so many tokens, so many a microbatch
 
 
 def work(model):
@@ -37,7 +37,7 @@ def ours(folder, model):
     config, params = hf.load(folder)
     optimizer = optim.adamw(optim.AdamW(**ADAM, clip=CLIP), models.table(config))
     objective = losses.SFT()
-    update = step.make_step(partial(models.score, config=config, run=models.Run()), objective, optimizer)
+    update = step.make_step(partial(models.score, config=config, run=models.Run(remat="dots")), objective, optimizer)
     prepare = jax.jit(objective.prepare)
     samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(config.vocab))]
     state = step.init(params, optimizer)

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from .shapes import shaped
 
 
+KEPT = 2**26  # logits, 256 MB in fp32, up to which the backward pass finds them kept
+
+
 def chunk_size(vocabulary: int) -> int:
-    """Tokens a chunk: about 64 MB of fp32 logits, at least 128."""
-    return max(128, 1 << max(0, (2**24 // vocabulary).bit_length() - 1))
+    """Tokens a chunk: about 16 MB of fp32 logits, which stay in a processor's cache; at least 256."""
+    return max(256, 1 << max(0, (2**22 // vocabulary).bit_length() - 1))
 
 
 @shaped
@@ -31,7 +34,8 @@ def from_logits(logits_AV, target_A):
 def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None):
     """(logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
-    Each chunk is rematerialised in the backward pass; logits and the head's gradient are summed in fp32 or wider.
+    The backward pass computes each chunk again, unless `chunk` is None and there are at most `KEPT` logits. Logits and
+    the head's gradient are summed in fp32 or wider.
 
     Args:
       temperature: positive scalar, or one a token, [A].
@@ -47,7 +51,6 @@ def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, pe
     pad = -A % C
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))
 
-    @jax.checkpoint
     def one(h_CD, target_C, temperature_C):
         head = head_VD.astype(h_CD.dtype)
         logits_CV = jnp.einsum("CD,VD->CV", h_CD, head, preferred_element_type=wide)
@@ -55,6 +58,8 @@ def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, pe
         extra = per_chunk(logits_CV, target_C) if per_chunk else None
         return *from_logits(logits_CV, target_C), extra
 
+    if chunk or A * V > KEPT:
+        one = jax.checkpoint(one)
     if pad == 0 and C == A:
         return one(hidden_AD, target_A, temperature_A)
     chunks = lambda x, value: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=value).reshape(

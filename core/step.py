@@ -51,7 +51,10 @@ def make_step(score: Callable, objective, optimizer: optax.GradientTransformatio
             return jax.tree.map(jnp.add, grads, grad), loss + value, metrics.merge_trees(report, new)
 
         start = zeros, jnp.zeros((), jnp.float32), metrics.empty_like(shapes)
-        grads, loss, report = jax.lax.fori_loop(0, packing.used(batch), add, start)
+        if batch.token_BT.shape[0] == 1:  # nothing to add up
+            grads, loss, report = add(0, start)
+        else:
+            grads, loss, report = jax.lax.fori_loop(0, packing.used(batch), add, start)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

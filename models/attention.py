@@ -1,51 +1,103 @@
 """Causal attention over packed rows: query chunks over only the keys they may see; no [T, T] array is held."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ..core.shapes import shaped
 
+OUTPUT = "attention"  # name of what the backward pass needs of the forward pass, for rematerialisation policies
+
 
 @shaped
-def causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, chunk: int = 128):
+def causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, chunk: int | None = None):
     """Grouped-query attention in which a token sees the tokens of its own segment up to itself.
 
-    Tokens of a segment stand next to each other in order, so a chunk of queries needs no key behind it. Each chunk is
-    rematerialised in the backward pass: memory is linear in T. Padding (segment 0) attends to padding. Softmax in fp32
-    or wider; scores are scaled by H^-1/2.
+    Tokens of a segment stand next to each other in order, so a chunk of queries needs no key behind it. Memory is
+    linear in T: the backward pass computes the scores of a chunk again from the log-sum-exp of each row
+    (FlashAttention-2, arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in fp32 or wider; scores are
+    scaled by H^-1/2. Differentiable once, in reverse mode.
+
+    Args:
+      chunk: queries a chunk; None = 64, or more in rows that would have over 32 chunks, each of which is compiled.
 
     Returns:
       out_BTNH, in q's dtype.
     """
     B, T, N, H = q_BTNH.shape
+    chunk = chunk or max(64, T // 32)
     K = k_BTKH.shape[2]
     # (batch, head)-major operands make plain batched matmuls.
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * H**-0.5
     k_BKTH, v_BKTH = (x.transpose(0, 2, 1, 3) for x in (k_BTKH, v_BTKH))
-    rows = jax.checkpoint(_chunk)
-    out = []
-    for start in range(0, T, chunk):
-        stop = min(start + chunk, T)
-        here = slice(start, stop)
-        out.append(
-            rows(
-                q_BKGTH[:, :, :, here], k_BKTH[:, :, :stop], v_BKTH[:, :, :stop],
-                segment_BT[:, here], index_BT[:, here], segment_BT[:, :stop], index_BT[:, :stop],
-            )
-        )  # fmt: skip
-    out_BKGTH = jnp.concatenate(out, axis=3) if len(out) > 1 else out[0]
+    out_BKGTH = _attend(q_BKGTH, k_BKTH, v_BKTH, segment_BT, index_BT, chunk)
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def _chunk(q_BKGCH, k_BKSH, v_BKSH, segment_BC, index_BC, segment_BS, index_BS):
-    B, K, G, C, H = q_BKGCH.shape
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q_BKGTH, k_BKTH, v_BKTH, segment_BT, index_BT, chunk):
+    return _forward(q_BKGTH, k_BKTH, v_BKTH, segment_BT, index_BT, chunk)[0]
+
+
+def _forward(q_BKGTH, k_BKTH, v_BKTH, segment_BT, index_BT, chunk):
+    out, lse = [], []
+    for start, stop in _chunks(index_BT.shape[1], chunk):
+        v_BKSH = v_BKTH[:, :, :stop]
+        score_BKGCS = _scores(q_BKGTH, k_BKTH, segment_BT, index_BT, start, stop)
+        top_BKGC1 = score_BKGCS.max(-1, keepdims=True)
+        weight_BKGCS = jnp.exp(score_BKGCS - top_BKGC1)
+        sum_BKGC1 = weight_BKGCS.sum(-1, keepdims=True)
+        mean_BKRH = _rows(weight_BKGCS).astype(v_BKSH.dtype) @ v_BKSH
+        out.append((mean_BKRH.reshape(*score_BKGCS.shape[:-1], -1) / sum_BKGC1).astype(v_BKSH.dtype))
+        lse.append(top_BKGC1 + jnp.log(sum_BKGC1))
+    out_BKGTH, lse_BKGT1 = (checkpoint_name(jnp.concatenate(x, 3), OUTPUT) for x in (out, lse))
+    return out_BKGTH, (q_BKGTH, k_BKTH, v_BKTH, segment_BT, index_BT, out_BKGTH, lse_BKGT1)
+
+
+def _backward(chunk, kept, dout_BKGTH):
+    q_BKGTH, k_BKTH, v_BKTH, segment_BT, index_BT, out_BKGTH, lse_BKGT1 = kept
+    wide, narrow = lse_BKGT1.dtype, q_BKGTH.dtype
+    inner_BKGT1 = jnp.sum(dout_BKGTH.astype(wide) * out_BKGTH, -1, keepdims=True)
+    dq = []
+    dk_BKTH, dv_BKTH = jnp.zeros(k_BKTH.shape, wide), jnp.zeros(v_BKTH.shape, wide)
+    for start, stop in _chunks(index_BT.shape[1], chunk):
+        here = (slice(None),) * 3 + (slice(start, stop),)
+        k_BKSH, v_BKSH = k_BKTH[:, :, :stop], v_BKTH[:, :, :stop]
+        q_BKRH, dout_BKRH = _rows(q_BKGTH[here]), _rows(dout_BKGTH[here])
+        score_BKGCS = _scores(q_BKGTH, k_BKTH, segment_BT, index_BT, start, stop)
+        prob_BKRS = _rows(jnp.exp(score_BKGCS - lse_BKGT1[here]))
+        product = partial(jnp.einsum, preferred_element_type=wide)
+        dprob_BKRS = product("BKRH,BKSH->BKRS", dout_BKRH, v_BKSH)
+        dscore_BKRS = (prob_BKRS * (dprob_BKRS - _rows(inner_BKGT1[here]))).astype(narrow)
+        dv_BKTH = dv_BKTH.at[:, :, :stop].add(product("BKRS,BKRH->BKSH", prob_BKRS.astype(narrow), dout_BKRH))
+        dk_BKTH = dk_BKTH.at[:, :, :stop].add(product("BKRS,BKRH->BKSH", dscore_BKRS, q_BKRH))
+        dq.append((dscore_BKRS @ k_BKSH).reshape(q_BKGTH[here].shape))
+    return jnp.concatenate(dq, 3), dk_BKTH.astype(k_BKTH.dtype), dv_BKTH.astype(v_BKTH.dtype), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _chunks(T, chunk):
+    return [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
+
+
+def _rows(x_BKGCX):
+    """Query heads of one kv head are further rows of the same matmul."""
+    B, K, G, C, X = x_BKGCX.shape
+    return x_BKGCX.reshape(B, K, G * C, X)
+
+
+def _scores(q_BKGTH, k_BKTH, segment_BT, index_BT, start, stop):
+    """Of the queries [start, stop) and the keys [0, stop), with -1e30 added where a query may not look.
+
+    Every token sees itself, so no row is masked as a whole.
+    """
+    q_BKGCH, k_BKSH = q_BKGTH[:, :, :, start:stop], k_BKTH[:, :, :stop]
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
-    sees_BCS = (segment_BC[:, :, None] == segment_BS[:, None]) & (index_BC[:, :, None] >= index_BS[:, None])
-    # Query heads of one kv head are further rows of the same matmul.
-    q_BKRH = q_BKGCH.reshape(B, K, G * C, H)
-    score_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k_BKSH, preferred_element_type=wide)
-    score_BKGCS = score_BKRS.reshape(B, K, G, C, -1)
-    score_BKGCS = jnp.where(sees_BCS[:, None, None], score_BKGCS, -1e30)
-    prob_BKGCS = jax.nn.softmax(score_BKGCS, -1).astype(v_BKSH.dtype)
-    out = jnp.einsum("BKRS,BKSH->BKRH", prob_BKGCS.reshape(B, K, G * C, -1), v_BKSH)
-    return out.reshape(B, K, G, C, H)
+    same_BCS = segment_BT[:, start:stop, None] == segment_BT[:, None, :stop]
+    mask_BCS = jnp.where(same_BCS & (index_BT[:, start:stop, None] >= index_BT[:, None, :stop]), 0, wide.type(-1e30))
+    score_BKRS = jnp.einsum("BKRH,BKSH->BKRS", _rows(q_BKGCH), k_BKSH, preferred_element_type=wide)
+    return score_BKRS.reshape(*q_BKGCH.shape[:-1], stop) + mask_BCS[:, None, None]

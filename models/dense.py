@@ -176,7 +176,7 @@ def table(config: Config, *, qk_norm: bool) -> Table:
     return Table(top, (Stack(tuple(range(config.layers)), block),), dims)
 
 
-def block(x_BTD, w, cos_BTH, sin_BTH, attend, config: Config):
+def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config):
     """One layer. `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` holds the mask, or the cache when decoding."""
     B, T, _ = x_BTD.shape
 
@@ -187,7 +187,7 @@ def block(x_BTD, w, cos_BTH, sin_BTH, attend, config: Config):
     def place(x, norm):
         if norm in w:
             x = layers.rms_norm(x, w[norm], config.norm_eps)
-        return rotary.rotate(x, cos_BTH, sin_BTH)
+        return rotary.rotate(x, cos_BTP, sin_BTP)
 
     h_BTD = layers.rms_norm(x_BTD, w["norm1"], config.norm_eps)
     q_BTNH = place(heads("q", config.heads), "q_norm")

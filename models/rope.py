@@ -81,17 +81,16 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 @shaped
 def tables(position_BT, rope: Rope, head_dim: int):
-    """(cos, sin), each f32[B, T, head_dim]."""
+    """(cos, sin) of each pair's angle, each f32[B, T, head_dim / 2]."""
     freq = jnp.asarray(frequencies(rope, head_dim), jnp.float32)
-    angle_BTH = position_BT[..., None].astype(jnp.float32) * freq[None, None]
-    angle_BTH = jnp.concatenate([angle_BTH, angle_BTH], -1)
-    return jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    angle_BTP = position_BT[..., None].astype(jnp.float32) * freq[None, None]
+    return jnp.cos(angle_BTP), jnp.sin(angle_BTP)
 
 
 @shaped
-def rotate(x_BTNH, cos_BTH, sin_BTH):
+def rotate(x_BTNH, cos_BTP, sin_BTP):
     """x turned by its position, computed in fp32 or wider, in x's dtype."""
+    cos_BT1P, sin_BT1P = cos_BTP[..., None, :], sin_BTP[..., None, :]
     first, second = jnp.split(x_BTNH, 2, -1)
-    turned = jnp.concatenate([-second, first], -1)
-    out = x_BTNH * cos_BTH[..., None, :] + turned * sin_BTH[..., None, :]
+    out = jnp.concatenate([first * cos_BT1P - second * sin_BT1P, second * cos_BT1P + first * sin_BT1P], -1)
     return out.astype(x_BTNH.dtype)

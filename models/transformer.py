@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -19,14 +20,15 @@ class Run:
 
     Attributes:
       dtype: of activations and matmuls; None = that of the weights. Norms, softmax and the head stay in fp32.
-      remat: "full" recomputes each layer in the backward pass, "none" keeps its activations.
-      query_chunk: queries a chunk of attention.
+      remat: what the backward pass computes again: "full" each layer from its input, "dots" all but the matmuls with
+        weights and attention, "none" nothing. In this order steps get faster and take more memory.
+      query_chunk: queries a chunk of attention; None = by the length of a row.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
     """
 
     dtype: str | None = None
-    remat: Literal["full", "none"] = "full"
-    query_chunk: int = 128
+    remat: Literal["full", "dots", "none"] = "full"
+    query_chunk: int | None = None
     head_chunk: int | None = None
 
 
@@ -49,6 +51,13 @@ class Scores:
     aux: dict[str, Any] = field(default_factory=dict)
 
 
+DOTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(attention.OUTPUT),
+)
+REMAT = {"full": jax.checkpoint, "dots": partial(jax.checkpoint, policy=DOTS), "none": lambda layer: layer}
+
+
 def family(config):
     """The module of a config's family."""
     return importlib.import_module(f".{config.family}", __package__)
@@ -59,17 +68,16 @@ def backbone(params, token_BT, position_BT, segment_BT, index_BT, *, config, run
     """Hidden states after the last norm, [B, T, D]: embedding, a scan over each stack of layers, final norm."""
     module = family(config)
     x_BTD = module.embed(params, token_BT, run.dtype or params["embed"].dtype)
-    cos_BTH, sin_BTH = rope.tables(position_BT, config.rope, config.head_dim)
+    cos_BTP, sin_BTP = rope.tables(position_BT, config.rope, config.head_dim)
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
         return attention.causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, chunk=run.query_chunk)
 
     def layer(x_BTD, w):
-        return module.block(x_BTD, w, cos_BTH, sin_BTH, attend, config), None
+        return module.block(x_BTD, w, cos_BTP, sin_BTP, attend, config), None
 
     for stack in params["stacks"]:
-        body = jax.checkpoint(layer) if run.remat == "full" else layer
-        x_BTD, _ = jax.lax.scan(body, x_BTD, stack)
+        x_BTD, _ = jax.lax.scan(REMAT[run.remat](layer), x_BTD, stack)
     return layers.rms_norm(x_BTD, params["norm"], config.norm_eps)
 
 
