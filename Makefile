@@ -56,6 +56,10 @@ test: $(dev) ## the tests, under 10 minutes on two cores
 test-slow: $(dev) ## the tests that take minutes each
 	$(py) -m pytest -q -m slow
 
+.PHONY: test-mesh
+test-mesh: $(dev) ## every family on every kind of mesh, on eight virtual devices, beside one device
+	$(py) -m pytest -q -m mesh
+
 .PHONY: test-sglang
 ifdef AREAX_SGLANG_PYTHON
 test-sglang: $(dev)

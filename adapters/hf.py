@@ -23,6 +23,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .. import models
 from ..core import param
+from ..parallel import rules
 from . import safetensors
 from . import tokenizer as tokenizers
 from .directory import replacing
@@ -75,7 +76,8 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
 
     Args:
       dtype: of the parameters; None = as stored.
-      mesh: a Mesh over which to replicate the parameters; None = the default device.
+      mesh: a Mesh whose devices each get their part of the weights, as `parallel.rules` says, and read no other;
+        None = the default device.
       init_missing: heads to draw at random if the checkpoint lacks them, of "score" and "head".
 
     Raises:
@@ -110,21 +112,36 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
     for leaf in _leaves(tree):
         for key in keys[leaf.path] if leaf.path not in drawn else ():
             _check_tensor(key, tensors[key], leaf, where)
-    place = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shardings = () if mesh is None else (rules.of_params(table, mesh),)
 
-    def fill(leaf):
+    def fill(leaf, sharding=None):
         if leaf.path in drawn:
             host = param.init(jax.random.key(0), param.Table({leaf.path: leaf.param}, (), table.dims))[leaf.path]
-        else:
-            parts = [tensors[key] for key in keys[leaf.path]]
-            wanted = leaf.param.dtype or dtype or np.result_type(*parts)
-            # One entry off the alignment at which JAX would adopt numpy's memory, which it could not donate to a step.
-            host = np.empty(math.prod(leaf.shape) + 1, wanted)[1:].reshape(leaf.shape)
-            for i, part in enumerate(parts):
-                host[... if leaf.layers is None else i] = part
-        return jax.device_put(host, place).block_until_ready()
+            return jax.device_put(host, sharding)
+        parts = [tensors[key] for key in keys[leaf.path]]
+        wanted = leaf.param.dtype or dtype or np.result_type(*parts)
 
-    params = param.tree_map(fill, table)
+        @functools.cache  # devices that hold the same part share it
+        def part(*index):
+            cut = tuple(slice(*bounds) for bounds in index)
+            shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
+            # One entry off the alignment at which JAX would adopt numpy's memory, which it could not donate to a step.
+            host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
+            if leaf.layers is None:
+                host[...] = parts[0][cut]
+            else:
+                for row, tensor in zip(host, parts[cut[0]], strict=True):
+                    row[...] = tensor[cut[1:]]
+            return host
+
+        if sharding is None:
+            return jax.device_put(part(*[(0, size) for size in leaf.shape])).block_until_ready()
+        bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
+        return jax.make_array_from_callback(
+            leaf.shape, sharding, lambda index: part(*bounds(index))
+        ).block_until_ready()
+
+    params = param.tree_map(fill, table, *shardings)
     if drawn or scored:  # a backbone with a head is bare no longer
         config = dataclasses.replace(config, prefix="model.")
     return config, params

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from .shapes import shaped
 
-
 KEPT = 2**26  # logits, 256 MB in fp32, up to which the backward pass finds them kept
 
 
@@ -18,20 +17,34 @@ def chunk_size(vocabulary: int) -> int:
 
 
 @shaped
-def from_logits(logits_AV, target_A):
+def from_logits(logits_AV, target_A, *, axis: str | None = None):
     """Natural log-probability of the target, entropy and log-sum-exp of each row of logits, each [A], in nats.
 
     Differentiable in the logits, entropy included: d entropy / d logits = -p (log p + entropy).
+
+    Args:
+      axis: a mesh axis in whose order the devices hold V columns each of longer rows; targets count over all of them.
     """
-    lse_A = jax.nn.logsumexp(logits_AV, axis=-1)
-    picked_A = jnp.take_along_axis(logits_AV, target_A[:, None], axis=-1)[:, 0]
+    if axis is None:
+        lse_A = jax.nn.logsumexp(logits_AV, axis=-1)
+        picked_A = jnp.take_along_axis(logits_AV, target_A[:, None], axis=-1)[:, 0]
+        total = lambda x_A: x_A
+    else:
+        total = lambda x_A: jax.lax.psum(x_A, axis)
+        V = logits_AV.shape[-1]
+        top_A = jax.lax.pmax(jax.lax.stop_gradient(logits_AV.max(-1)), axis)
+        lse_A = top_A + jnp.log(total(jnp.exp(logits_AV - top_A[:, None]).sum(-1)))
+        column_A = target_A - V * jax.lax.axis_index(axis)
+        here_A = (column_A >= 0) & (column_A < V)
+        picked_A = jnp.take_along_axis(logits_AV, jnp.clip(column_A, 0, V - 1)[:, None], axis=-1)[:, 0]
+        picked_A = total(jnp.where(here_A, picked_A, 0))
     logp_AV = logits_AV - lse_A[:, None]
-    entropy_A = -jnp.sum(jnp.exp(logp_AV) * logp_AV, axis=-1)
+    entropy_A = -total(jnp.sum(jnp.exp(logp_AV) * logp_AV, axis=-1))
     return picked_A - lse_A, entropy_A, lse_A
 
 
 @shaped
-def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None):
+def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, axis=None):
     """(logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
     The backward pass computes each chunk again, unless `chunk` is None and there are at most `KEPT` logits. Logits and
@@ -41,6 +54,8 @@ def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, pe
       temperature: positive scalar, or one a token, [A].
       chunk: tokens a chunk; None = `chunk_size(V)`.
       per_chunk: optional `f(logits_CV, target_C) -> pytree of [C, ...]`, for what else needs whole rows of logits.
+
+      axis: a mesh axis over which rows of the head are split, as in `from_logits`; `per_chunk` still sees whole rows.
 
     Returns:
       logp_A, entropy_A, lse_A, and per_chunk's results with A in front (None without it).
@@ -55,8 +70,11 @@ def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, pe
         head = head_VD.astype(h_CD.dtype)
         logits_CV = jnp.einsum("CD,VD->CV", h_CD, head, preferred_element_type=wide)
         logits_CV = logits_CV / temperature_C[:, None]
-        extra = per_chunk(logits_CV, target_C) if per_chunk else None
-        return *from_logits(logits_CV, target_C), extra
+        extra = None
+        if per_chunk:
+            whole_CV = logits_CV if axis is None else jax.lax.all_gather(logits_CV, axis, axis=1, tiled=True)
+            extra = per_chunk(whole_CV, target_C)
+        return *from_logits(logits_CV, target_C, axis=axis), extra
 
     if chunk or A * V > KEPT:
         one = jax.checkpoint(one)

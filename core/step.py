@@ -22,17 +22,24 @@ class State:
     step: Any
 
 
-def init(params, optimizer: optax.GradientTransformation) -> State:
-    """The state at step 0."""
-    return State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+def init(params, optimizer: optax.GradientTransformation, shardings: State | None = None) -> State:
+    """The state at step 0; on a mesh `shardings` says where its parts lie."""
+    zero = jnp.zeros((), jnp.int32)
+    if shardings is None:
+        return State(params, optimizer.init(params), zero)
+    moments = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    return State(params, moments, jax.device_put(zero, shardings.step))
 
 
-def make_step(score: Callable, objective, optimizer: optax.GradientTransformation) -> Callable:
+def make_step(
+    score: Callable, objective, optimizer: optax.GradientTransformation, shardings: State | None = None
+) -> Callable:
     """Returns jitted `step(state, batch) -> (state, metrics)` for a prepared Batch [M, B, T].
 
     `score(params, microbatch) -> out` is differentiated through `objective.loss`. Gradients are summed in the masters'
     dtype over the microbatches in use, whose number is read from the batch, so that it never recompiles. A step whose
-    gradient is not finite leaves weights and moments as they were and counts in `skipped`. The state is donated.
+    gradient is not finite leaves weights and moments as they were and counts in `skipped`. The state is donated; on a
+    mesh it stays where `shardings` says.
 
     Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `skipped`.
     """
@@ -67,7 +74,8 @@ def make_step(score: Callable, objective, optimizer: optax.GradientTransformatio
         }
         return State(params, keep(opt_state, state.opt_state), state.step + 1), report
 
-    return jax.jit(step, donate_argnums=0)
+    out = None if shardings is None else (shardings, None)
+    return jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
 def make_loss(score: Callable, objective) -> Callable:

@@ -1,5 +1,6 @@
 """Models are modules: each family has `config`, `to_hf`, `table`, `embed` and `block`; what follows serves them all."""
 
+from ..parallel import rules
 from . import llama, qwen2, qwen3
 from .transformer import Run, Scores, backbone, forward, head, score
 
@@ -28,6 +29,12 @@ def table(config):
     return FAMILIES[config.family].table(config)
 
 
+def explain(config, mesh, dtype="float32") -> str:
+    """How a model lies on a mesh: path, shape, split and bytes a device of each weight. Raises as `rules.of_params`."""
+    return rules.explain(table(config), mesh, dtype=dtype)
+
+
 __all__ = [
-    "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "forward", "head", "score", "table",
+    "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "explain", "forward", "head", "score",
+    "table",
 ]  # fmt: skip

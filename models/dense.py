@@ -6,10 +6,10 @@ Biases and query/key norms are applied where the weights have them, so that a fa
 import json
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jax.nn.initializers import normal, ones, zeros
 
 from ..core.param import Param, Stack, Table
+from ..parallel import vocab
 from . import layers
 from . import rope as rotary
 
@@ -200,4 +200,4 @@ def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config):
 
 def embed(params, token_BT, dtype):
     """Rows of the embedding table, in the compute dtype."""
-    return jnp.take(params["embed"], token_BT, axis=0).astype(dtype)
+    return vocab.take(params["embed"], token_BT).astype(dtype)

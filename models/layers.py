@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.shapes import shaped
+from ..parallel import mesh
 
 
 @jax.tree_util.register_dataclass
@@ -18,14 +19,18 @@ class Transposed:
 
 
 def linear(x, w, bias=None):
-    """x @ w^T + bias over the last axis, in x's dtype; tokens are flattened first, which makes the backward faster."""
-    flat = x.reshape(-1, x.shape[-1])
+    """x @ w^T + bias over the last axis, in x's dtype.
+
+    Tokens are flattened first, which makes the backward pass faster, unless positions are split over devices: to
+    flatten those would gather whole rows.
+    """
+    flat = x if mesh.size("cp") > 1 else x.reshape(-1, x.shape[-1])
     if isinstance(w, Transposed):
         y = flat @ w.weight.astype(x.dtype)
     else:
-        y = jax.lax.dot_general(flat, w.astype(x.dtype), (((1,), (1,)), ((), ())))
+        y = jax.lax.dot_general(flat, w.astype(x.dtype), (((flat.ndim - 1,), (1,)), ((), ())))
     if bias is not None:
-        y = y + bias.astype(x.dtype)[None]
+        y = y + bias.astype(x.dtype)[(None,) * (flat.ndim - 1)]
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -1,6 +1,7 @@
 """From tokens to hidden states, logits and scores, for every family."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -8,9 +9,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ..core import logprobs
 from ..core.batch import Batch
 from ..core.shapes import shaped
+from ..parallel import context, rules, vocab
 from . import attention, layers, rope
 
 
@@ -55,7 +56,11 @@ DOTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(attention.OUTPUT),
 )
-REMAT = {"full": jax.checkpoint, "dots": partial(jax.checkpoint, policy=DOTS), "none": lambda layer: layer}
+REMAT: dict[str, Callable] = {
+    "full": jax.checkpoint,
+    "dots": partial(jax.checkpoint, policy=DOTS),
+    "none": lambda layer: layer,
+}
 
 
 def family(config):
@@ -67,17 +72,22 @@ def family(config):
 def backbone(params, token_BT, position_BT, segment_BT, index_BT, *, config, run: Run = Run()):
     """Hidden states after the last norm, [B, T, D]: embedding, a scan over each stack of layers, final norm."""
     module = family(config)
+    table = module.table(config)
     x_BTD = module.embed(params, token_BT, run.dtype or params["embed"].dtype)
     cos_BTP, sin_BTP = rope.tables(position_BT, config.rope, config.head_dim)
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
-        return attention.causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, chunk=run.query_chunk)
+        causal = partial(attention.causal, chunk=run.query_chunk)
+        return context.attention(causal, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
 
-    def layer(x_BTD, w):
-        return module.block(x_BTD, w, cos_BTP, sin_BTP, attend, config), None
+    for weights, stack in zip(params["stacks"], table.stacks, strict=True):
 
-    for stack in params["stacks"]:
-        x_BTD, _ = jax.lax.scan(REMAT[run.remat](layer), x_BTD, stack)
+        def layer(x_BTD, w, stack=stack):
+            w = rules.gather(w, stack.params)
+            x_BTD = module.block(x_BTD, w, cos_BTP, sin_BTP, attend, config)
+            return rules.constrain(x_BTD, "batch seq hidden"), None
+
+        x_BTD, _ = jax.lax.scan(REMAT[run.remat](layer), x_BTD, weights)
     return layers.rms_norm(x_BTD, params["norm"], config.norm_eps)
 
 
@@ -114,12 +124,10 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
         params, batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT,
         config=config, run=run,
     )  # fmt: skip
-    B, T, D = hidden_BTD.shape
-    out = logprobs.from_hidden(
-        hidden_BTD.reshape(B * T, D), head(params), batch.target_BT.reshape(-1),
+    logp, entropy, lse, extra = vocab.score(
+        hidden_BTD, head(params), batch.target_BT,
         temperature=temperature, chunk=run.head_chunk, per_chunk=per_chunk,
     )  # fmt: skip
-    logp, entropy, lse, extra = jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
     value = None
     if "score" in params:
         value = layers.linear(hidden_BTD, params["score"])[..., 0].astype(jnp.float32)

@@ -1,6 +1,7 @@
 """What every recipe needs: a model from a path, and a stop that waits for the end of a step."""
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,15 +13,33 @@ import jax
 from areax import models
 from areax.adapters import datasets, hf
 from areax.core import param
+from areax.parallel import mesh, rules
 from areax.rollout import names
 
 
-def open_model(path: str, init: Literal["checkpoint", "random"], seed: int):
-    """(config, fp32 master weights) of a Hugging Face directory; "random" needs its config.json alone."""
+def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:
+    """The mesh of a layout.
+
+    Raises:
+      ValueError: it does not fit the devices, or microbatches of `rows` rows of `length` tokens do not divide by it.
+    """
+    batch = math.prod(getattr(layout, axis) for axis in mesh.BATCH)
+    for option, value, axes, over in (
+        ("rows", rows, " x ".join(mesh.BATCH), batch), ("length", length, "cp", layout.cp)
+    ):  # fmt: skip
+        if value % over:
+            raise ValueError(f"--{option} must be a multiple of {axes} = {over}, got {value}")
+    return mesh.make(layout)
+
+
+def open_model(path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh):
+    """(config, fp32 master weights over the mesh) of a Hugging Face directory; "random" needs its config.json alone."""
     if init == "checkpoint":
-        return hf.load(path, dtype="float32")
+        return hf.load(path, dtype="float32", mesh=on)
     config = hf.read_config(path)
-    return config, param.init(jax.random.key(seed), models.table(config))
+    table = models.table(config)
+    draw = jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))
+    return config, draw(jax.random.key(seed))
 
 
 def read_rows(source: str, row: str = "", limit: int | None = None) -> list[dict]:

@@ -22,6 +22,8 @@ from areax import models
 from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
 from areax.core.optim import AdamW, adamw
+from areax.parallel import place, rules
+from areax.parallel.mesh import Layout
 from areax.recipes import common
 from areax.rollout import client, executor, local, loop, names, publish, rewards
 from areax.rollout.types import Sample
@@ -54,6 +56,7 @@ class Config:
       max_concurrent: most groups in flight.
       length: longest prompt and completion together, and tokens of a packed row.
       rows: packed rows of a microbatch.
+      mesh: devices along each axis; all of them together must be the machine's, or one.
       save_every: in batches; 0 = at the end alone.
       evaluate_every: in batches; 0 = before the first and after the last.
       samples_every: in batches, how often a group is written to samples.jsonl.
@@ -84,6 +87,7 @@ class Config:
     objective: losses.GRPO = losses.GRPO()
     optim: AdamW = AdamW(lr=1e-6, warmup=10)
     run: models.Run = models.Run()
+    mesh: Layout = Layout()
     length: int = 1024
     rows: int = 8
     save_every: int = 0
@@ -105,6 +109,7 @@ class Trainer:
 
     config: Config
     settings: models.dense.Config
+    mesh: jax.sharding.Mesh
     state: step.State
     scores: Callable
     prepare: Callable
@@ -221,16 +226,18 @@ async def train(config: Config) -> dict:
 
 def build(config: Config) -> Trainer:
     """Model, optimiser and compiled functions."""
-    settings, params = common.open_model(config.model, config.init, config.seed)
+    mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
+    settings, params = common.open_model(config.model, config.init, config.seed, mesh)
     score = functools.partial(models.score, config=settings, run=config.run, temperature=config.sampling.temperature)
     spec = replace(config.optim, steps=config.optim.steps or config.steps * config.minibatches)
     optimizer = adamw(spec, models.table(settings))
+    shardings = rules.of_state(optimizer, models.table(settings), mesh)
     trainer = Trainer(
-        config, settings, step.init(params, optimizer), step.make_scores(score),
-        jax.jit(config.objective.prepare), step.make_step(score, config.objective, optimizer),
+        config, settings, mesh, step.init(params, optimizer, shardings), step.make_scores(score),
+        jax.jit(config.objective.prepare), step.make_step(score, config.objective, optimizer, shardings),
     )  # fmt: skip
     if config.objective.kl_coef:
-        trainer.reference = common.open_model(config.model, config.init, config.seed)[1]
+        trainer.reference = common.open_model(config.model, config.init, config.seed, mesh)[1]
     return trainer
 
 
@@ -242,6 +249,19 @@ def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
     size = len(groups) // config.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
     batches = [packing.pack(part, config.length, rows=config.rows) for part in samples]
+    with jax.set_mesh(trainer.mesh):
+        report, logp = learn(trainer, [place.batch(b, trainer.mesh) for b in batches])
+    own = [packing.unpack(x_MBT, b, part) for x_MBT, b, part in zip(logp, batches, samples, strict=True)]
+    flat, logps = [s for part in samples for s in part], [x for part in own for x in part]
+    agreement = agree(flat, logps, version)
+    for name, value in agreement.items():  # of the whole run, for the summary
+        trainer.report[name] = max(trainer.report.get(name, 0.0), value)
+    traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
+    return {**metrics.to_dict(report), **describe(flat, version), **agreement, "groups": [traced]}
+
+
+def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
+    """An optimiser step a batch; returns merged metrics, and the log-probabilities of each before the first step."""
     scores = [trainer.scores(trainer.state.params, b) for b in batches]
     if trainer.reference is not None:
         refs = [trainer.scores(trainer.reference, b).logp_BT for b in batches]
@@ -250,13 +270,7 @@ def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
     for batch, score in zip(batches, scores, strict=True):
         trainer.state, new = trainer.step(trainer.state, trainer.prepare(batch, score))
         report = metrics.merge_trees(report, new) if report else new
-    own = [packing.unpack(score.logp_BT, b, part) for score, b, part in zip(scores, batches, samples, strict=True)]
-    flat, logps = [s for part in samples for s in part], [x for part in own for x in part]
-    agreement = agree(flat, logps, version)
-    for name, value in agreement.items():  # of the whole run, for the summary
-        trainer.report[name] = max(trainer.report.get(name, 0.0), value)
-    traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
-    return {**metrics.to_dict(report), **describe(flat, version), **agreement, "groups": [traced]}
+    return report, [score.logp_BT for score in scores]
 
 
 def shuffled(groups: list[list[Sample]], seed) -> list[list[Sample]]:

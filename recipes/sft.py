@@ -17,6 +17,8 @@ from areax import models
 from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
 from areax.core.optim import AdamW, adamw
+from areax.parallel import place, rules
+from areax.parallel.mesh import Layout
 from areax.recipes import common
 from areax.rollout.executor import Prompts
 from areax.rollout.types import Sample, supervised
@@ -37,6 +39,7 @@ class Config:
       batch: rows a step.
       length: longest sequence, and tokens of a packed row.
       rows: packed rows of a microbatch.
+      mesh: devices along each axis; all of them together must be the machine's, or one.
       save_every: in steps; 0 = at the end alone.
       evaluate_every: in steps; 0 = at the end alone.
       seed: of new weights and of the order of the rows.
@@ -54,6 +57,7 @@ class Config:
     rows: int = 8
     optim: AdamW = AdamW(lr=1e-5, warmup=10)
     run: models.Run = models.Run()
+    mesh: Layout = Layout()
     save_every: int = 0
     evaluate_every: int = 0
     seed: int = 0
@@ -65,29 +69,30 @@ def main(config: Config) -> dict:
     tokens = tokenizer.load(config.model)
     prompts = Prompts(common.read_rows(config.data, config.row), seed=config.seed)
     heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
-    settings, params = common.open_model(config.model, config.init, config.seed)
+    mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
+    settings, params = common.open_model(config.model, config.init, config.seed, mesh)
     table, objective = models.table(settings), losses.SFT()
     optimizer = adamw(replace(config.optim, steps=config.optim.steps or config.steps), table)
     score = functools.partial(models.score, config=settings, run=config.run)
-    update = step.make_step(score, objective, optimizer)
+    shardings = rules.of_state(optimizer, table, mesh)
+    update = step.make_step(score, objective, optimizer, shardings)
     prepare = jax.jit(objective.prepare)
     evaluate = step.make_loss(score, objective)
-    current = step.init(params, optimizer)
+    current = step.init(params, optimizer, shardings)
     out = common.out_directory(config.out)
     samples = functools.lru_cache(maxsize=1 << 16)(functools.partial(_sample, tokens))
 
     def batch_of(rows) -> packing.Batch:
         picked = [samples(*_texts(row)) for row in rows]
-        return packing.pack(
-            [s.replace(rollout=i, group=i) for i, s in enumerate(picked)], config.length, rows=config.rows
-        )
+        named = [s.replace(rollout=i, group=i) for i, s in enumerate(picked)]
+        return place.batch(packing.pack(named, config.length, rows=config.rows), mesh)
 
     def heldout_loss(params) -> dict:
         batches = [heldout[i : i + config.batch] for i in range(0, len(heldout), config.batch)]
         reports = [evaluate(params, prepare(batch_of(rows))) for rows in batches]
         return {f"heldout_{k}": v for k, v in metrics.to_dict(functools.reduce(metrics.merge_trees, reports)).items()}
 
-    with state.open_store(out / "state") as store, common.stop_signal() as stop:
+    with jax.set_mesh(mesh), state.open_store(out / "state") as store, common.stop_signal() as stop:
         start = store.latest or 0
         if start:
             current, _ = store.restore(current)

@@ -3,27 +3,53 @@
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import tiny
+from jax.sharding import PartitionSpec
 
+from areax import models
 from areax.adapters import cli
+from areax.parallel import rules
 from areax.rollout.types import Completion, sampled
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_ten_lines_run(tmp_path):
-    source = re.search(r"```python\n(.*?)```", README, re.S).group(1)
+TEN, THREE = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def run(source, path):
+    """What is left behind by a piece of the README that trains on `samples`."""
     rng = np.random.default_rng(0)
     draw = lambda: Completion(rng.integers(5, 16, 3).tolist(), [-2.0] * 3, [0] * 3, "stop")
     samples = [
         sampled([5, 6, 7], draw(), temperature=1.0, reward=float(i % 2), group=i // 4, rollout=i, sample=i)
         for i in range(8)
     ]
-    source = source.replace("path/to/checkpoint", str(tiny.model(tmp_path / "model"))).replace("4096", "32")
+    source = source.replace("path/to/checkpoint", str(tiny.model(path / "model"))).replace("4096", "32")
     space: dict = {"samples": samples}
-    exec(source.replace("path/to/result", str(tmp_path / "result")), space)
-    assert (tmp_path / "result" / "model.safetensors").exists() and int(space["state"].step) == 1
+    exec(source.replace("path/to/result", str(path / "result")), space)
+    assert (path / "result" / "model.safetensors").exists() and int(space["state"].step) == 1
+    return space
+
+
+def test_the_ten_lines_run_and_three_more_put_them_on_a_mesh(tmp_path):
+    one = run(TEN, tmp_path)
+    imports, rest = TEN.split("\n\n")
+    config, *others = rest.splitlines()
+    assert config.split("#")[0].strip().replace(")", ", mesh=on)") in THREE
+    many = run(f"{imports}\n{THREE}".replace("    ...  # the other lines as they are", indent(others)), tmp_path)
+    assert many["on"].devices.size == 8 and many["params"]["embed"].sharding.spec == PartitionSpec("tp", "fsdp")
+    for a, b in zip(*(jax.tree.leaves(space["state"].opt_state) for space in (many, one)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max() + 1e-12)
+    weights = rules.of_params(models.table(many["config"]), many["on"])
+    for x, sharding in zip(jax.tree.leaves(many["state"].params), jax.tree.leaves(weights), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def indent(lines):
+    return "\n".join(f"    {line}" for line in lines)
 
 
 def test_every_file_of_the_tree_exists():

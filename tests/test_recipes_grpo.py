@@ -17,6 +17,7 @@ from areax.adapters import hf, tokenizer, tracker
 from areax.core import param
 from areax.core.losses import GRPO
 from areax.core.optim import AdamW
+from areax.parallel.mesh import Layout
 from areax.recipes import grpo
 from areax.rollout import arithmetic
 from areax.rollout.local import Serve
@@ -73,6 +74,17 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
     assert all(x["staleness_max"] == 0 and x["samples"] == 16 and abs(x["ratio"] - 1) < 1e-5 for x in lines)
     shown = list(tracker.read_lines(place / "first/samples.jsonl"))
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
+
+
+def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
+    """The first batch is sampled from the same weights with the same seeds, so both learn from the same tokens."""
+    first = []
+    for name, layout in {"one": Layout(), "mesh": Layout(fsdp=2, cp=2, tp=2)}.items():
+        assert grpo.main(config(place, name, steps=1, mesh=layout))["max_logp_diff"] <= 1e-4
+        lines = tracker.read_lines(place / f"{name}/metrics.jsonl")
+        first.append(next(line for line in lines if line["kind"] == "grpo"))
+    for name in ("loss", "grad_norm", "entropy", "reward", "tokens"):
+        np.testing.assert_allclose(first[1][name], first[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_asynchronous_keeps_the_bound(place):

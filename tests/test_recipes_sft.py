@@ -15,6 +15,7 @@ import tiny
 
 from areax.adapters import hf, state, tracker
 from areax.core.optim import AdamW
+from areax.parallel.mesh import Layout
 from areax.recipes import sft
 from areax.rollout import arithmetic
 
@@ -49,6 +50,18 @@ def test_resumed_equals_uninterrupted(place):
         np.testing.assert_array_equal(x, y)
     steps = [line["step"] for line in tracker.read_lines(place / "parts/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_mesh_changes_nothing_and_a_run_may_go_on_upon_another(place):
+    """One option: the numbers stay, and a state saved on one mesh is taken up on the next."""
+    one = sft.main(config(place, "one", steps=4))
+    sft.main(config(place, "mesh", steps=2, mesh=Layout(fsdp=2, cp=2, tp=2)))
+    on = sft.main(config(place, "mesh", steps=4, mesh=Layout(dp=4, tp=2)))
+    np.testing.assert_allclose(on["loss"], one["loss"], rtol=1e-4)
+    with pytest.raises(ValueError, match=r"--rows must be a multiple of dp x fsdp x ep = 8, got 4"):
+        sft.main(config(place, "bad", mesh=Layout(fsdp=8)))
+    with pytest.raises(ValueError, match="mesh: dp 2 needs 2 devices, got 8"):
+        sft.main(config(place, "bad", mesh=Layout(dp=2)))
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):

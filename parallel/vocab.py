@@ -1,0 +1,66 @@
+"""Embedding and head with the vocabulary split over tp: each device has some rows, no logits are gathered."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ..core import logprobs
+from ..core.shapes import shaped
+from . import mesh as meshes
+from .rules import spec
+
+TABLE = P("tp", None)  # a vocabulary's matrix while it is used
+
+
+def take(table_VD, token_BT):
+    """Rows of the table, [B, T, D]: each device gives the tokens that it has, and they are summed over tp."""
+    if meshes.size(*meshes.AXES) == 1:
+        return jnp.take(table_VD, token_BT, axis=0)
+
+    def local(table_VD, token_BT):
+        V = table_VD.shape[0]
+        row_BT = token_BT - V * jax.lax.axis_index("tp")
+        here_BT = (row_BT >= 0) & (row_BT < V)
+        x_BTD = jnp.take(table_VD, jnp.clip(row_BT, 0, V - 1), axis=0)
+        return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0), "tp")
+
+    return island(local, (TABLE, rows("")), rows("hidden"))(table_VD, token_BT)
+
+
+@shaped
+def score(hidden_BTD, head_VD, target_BT, *, temperature=1.0, chunk=None, per_chunk=None):
+    """As `core.logprobs.from_hidden`, for tokens in rows: (logp, entropy, logsumexp), each f32[B, T], and extras.
+
+    Args:
+      temperature: positive scalar, or one a token, [B, T].
+      per_chunk: sees whole rows of logits, of one chunk at a time.
+    """
+    temperature_BT = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), target_BT.shape)
+
+    def local(hidden_BTD, head_VD, target_BT, temperature_BT, axis=None):
+        B, T, D = hidden_BTD.shape
+        out = logprobs.from_hidden(
+            hidden_BTD.reshape(B * T, D), head_VD, target_BT.reshape(-1), temperature=temperature_BT.reshape(-1),
+            chunk=chunk, per_chunk=per_chunk, axis=axis,
+        )  # fmt: skip
+        return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
+
+    if meshes.size(*meshes.AXES) == 1:
+        return local(hidden_BTD, head_VD, target_BT, temperature_BT)
+    split = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
+    each = rows("")
+    return island(split, (rows("hidden"), TABLE, each, each), each)(hidden_BTD, head_VD, target_BT, temperature_BT)
+
+
+def rows(axes: str):
+    """Spec of an array [B, T, ...]."""
+    return spec(("batch", "seq", *axes.split()))
+
+
+def island(fn, in_specs, out_specs):
+    """`fn` on local arrays, all axes of the ambient mesh in its own hands; gradients of whole arguments are summed."""
+    return jax.shard_map(
+        fn, mesh=jax.sharding.get_abstract_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
