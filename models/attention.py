@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ..core.shapes import shaped
+from ..parallel import ring as rings
 
 OUTPUT = "attention"  # name of what the backward pass needs of the forward pass, for rematerialisation policies
 
@@ -29,59 +30,101 @@ def causal(
     Returns:
       out_BTNH, in q's dtype.
     """
+    here = segment_BT, index_BT
+    there = here if key_index_BS is None else (key_segment_BS, key_index_BS)
+    out_BKGTH = _causal(*_heads_first(q_BTNH, k_BSKH, v_BSKH), here, there, chunk, key_index_BS is None)
+    return _heads_last(out_BKGTH)
+
+
+@shaped
+def ring(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, axis: str, chunk: int | None = None):
+    """`causal` over rows whose positions are split over the devices of a mesh axis, in the order of `ring.order`."""
+    keep = partial(checkpoint_name, name=OUTPUT)
+    whole = rings.attention(partial(forward, chunk=chunk), partial(backward, chunk=chunk), keep, axis)
+    return _heads_last(whole(*_heads_first(q_BTNH, k_BTKH, v_BTKH), (segment_BT, index_BT)))
+
+
+def _heads_first(q_BTNH, k_BSKH, v_BSKH):
+    """(batch, head)-major operands make plain batched matmuls; queries are scaled."""
     B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
-    chunk = chunk or max(64, T // 32)
-    own = key_index_BS is None
-    where = (segment_BT, index_BT) + ((segment_BT, index_BT) if own else (key_segment_BS, key_index_BS))
-    chunks = tuple((t, min(t + chunk, T), min(t + chunk, T) if own else S) for t in range(0, T, chunk))
-    # (batch, head)-major operands make plain batched matmuls.
+    K = k_BSKH.shape[2]
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * H**-0.5
-    k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (k_BSKH, v_BSKH))
-    out_BKGTH = _attend(q_BKGTH, k_BKSH, v_BKSH, where, chunks)
-    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return q_BKGTH, k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q_BKGTH, k_BKSH, v_BKSH, where, chunks):
-    return _forward(q_BKGTH, k_BKSH, v_BKSH, where, chunks)[0]
+def _heads_last(out_BKGTH):
+    B, K, G, T, H = out_BKGTH.shape
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-def _forward(q_BKGTH, k_BKSH, v_BKSH, where, chunks):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk, own):
+    return forward(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk=chunk, own=own)[0]
+
+
+def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk, own):
+    made = forward(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk=chunk, own=own)
+    out_BKGTH, lse_BKGT1 = (checkpoint_name(x, OUTPUT) for x in made)
+    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, here, there, out_BKGTH, lse_BKGT1)
+
+
+def _causal_backward(chunk, own, kept, dout_BKGTH):
+    q_BKGTH, k_BKSH, v_BKSH, here, there, out_BKGTH, lse_BKGT1 = kept
+    inner_BKGT1 = jnp.sum(dout_BKGTH.astype(lse_BKGT1.dtype) * out_BKGTH, -1, keepdims=True)
+    block = q_BKGTH, k_BKSH, v_BKSH, here, there
+    grads = backward(*block, lse_BKGT1, inner_BKGT1, dout_BKGTH, chunk=chunk, own=own)
+    return *(dx.astype(x.dtype) for dx, x in zip(grads, kept, strict=False)), None, None
+
+
+_causal.defvjp(_causal_forward, _causal_backward)
+
+
+def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, chunk, own):
+    """One block: (out_BKGTH, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
+
+    Args:
+      own: the keys are the queries' own and in order, so that a chunk needs no key behind it.
+    """
     out, lse = [], []
-    for start, stop, seen in chunks:
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, where, start, stop, seen)
+    for start, stop, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own):
+        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, start, stop, seen)
         top_BKGC1 = score_BKGCS.max(-1, keepdims=True)
         weight_BKGCS = jnp.exp(score_BKGCS - top_BKGC1)
         sum_BKGC1 = weight_BKGCS.sum(-1, keepdims=True)
         mean_BKRH = _rows(weight_BKGCS).astype(v_BKSH.dtype) @ v_BKSH[:, :, :seen]
         out.append((mean_BKRH.reshape(*score_BKGCS.shape[:-1], -1) / sum_BKGC1).astype(v_BKSH.dtype))
         lse.append(top_BKGC1 + jnp.log(sum_BKGC1))
-    out_BKGTH, lse_BKGT1 = (checkpoint_name(jnp.concatenate(x, 3), OUTPUT) for x in (out, lse))
-    return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, where, out_BKGTH, lse_BKGT1)
+    return jnp.concatenate(out, 3), jnp.concatenate(lse, 3)
 
 
-def _backward(chunks, kept, dout_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, where, out_BKGTH, lse_BKGT1 = kept
+def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, chunk, own):
+    """Gradients (dq, dk, dv) of one block, in fp32 or wider.
+
+    Args:
+      lse_BKGT1: log-sum-exp of each query's scores over all its keys, those of other blocks included.
+      inner_BKGT1: sum over H of dout * out.
+    """
     wide, narrow = lse_BKGT1.dtype, q_BKGTH.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
-    inner_BKGT1 = jnp.sum(dout_BKGTH.astype(wide) * out_BKGTH, -1, keepdims=True)
     dq = []
     dk_BKSH, dv_BKSH = jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
-    for start, stop, seen in chunks:
-        here = (slice(None),) * 3 + (slice(start, stop),)
-        q_BKRH, dout_BKRH = _rows(q_BKGTH[here]), _rows(dout_BKGTH[here])
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, where, start, stop, seen)
-        prob_BKRS = _rows(jnp.exp(score_BKGCS - lse_BKGT1[here]))
+    for start, stop, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own):
+        cut = (slice(None),) * 3 + (slice(start, stop),)
+        q_BKRH, dout_BKRH = _rows(q_BKGTH[cut]), _rows(dout_BKGTH[cut])
+        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, start, stop, seen)
+        prob_BKRS = _rows(jnp.exp(score_BKGCS - lse_BKGT1[cut]))
         dprob_BKRS = product("BKRH,BKSH->BKRS", dout_BKRH, v_BKSH[:, :, :seen])
-        dscore_BKRS = (prob_BKRS * (dprob_BKRS - _rows(inner_BKGT1[here]))).astype(narrow)
+        dscore_BKRS = (prob_BKRS * (dprob_BKRS - _rows(inner_BKGT1[cut]))).astype(narrow)
         dv_BKSH = dv_BKSH.at[:, :, :seen].add(product("BKRS,BKRH->BKSH", prob_BKRS.astype(narrow), dout_BKRH))
         dk_BKSH = dk_BKSH.at[:, :, :seen].add(product("BKRS,BKRH->BKSH", dscore_BKRS, q_BKRH))
-        dq.append((dscore_BKRS @ k_BKSH[:, :, :seen]).reshape(q_BKGTH[here].shape))
-    return jnp.concatenate(dq, 3), dk_BKSH.astype(k_BKSH.dtype), dv_BKSH.astype(v_BKSH.dtype), None
+        dq_BKRH = product("BKRS,BKSH->BKRH", dscore_BKRS, k_BKSH[:, :, :seen])
+        dq.append(dq_BKRH.reshape(q_BKGTH[cut].shape))
+    return jnp.concatenate(dq, 3), dk_BKSH, dv_BKSH
 
 
-_attend.defvjp(_forward, _backward)
+def _chunks(T, S, chunk, own):
+    chunk = chunk or max(64, T // 32)
+    return [(t, min(t + chunk, T), min(t + chunk, T) if own else S) for t in range(0, T, chunk)]
 
 
 def _rows(x_BKGCX):
@@ -90,15 +133,12 @@ def _rows(x_BKGCX):
     return x_BKGCX.reshape(B, K, G * C, X)
 
 
-def _scores(q_BKGTH, k_BKSH, where, start, stop, seen):
-    """Of the queries [start, stop) and the keys [0, seen), with -1e30 added where a query may not look.
-
-    Every token sees itself, so no row is masked as a whole.
-    """
+def _scores(q_BKGTH, k_BKSH, here, there, start, stop, seen):
+    """Of the queries [start, stop) and the keys [0, seen), with -1e30 added where a query may not look."""
     q_BKGCH, k_BKSH = q_BKGTH[:, :, :, start:stop], k_BKSH[:, :, :seen]
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
-    segment_BC1, index_BC1 = (x[:, start:stop, None] for x in where[:2])
-    segment_B1S, index_B1S = (x[:, None, :seen] for x in where[2:])
+    segment_BC1, index_BC1 = (x[:, start:stop, None] for x in here)
+    segment_B1S, index_B1S = (x[:, None, :seen] for x in there)
     mask_BCS = jnp.where((segment_BC1 == segment_B1S) & (index_BC1 >= index_B1S), 0, wide.type(-1e30))
     score_BKRS = jnp.einsum("BKRH,BKSH->BKRS", _rows(q_BKGCH), k_BKSH, preferred_element_type=wide)
     return score_BKRS.reshape(*q_BKGCH.shape[:-1], seen) + mask_BCS[:, None, None]

@@ -24,12 +24,14 @@ class Run:
       remat: what the backward pass computes again: "full" each layer from its input, "dots" all but the matmuls with
         weights and attention, "none" nothing. In this order steps get faster and take more memory.
       query_chunk: queries a chunk of attention; None = by the length of a row.
+      cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
     """
 
     dtype: str | None = None
     remat: Literal["full", "dots", "none"] = "full"
     query_chunk: int | None = None
+    cp: context.Method = "gather"
     head_chunk: int | None = None
 
 
@@ -78,7 +80,8 @@ def backbone(params, token_BT, position_BT, segment_BT, index_BT, *, config, run
 
     def attend(q_BTNH, k_BTKH, v_BTKH):
         causal = partial(attention.causal, chunk=run.query_chunk)
-        return context.attention(causal, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
+        ring = partial(attention.ring, chunk=run.query_chunk, axis="cp")
+        return context.attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, method=run.cp)
 
     for weights, stack in zip(params["stacks"], table.stacks, strict=True):
 
@@ -106,7 +109,9 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     segment_BT = jnp.ones(token_BT.shape, jnp.int32) if segment_BT is None else segment_BT
     index_BT = layers.segment_index(segment_BT)
     position_BT = index_BT if position_BT is None else position_BT
-    hidden_BTD = backbone(params, token_BT, position_BT, segment_BT, index_BT, config=config, run=run)
+    into, back = context.arrange(run.cp, token_BT.shape[1])
+    rows = map(into, (token_BT, position_BT, segment_BT, index_BT))
+    hidden_BTD = back(backbone(params, *rows, config=config, run=run))
     wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     w = head(params).astype(hidden_BTD.dtype)
     return jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide)
@@ -118,17 +123,19 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     Works in chunks of tokens: no [T, V] array is held, forward or backward.
 
     Args:
+      temperature: positive scalar, or one a token, [B, T].
       per_chunk: optional `f(logits_CV, target_C) -> pytree of [C, ...]`, returned in `extra` as [B, T, ...].
     """
-    hidden_BTD = backbone(
-        params, batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT,
-        config=config, run=run,
+    into, back = context.arrange(run.cp, batch.token_BT.shape[1])
+    rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
+    hidden_BTD = backbone(params, *rows, config=config, run=run)
+    temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
+    made = vocab.score(
+        hidden_BTD, head(params), into(batch.target_BT),
+        temperature_BT=into(temperature_BT), chunk=run.head_chunk, per_chunk=per_chunk,
     )  # fmt: skip
-    logp, entropy, lse, extra = vocab.score(
-        hidden_BTD, head(params), batch.target_BT,
-        temperature=temperature, chunk=run.head_chunk, per_chunk=per_chunk,
-    )  # fmt: skip
+    logp, entropy, lse, extra = jax.tree.map(back, made)
     value = None
     if "score" in params:
-        value = layers.linear(hidden_BTD, params["score"])[..., 0].astype(jnp.float32)
+        value = back(layers.linear(hidden_BTD, params["score"])[..., 0].astype(jnp.float32))
     return Scores(logp, entropy, lse, value, extra)

@@ -1,42 +1,71 @@
 """Attention on a mesh: rows, heads and positions are split, and each device attends for its own queries.
 
-Over cp, keys and values of the whole row are gathered; their gradients are summed and scattered back.
+Three ways to split positions over cp. "gather" brings keys and values of the whole row to every device. "ulysses"
+(arXiv:2309.14509) trades positions for heads, attends over whole rows, and trades back. "ring" (arXiv:2310.01889)
+passes keys and values round, so that no device ever holds a whole row; it needs positions in an order of its own, which
+`arrange` gives.
 """
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from . import mesh as meshes
-from .rules import spec
+from . import ring as rings
+from .rules import constrain, spec
 from .vocab import island, rows
 
+Method = Literal["gather", "ulysses", "ring"]
 
-def attention(fn, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):
-    """`fn(q, k, v, segment, index, key_segment_BS=None, key_index_BS=None)` as an island of the ambient mesh.
 
-    Where kv heads do not divide by tp they are repeated until they do.
+def arrange(method: Method, length: int):
+    """(into, back): functions from rows [B, T, ...] in natural order to the order that the method needs, and back."""
+    if method != "ring" or meshes.size("cp") == 1:
+        return (lambda x_BT: x_BT,) * 2
+    order = rings.order(length, meshes.size("cp"))
+    put = lambda index: lambda x_BT: constrain(x_BT[:, index], "batch seq")
+    return put(order), put(order.argsort())
+
+
+def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, method: Method = "gather"):
+    """`causal` as an island of the ambient mesh, or `ring` where that is the method and cp > 1.
+
+    Where kv heads do not divide by the devices that share them they are repeated until they do.
+
+    Args:
+      causal: f(q, k, v, segment, index, key_segment_BS=None, key_index_BS=None) -> out_BTNH.
+      ring: the same for positions split over `axis`.
 
     Raises:
-      ValueError: query heads that do not divide by tp.
+      ValueError: query heads that do not divide by tp, or with "ulysses" by tp x cp.
     """
     if meshes.size(*meshes.AXES) == 1:
-        return fn(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
-    K, tp, cp = k_BTKH.shape[2], meshes.size("tp"), meshes.size("cp")
-    heads = spec(("batch", "seq", "query_heads"), where="attention", shape=q_BTNH.shape)
-    copies = math.lcm(K, tp) // K
+        return causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
+    cp = meshes.size("cp")
+    N, K, sharing = q_BTNH.shape[2], k_BTKH.shape[2], meshes.size("tp") * (cp if method == "ulysses" else 1)
+    if N % sharing:
+        raise ValueError(
+            f"attention: {N} query heads cannot be split over {sharing} devices "
+            f"({'tp x cp' if method == 'ulysses' else 'tp'}); choose a divisor"
+        )
+    copies = math.lcm(K, sharing) // K
     if copies > 1:
         k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
+    whole = lambda x: jax.lax.all_gather(x, "cp", axis=1, tiled=True)
 
-    def local(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):
-        if cp == 1:
-            return fn(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
-        whole = lambda x: jax.lax.all_gather(x, "cp", axis=1, tiled=True)
-        return fn(
+    def gather(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):
+        return causal(
             q_BTNH, whole(k_BTKH), whole(v_BTKH), segment_BT, index_BT,
             key_segment_BS=whole(segment_BT), key_index_BS=whole(index_BT),
         )  # fmt: skip
 
-    each = rows("")
+    def ulysses(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):
+        trade = lambda x, give, take: jax.lax.all_to_all(x, "cp", give, take, tiled=True)
+        q, k, v = (trade(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
+        return trade(causal(q, k, v, whole(segment_BT), whole(index_BT)), 1, 2)
+
+    local = {"gather": gather, "ulysses": ulysses, "ring": ring}[method] if cp > 1 else causal
+    heads, each = spec(("batch", "seq", "query_heads")), rows("")
     return island(local, (heads, heads, heads, each, each), heads)(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)

@@ -30,14 +30,12 @@ def take(table_VD, token_BT):
 
 
 @shaped
-def score(hidden_BTD, head_VD, target_BT, *, temperature=1.0, chunk=None, per_chunk=None):
+def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chunk=None):
     """As `core.logprobs.from_hidden`, for tokens in rows: (logp, entropy, logsumexp), each f32[B, T], and extras.
 
     Args:
-      temperature: positive scalar, or one a token, [B, T].
       per_chunk: sees whole rows of logits, of one chunk at a time.
     """
-    temperature_BT = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), target_BT.shape)
 
     def local(hidden_BTD, head_VD, target_BT, temperature_BT, axis=None):
         B, T, D = hidden_BTD.shape

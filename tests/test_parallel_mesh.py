@@ -3,6 +3,7 @@
 import itertools
 import re
 from functools import cache, partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 from areax import models
 from areax.core import losses, metrics, packing, param, step
-from areax.parallel import mesh, place, rules
+from areax.parallel import context, mesh, place, ring, rules
 from areax.rollout.types import Sample
 
 COMMON = dict(
@@ -25,8 +26,9 @@ FAMILIES = {
     "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
 }
 LAYOUTS = {
-    "dp8": dict(dp=8), "fsdp8": dict(fsdp=8), "fsdp2 tp4": dict(fsdp=2, tp=4), "dp2 cp2 tp2": dict(dp=2, cp=2, tp=2),
-    "cp8": dict(cp=8),
+    "dp8": mesh.Layout(dp=8), "fsdp8": mesh.Layout(fsdp=8), "fsdp2 tp4": mesh.Layout(fsdp=2, tp=4),
+    "dp2 cp2 tp2": mesh.Layout(dp=2, cp=2, tp=2), "dp2 cp2 tp2 ring": mesh.Layout(dp=2, cp=2, tp=2),
+    "cp8 gather": mesh.Layout(cp=8), "cp8 ulysses": mesh.Layout(cp=8), "cp8 ring": mesh.Layout(cp=8),
 }  # fmt: skip
 OBJECTIVES = {"sft": losses.SFT(), "grpo": losses.GRPO(entropy_coef=0.01, std="none")}
 ROWS, LENGTH = 8, 48
@@ -57,14 +59,19 @@ def model(family):
     return config, table, jax.jit(lambda key: param.init(key, table))(jax.random.key(1))
 
 
-def sgd_steps(family, objective, layout, count):
+def method(name):
+    """How attention crosses cp in a layout."""
+    return next((word for word in name.split() if word in get_args(context.Method)), "gather")
+
+
+def sgd_steps(family, objective, name, count):
     """(metrics of each step, parameters after it): SGD of rate 1 makes the change of the weights the gradient."""
     config, table, params = model(family)
     sgd = optax.sgd(1.0 if count == 1 else 0.1)
-    on = mesh.make(mesh.Layout(**layout))
+    on = mesh.make(LAYOUTS.get(name, mesh.Layout()))
     with jax.set_mesh(on):
         shardings = rules.of_state(sgd, table, on)
-        score = partial(models.score, config=config)
+        score = partial(models.score, config=config, run=models.Run(cp=method(name)))
         batch = place.batch(packing.pack(samples(), LENGTH, rows=ROWS), on)
         scores = step.make_scores(score)
         update = step.make_step(score, objective, sgd, shardings)
@@ -79,7 +86,7 @@ def sgd_steps(family, objective, layout, count):
 
 @cache
 def one_device(family, objective, count):
-    return sgd_steps(family, OBJECTIVES[objective], {}, count)
+    return sgd_steps(family, OBJECTIVES[objective], "one", count)
 
 
 def compare(got, wanted, start):
@@ -102,37 +109,50 @@ def compare(got, wanted, start):
 
 # One layout with three axes in the everyday suite, the rest by `make test-mesh`.
 EVERY = [
-    pytest.param(*case, marks=() if case == ("qwen3", "dp2 cp2 tp2", "grpo") else pytest.mark.mesh)
+    pytest.param(*case, marks=() if case == ("qwen3", "dp2 cp2 tp2 ring", "grpo") else pytest.mark.mesh)
     for case in itertools.product(FAMILIES, LAYOUTS, OBJECTIVES)
 ]
 
 
 @pytest.mark.parametrize("family, layout, objective", EVERY)
 def test_a_step_equals_that_of_one_device(family, layout, objective):
-    [got] = sgd_steps(family, OBJECTIVES[objective], LAYOUTS[layout], 1)
+    [got] = sgd_steps(family, OBJECTIVES[objective], layout, 1)
     [wanted] = one_device(family, objective, 1)
     compare(got, wanted, model(family)[2])
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("layout", ["fsdp2 tp4", "dp2 cp2 tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2 tp4", "dp2 cp2 tp2 ring"])
 def test_three_steps_equal_those_of_one_device(layout):
-    got, wanted = sgd_steps("qwen3", losses.SFT(), LAYOUTS[layout], 3), one_device("qwen3", "sft", 3)
+    got, wanted = sgd_steps("qwen3", losses.SFT(), layout, 3), one_device("qwen3", "sft", 3)
     for a, b in zip(got, wanted, strict=True):
         compare(a, b, model("qwen3")[2])
 
 
 @pytest.mark.mesh
-def test_split_positions_are_gathered_for_keys_and_values_alone():
-    """No program for cp gathers the hidden states of whole rows."""
+@pytest.mark.parametrize("how", get_args(context.Method))
+def test_a_program_moves_what_its_method_says_and_no_hidden_states(how):
+    """Keys and values are gathered, traded or passed on; nothing of the size of a row's hidden states is gathered."""
     config, table, params = model("llama")
     on = mesh.make(mesh.Layout(cp=8))
     with jax.set_mesh(on):
         shardings = rules.of_state(optax.sgd(1.0), table, on)
-        update = step.make_step(partial(models.score, config=config), losses.SFT(), optax.sgd(1.0), shardings)
+        score = partial(models.score, config=config, run=models.Run(cp=how))
+        update = step.make_step(score, losses.SFT(), optax.sgd(1.0), shardings)
         state = step.init(jax.device_put(params, shardings.params), optax.sgd(1.0), shardings)
         batch = jax.jit(losses.SFT().prepare)(place.batch(packing.pack(samples(), LENGTH, rows=ROWS), on))
         text = update.lower(state, batch).compile().as_text()
-    gathered = {tuple(map(int, shape.split(","))) for shape in re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)}
-    keys = {(ROWS, LENGTH, config.kv_heads, config.head_dim)}
-    assert gathered and {tuple(n for n in shape if n > 1) for shape in gathered} <= keys
+    gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    gathered = {tuple(n for n in map(int, shape.split(",")) if n > 1) for shape in gathers}
+    keys = {(ROWS, LENGTH, config.kv_heads, config.head_dim)} if how == "gather" else set()
+    assert {shape for shape in gathered if np.prod(shape) >= ROWS * LENGTH * config.head_dim} == keys
+    own = {"gather": "all-gather", "ulysses": "all-to-all", "ring": "collective-permute"}
+    assert all((f" {call}(" in text) == (how == its) for its, call in own.items() if its != "gather")
+
+
+def test_zig_zag_gives_every_device_the_same_work():
+    order = ring.order(32, 4)
+    np.testing.assert_array_equal(np.sort(order), np.arange(32))
+    assert {int(piece.sum()) for piece in order.reshape(4, -1)} == {sum(range(32)) // 4}
+    with pytest.raises(ValueError, match="must be a multiple of 2 x cp = 8, got 36"):
+        ring.order(36, 4)

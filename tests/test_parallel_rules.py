@@ -106,7 +106,10 @@ def test_what_cannot_be_split_is_refused_by_name():
     rows = [supervised([1], [2, 3], sample=0, rollout=0)]
     with pytest.raises(ValueError, match=r"token_BT: .* batch of size 4 cannot be split over dp = 8 devices"):
         place.batch(packing.pack(rows, 16, rows=4), mesh.make(mesh.Layout(dp=8)))
-    with jax.set_mesh(mesh.make(mesh.Layout(tp=8))), pytest.raises(ValueError, match="query_heads of size 4 cannot"):
+    with (
+        jax.set_mesh(mesh.make(mesh.Layout(tp=8))),
+        pytest.raises(ValueError, match="4 query heads cannot be split over 8 devices"),
+    ):
         jax.eval_shape(lambda p: models.forward(p, np.zeros((1, 8), np.int32), config=CONFIG), param.abstract(TABLE))
 
 
