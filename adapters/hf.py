@@ -91,15 +91,14 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
     """(config, params) from tensors by checkpoint key, as strict as `load`; `where` begins its messages."""
     if not set(init_missing) <= set(HEADS):
         raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
+    tensors = _one_by_one(tensors)
     prefix = "" if any(key.startswith(("embed_tokens.", "layers.")) for key in tensors) else "model."
     scored = config.value_head or "score.weight" in tensors or "score" in init_missing
     config = dataclasses.replace(config, prefix=prefix, value_head=scored)
     table = models.table(config)
     tree = param.leaves(table)
-    keys = {  # leaf -> the key of each of its layers: the spelling that is there, else the first
-        leaf.path: [next((k for k in spelt if k in tensors), spelt[0]) for _, spelt in leaf.keys(prefix)]
-        for leaf in _leaves(tree)
-    }
+    there = lambda spelt: next((key for key in spelt if key in tensors), spelt[0])
+    keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in _leaves(tree)}
     drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
     missing = [key for path, its in keys.items() for key in its if key not in tensors and path not in drawn]
     used = {key for its in keys.values() for key in its}
@@ -118,8 +117,9 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
         if leaf.path in drawn:
             host = param.init(jax.random.key(0), param.Table({leaf.path: leaf.param}, (), table.dims))[leaf.path]
             return jax.device_put(host, sharding)
-        parts = [tensors[key] for key in keys[leaf.path]]
-        wanted = leaf.param.dtype or dtype or np.result_type(*parts)
+        parts = dict(zip(leaf.keys(prefix), (tensors[key] for key in keys[leaf.path]), strict=True))
+        wanted = leaf.param.dtype or dtype or np.result_type(*parts.values())
+        apart = len(leaf.apart)
 
         @functools.cache  # devices that hold the same part share it
         def part(*index):
@@ -127,11 +127,9 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
             shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
             # One entry off the alignment at which JAX would adopt numpy's memory, which it could not donate to a step.
             host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
-            if leaf.layers is None:
-                host[...] = parts[0][cut]
-            else:
-                for row, tensor in zip(host, parts[cut[0]], strict=True):
-                    row[...] = tensor[cut[1:]]
+            for at in np.ndindex(*shape[:apart]):
+                tensor = parts[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
+                host[at] = tensor[cut[apart:]]
             return host
 
         if sharding is None:
@@ -234,8 +232,8 @@ def host_copy(config, params, dtype=None):
 
     def copy(leaf, x):
         host = np.empty(leaf.shape, leaf.param.dtype or dtype)
-        for i, row in enumerate(_rows(leaf, x, dtype)):
-            host[... if leaf.layers is None else i] = row
+        for index, row in zip(np.ndindex(*leaf.apart), _rows(leaf, x, dtype), strict=True):
+            host[index] = row
         return host
 
     return param.tree_map(copy, models.table(config), params)
@@ -258,9 +256,8 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
     for leaf in leaves:
         if tuple(found[leaf.path].shape) != leaf.shape:
             raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
-        for i, spelt in leaf.keys(config.prefix):
-            shape = leaf.shape if i is None else leaf.shape[1:]
-            specs[spelt[0]] = jax.ShapeDtypeStruct(shape, leaf.param.dtype or dtype)
+        for spelt in leaf.keys(config.prefix).values():
+            specs[spelt[0]] = jax.ShapeDtypeStruct(leaf.shape[len(leaf.apart) :], leaf.param.dtype or dtype)
     return specs, (row for leaf in leaves for row in _rows(leaf, found[leaf.path], dtype))
 
 
@@ -283,30 +280,30 @@ def on_host(x) -> bool:
 
 
 def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
-    """The leaf's tensors on the host, one a layer: views where they are there already."""
+    """The leaf's tensors on the host, in the order of its keys: views where they are there already."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
-    layers = [None] if leaf.layers is None else list(range(len(leaf.layers)))
+    indices = list(np.ndindex(*leaf.apart))
     if on_host(x):
         host = np.asarray(x)
-        yield from ((host if i is None else host[i]).astype(wanted, copy=False) for i in layers)
+        yield from (host[index].astype(wanted, copy=False) for index in indices)
         return
-    # Cast where it lies, a layer at a time, the next while the last is being written.
-    ahead = _fetch(x, layers[0], wanted)
-    for i in layers[1:]:
-        row, ahead = ahead, _fetch(x, i, wanted)
+    # Cast where it lies, a tensor at a time, the next while the last is being written.
+    ahead = _fetch(x, indices[0], wanted)
+    for index in indices[1:]:
+        row, ahead = ahead, _fetch(x, index, wanted)
         yield np.asarray(row)
     yield np.asarray(ahead)
 
 
-def _fetch(x, i: int | None, dtype) -> jax.Array:
-    row = _row(x, i, dtype)
+def _fetch(x, index: tuple[int, ...], dtype) -> jax.Array:
+    row = _row(x, index, dtype)
     row.copy_to_host_async()
     return row
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _row(x, i, dtype):
-    return (x if i is None else jax.lax.dynamic_index_in_dim(x, i, keepdims=False)).astype(dtype)
+def _row(x, index, dtype):
+    return x[index].astype(dtype)
 
 
 def _config_json(config, dtype: np.dtype) -> dict:
@@ -349,8 +346,23 @@ def _check_tied(head: np.ndarray, embed: np.ndarray, where: str) -> None:
         )
 
 
+def _one_by_one(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The same with experts apart: views of `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj` [E, D, F]."""
+    out = {}
+    for key, tensor in tensors.items():
+        stem, _, name = key.rpartition(".")
+        if not stem.endswith(".experts"):
+            out[key] = tensor
+            continue
+        names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+        for e, whole in enumerate(tensor):
+            parts = zip(names, np.split(whole, len(names)), strict=True)
+            out |= {f"{stem}.{e}.{part}.weight": x for part, x in parts}
+    return out
+
+
 def _check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:
-    shape = leaf.shape if leaf.layers is None else leaf.shape[1:]
+    shape = leaf.shape[len(leaf.apart) :]
     if tensor.shape != shape:
         raise ValueError(f"{where}: {key} must be {list(shape)} by config.json, got {list(tensor.shape)}")
     if tensor.dtype not in FLOATS:

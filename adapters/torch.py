@@ -27,8 +27,8 @@ def to_state_dict(config, params) -> dict[str, Tensor]:
 
     def add(leaf, x):
         whole = _to_torch(x)
-        for i, spelt in leaf.keys(config.prefix):
-            found[spelt[0]] = whole if i is None else whole[i]
+        for index, spelt in leaf.keys(config.prefix).items():
+            found[spelt[0]] = whole[index]
 
     param.tree_map(add, models.table(config), params)
     if config.tied:

@@ -4,6 +4,7 @@ A parameter tree is `{name: array, ..., "stacks": [{name: array[L, ...]}, ...]}`
 equal layers stacked along a leading axis. Weights keep Hugging Face's orientation ([out, in], heads flattened).
 """
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ class Param:
 
     Attributes:
       axes: logical axes, e.g. "heads embed"; sizes come from the table's dims.
-      keys: its spellings in a checkpoint ({prefix} and {layer} are filled in); any is read, the first is written.
+      keys: its spellings in a checkpoint ({prefix}, {layer} and {expert} are filled in); any is read, the first is
+        written. With {expert} the first axis runs over tensors of their own.
       init: `init(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
       dtype: of the stored weight; None = what the caller asks for.
       trainable: False keeps the weight out of the optimiser.
@@ -62,13 +64,20 @@ class Leaf:
     def axes(self) -> tuple[str, ...]:
         return ("layers",) * (self.layers is not None) + tuple(self.param.axes.split())
 
-    def keys(self, prefix: str) -> list[tuple[int | None, tuple[str, ...]]]:
-        """(index into the stack or None, spellings of the checkpoint key) for each tensor of this leaf."""
-        if self.layers is None:
-            return [(None, tuple(k.format(prefix=prefix) for k in self.param.keys))]
-        return [
-            (i, tuple(k.format(prefix=prefix, layer=n) for k in self.param.keys)) for i, n in enumerate(self.layers)
-        ]
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """Sizes of the leading axes that a checkpoint holds apart: layers, and experts where its keys name them."""
+        return self.shape[: (self.layers is not None) + ("{expert}" in self.param.keys[0])]
+
+    def keys(self, prefix: str) -> dict[tuple[int, ...], tuple[str, ...]]:
+        """Index along the axes held apart -> spellings of the checkpoint key, for each tensor of this leaf."""
+
+        def spelt(index):
+            layer = None if self.layers is None else self.layers[index[0]]
+            expert = index[-1] if index else None
+            return tuple(key.format(prefix=prefix, layer=layer, expert=expert) for key in self.param.keys)
+
+        return {index: spelt(index) for index in itertools.product(*map(range, self.apart))}
 
 
 def leaves(table: Table) -> dict:

@@ -120,17 +120,23 @@ def to_hf(config: Config) -> dict:
     }
 
 
+AT = "{prefix}layers.{layer}."  # where a layer's weights stand in a checkpoint
+
+
+def inits(config: Config):
+    """(new matrices, new output projections), the latter scaled by (2 layers)^-1/2 (GPT-2)."""
+    return normal(config.init_std), normal(config.init_std * (2 * config.layers) ** -0.5)
+
+
 def table(config: Config, *, qk_norm: bool) -> Table:
-    """The weights of a dense decoder. New output projections are scaled by (2 layers)^-1/2 (GPT-2)."""
-    std = normal(config.init_std)
-    out = normal(config.init_std * (2 * config.layers) ** -0.5)
-    at = "{prefix}layers.{layer}."
+    """The weights of a dense decoder."""
+    std, out = inits(config)
 
     def weight(axes, name, init=std):
-        return Param(axes, (f"{at}{name}.weight",), init)
+        return Param(axes, (f"{AT}{name}.weight",), init)
 
     def bias(axes, name):
-        return Param(axes, (f"{at}{name}.bias",), zeros)
+        return Param(axes, (f"{AT}{name}.bias",), zeros)
 
     # fmt: off
     block = {
@@ -176,8 +182,11 @@ def table(config: Config, *, qk_norm: bool) -> Table:
     return Table(top, (Stack(tuple(range(config.layers)), block),), dims)
 
 
-def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config):
-    """One layer. `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` holds the mask, or the cache when decoding."""
+def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, mlp=layers.gated_mlp):
+    """One layer. `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` holds the mask, or the cache when decoding.
+
+    `mlp(h_BTD, w) -> [B, T, D]` is what stands behind attention.
+    """
     B, T, _ = x_BTD.shape
 
     def heads(name, count):
@@ -195,7 +204,7 @@ def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config):
     a_BTNH = attend(q_BTNH, k_BTKH, heads("v", config.kv_heads))
     x_BTD = x_BTD + layers.linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias"))
     h_BTD = layers.rms_norm(x_BTD, w["norm2"], config.norm_eps)
-    return x_BTD + layers.gated_mlp(h_BTD, w)
+    return x_BTD + mlp(h_BTD, w)
 
 
 def embed(params, token_BT, dtype):

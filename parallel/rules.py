@@ -31,6 +31,10 @@ class ShardingRules:
     kv_heads: Axes = "tp"
     head: Axes = None
     one: Axes = None
+    router: Axes = None
+    experts: Axes = "ep"
+    expert_embed: Axes = "fsdp"
+    expert_ffn: Axes = "tp"
 
     batch: Axes = meshes.BATCH
     seq: Axes = "cp"
@@ -39,7 +43,7 @@ class ShardingRules:
 
 
 RULES = ShardingRules()
-GATHERED = dataclasses.replace(RULES, embed=None)  # of weights while they are used
+GATHERED = dataclasses.replace(RULES, embed=None, expert_embed=None)  # of weights while they are used
 
 
 def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = "", shape=None, mesh=None):
@@ -103,7 +107,7 @@ def constrain(x, axes: str, rules: ShardingRules = RULES):
 
 
 def gather(weights: Mapping[str, jax.Array], params: Mapping[str, param.Param]):
-    """The weights of one layer, whole but for tp: what fsdp and ep hold apart is gathered while the layer computes."""
+    """The weights of one layer while it computes: gathered over fsdp and ep, split over tp; experts stay apart."""
     if meshes.size("fsdp", "ep") == 1:
         return weights
     return {name: constrain(w, params[name].axes, GATHERED) for name, w in weights.items()}

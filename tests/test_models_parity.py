@@ -44,6 +44,16 @@ CASES: dict[str, dict] = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "qwen3_moe": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4}, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=28, norm_topk_prob=True, mlp_only_layers=[1],
+    ),
+    "qwen3_moe sparse step": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=12, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, num_experts=5, num_experts_per_tok=3,
+        moe_intermediate_size=20, norm_topk_prob=False, decoder_sparse_step=2,
+    ),
     "llama tied": dict(
         num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -65,7 +75,7 @@ def perturbed(model):
 
 def reference(name, kind="ForCausalLM", **more):
     family = name.split()[0]
-    prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+    prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}[family]
     torch.manual_seed(0)
     config = getattr(transformers, prefix + "Config")(**TINY, **CASES[name], **more)
     return perturbed(getattr(transformers, prefix + kind)(config))
@@ -122,6 +132,21 @@ def assert_close(got, wanted, tolerance=1e-4):
     assert worst <= tolerance and worst <= tolerance * np.abs(wanted).max(), worst
 
 
+def experts_apart(named):
+    """A module holds all experts of a layer in one tensor, a checkpoint each in its own."""
+    out = {}
+    for name, x in named.items():
+        if name.endswith("experts.gate_up_proj"):
+            half, stem = x.shape[1] // 2, name.removesuffix("gate_up_proj")
+            for e in range(len(x)):
+                out[f"{stem}{e}.gate_proj.weight"], out[f"{stem}{e}.up_proj.weight"] = x[e, :half], x[e, half:]
+        elif name.endswith("experts.down_proj"):
+            out |= {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": x[e] for e in range(len(x))}
+        else:
+            out[name] = x
+    return out
+
+
 def test_logits(case):
     with torch.no_grad():
         wanted = theirs(case.model, tokens()).numpy()
@@ -134,7 +159,7 @@ def test_gradients(case):
     logits = theirs(case.model, tokens())
     target = torch.from_numpy(tokens()[:, 1:]).flatten()
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target).backward()
-    wanted = {name: weight.grad.numpy() for name, weight in case.model.named_parameters()}
+    wanted = experts_apart({name: weight.grad.numpy() for name, weight in case.model.named_parameters()})
     specs, arrays = hf.to_tensors(case.config, case.gradient, "float32")
     got = dict(zip(specs, arrays, strict=True))
     assert got.keys() == wanted.keys()

@@ -23,12 +23,27 @@ COMMON = dict(
 FAMILIES = {
     "qwen3": COMMON | dict(model_type="qwen3", tie_word_embeddings=True),
     "qwen2": COMMON | dict(model_type="qwen2", tie_word_embeddings=False),
+    "qwen3_moe": COMMON
+    | dict(
+        model_type="qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        initializer_range=0.3,
+    ),
     "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
 }
 LAYOUTS = {
     "dp8": mesh.Layout(dp=8), "fsdp8": mesh.Layout(fsdp=8), "fsdp2 tp4": mesh.Layout(fsdp=2, tp=4),
     "dp2 cp2 tp2": mesh.Layout(dp=2, cp=2, tp=2), "dp2 cp2 tp2 ring": mesh.Layout(dp=2, cp=2, tp=2),
     "cp8 gather": mesh.Layout(cp=8), "cp8 ulysses": mesh.Layout(cp=8), "cp8 ring": mesh.Layout(cp=8),
+}  # fmt: skip
+MOE = {
+    "fsdp8": mesh.Layout(fsdp=8), "fsdp2 ep4": mesh.Layout(fsdp=2, ep=4), "ep8": mesh.Layout(ep=8),
+    "cp2 ep2 tp2": mesh.Layout(cp=2, ep=2, tp=2),
 }  # fmt: skip
 OBJECTIVES = {"sft": losses.SFT(), "grpo": losses.GRPO(entropy_coef=0.01, std="none")}
 ROWS, LENGTH = 8, 48
@@ -68,7 +83,7 @@ def sgd_steps(family, objective, name, count):
     """(metrics of each step, parameters after it): SGD of rate 1 makes the change of the weights the gradient."""
     config, table, params = model(family)
     sgd = optax.sgd(1.0 if count == 1 else 0.1)
-    on = mesh.make(LAYOUTS.get(name, mesh.Layout()))
+    on = mesh.make((LAYOUTS | MOE).get(name, mesh.Layout()))
     with jax.set_mesh(on):
         shardings = rules.of_state(sgd, table, on)
         score = partial(models.score, config=config, run=models.Run(cp=method(name)))
@@ -110,7 +125,8 @@ def compare(got, wanted, start):
 # One layout with three axes in the everyday suite, the rest by `make test-mesh`.
 EVERY = [
     pytest.param(*case, marks=() if case == ("qwen3", "dp2 cp2 tp2 ring", "grpo") else pytest.mark.mesh)
-    for case in itertools.product(FAMILIES, LAYOUTS, OBJECTIVES)
+    for family in FAMILIES
+    for case in itertools.product([family], MOE if family == "qwen3_moe" else LAYOUTS, OBJECTIVES)
 ]
 
 

@@ -1,0 +1,105 @@
+"""Matmuls of which each row has its own matrix: rows are sorted by matrix, each group is padded to whole blocks.
+
+Only blocks in use are computed, so the work is that of the rows, plus at most one block a matrix.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..core.shapes import shaped
+
+BLOCKS = 8, 256  # fewest and most rows of a block
+
+
+class Plan(NamedTuple):
+    """Where each pair of a token and an expert stands among the sorted rows.
+
+    Attributes:
+      row_P: row of each pair; beyond the last row for pairs of experts that are elsewhere.
+      pair_R: pair of each row; beyond the last pair for padding.
+      expert_S: matrix of each block.
+      used: blocks that hold anything.
+    """
+
+    row_P: jax.Array
+    pair_R: jax.Array
+    expert_S: jax.Array
+    used: jax.Array
+
+
+def plan(expert_P, E: int) -> Plan:
+    """Sorts pairs by expert; numbers outside [0, E) are left out.
+
+    A block is half of what an expert gets on average, so that padding costs about a quarter.
+    """
+    P = len(expert_P)
+    block = min(max(BLOCKS[0], 1 << (P // (2 * E)).bit_length() >> 1), BLOCKS[1])
+    S = -(-P // block) + min(E, P)
+    expert_P = jnp.where((expert_P >= 0) & (expert_P < E), expert_P, E)
+    count_E = jnp.bincount(expert_P, length=E + 1)[:E]
+    blocks_E = -(-count_E // block)
+    end_E = jnp.cumsum(blocks_E)
+    order_P = jnp.argsort(expert_P, stable=True)
+    sorted_P = expert_P[order_P]
+    begin_E = jnp.concatenate([(end_E - blocks_E) * block - (jnp.cumsum(count_E) - count_E), jnp.full(1, S * block)])
+    place_P = jnp.arange(P) + begin_E[sorted_P]  # of the sorted pairs
+    row_P = jnp.zeros(P, jnp.int32).at[order_P].set(place_P.astype(jnp.int32))
+    pair_R = jnp.full(S * block, P, jnp.int32).at[place_P].set(order_P.astype(jnp.int32), mode="drop")
+    expert_S = jnp.searchsorted(end_E, jnp.arange(S), side="right").astype(jnp.int32)
+    return Plan(row_P, pair_R, jnp.minimum(expert_S, E - 1), end_E[-1].astype(jnp.int32))
+
+
+@shaped
+def spread(x_AD, plan: Plan, K: int):
+    """Rows of the tokens in the order of the plan, [R, D]; zeros where it pads."""
+    return x_AD.at[plan.pair_R // K].get(mode="fill", fill_value=0)
+
+
+@shaped
+def combine(out_RD, weight_AK, plan: Plan):
+    """Weighted sum over each token's rows, [A, D], in fp32 or wider within and out's dtype at the end."""
+    A, K = weight_AK.shape
+    wide = jnp.promote_types(out_RD.dtype, jnp.float32)
+    out_AKD = out_RD.at[plan.row_P].get(mode="fill", fill_value=0).reshape(A, K, -1)
+    return jnp.einsum("AKD,AK->AD", out_AKD, weight_AK, preferred_element_type=wide).astype(out_RD.dtype)
+
+
+def matmul(x_RD, w_EFD, plan: Plan):
+    """x @ w[expert of the row]^T, [R, F], in x's dtype; weights' gradients are summed in fp32 or wider."""
+    return _matmul(x_RD, w_EFD.astype(x_RD.dtype), plan.expert_S, plan.used)
+
+
+@jax.custom_vjp
+def _matmul(x_RD, w_EFD, expert_S, used):
+    x_SCD = x_RD.reshape(len(expert_S), -1, x_RD.shape[1])
+
+    def block(s, y_SCF):
+        return y_SCF.at[s].set(x_SCD[s] @ w_EFD[expert_S[s]].T)
+
+    y_SCF = jnp.zeros((*x_SCD.shape[:2], w_EFD.shape[1]), x_RD.dtype)
+    return jax.lax.fori_loop(0, used, block, y_SCF).reshape(len(x_RD), -1)
+
+
+def _forward(x_RD, w_EFD, expert_S, used):
+    return _matmul(x_RD, w_EFD, expert_S, used), (x_RD, w_EFD, expert_S, used)
+
+
+def _backward(kept, dy_RF):
+    x_RD, w_EFD, expert_S, used = kept
+    wide = jnp.promote_types(x_RD.dtype, jnp.float32)
+    x_SCD, dy_SCF = (a.reshape(len(expert_S), -1, a.shape[1]) for a in (x_RD, dy_RF))
+
+    def block(s, grads):
+        dx_SCD, dw_EFD = grads
+        e = expert_S[s]
+        dx_SCD = dx_SCD.at[s].set(dy_SCF[s] @ w_EFD[e])
+        return dx_SCD, dw_EFD.at[e].add(jnp.einsum("CF,CD->FD", dy_SCF[s], x_SCD[s], preferred_element_type=wide))
+
+    start = jnp.zeros_like(x_SCD), jnp.zeros(w_EFD.shape, wide)
+    dx_SCD, dw_EFD = jax.lax.fori_loop(0, used, block, start)
+    return dx_SCD.reshape(x_RD.shape), dw_EFD.astype(w_EFD.dtype), None, None
+
+
+_matmul.defvjp(_forward, _backward)

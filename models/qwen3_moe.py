@@ -1,0 +1,88 @@
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 whose MLPs are mixtures of experts, in all layers or in some."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+from ..core.param import Param, Stack, Table
+from . import dense, layers, moe, qwen3
+from .dense import embed as embed
+
+
+@dataclass(frozen=True)
+class Config(dense.Config):
+    """`dense.Config` and the experts; `ffn` is that of layers without them.
+
+    Attributes:
+      experts, top_k: experts of a layer, and how many a token goes to.
+      expert_ffn: width of an expert.
+      norm_top_k: the weights of a token's experts are scaled to a sum of 1.
+      dense_layers: numbers of the layers that have an ordinary MLP.
+    """
+
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    norm_top_k: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+def config(hf: dict) -> Config:
+    """From a config.json; raises ValueError naming an option that is not implemented."""
+    base = qwen3.config(hf)
+    experts = hf.get("num_experts", hf.get("num_local_experts"))
+    for name, value in (
+        ("num_experts", experts), ("num_experts_per_tok", hf.get("num_experts_per_tok")),
+        ("moe_intermediate_size", hf.get("moe_intermediate_size")),
+    ):  # fmt: skip
+        if not value:
+            raise ValueError(f"config.json: qwen3_moe needs {name}, got {value}")
+    step, only = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    return Config(
+        **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)} | {"family": "qwen3_moe"},
+        experts=experts, top_k=hf["num_experts_per_tok"], expert_ffn=hf["moe_intermediate_size"],
+        norm_top_k=hf.get("norm_topk_prob", False),
+        dense_layers=tuple(i for i in range(base.layers) if i in only or (i + 1) % step),
+    )  # fmt: skip
+
+
+def to_hf(config: Config) -> dict:
+    """The config.json."""
+    return qwen3.to_hf(config) | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": config.experts,
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.expert_ffn,
+        "norm_topk_prob": config.norm_top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.dense_layers),
+    }
+
+
+def table(config: Config) -> Table:
+    """The weights: runs of layers with and without experts."""
+    plain = dense.table(config, qk_norm=True)
+    std, out = dense.inits(config)
+    one = f"{dense.AT}mlp.experts.{{expert}}."
+    without = {name: p for name, p in plain.stacks[0].params.items() if name not in ("gate", "up", "down")}
+    sparse = without | {
+        "router": Param("router embed", (f"{dense.AT}mlp.gate.weight",), std),
+        "expert_gate": Param("experts expert_ffn expert_embed", (f"{one}gate_proj.weight",), std),
+        "expert_up": Param("experts expert_ffn expert_embed", (f"{one}up_proj.weight",), std),
+        "expert_down": Param("experts expert_embed expert_ffn", (f"{one}down_proj.weight",), out),
+    }
+    runs = itertools.groupby(range(config.layers), lambda i: i in config.dense_layers)
+    stacks = tuple(Stack(tuple(run), plain.stacks[0].params if bare else sparse) for bare, run in runs)
+    dims = plain.dims | {
+        "router": config.experts, "experts": config.experts, "expert_embed": config.embed,
+        "expert_ffn": config.expert_ffn,
+    }  # fmt: skip
+    return Table(plain.top, stacks, dims)
+
+
+def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config):
+    """One layer, as `dense.block`."""
+    mlp = partial(moe.mlp, top_k=config.top_k, norm_top_k=config.norm_top_k) if "router" in w else layers.gated_mlp
+    return dense.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, mlp)
