@@ -278,7 +278,7 @@ class Executor:
 
 def _whole(generate, tokens, **sampling):
     """`generate`, unless its log-probabilities would not be those of the policy."""
-    for name, whole in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+    for name, whole in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("min_new_tokens", 0)):
         if sampling.get(name, whole) != whole:
             raise ValueError(
                 f"training needs samples of the whole distribution, got {name}={sampling[name]}; set it to {whole}"

@@ -24,7 +24,8 @@ Workflow = Callable[[Generate, Mapping[str, Any]], Awaitable[Sample | list[Sampl
 class Sampling:
     """How tokens are drawn: the keyword arguments of `generate`.
 
-    Training needs the whole distribution at a temperature above 0: top_p, top_k and min_p are for evaluation.
+    Training needs the whole distribution at a temperature above 0: top_p, top_k, min_p and min_new_tokens (which rules
+    out stop tokens) are for evaluation.
 
     Attributes:
       temperature: 0 = greedy.

@@ -479,7 +479,9 @@ def test_rows_of_one_rollout_share_it_and_weigh_one():
     assert {s.group for s in samples} == {s.prompt for s in samples} == {1}
 
 
-@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_new_tokens": 2}, {"temperature": 0.0}]
+)
 def test_training_refuses_a_cut_distribution_and_evaluation_does_not(sampling):
     async def workflow(generate, row):
         return sampled([1], await generate([1], **sampling), temperature=1.0)
