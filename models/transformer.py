@@ -22,7 +22,7 @@ class Run:
     Attributes:
       dtype: of activations and matmuls; None = that of the weights. Norms, softmax and the head stay in fp32.
       remat: what the backward pass computes again: "full" each layer from its input, "dots" all but the matmuls with
-        weights and attention, "none" nothing. In this order steps get faster and take more memory.
+        weights and attention, "none" nothing. In this order they take more memory; "dots" is the fastest on a CPU.
       query_chunk: queries a chunk of attention; None = by the length of a row.
       cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
@@ -43,7 +43,7 @@ class Scores:
     Attributes:
       value_BT: the scalar head's output, or None without one.
       extra: what `per_chunk` returned, [B, T, ...].
-      aux: losses and loads that layers report; empty for dense models.
+      aux: what layers report beside their output, by name; no family reports anything so far.
     """
 
     logp_BT: Any
