@@ -75,7 +75,8 @@ def table(config: Config) -> Table:
     }
     runs = itertools.groupby(range(config.layers), lambda i: i in config.dense_layers)
     stacks = tuple(Stack(tuple(run), plain.stacks[0].params if bare else sparse) for bare, run in runs)
-    dims = plain.dims | {
+    dims = {
+        **plain.dims,
         "router": config.experts, "experts": config.experts, "expert_embed": config.embed,
         "expert_ffn": config.expert_ffn,
     }  # fmt: skip
