@@ -1,7 +1,6 @@
 """What every recipe needs: a model from a path, and a stop that waits for the end of a step."""
 
 import contextlib
-import ctypes
 import math
 import signal
 import threading
@@ -16,21 +15,6 @@ from areax.adapters import datasets, hf
 from areax.core import param
 from areax.parallel import mesh, rules
 from areax.rollout import names
-
-# glibc's malloc.h: M_ARENA_MAX (only the first arena can grow at will), M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-MALLOC = {-8: 1, -3: 2**31 - 1, -1: 2**31 - 1}
-
-
-def keep_memory() -> None:
-    """Lets this process keep the memory that it frees for the next step; to be called before JAX computes anything.
-
-    XLA's CPU client takes and frees the temporary arrays of every step. By glibc's defaults the kernel maps and clears
-    them anew each time, which was 5 % of a training step's CPU time. Where the C library is another nothing changes.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for option, value in MALLOC.items():
-            libc.mallopt(option, value)
 
 
 def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:
