@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from . import mesh as meshes
-from .vocab import island, rows
+from .island import island, rows
 
 MATRICES = P("ep", "tp", None), P("ep", "tp", None), P("ep", None, "tp")  # gate, up, down while they are used
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from ..core import logprobs
 from ..core.shapes import shaped
 from . import mesh as meshes
-from .rules import spec
+from .island import island, rows
 
 TABLE = P("tp", None)  # a vocabulary's matrix while it is used
 
@@ -50,15 +50,3 @@ def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chu
     split = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
     each = rows("")
     return island(split, (rows("hidden"), TABLE, each, each), each)(hidden_BTD, head_VD, target_BT, temperature_BT)
-
-
-def rows(axes: str):
-    """Spec of an array [B, T, ...]."""
-    return spec(("batch", "seq", *axes.split()))
-
-
-def island(fn, in_specs, out_specs):
-    """`fn` on local arrays, all axes of the ambient mesh in its own hands; gradients of whole arguments are summed."""
-    return jax.shard_map(
-        fn, mesh=jax.sharding.get_abstract_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
