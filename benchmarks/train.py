@@ -28,8 +28,10 @@ def ours(folder, model):
     from areax import models
     from areax.adapters import hf
     from areax.core import losses, optim, packing, step
+    from areax.recipes import common
     from areax.rollout.types import supervised
 
+    common.compute_in_place()  # as the recipes do
     config, params = hf.load(folder)
     optimizer = optim.adamw(optim.AdamW(**ADAM, clip=CLIP), models.table(config))
     objective = losses.SFT()

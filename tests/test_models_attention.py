@@ -1,0 +1,83 @@
+"""Attention over packed rows against one sequence at a time in float64 numpy."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax.models import attention, layers
+
+T, N, K, H, CHUNK = 48, 4, 2, 8, 4
+
+
+def alone(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH):
+    """(out, dq, dk, dv): softmax(q k^T / sqrt(H)) v over the triangle of each sequence, and its gradients."""
+    q, k, v, dout = (np.float64(x) for x in (q_BTNH, k_BTKH, v_BTKH, dout_BTNH))
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    for b, segment_T in enumerate(segment_BT):
+        for s in np.unique(segment_T):
+            own = np.flatnonzero(segment_T == s)
+            for n in range(N):
+                g = n // (N // K)
+                score = q[b, own, n] @ k[b, own, g].T / np.sqrt(H)
+                score[np.triu_indices(len(own), 1)] = -np.inf
+                p = np.exp(score - score.max(-1, keepdims=True))
+                p /= p.sum(-1, keepdims=True)
+                out[b, own, n] = p @ v[b, own, g]
+                dp = dout[b, own, n] @ v[b, own, g].T
+                ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(H)
+                dq[b, own, n] = ds @ k[b, own, g]
+                dk[b, own, g] += ds.T @ q[b, own, n]
+                dv[b, own, g] += p.T @ dout[b, own, n]
+    return out, dq, dk, dv
+
+
+@jax.jit
+def packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH):
+    where = segment_BT, layers.segment_index(segment_BT)
+    out, back = jax.vjp(lambda q, k, v: attention.causal(q, k, v, *where, chunk=CHUNK), q_BTNH, k_BTKH, v_BTKH)
+    return out, *back(dout_BTNH)
+
+
+def rows(*lengths_of_rows):
+    """segment_BT with sequences of these lengths, then padding."""
+    segment = np.zeros((len(lengths_of_rows), T), np.int32)
+    for row, lengths in zip(segment, lengths_of_rows, strict=True):
+        ends = np.minimum(np.cumsum(lengths), T)
+        for j, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            row[start:end] = j + 1
+    return segment
+
+
+def check(segment_BT):
+    B = len(segment_BT)
+    rng = np.random.default_rng(B)
+    q, k, v, dout = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
+    for name, ours, theirs in zip(
+        ("out", "dq", "dk", "dv"),
+        packed(q, k, v, segment_BT, dout), alone(q, k, v, segment_BT, dout), strict=True,
+    ):  # fmt: skip
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=2, max_size=2))
+def test_a_token_sees_its_own_sequence_up_to_itself(lengths):
+    check(rows(*lengths))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [[T], [T]],
+        [[1] * T, [1] * T],  # nobody needs more than the nearest keys
+        [[CHUNK] * 12, [CHUNK] * 12],
+        [[9, 39], [1] * 40],  # one row needs all, the other nothing
+        [[8 + 1, 12], [8, 13, 27]],  # around the shortest run
+        [[], []],
+    ],
+    ids=str,
+)
+def test_runs_of_keys_at_their_limits(lengths):
+    check(rows(*lengths))
