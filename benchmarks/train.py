@@ -31,7 +31,7 @@ def ours(folder, model):
     from areax.recipes import common
     from areax.rollout.types import supervised
 
-    common.compute_in_place()  # as the recipes do
+    common.keep_memory()  # as the recipes do
     config, params = hf.load(folder)
     optimizer = optim.adamw(optim.AdamW(**ADAM, clip=CLIP), models.table(config))
     objective = losses.SFT()

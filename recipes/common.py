@@ -1,6 +1,7 @@
 """What every recipe needs: a model from a path, and a stop that waits for the end of a step."""
 
 import contextlib
+import ctypes
 import math
 import signal
 import threading
@@ -16,14 +17,23 @@ from areax.core import param
 from areax.parallel import mesh, rules
 from areax.rollout import names
 
+# glibc's malloc.h: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+KEPT = {-3: 2**31 - 1, -1: 2**31 - 1}
 
-def compute_in_place() -> None:
-    """Lets the CPU backend compute in the thread that asks; to be called before JAX computes anything.
 
-    By default it hands a step to a thread of its own, whose memory the C library gives back to the system after each:
-    mapping and clearing it again cost 10 % of a training step on a model of 29M weights.
+def keep_memory() -> None:
+    """Lets this process keep the memory of a step on the CPU for the next; to be called before JAX computes anything.
+
+    By default each step runs in a thread of its own and the C library gives its memory back to the system, which maps
+    and clears it anew for the next: 285,000 page faults a step on a model of 29M weights, 5 % of its time, or 25 % on a
+    virtual machine that gives free memory back to its host. Helps calls from the main thread; the first arena alone can
+    grow at will. Where the C library is not glibc nothing is kept.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for option, value in KEPT.items():
+            libc.mallopt(option, value)
 
 
 def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:

@@ -120,7 +120,7 @@ class Trainer:
 
 def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns the summary that `out`/summary.json holds."""
-    common.compute_in_place()
+    common.keep_memory()
     return asyncio.run(train(config))
 
 

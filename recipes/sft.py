@@ -66,7 +66,7 @@ class Config:
 def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "seconds", ...}."""
     began = time.monotonic()
-    common.compute_in_place()
+    common.keep_memory()
     tokens = tokenizer.load(config.model)
     prompts = Prompts(common.read_rows(config.data, config.row), seed=config.seed)
     heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
