@@ -5,8 +5,8 @@
 Each side of a case lives in a process of its own and both take turns, ours first, so that a change in the machine's
 load or clock meets both; the side that waits is blocked. The first repetitions are not counted: they compile. Ratios
 are of medians by the clock, above 1 where areax is better. CPU-seconds are kept beside it, and how many cores other
-programs used meanwhile: above 0.1 the clock says little. Writes results.json and the table in RESULTS.md, unless it is
-quick or only some cases were asked for.
+programs used meanwhile: above 0.1 the clock says little. Writes results.json and the table in RESULTS.md, where cases
+that were not asked for stay as they were; a quick run writes nothing.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 CASES = ("train", "logprob", "generate", "varlen_random", "push")
 SIDES = ("ours", "theirs")
-REPETITIONS = {"S": 15, "M": 7, None: 7}
+REPETITIONS = {"S": 15, "M": 7, None: 15}
 QUICK = 3
 PACKAGES = {"transformers": ("transformers", "torch"), "plain": ()}
 TABLE = "<!-- table: written by run.py -->", "<!-- end of table -->"
@@ -135,6 +135,16 @@ def table(rows) -> str:
     return "\n".join(lines)
 
 
+def merged(rows) -> list[dict]:
+    """These rows in the place of earlier ones of the same case and model."""
+    name = lambda row: (row["case"], row["model"])
+    new = {name(row): row for row in rows}
+    page = HERE / "results.json"
+    old = json.loads(page.read_text()) if page.exists() else []
+    kept = [new.pop(name(row), row) for row in old]
+    return kept + list(new.values())
+
+
 def write(rows) -> None:
     (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     page = HERE / "RESULTS.md"
@@ -163,8 +173,8 @@ def main(arguments) -> None:
                 rows.append(measure(case, model, str(folder), QUICK if quick else REPETITIONS[model]))
                 print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
-    if not quick and not wanted:
-        write(rows)
+    if not quick:
+        write(merged(rows))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def busy() -> float:
 
 def repetition(once) -> dict:
     """Seconds by the clock, CPU-seconds, how many cores others kept busy meanwhile, and what came out."""
+    getattr(once, "before", lambda: None)()
     wall, cpu, all_ = time.perf_counter(), time.process_time(), busy()
     result = once()
     wall, cpu, all_ = time.perf_counter() - wall, time.process_time() - cpu, busy() - all_
