@@ -28,6 +28,7 @@ GROUPS = {
     "Learning": "Does it get better, and what does that do to its answers?",
     "Agreement": "Does the trainer give sampled tokens the probability that the sampler gave them?",
     "Optimiser": "How large and how regular are the updates?",
+    "Experts": "Are a mixture's experts used alike?",
     "Asynchrony": "How old is what the trainer learns from?",
     "Speed": "How much work a second?",
     "Other": "Numbers that the recipe logged and this page has no description of.",
@@ -132,6 +133,25 @@ CHARTS = (
         "Mean |advantage| of a token: how strongly it is pushed. 0 = nothing left to learn.", zero=True,
     ),
     Chart(
+        "Experts", "Load", ("expert_load", "expert_load_max"),
+        "Choices of the most used expert of a layer over the mean expert's: 1 = all are used alike. "
+        "The mean over layers, and the worst layer.", zero=True,
+    ),
+    Chart(
+        "Experts", "Idle experts", ("expert_idle", "expert_idle_max"),
+        "Share of a layer's experts that no token of the step chose: the mean over layers, and the worst one.",
+        zero=True,
+    ),
+    Chart(
+        "Experts", "Balance loss", ("balance_load",),
+        "E sum f P before its coefficient: experts a token where all are used alike, more otherwise.", zero=True,
+    ),
+    Chart(
+        "Experts", "Router logits", ("balance_z",),
+        "Mean squared log-sum-exp of the router's logits before its coefficient. Growth means overconfidence.",
+        zero=True,
+    ),
+    Chart(
         "Asynchrony", "Policy version", ("version", "server_version", "version_oldest"),
         "Batches consumed so far; what the server holds should follow at once.",
     ),
@@ -154,9 +174,13 @@ METRICS = {
     "accuracy": "share of held-out problems answered correctly, greedy decoding",
     "accuracy_sampled": "the same with answers sampled at the training temperature",
     "advantage": "mean |advantage| of a token: how far a reward lies from its group's mean",
+    "balance_load": "E sum f P of a layer's experts, before its coefficient; experts a token = all are used alike",
+    "balance_z": "squared log-sum-exp of a router's logits, before its coefficient",
     "clip_fraction": "share of tokens outside the clip range, which get no gradient",
     "dropped_fraction": "share of tokens whose importance weight exceeded the cap",
     "entropy": "uncertainty of the next token, nats; 0 = certain",
+    "expert_idle": "share of a layer's experts that no token chose",
+    "expert_load": "choices of a layer's most used expert over the mean expert's; 1 = all are used alike",
     "grad_norm": "length of the gradient over all parameters, before clipping",
     "evaluate_s": "seconds that an evaluation took, beside the step",
     "groups": "prompt groups in the batch",

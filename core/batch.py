@@ -31,6 +31,7 @@ class Batch:
       sample_BJ: position of the sample in the list that was packed.
       length_BJ, weight_BJ: tokens of the segment; its weight inside its rollout.
       input, target: arrays that samples brought along, by name.
+      whole: what `prepare` says of the whole batch, by name; the same in every microbatch.
     """
 
     token_BT: Array
@@ -54,6 +55,7 @@ class Batch:
     prox_BT: Array | None = None
     input: dict[str, Array] = field(default_factory=dict)
     target: dict[str, Array] = field(default_factory=dict)
+    whole: dict[str, Array] = field(default_factory=dict)
 
     def replace(self, **changes) -> "Batch":
         return dataclasses.replace(self, **changes)

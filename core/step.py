@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import metrics, packing
+from . import balance, metrics, packing
 from .batch import Batch
 
 
@@ -32,7 +32,11 @@ def init(params, optimizer: optax.GradientTransformation, shardings: State | Non
 
 
 def make_step(
-    score: Callable, objective, optimizer: optax.GradientTransformation, shardings: State | None = None
+    score: Callable,
+    objective,
+    optimizer: optax.GradientTransformation,
+    shardings: State | None = None,
+    adjust: Callable = lambda params, aux: params,
 ) -> Callable:
     """Returns jitted `step(state, batch) -> (state, metrics)` for a prepared Batch [M, B, T].
 
@@ -41,33 +45,40 @@ def make_step(
     gradient is not finite leaves weights and moments as they were and counts in `skipped`. The state is donated; on a
     mesh it stays where `shardings` says.
 
-    Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `skipped`.
+    Args:
+      adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient; `aux` is `out.aux` summed
+        over the batch. `balance.update_biases` is one.
+
+    Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `skipped`, with experts `balance.report`.
     """
 
     def one(params, batch):
-        return objective.loss(score(params, batch), batch)
+        out = score(params, batch)
+        loss, report = objective.loss(out, batch)
+        return loss, (report, out.aux)
 
     def step(state: State, batch: Batch):
         micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-        _, shapes = jax.eval_shape(one, state.params, micro(0))
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        _, (shapes, sums) = jax.eval_shape(one, state.params, micro(0))
+        zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+        plus = lambda a, b: jax.tree.map(jnp.add, a, b)
 
         def add(i, carry):
-            grads, loss, report = carry
-            (value, new), grad = jax.value_and_grad(one, has_aux=True)(state.params, micro(i))
-            return jax.tree.map(jnp.add, grads, grad), loss + value, metrics.merge_trees(report, new)
+            grads, loss, report, aux = carry
+            (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(state.params, micro(i))
+            return plus(grads, grad), loss + value, metrics.merge_trees(report, new), plus(aux, more)
 
-        start = zeros, jnp.zeros((), jnp.float32), metrics.empty_like(shapes)
+        start = zeros(state.params), jnp.zeros((), jnp.float32), metrics.empty_like(shapes), zeros(sums)
         if batch.token_BT.shape[0] == 1:  # nothing to add up
-            grads, loss, report = add(0, start)
+            grads, loss, report, aux = add(0, start)
         else:
-            grads, loss, report = jax.lax.fori_loop(0, packing.used(batch), add, start)
+            grads, loss, report, aux = jax.lax.fori_loop(0, packing.used(batch), add, start)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        params = keep(optax.apply_updates(state.params, updates), state.params)
-        report |= {
+        params = keep(adjust(optax.apply_updates(state.params, updates), aux), state.params)
+        report |= balance.report(aux) | {
             "loss": metrics.of(loss),
             "grad_norm": metrics.of(norm),
             "skipped": metrics.of(~finite),

@@ -182,11 +182,14 @@ def table(config: Config, *, qk_norm: bool) -> Table:
     return Table(top, (Stack(tuple(range(config.layers)), block),), dims)
 
 
-def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, mlp=layers.gated_mlp):
-    """One layer. `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` holds the mask, or the cache when decoding.
+def mlp(h_BTD, w, routing=None):
+    """What stands behind attention: (out_BTD, what the layer reports, which is nothing without experts)."""
+    return layers.gated_mlp(h_BTD, w), {}
 
-    `mlp(h_BTD, w) -> [B, T, D]` is what stands behind attention.
-    """
+
+def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=mlp):
+    """One layer: (x_BTD, what it reports by name). `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` holds the mask, or the
+    cache when decoding; `routing`, a `moe.Routing`, is for layers with experts."""
     B, T, _ = x_BTD.shape
 
     def heads(name, count):
@@ -204,7 +207,8 @@ def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, mlp=layers.gated_m
     a_BTNH = attend(q_BTNH, k_BTKH, heads("v", config.kv_heads))
     x_BTD = x_BTD + layers.linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias"))
     h_BTD = layers.rms_norm(x_BTD, w["norm2"], config.norm_eps)
-    return x_BTD + mlp(h_BTD, w)
+    out_BTD, report = mlp(h_BTD, w, routing=routing)
+    return x_BTD + out_BTD, report
 
 
 def embed(params, token_BT, dtype):

@@ -1,16 +1,21 @@
 """Matmuls of which each row has its own matrix: rows are sorted by matrix, each group is padded to whole blocks.
 
-Only blocks in use are computed, so the work is that of the rows, plus at most one block a matrix.
+Three ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in
+use, so that the work is that of the rows plus at most one block a matrix. "megablox" is the Pallas kernel that JAX
+ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU it would cost as much as all matrices for every
+row. A program with one that its platform cannot compute fails while it is lowered.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..core.shapes import shaped
 
+Kernel = Literal["blocked", "megablox", "ragged_dot"]
 BLOCKS = 8, 256  # fewest and most rows of a block
+TILE = 128  # of megablox, in each dimension
 
 
 class Plan(NamedTuple):
@@ -21,21 +26,26 @@ class Plan(NamedTuple):
       pair_R: pair of each row; beyond the last pair for padding.
       expert_S: matrix of each block.
       used: blocks that hold anything.
+      rows_E: rows of each matrix, padding included; they follow each other.
     """
 
     row_P: jax.Array
     pair_R: jax.Array
     expert_S: jax.Array
     used: jax.Array
+    rows_E: jax.Array
 
 
-def plan(expert_P, E: int) -> Plan:
+def plan(expert_P, E: int, parts: int = 1) -> Plan:
     """Sorts pairs by expert; numbers outside [0, E) are left out.
 
     A block is half of what an expert gets on average, so that padding costs about a quarter.
+
+    Args:
+      parts: how many times E experts the pairs are for, those that are left out included.
     """
     P = len(expert_P)
-    block = min(max(BLOCKS[0], 1 << (P // (2 * E)).bit_length() >> 1), BLOCKS[1])
+    block = min(max(BLOCKS[0], 1 << (P // (2 * E * parts)).bit_length() >> 1), BLOCKS[1])
     S = -(-P // block) + min(E, P)
     expert_P = jnp.where((expert_P >= 0) & (expert_P < E), expert_P, E)
     count_E = jnp.bincount(expert_P, length=E + 1)[:E]
@@ -48,7 +58,8 @@ def plan(expert_P, E: int) -> Plan:
     row_P = jnp.zeros(P, jnp.int32).at[order_P].set(place_P.astype(jnp.int32))
     pair_R = jnp.full(S * block, P, jnp.int32).at[place_P].set(order_P.astype(jnp.int32), mode="drop")
     expert_S = jnp.searchsorted(end_E, jnp.arange(S), side="right").astype(jnp.int32)
-    return Plan(row_P, pair_R, jnp.minimum(expert_S, E - 1), end_E[-1].astype(jnp.int32))
+    rows_E = (blocks_E * block).astype(jnp.int32)
+    return Plan(row_P, pair_R, jnp.minimum(expert_S, E - 1), end_E[-1].astype(jnp.int32), rows_E)
 
 
 @shaped
@@ -66,9 +77,32 @@ def combine(out_RD, weight_AK, plan: Plan):
     return jnp.einsum("AKD,AK->AD", out_AKD, weight_AK, preferred_element_type=wide).astype(out_RD.dtype)
 
 
-def matmul(x_RD, w_EFD, plan: Plan):
-    """x @ w[expert of the row]^T, [R, F], in x's dtype; weights' gradients are summed in fp32 or wider."""
-    return _matmul(x_RD, w_EFD.astype(x_RD.dtype), plan.expert_S, plan.used)
+def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
+    """x @ w[expert of the row]^T, [R, F], in x's dtype, zero in rows that no matrix has; sums in fp32 or wider."""
+    w_EFD = w_EFD.astype(x_RD.dtype)
+    if kernel == "blocked":
+        return _matmul(x_RD, w_EFD, plan.expert_S, plan.used)
+    operands = x_RD, w_EFD, plan.rows_E
+    if kernel == "megablox":
+        return jax.lax.platform_dependent(*operands, tpu=megablox)
+    return jax.lax.platform_dependent(*operands, tpu=ragged_dot, cuda=ragged_dot, rocm=ragged_dot)
+
+
+def megablox(x_RD, w_EFD, rows_E, *, interpret: bool = False):
+    """The same by JAX's kernel for TPUs, on any platform if it is interpreted."""
+    from jax.experimental.pallas.ops.tpu.megablox import ops
+
+    padded_RD = jnp.pad(x_RD, ((0, -len(x_RD) % TILE), (0, 0)))
+    y_RF = ops.gmm(padded_RD, w_EFD, rows_E, x_RD.dtype, (TILE,) * 3, None, None, True, interpret)[: len(x_RD)]
+    theirs_R = jnp.arange(len(x_RD)) < jnp.sum(rows_E)  # the kernel leaves the other rows as they were in memory
+    return jnp.where(theirs_R[:, None], y_RF, 0)
+
+
+def ragged_dot(x_RD, w_EFD, rows_E):
+    """The same by XLA."""
+    wide = jnp.promote_types(x_RD.dtype, jnp.float32)
+    y_RF = jax.lax.ragged_dot(x_RD, w_EFD.swapaxes(1, 2), rows_E, preferred_element_type=wide)
+    return y_RF.astype(x_RD.dtype)
 
 
 @jax.custom_vjp

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..core.param import Param, Stack, Table
-from . import dense, layers, moe, qwen3
+from . import dense, moe, qwen3
 from .dense import embed as embed
 
 
@@ -83,7 +83,7 @@ def table(config: Config) -> Table:
     return Table(plain.top, stacks, dims)
 
 
-def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config):
-    """One layer, as `dense.block`."""
-    mlp = partial(moe.mlp, top_k=config.top_k, norm_top_k=config.norm_top_k) if "router" in w else layers.gated_mlp
-    return dense.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, mlp)
+def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing: moe.Routing = moe.Routing()):
+    """One layer, as `dense.block`; one with experts reports what `moe.mlp` does."""
+    mlp = partial(moe.mlp, top_k=config.top_k, norm_top_k=config.norm_top_k) if "router" in w else dense.mlp
+    return dense.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, routing, mlp)

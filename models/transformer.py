@@ -1,6 +1,7 @@
 """From tokens to hidden states, logits and scores, for every family."""
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 
 from ..core.batch import Batch
 from ..core.shapes import shaped
-from ..parallel import context, rules, vocab
-from . import attention, layers, rope
+from ..parallel import context, experts, rules, vocab
+from . import attention, grouped, layers, moe, rope
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Run:
       query_chunk: queries a chunk of attention; None = by the length of a row.
       cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
+      dispatch: how tokens reach experts on other devices: `parallel.experts` says what each way costs.
+      expert_kernel: how the matmuls of experts are computed: `models.grouped`.
     """
 
     dtype: str | None = None
@@ -33,6 +36,8 @@ class Run:
     query_chunk: int | None = None
     cp: context.Method = "gather"
     head_chunk: int | None = None
+    dispatch: experts.Method = "gather"
+    expert_kernel: grouped.Kernel = "blocked"
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +48,8 @@ class Scores:
     Attributes:
       value_BT: the scalar head's output, or None without one.
       extra: what `per_chunk` returned, [B, T, ...].
-      aux: what layers report beside their output, by name; no family reports anything so far.
+      aux: sums over the batch's tokens that layers report, by name, stacked over those layers that do: with experts
+        those of `moe.statistics`. They add up over microbatches.
     """
 
     logp_BT: Any
@@ -71,10 +77,23 @@ def family(config):
 
 
 @shaped
-def backbone(params, token_BT, position_BT, segment_BT, index_BT, *, config, run: Run = Run()):
-    """Hidden states after the last norm, [B, T, D]: embedding, a scan over each stack of layers, final norm."""
+def backbone(params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run()):
+    """Embedding, a scan over each stack of layers, final norm.
+
+    Args:
+      chosen_BTLK: experts that the tokens go to in each layer that has experts, for `moe.Routing`; None = they choose.
+
+    Returns:
+      hidden_BTD; the `aux` of `Scores`.
+
+    Raises:
+      ValueError: choices for other layers, or other numbers of experts, than the model has.
+    """
     module = family(config)
     table = module.table(config)
+    sparse = ["router" in stack.params for stack in table.stacks]
+    chosen = _by_stack(chosen_BTLK, sparse, table, config)
+    reports = []
     x_BTD = module.embed(params, token_BT, run.dtype or params["embed"].dtype)
     cos_BTP, sin_BTP = rope.tables(position_BT, config.rope, config.head_dim)
 
@@ -83,15 +102,36 @@ def backbone(params, token_BT, position_BT, segment_BT, index_BT, *, config, run
         ring = partial(attention.ring, chunk=run.query_chunk, axis="cp")
         return context.attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, method=run.cp)
 
-    for weights, stack in zip(params["stacks"], table.stacks, strict=True):
+    for weights, stack, chosen_LBTK in zip(params["stacks"], table.stacks, chosen, strict=True):
 
-        def layer(x_BTD, w, stack=stack):
+        def layer(x_BTD, each, stack=stack):
+            w, chosen_BTK = each
             w = rules.gather(w, stack.params)
-            x_BTD = module.block(x_BTD, w, cos_BTP, sin_BTP, attend, config)
-            return rules.constrain(x_BTD, "batch seq hidden"), None
+            routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
+            x_BTD, report = module.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, routing)
+            sums = {name: x for name, x in report.items() if name != "experts"}
+            return rules.constrain(x_BTD, "batch seq hidden"), sums
 
-        x_BTD, _ = jax.lax.scan(REMAT[run.remat](layer), x_BTD, weights)
-    return layers.rms_norm(x_BTD, params["norm"], config.norm_eps)
+        x_BTD, sums = jax.lax.scan(REMAT[run.remat](layer), x_BTD, (weights, chosen_LBTK))
+        reports += [sums] if sums else []
+    aux = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else {}
+    return layers.rms_norm(x_BTD, params["norm"], config.norm_eps), aux
+
+
+def _by_stack(chosen_BTLK, sparse, table, config):
+    """Each stack's part of the choices, [L, B, T, K], None where it has no experts."""
+    if chosen_BTLK is None:
+        return [None] * len(sparse)
+    counts = [len(stack.layers) * has for stack, has in zip(table.stacks, sparse, strict=True)]
+    wanted = sum(counts), getattr(config, "top_k", 0)
+    if chosen_BTLK.shape[2:] != wanted:
+        raise ValueError(
+            f"routed_experts: choices must be [..., {wanted[0]} layers with experts, {wanted[1]} experts a token], "
+            f"got {list(chosen_BTLK.shape[2:])}; were they recorded with another model?"
+        )
+    starts = itertools.accumulate(counts, initial=0)
+    part = lambda start, count: jnp.moveaxis(chosen_BTLK[:, :, start : start + count], 2, 0) if count else None
+    return [part(start, count) for start, count in zip(starts, counts, strict=False)]
 
 
 def head(params):
@@ -111,7 +151,7 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     position_BT = index_BT if position_BT is None else position_BT
     into, back = context.arrange(run.cp, token_BT.shape[1])
     rows = map(into, (token_BT, position_BT, segment_BT, index_BT))
-    hidden_BTD = back(backbone(params, *rows, config=config, run=run))
+    hidden_BTD = back(backbone(params, *rows, config=config, run=run)[0])
     wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     w = head(params).astype(hidden_BTD.dtype)
     return jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide)
@@ -120,7 +160,8 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
 def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, per_chunk=None):
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
-    Works in chunks of tokens: no [T, V] array is held, forward or backward.
+    Works in chunks of tokens: no [T, V] array is held, forward or backward. Where the batch brings
+    `input["routed_experts"]` [B, T, L, K], tokens go to these experts (replay, see `moe.Routing`).
 
     Args:
       temperature: positive scalar, or one a token, [B, T].
@@ -128,7 +169,8 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     """
     into, back = context.arrange(run.cp, batch.token_BT.shape[1])
     rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
-    hidden_BTD = backbone(params, *rows, config=config, run=run)
+    chosen_BTLK = jax.tree.map(into, _chosen(batch))
+    hidden_BTD, aux = backbone(params, *rows, chosen_BTLK, config=config, run=run)
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
     made = vocab.score(
         hidden_BTD, head(params), into(batch.target_BT),
@@ -138,4 +180,10 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     value = None
     if "score" in params:
         value = back(layers.linear(hidden_BTD, params["score"])[..., 0].astype(jnp.float32))
-    return Scores(logp, entropy, lse, value, extra)
+    return Scores(logp, entropy, lse, value, extra, aux)
+
+
+def _chosen(batch: Batch):
+    """The batch's recorded choices of experts or None; padding chooses for itself."""
+    chosen_BTLK = batch.input.get("routed_experts")
+    return None if chosen_BTLK is None else jnp.where(batch.segment_BT[..., None, None] > 0, chosen_BTLK, -1)

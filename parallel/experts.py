@@ -1,36 +1,72 @@
-"""Experts split over ep: tokens of the ep group are gathered, each device computes its own experts, sums are scattered.
+"""Experts split over ep, each device computing its own. Nothing is dropped, whatever tokens choose.
 
-Nothing is dropped, whatever tokens choose. Inside an expert, ffn is split over tp.
+Two ways for tokens to reach them. "gather": every device of the ep group gets all tokens of the group, computes its
+experts' part, and the parts are summed where the tokens came from. "all_to_all": a token travels once for each expert
+that it chose, and its result back. Inside an expert, ffn is split over tp.
 """
 
+from typing import Literal
+
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from . import mesh as meshes
+from .exchange import exchange
 from .island import island, rows
 
+Method = Literal["gather", "all_to_all"]
 MATRICES = P("ep", "tp", None), P("ep", "tp", None), P("ep", None, "tp")  # gate, up, down while they are used
 
 
-def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices):
+def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "gather"):
     """The mixture of each token, [B, T, D].
 
     Args:
-      compute: f(x_AD, index_AK, weight_AK, matrices, first) -> [A, D], the part of the experts from number `first` on
-        whose matrices (gate_EFD, up_EFD, down_EDF) it is given.
+      compute: f(x_AD, index_AK, weight_AK, matrices, first, parts) -> [A, D], the part of the experts from number
+        `first` on whose matrices (gate_EFD, up_EFD, down_EDF) it is given, one of `parts` equal parts; other numbers
+        give nothing.
     """
 
     def local(x_BTD, index_BTK, weight_BTK, *matrices):
         B, T, D = x_BTD.shape
         flat = [x.reshape(B * T, -1) for x in (x_BTD, index_BTK, weight_BTK)]
         if meshes.size(*meshes.AXES) == 1:
-            return compute(*flat, matrices, 0).reshape(B, T, D)
-        first = len(matrices[0]) * jax.lax.axis_index("ep")
-        everyone = [jax.lax.all_gather(x, "ep", axis=0, tiled=True) for x in flat]
-        out_AD = jax.lax.psum(compute(*everyone, matrices, first), "tp")
-        return jax.lax.psum_scatter(out_AD, "ep", scatter_dimension=0, tiled=True).reshape(B, T, D)
+            return compute(*flat, matrices, 0, 1).reshape(B, T, D)
+        out_AD = {"gather": gather, "all_to_all": all_to_all}[method](compute, *flat, matrices)
+        return jax.lax.psum(out_AD, "tp").reshape(B, T, D)
 
     if meshes.size(*meshes.AXES) == 1:
         return local(x_BTD, index_BTK, weight_BTK, *matrices)
     each = rows("hidden")
     return island(local, (each, each, each, *MATRICES), each)(x_BTD, index_BTK, weight_BTK, *matrices)
+
+
+def gather(compute, x_AD, index_AK, weight_AK, matrices):
+    """The mixture of this device's tokens, [A, D], but for the sum over tp."""
+    everyone = [jax.lax.all_gather(x, "ep", axis=0, tiled=True) for x in (x_AD, index_AK, weight_AK)]
+    first = len(matrices[0]) * jax.lax.axis_index("ep")
+    out_AD = compute(*everyone, matrices, first, jax.lax.axis_size("ep"))
+    return jax.lax.psum_scatter(out_AD, "ep", scatter_dimension=0, tiled=True)
+
+
+def all_to_all(compute, x_AD, index_AK, weight_AK, matrices):
+    """The same. Pairs of a token and an expert are sorted by expert, and so by device; buffers have room for the case
+    that all pairs of the group go to one device, so that none is ever dropped."""
+    devices, own = jax.lax.axis_size("ep"), len(matrices[0])
+    A, K = index_AK.shape
+    expert_P = index_AK.reshape(-1)
+    order_P = jnp.argsort(expert_P, stable=True)
+    count_NNE = jax.lax.all_gather(jnp.bincount(expert_P, length=devices * own), "ep").reshape(devices, devices, own)
+    count_NN = jnp.sum(count_NNE, -1)  # pairs from device to device
+    there_RD = exchange(x_AD[order_P // K], count_NN, devices * A * K, "ep")
+    # What came stands by sender, and of each sender by expert.
+    end_NE = jnp.cumsum(count_NNE[:, jax.lax.axis_index("ep")].reshape(-1))
+    piece_R = jnp.searchsorted(end_NE, jnp.arange(len(there_RD)), side="right")
+    expert_R = jnp.where(piece_R < len(end_NE), piece_R % own, own)
+    ones_R = jnp.ones((len(there_RD), 1), x_AD.dtype)
+    there_RD = compute(there_RD, expert_R[:, None], ones_R, matrices, 0, devices)
+    out_PD = exchange(there_RD, count_NN.T, A * K, "ep")[jnp.argsort(order_P)]
+    wide = jnp.promote_types(x_AD.dtype, jnp.float32)
+    out_AD = jnp.einsum("AKD,AK->AD", out_PD.reshape(A, K, -1), weight_AK, preferred_element_type=wide)
+    return out_AD.astype(x_AD.dtype)

@@ -286,7 +286,7 @@ def test_value_heads(name, tmp_path):
 def hidden(params, token_BT, config):
     segment_BT = jnp.ones(token_BT.shape, jnp.int32)
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
-    return models.backbone(params, token_BT, position_BT, segment_BT, position_BT, config=config)
+    return models.backbone(params, token_BT, position_BT, segment_BT, position_BT, config=config)[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

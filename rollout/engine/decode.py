@@ -88,7 +88,7 @@ def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
         return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT)
 
     for w in weights["layers"]:
-        x = module.block(x, w, cos, sin, attend, config)
+        x, _ = module.block(x, w, cos, sin, attend, config)
 
     def insert(i, caches):
         row, slot = row_S[i], slot_S[i]
@@ -197,7 +197,7 @@ def forward(weights, caches, token_S, position_S, active_S, config):
             filled.append((keys, values))
             return attend_chunks(q_S1NH, keys, values, position_S, longest // C + 1)
 
-        x = module.block(x, w, cos, sin, attend, config)
+        x, _ = module.block(x, w, cos, sin, attend, config)
     x = layers.rms_norm(x, weights["norm"], config.norm_eps)
     return jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32), filled
 

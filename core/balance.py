@@ -1,0 +1,134 @@
+"""Experts evenly used: two terms of the loss, a bias without a gradient, and what a step reports of the load.
+
+All of them are made of the sums that layers with experts report in `Scores.aux`, stacked over these layers: choices of
+each expert `load` [L, E], its probabilities `prob` [L, E], squared log-sum-exp of the router's logits `lse2` [L] and
+`tokens` [L], over the tokens that are no padding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from . import metrics
+from .batch import Batch
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Coefficients of the terms that `wrap` adds to an objective; 0 = without the term. Both are means over layers.
+
+    Attributes:
+      load: of E sum_e f_e P_e (Switch, arXiv:2101.03961): f_e = choices of expert e a token, so that they sum to top_k,
+        P_e = its mean probability. top_k is the least of it, where all experts are used alike. Gradients flow into P.
+      z: of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv:2202.08906), which keeps them small.
+    """
+
+    load: float = 0.0
+    z: float = 0.0
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value < 0:
+                raise ValueError(f"Balance: {name} must be at least 0, got {value}")
+
+
+def wrap(objective, balance: Balance):
+    """The objective with these terms added; itself where both are 0."""
+    return Balanced(objective, balance) if balance.load or balance.z else objective
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """An objective and the terms of `Balance`. Microbatches change neither: f and the number of tokens are those of
+    the whole batch, f by the weights that made `scores`, which for one update a batch are those it starts from."""
+
+    objective: Any
+    balance: Balance
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.balance.load > 0 or self.objective.needs_scores
+
+    def __str__(self):
+        lines = [str(self.objective)]
+        if self.balance.load:
+            lines.append(f"  + {self.balance.load:g} E sum_e f_e P_e, mean over layers with experts")
+        if self.balance.z:
+            lines.append(f"  + {self.balance.z:g} logsumexp(router)^2, mean over tokens and layers with experts")
+        return "\n".join(lines)
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """The objective's, and what the terms need of the whole batch.
+
+        Raises:
+          ValueError: as the objective; with `load`, no scores of a model with experts.
+        """
+        batch = self.objective.prepare(batch, scores)
+        tokens = jnp.maximum(jnp.sum(batch.segment_BT > 0), 1).astype(jnp.float32)
+        whole = {"tokens": tokens}
+        if self.balance.load:
+            if scores is None or "load" not in scores.aux:
+                raise ValueError(
+                    "Balance: load needs scores of a model with experts, got "
+                    f"{'none' if scores is None else 'those of a model without'}"
+                )
+            load_LE = scores.aux["load"]
+            whole["share_LE"] = jnp.sum(load_LE.reshape(-1, *load_LE.shape[-2:]), 0) / tokens
+        front = batch.token_BT.shape[:-2]
+        return batch.replace(whole={name: jnp.broadcast_to(x, (*front, *x.shape)) for name, x in whole.items()})
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics) with the terms: `balance_load` and `balance_z` without coefficients."""
+        if "prob" not in out.aux:
+            raise ValueError("Balance: needs a model with experts, got one without; leave the coefficients at 0")
+        total, report = self.objective.loss(out, batch)
+        terms = {}
+        if self.balance.load:
+            prob_LE = out.aux["prob"]
+            L, E = prob_LE.shape
+            terms["balance_load"] = self.balance.load, E * jnp.sum(batch.whole["share_LE"] * prob_LE) / L
+        if self.balance.z:
+            terms["balance_z"] = self.balance.z, jnp.mean(out.aux["lse2"])
+        for name, (coefficient, part) in terms.items():
+            total += coefficient * part / batch.whole["tokens"]
+            report[name] = metrics.of_sum(part, out.aux["tokens"][0])
+        return total, report
+
+
+def report(aux) -> dict[str, metrics.Metric]:
+    """Of the sums of a batch, a number a layer: `expert_load`, the largest load over the mean one, and `expert_idle`,
+    the share of experts that no token chose. Nothing for a model without experts."""
+    if "load" not in aux:
+        return {}
+    load_LE = aux["load"]
+    mean_L = jnp.mean(load_LE, -1)
+    return {
+        "expert_load": metrics.of(jnp.max(load_LE, -1) / jnp.where(mean_L > 0, mean_L, 1), mean_L > 0),
+        "expert_idle": metrics.of(jnp.mean(load_LE == 0, -1), mean_L > 0),
+    }
+
+
+def update_bias(bias_LE, load_LE, rate: float):
+    """bias + rate sign(mean load - load): balancing without an auxiliary loss (arXiv:2408.15664). The bias takes part
+    in the choice of experts alone; `load_LE` counts the choices that were made with it."""
+    return bias_LE + rate * jnp.sign(jnp.mean(load_LE, -1, keepdims=True) - load_LE).astype(bias_LE.dtype)
+
+
+def update_biases(params, aux, rate: float):
+    """The parameters with `update_bias` done to every `router_bias`; for `step.make_step(adjust=)`.
+
+    Raises:
+      ValueError: no layer has such a bias.
+    """
+    stacks, first = [], 0
+    for stack in params["stacks"]:
+        if "router" in stack:
+            load_LE = aux["load"][first : first + len(stack["router"])]
+            first += len(load_LE)
+            if "router_bias" in stack:
+                stack = {**stack, "router_bias": update_bias(stack["router_bias"], load_LE, rate)}
+        stacks.append(stack)
+    if not any("router_bias" in stack for stack in stacks):
+        raise ValueError("update_biases: some layer must have a router_bias, got none; its family's table declares it")
+    return {**params, "stacks": stacks}
