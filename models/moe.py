@@ -29,7 +29,7 @@ class Routing:
     kernel: grouped.Kernel = "blocked"
 
 
-def mlp(x_BTD, w, *, top_k: int, norm_top_k: bool, routing: Routing = Routing()):
+def mlp(x_BTD, w, *, top_k: int, norm_top_k: bool, routing: Routing | None = None):
     """Sum over a token's experts of weight x gated MLP (arXiv:2101.03961 with top_k experts), in x's dtype.
 
     Where the weights have them: `router_bias` takes part in the choice alone (arXiv:2408.15664); a shared expert is
@@ -38,6 +38,7 @@ def mlp(x_BTD, w, *, top_k: int, norm_top_k: bool, routing: Routing = Routing())
     Returns:
       out_BTD; what `statistics` gives, and under "experts" the choices, i32[B, T, top_k].
     """
+    routing = routing or Routing()
     logits_BTE, prob_BTE = probabilities(x_BTD, w["router"])
     index_BTK = choose(prob_BTE, top_k, w.get("router_bias"), routing.chosen_BTK)
     weight_BTK = weigh(prob_BTE, index_BTK, norm_top_k).astype(x_BTD.dtype)

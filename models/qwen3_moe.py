@@ -83,7 +83,7 @@ def table(config: Config) -> Table:
     return Table(plain.top, stacks, dims)
 
 
-def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing: moe.Routing = moe.Routing()):
+def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None):
     """One layer, as `dense.block`; one with experts reports what `moe.mlp` does."""
     mlp = partial(moe.mlp, top_k=config.top_k, norm_top_k=config.norm_top_k) if "router" in w else dense.mlp
     return dense.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, routing, mlp)
