@@ -3,7 +3,7 @@
 Three ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in
 use, so that the work is that of the rows plus at most one block a matrix. "megablox" is the Pallas kernel that JAX
 ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU it would cost as much as all matrices for every
-row. A program with one that its platform cannot compute fails while it is lowered.
+row.
 """
 
 from typing import Literal, NamedTuple
@@ -78,24 +78,31 @@ def combine(out_RD, weight_AK, plan: Plan):
 
 
 def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
-    """x @ w[expert of the row]^T, [R, F], in x's dtype, zero in rows that no matrix has; sums in fp32 or wider."""
+    """x @ w[expert of the row]^T, [R, F], in x's dtype, zero in rows that no matrix has; sums in fp32 or wider.
+
+    Raises:
+      ValueError: a kernel that JAX's default backend cannot compute.
+    """
     w_EFD = w_EFD.astype(x_RD.dtype)
     if kernel == "blocked":
         return _matmul(x_RD, w_EFD, plan.expert_S, plan.used)
-    operands = x_RD, w_EFD, plan.rows_E
-    if kernel == "megablox":
-        return jax.lax.platform_dependent(*operands, tpu=megablox)
-    return jax.lax.platform_dependent(*operands, tpu=ragged_dot, cuda=ragged_dot, rocm=ragged_dot)
+    fn, backends = {"megablox": (megablox, ("tpu",)), "ragged_dot": (ragged_dot, ("gpu", "tpu"))}[kernel]
+    if jax.default_backend() not in backends:
+        raise ValueError(
+            f"expert_kernel: {kernel} runs on {' or '.join(backends)}, got {jax.default_backend()}; take blocked"
+        )
+    return fn(x_RD, w_EFD, plan.rows_E)
 
 
 def megablox(x_RD, w_EFD, rows_E, *, interpret: bool = False):
     """The same by JAX's kernel for TPUs, on any platform if it is interpreted."""
     from jax.experimental.pallas.ops.tpu.megablox import ops
 
-    padded_RD = jnp.pad(x_RD, ((0, -len(x_RD) % TILE), (0, 0)))
-    y_RF = ops.gmm(padded_RD, w_EFD, rows_E, x_RD.dtype, (TILE,) * 3, None, None, True, interpret)[: len(x_RD)]
-    theirs_R = jnp.arange(len(x_RD)) < jnp.sum(rows_E)  # the kernel leaves the other rows as they were in memory
-    return jnp.where(theirs_R[:, None], y_RF, 0)
+    # In rows that no matrix has, the kernel leaves what was in memory, in its output and in the gradient of its input.
+    inside = lambda x: jnp.where((jnp.arange(len(x)) < jnp.sum(rows_E))[:, None], x, 0)
+    padded_RD = jnp.pad(inside(x_RD), ((0, -len(x_RD) % TILE), (0, 0)))
+    y_RF = ops.gmm(padded_RD, w_EFD, rows_E, x_RD.dtype, (TILE,) * 3, None, None, True, interpret)
+    return inside(y_RF[: len(x_RD)])
 
 
 def ragged_dot(x_RD, w_EFD, rows_E):

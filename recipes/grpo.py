@@ -21,6 +21,7 @@ import numpy as np
 from areax import models
 from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
+from areax.core.balance import Balance, wrap
 from areax.core.optim import AdamW, adamw
 from areax.parallel import place, rules
 from areax.parallel.mesh import Layout
@@ -56,6 +57,7 @@ class Config:
       max_concurrent: most groups in flight.
       length: longest prompt and completion together, and tokens of a packed row.
       rows: packed rows of a microbatch.
+      balance: terms that keep the experts of a mixture evenly used.
       mesh: devices along each axis; all of them together must be the machine's, or one.
       save_every: in batches; 0 = at the end alone.
       evaluate_every: in batches; 0 = before the first and after the last.
@@ -86,6 +88,7 @@ class Config:
     sampling: Sampling = Sampling()
     objective: losses.GRPO = losses.GRPO()
     optim: AdamW = AdamW(lr=1e-6, warmup=10)
+    balance: Balance = Balance()
     run: models.Run = models.Run()
     mesh: Layout = Layout()
     length: int = 1024
@@ -233,9 +236,10 @@ def build(config: Config) -> Trainer:
     spec = replace(config.optim, steps=config.optim.steps or config.steps * config.minibatches)
     optimizer = adamw(spec, models.table(settings))
     shardings = rules.of_state(optimizer, models.table(settings), mesh)
+    objective = wrap(config.objective, config.balance)
     trainer = Trainer(
         config, settings, mesh, step.init(params, optimizer, shardings), step.make_scores(score),
-        jax.jit(config.objective.prepare), step.make_step(score, config.objective, optimizer, shardings),
+        jax.jit(objective.prepare), step.make_step(score, objective, optimizer, shardings),
     )  # fmt: skip
     if config.objective.kl_coef:
         trainer.reference = common.open_model(config.model, config.init, config.seed, mesh)[1]

@@ -16,6 +16,7 @@ import numpy as np
 from areax import models
 from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
+from areax.core.balance import Balance, wrap
 from areax.core.optim import AdamW, adamw
 from areax.parallel import place, rules
 from areax.parallel.mesh import Layout
@@ -39,6 +40,7 @@ class Config:
       batch: rows a step.
       length: longest sequence, and tokens of a packed row.
       rows: packed rows of a microbatch.
+      balance: terms that keep the experts of a mixture evenly used; `load` costs one more forward pass a step.
       mesh: devices along each axis; all of them together must be the machine's, or one.
       save_every: in steps; 0 = at the end alone.
       evaluate_every: in steps; 0 = at the end alone.
@@ -56,6 +58,7 @@ class Config:
     length: int = 1024
     rows: int = 8
     optim: AdamW = AdamW(lr=1e-5, warmup=10)
+    balance: Balance = Balance()
     run: models.Run = models.Run()
     mesh: Layout = Layout()
     save_every: int = 0
@@ -72,13 +75,14 @@ def main(config: Config) -> dict:
     heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh)
-    table, objective = models.table(settings), losses.SFT()
+    table, plain = models.table(settings), losses.SFT()
+    objective = wrap(plain, config.balance)
     optimizer = adamw(replace(config.optim, steps=config.optim.steps or config.steps), table)
     score = functools.partial(models.score, config=settings, run=config.run)
     shardings = rules.of_state(optimizer, table, mesh)
     update = step.make_step(score, objective, optimizer, shardings)
-    prepare = jax.jit(objective.prepare)
-    evaluate = step.make_loss(score, objective)
+    prepare, scores = jax.jit(objective.prepare), step.make_scores(score)
+    evaluate = step.make_loss(score, plain)
     current = step.init(params, optimizer, shardings)
     out = common.out_directory(config.out)
     samples = functools.lru_cache(maxsize=1 << 16)(functools.partial(_sample, tokens))
@@ -90,7 +94,7 @@ def main(config: Config) -> dict:
 
     def heldout_loss(params) -> dict:
         batches = [heldout[i : i + config.batch] for i in range(0, len(heldout), config.batch)]
-        reports = [evaluate(params, prepare(batch_of(rows))) for rows in batches]
+        reports = [evaluate(params, plain.prepare(batch_of(rows))) for rows in batches]
         return {f"heldout_{k}": v for k, v in metrics.to_dict(functools.reduce(metrics.merge_trees, reports)).items()}
 
     with jax.set_mesh(mesh), state.open_store(out / "state") as store, common.stop_signal() as stop:
@@ -113,7 +117,8 @@ def main(config: Config) -> dict:
             done = start
             for i in range(start, config.steps):
                 batch = batch_of([prompts[i * config.batch + j] for j in range(config.batch)])
-                current, now = update(current, prepare(batch))
+                seen = scores(current.params, batch) if objective.needs_scores else None
+                current, now = update(current, prepare(batch, seen))
                 if pending:  # one step behind, so that the host prepares while the device computes
                     report(*pending)
                 done, pending = i + 1, (i + 1, now, int(np.sum(batch.segment_BT > 0)))

@@ -1,5 +1,7 @@
 """A mixture of experts against loops in float64, whatever the tokens choose."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,51 @@ def test_every_pair_has_a_row_of_its_expert(expert, E):
         else:
             assert rows[p] >= len(plan.pair_R)
     assert sum(int(p) < len(expert) for p in plan.pair_R) == len(here)
+
+
+@pytest.mark.parametrize(
+    "other", [partial(grouped.megablox, interpret=True), grouped.ragged_dot], ids=["megablox", "ragged_dot"]
+)
+@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none"])
+def test_other_kernels_equal_blocked(other, kind):
+    """Values and gradients; the kernel for TPUs is interpreted. Some pairs are for experts that are elsewhere."""
+    rng = np.random.default_rng(0)
+    expert_P = choices(kind, rng).reshape(-1) - 1
+    plan = grouped.plan(jnp.asarray(expert_P), E - 1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    R = len(plan.pair_R)
+    x_RD = jnp.where((plan.pair_R < len(expert_P))[:, None], draw(R, D), 0)
+    w_EFD, dy_RF = draw(E - 1, F, D), draw(R, F)
+    dy_RF = jnp.where((jnp.arange(R) < jnp.sum(plan.rows_E))[:, None], dy_RF, 0)
+    run = lambda fn: jax.jit(lambda x, w: (lambda y, back: (y, *back(dy_RF)))(*jax.vjp(fn, x, w)))(x_RD, w_EFD)
+    wanted = run(lambda x, w: grouped.matmul(x, w, plan))
+    got = run(lambda x, w: other(x, w, plan.rows_E))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+@pytest.mark.parametrize(
+    "fn, platform, words",
+    [
+        (grouped.megablox, "tpu", "tpu_custom_call"),
+        (grouped.ragged_dot, "tpu", "ragged_dot"),
+        (grouped.ragged_dot, "cuda", "ragged_dot"),
+    ],
+)
+def test_kernels_are_lowered_for_their_platforms(fn, platform, words):
+    """Forward and backward, for machines that are not at hand."""
+    plan = grouped.plan(jnp.arange(64) % 4, 4)
+    x_RD, w_EFD = jnp.zeros((len(plan.pair_R), 128), jnp.bfloat16), jnp.zeros((4, 256, 128), jnp.bfloat16)
+    loss = jax.grad(lambda x, w: jnp.sum(fn(x, w, plan.rows_E).astype(jnp.float32)), (0, 1))
+    text = jax.jit(loss).trace(x_RD, w_EFD).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(words) >= 2  # the gradients of both arguments
+
+
+@pytest.mark.parametrize("kernel, where", [("megablox", "tpu"), ("ragged_dot", "gpu or tpu")])
+def test_a_kernel_that_cannot_run_here_is_refused(kernel, where):
+    plan = grouped.plan(jnp.arange(64) % 4, 4)
+    with pytest.raises(ValueError, match=f"expert_kernel: {kernel} runs on {where}, got cpu; take blocked"):
+        grouped.matmul(jnp.zeros((len(plan.pair_R), 8)), jnp.zeros((4, 8, 8)), plan, kernel)
 
 
 @pytest.mark.parametrize("tokens", [256, 1024, 4096])

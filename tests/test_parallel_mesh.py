@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from areax import models
-from areax.core import losses, metrics, packing, param, step
-from areax.parallel import context, mesh, place, ring, rules
+from areax.core import balance, losses, metrics, packing, param, step
+from areax.parallel import context, experts, mesh, place, ring, rules
 from areax.rollout.types import Sample
 
 COMMON = dict(
@@ -42,7 +42,11 @@ LAYOUTS = {
     "cp8 gather": mesh.Layout(cp=8), "cp8 ulysses": mesh.Layout(cp=8), "cp8 ring": mesh.Layout(cp=8),
     "fsdp2 ep4": mesh.Layout(fsdp=2, ep=4), "ep8": mesh.Layout(ep=8), "cp2 ep2 tp2": mesh.Layout(cp=2, ep=2, tp=2),
 }  # fmt: skip
-OBJECTIVES = {"sft": losses.SFT(), "grpo": losses.GRPO(entropy_coef=0.01, std="none")}
+SENT = {f"{name} all_to_all": LAYOUTS[name] for name in ("fsdp2 ep4", "ep8", "cp2 ep2 tp2")}  # of experts alone
+OBJECTIVES = {
+    "sft": losses.SFT(), "grpo": losses.GRPO(entropy_coef=0.01, std="none"),
+    "balanced": balance.wrap(losses.SFT(), balance.Balance(load=0.1, z=0.01)),
+}  # fmt: skip
 ROWS, LENGTH = 8, 48
 
 
@@ -71,19 +75,20 @@ def model(family):
     return config, table, jax.jit(lambda key: param.init(key, table))(jax.random.key(1))
 
 
-def method(name):
-    """How attention crosses cp in a layout."""
-    return next((word for word in name.split() if word in get_args(context.Method)), "gather")
+def run(name):
+    """How attention crosses cp and tokens reach experts in a layout."""
+    word = lambda method: next((word for word in name.split() if word in get_args(method)), "gather")
+    return models.Run(cp=word(context.Method), dispatch=word(experts.Method))
 
 
 def sgd_steps(family, objective, name, count):
     """(metrics of each step, parameters after it): SGD of rate 1 makes the change of the weights the gradient."""
     config, table, params = model(family)
     sgd = optax.sgd(1.0 if count == 1 else 0.1)
-    on = mesh.make(LAYOUTS.get(name, mesh.Layout()))
+    on = mesh.make((LAYOUTS | SENT).get(name, mesh.Layout()))
     with jax.set_mesh(on):
         shardings = rules.of_state(sgd, table, on)
-        score = partial(models.score, config=config, run=models.Run(cp=method(name)))
+        score = partial(models.score, config=config, run=run(name))
         batch = place.batch(packing.pack(samples(), LENGTH, rows=ROWS), on)
         scores = step.make_scores(score)
         update = step.make_step(score, objective, sgd, shardings)
@@ -122,7 +127,12 @@ def compare(got, wanted, start):
 # One layout with three axes in the everyday suite, the rest by `make test-mesh`.
 EVERY = [
     pytest.param(*case, marks=() if case == ("qwen3", "dp2 cp2 tp2 ring", "grpo") else pytest.mark.mesh)
-    for case in itertools.product(FAMILIES, LAYOUTS, OBJECTIVES)
+    for family in FAMILIES
+    for case in (
+        itertools.product([family], LAYOUTS | SENT, ("grpo", "balanced"))  # the latter is SFT and more
+        if family == "qwen3_moe"
+        else itertools.product([family], LAYOUTS, ("sft", "grpo"))
+    )
 ]
 
 
