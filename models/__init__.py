@@ -1,10 +1,10 @@
 """Models are modules: each family has `config`, `to_hf`, `table`, `embed` and `block`; what follows serves them all."""
 
 from ..parallel import rules
-from . import llama, qwen2, qwen3, qwen3_moe
+from . import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from .transformer import Run, Scores, backbone, forward, head, score
 
-FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
+FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen2_moe": qwen2_moe, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
 
 
 def config_from_hf(hf: dict):

@@ -30,27 +30,33 @@ class Config(dense.Config):
 
 def config(hf: dict) -> Config:
     """From a config.json; raises ValueError naming an option that is not implemented."""
-    base = qwen3.config(hf)
-    experts = hf.get("num_experts", hf.get("num_local_experts"))
-    for name, value in (
-        ("num_experts", experts), ("num_experts_per_tok", hf.get("num_experts_per_tok")),
-        ("moe_intermediate_size", hf.get("moe_intermediate_size")),
-    ):  # fmt: skip
-        if not value:
-            raise ValueError(f"config.json: qwen3_moe needs {name}, got {value}")
+    return sparse(Config, dataclasses.replace(qwen3.config(hf), family="qwen3_moe"), hf)
+
+
+def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
+    """A Config of this kind from that of the dense model and the options of experts; `sizes`: field -> option."""
+    sizes = dict(experts="num_experts", top_k="num_experts_per_tok", expert_ffn="moe_intermediate_size", **sizes)
+    hf = {"num_experts": hf.get("num_local_experts")} | hf
+    for name in sizes.values():
+        if not hf.get(name):
+            raise ValueError(f"config.json: {base.family} needs {name}, got {hf.get(name)}")
     step, only = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    return Config(
-        **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)} | {"family": "qwen3_moe"},
-        experts=experts, top_k=hf["num_experts_per_tok"], expert_ffn=hf["moe_intermediate_size"],
+    return kind(
+        **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)},
+        **{field: hf[name] for field, name in sizes.items()},
         norm_top_k=hf.get("norm_topk_prob", False),
         dense_layers=tuple(i for i in range(base.layers) if i in only or (i + 1) % step),
-    )  # fmt: skip
+    )
 
 
 def to_hf(config: Config) -> dict:
     """The config.json."""
-    return qwen3.to_hf(config) | {
-        "architectures": ["Qwen3MoeForCausalLM"],
+    return qwen3.to_hf(config) | experts_to_hf(config) | {"architectures": ["Qwen3MoeForCausalLM"]}
+
+
+def experts_to_hf(config: Config) -> dict:
+    """The options of experts in a config.json."""
+    return {
         "num_experts": config.experts,
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.top_k,
@@ -63,7 +69,11 @@ def to_hf(config: Config) -> dict:
 
 def table(config: Config) -> Table:
     """The weights: runs of layers with and without experts."""
-    plain = dense.table(config, qk_norm=True)
+    return with_experts(config, dense.table(config, qk_norm=True))
+
+
+def with_experts(config: Config, plain: Table) -> Table:
+    """The table of a dense model with experts in the place of the MLP where the config has them."""
     std, out = dense.inits(config)
     one = f"{dense.AT}mlp.experts.{{expert}}."
     without = {name: p for name, p in plain.stacks[0].params.items() if name not in ("gate", "up", "down")}

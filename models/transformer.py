@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..core.batch import Batch
 from ..core.shapes import shaped
@@ -81,7 +82,8 @@ def backbone(params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=No
     """Embedding, a scan over each stack of layers, final norm.
 
     Args:
-      chosen_BTLK: experts that the tokens go to in each layer that has experts, for `moe.Routing`; None = they choose.
+      chosen_BTLK: experts that the tokens go to, for `moe.Routing`, in each layer that has experts, or in every layer,
+        of which the others are passed over; None = they choose.
 
     Returns:
       hidden_BTD; the `aux` of `Scores`.
@@ -124,6 +126,9 @@ def _by_stack(chosen_BTLK, sparse, table, config):
         return [None] * len(sparse)
     counts = [len(stack.layers) * has for stack, has in zip(table.stacks, sparse, strict=True)]
     wanted = sum(counts), getattr(config, "top_k", 0)
+    if chosen_BTLK.shape[2] == config.layers != wanted[0]:  # recorded of all layers, as servers do
+        own = [i for stack, has in zip(table.stacks, sparse, strict=True) if has for i in stack.layers]
+        chosen_BTLK = chosen_BTLK[:, :, np.array(own, int)]
     if chosen_BTLK.shape[2:] != wanted:
         raise ValueError(
             f"routed_experts: choices must be [..., {wanted[0]} layers with experts, {wanted[1]} experts a token], "

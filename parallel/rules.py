@@ -27,6 +27,7 @@ class ShardingRules:
     vocab: Axes = "tp"
     embed: Axes = ("fsdp", "ep")
     ffn: Axes = "tp"
+    shared_ffn: Axes = "tp"
     heads: Axes = "tp"
     kv_heads: Axes = "tp"
     head: Axes = None

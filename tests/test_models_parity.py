@@ -54,6 +54,11 @@ CASES: dict[str, dict] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, num_experts=5, num_experts_per_tok=3,
         moe_intermediate_size=20, norm_topk_prob=False, decoder_sparse_step=2,
     ),
+    "qwen2_moe": dict(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4}, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=28, shared_expert_intermediate_size=36, norm_topk_prob=False, mlp_only_layers=[2],
+    ),
     "llama tied": dict(
         num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -75,7 +80,9 @@ def perturbed(model):
 
 def reference(name, kind="ForCausalLM", **more):
     family = name.split()[0]
-    prefix = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}[family]
+    prefix = {"qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}[
+        family
+    ]
     torch.manual_seed(0)
     config = getattr(transformers, prefix + "Config")(**TINY, **CASES[name], **more)
     return perturbed(getattr(transformers, prefix + kind)(config))

@@ -34,6 +34,15 @@ FAMILIES = {
         mlp_only_layers=[1],
         initializer_range=0.3,
     ),
+    "qwen2_moe": COMMON
+    | dict(
+        model_type="qwen2_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        initializer_range=0.3,
+    ),
     "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
 }
 LAYOUTS = {
@@ -131,6 +140,8 @@ EVERY = [
     for case in (
         itertools.product([family], LAYOUTS | SENT, ("grpo", "balanced"))  # the latter is SFT and more
         if family == "qwen3_moe"
+        else itertools.product([family], ("fsdp2 ep4", "cp2 ep2 tp2 all_to_all"), ("sft",))
+        if family == "qwen2_moe"
         else itertools.product([family], LAYOUTS, ("sft", "grpo"))
     )
 ]

@@ -122,7 +122,6 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(neutral):
         ("input_embeds", [[0.0]]),
         ("token_ids_logprob", [1]),
         ("return_hidden_states", True),
-        ("return_routed_experts", True),
         ("custom_logit_processor", "x"),
         ("session_params", {"id": "x"}),
     ],
@@ -130,6 +129,11 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(neutral):
 def test_features_that_cannot_be_honoured(name, value):
     with pytest.raises(ValueError, match=name):
         generate(**{name: value})
+
+
+def test_experts_are_asked_for_by_prompt():
+    assert generate(return_routed_experts=True).requests[0].routed_experts
+    assert not generate().requests[0].routed_experts
 
 
 def test_fields_that_change_no_result_are_passed_over():

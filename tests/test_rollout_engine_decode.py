@@ -1,5 +1,9 @@
 """Decoding through the cache computes what the model computes."""
 
+import base64
+import dataclasses
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +11,11 @@ import pytest
 
 from areax import models
 from areax.adapters import hf
-from areax.core import param
-from areax.rollout.engine import decode
+from areax.core import packing, param
+from areax.rollout.engine import bodies, decode, native
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
+from areax.rollout.types import supervised
 
 TINY = dict(
     vocab_size=89, hidden_size=48, intermediate_size=64, num_hidden_layers=2, max_position_embeddings=256,
@@ -21,6 +26,10 @@ CASES = {
     "qwen3_moe": dict(
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, num_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0],
+    ),
+    "qwen2_moe": dict(
+        num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, num_experts=8, num_experts_per_tok=3,
+        moe_intermediate_size=24, shared_expert_intermediate_size=40,
     ),
     "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
     "llama": dict(
@@ -120,6 +129,86 @@ def test_samples_do_not_depend_on_neighbours(served):
 
 def engine_results(engine, asked):
     return [(done.tokens, done.logp) for done in engine.generate(asked)]
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    config, params = model("qwen3_moe")
+    with Engine(config, params, slots=4, context=160, steps=4) as engine:
+        yield config, params, engine
+
+
+def recording(**more):
+    return [
+        Request(str(i), p, Sampling(1.0, max_new_tokens=12, ignore_eos=True, seed=i), routed_experts=True, **more)
+        for i, p in enumerate(prompts(6, (1, 9, 40)) + prompts(6, (1, 9, 40)))
+    ]
+
+
+def test_experts_are_recorded_and_can_be_replayed(mixture):
+    """Those of every token but the last, however prompts came into the cache; training with them gives the same."""
+    config, params, engine = mixture
+    asked = recording()
+    plain = engine_results(engine, [dataclasses.replace(request, routed_experts=False) for request in asked])
+    done = engine.generate(asked)
+    assert [(progress.tokens, progress.logp) for progress in done] == plain
+    data = []
+    for i, (request, progress) in enumerate(zip(asked, done, strict=True)):
+        n = len(request.prompt) + len(progress.tokens)
+        routed = np.array(progress.routed)
+        assert routed.shape == (n - 1, config.layers, config.top_k) and (routed[:, 0] == -1).all()
+        unknown = np.full((1, *routed.shape[1:]), -1, routed.dtype)
+        sample = supervised(request.prompt, progress.tokens, sample=i, rollout=i, group=i)
+        data.append(sample.replace(arrays={"routed_experts": ("input", np.concatenate([routed, unknown]))}))
+    score = jax.jit(lambda batch: models.score(params, jax.tree.map(lambda x: x[0], batch), config=config))
+    replayed = packing.pack(data, 64, rows=8)
+    own = packing.pack([sample.replace(arrays={}) for sample in data], 64, rows=8)
+    for progress, logp in zip(done, packing.unpack(score(replayed).logp_BT[None], replayed, data), strict=True):
+        np.testing.assert_allclose(logp[-12:], progress.logp, atol=1e-5)
+    np.testing.assert_array_equal(score(replayed).aux["load"], score(own).aux["load"])
+    changed = [s.replace(arrays={"routed_experts": ("input", (s.arrays["routed_experts"][1] + 1) % 8)}) for s in data]
+    assert not np.array_equal(score(packing.pack(changed, 64, rows=8)).aux["load"], score(own).aux["load"])
+
+
+def test_a_retracted_request_keeps_what_was_recorded(mixture):
+    _, params, engine = mixture
+    request = recording()[-1]
+    [whole] = engine.generate([request])
+    begun, gate, ended, last = *(threading.Event() for _ in range(3)), []
+
+    def tell(progress):
+        last[:] = [progress]
+        (ended if progress.finish else begun).set()
+        gate.wait()  # the engine's thread stays here until the pause has been asked for
+
+    engine.submit(request, tell)
+    begun.wait()
+    had = last[0]
+    threading.Timer(0.1, gate.set).start()
+    engine.pause("retract")
+    assert len(had.routed) == len(request.prompt) + len(had.tokens) - 1 and had.tokens != whole.tokens
+    engine.load(jax.tree.map(lambda x: -x, params), "v1")  # weights that choose otherwise
+    engine.resume()
+    ended.wait()
+    now = len(had.routed)
+    assert last[0].retractions == 1 and len(last[0].routed) == len(whole.routed)
+    np.testing.assert_array_equal(last[0].routed[:now], whole.routed[:now])
+    engine.load(params, "default")
+
+
+def test_recorded_experts_travel_as_servers_send_them(mixture):
+    """Base64 of i32[tokens but the last, layers, top_k]; a model without experts has none to send."""
+    config, params, engine = mixture
+    body = {"input_ids": [3, 1, 4], "sampling_params": {"max_new_tokens": 5}, "return_routed_experts": True}
+    ask = bodies.generate(body, None, engine.context)
+    [progress] = engine.generate(ask.requests)
+    answer = native.Service(engine, None, "", {}, "float32").answer(progress, ask, 0, 0.0)
+    sent = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
+    n = 3 + len(progress.tokens) - 1
+    np.testing.assert_array_equal(sent.reshape(n, config.layers, config.top_k), progress.routed)
+    plain, weights = model("qwen3")
+    with Engine(plain, weights, slots=2, context=32) as dense, pytest.raises(ValueError, match="a model with experts"):
+        dense.generate(ask.requests)
 
 
 def test_weights_in_bfloat16():

@@ -43,7 +43,7 @@ GENERATE_REFUSED = dict.fromkeys(
         "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "watermark",
         "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "return_sampling_mask",
         "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
-        "return_routed_experts", "return_indexer_topk", "return_entropy", "return_prompt_token_ids",
+        "return_indexer_topk", "return_entropy", "return_prompt_token_ids",
         "max_thinking_tokens", "multi_item_delimiter_indices", "token_indices_to_pool",
     ),
     NOTHING,
@@ -94,14 +94,15 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
     wanted = _each(body, "return_logprob", P, bool, False)
     starts = _each(body, "logprob_start_len", P, int, -1)
     tops = _each(body, "top_logprobs_num", P, int, 0)
+    routed = _each(body, "return_routed_experts", P, bool, False)
     requests: list[Request] = []
-    for prompt, (one, _), logprob, start, top, rid in zip(
-        prompts, chosen, wanted, starts, tops, rids(body.get("rid"), P, single, n), strict=True
+    for prompt, (one, _), logprob, start, top, experts, rid in zip(
+        prompts, chosen, wanted, starts, tops, routed, rids(body.get("rid"), P, single, n), strict=True
     ):
         if start > len(prompt):
             raise ValueError(f"logprob_start_len: must be at most the prompt's {len(prompt)} tokens, got {start}")
         inputs = start if logprob and 0 <= start < len(prompt) else None
-        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0)
+        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0, experts)
     return Ask(
         requests=tuple(requests),
         n=n,
@@ -164,16 +165,21 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
 
 
 def samples(
-    prompt: tuple[int, ...], chosen: Sampling, rid: Sequence[str], inputs: int | None = None, top: int = 0
+    prompt: tuple[int, ...],
+    chosen: Sampling,
+    rid: Sequence[str],
+    inputs: int | None = None,
+    top: int = 0,
+    experts: bool = False,
 ) -> list[Request]:
     """One request for each name in `rid`, all for one prompt. Sample k of a seeded request is drawn with seed + k: it
     differs from the others, and equals a request of its own with that seed."""
     if not prompt:
         raise ValueError("the prompt must have at least one token, got none")
     if chosen.seed is None or len(rid) == 1:
-        return [Request(name, prompt, chosen, inputs, top) for name in rid]
+        return [Request(name, prompt, chosen, inputs, top, experts) for name in rid]
     each = [replace(chosen, seed=(chosen.seed + k) % 2**64) for k in range(len(rid))]
-    return [Request(name, prompt, one, inputs, top) for name, one in zip(rid, each, strict=True)]
+    return [Request(name, prompt, one, inputs, top, experts) for name, one in zip(rid, each, strict=True)]
 
 
 def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:

@@ -71,7 +71,7 @@ def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
     Sequences are padded behind their end, where nothing ever looks.
 
     Returns:
-      caches; hidden_PTD after the last norm.
+      caches; hidden_PTD after the last norm; the `routed` experts.
     """
     module = models.family(config)
     P, T = token_PT.shape
@@ -87,8 +87,10 @@ def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
         made.append((k_PTKH.reshape(cut).transpose(0, 1, 3, 4, 2), v_PTKH.reshape(cut).transpose(0, 1, 3, 2, 4)))
         return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT)
 
+    reports = []
     for w in weights["layers"]:
-        x, _ = module.block(x, w, cos, sin, attend, config)
+        x, report = module.block(x, w, cos, sin, attend, config)
+        reports.append(report)
 
     def insert(i, caches):
         row, slot = row_S[i], slot_S[i]
@@ -96,7 +98,16 @@ def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
         return jax.tree.map(put, caches, made)
 
     caches = jax.lax.fori_loop(0, count, insert, caches)
-    return caches, layers.rms_norm(x, weights["norm"], config.norm_eps)
+    return caches, layers.rms_norm(x, weights["norm"], config.norm_eps), routed(reports)
+
+
+def routed(reports):
+    """Experts that each token went to, i32[P, T, layers, top_k], -1 in layers that have none; None without experts."""
+    found = [report.get("experts") for report in reports]
+    like = next((x for x in found if x is not None), None)
+    if like is None:
+        return None
+    return jnp.stack([jnp.full_like(like, -1) if x is None else x for x in found], 2)
 
 
 @functools.partial(jax.jit, static_argnames=("length",), donate_argnames=("caches",))
@@ -139,8 +150,9 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
     reaches `end`; no stop id is drawn for an index before `least`; `top` likeliest tokens are reported.
 
     Returns:
-      caches; {"token": [steps, S], "logp", "top_logp": [steps, S, K], "top_id"}, valid for the first
-      `position - old position` steps of each slot; position_S.
+      caches; {"token": [steps, S], "logp", "top_logp": [steps, S, K], "top_id"}, and with experts "routed" [steps, S,
+      layers, top_k] of the token that each step read, valid for the first `position - old position` steps of each
+      slot; position_S.
     """
     S, V = len(state_SW), config.vocab
     column = {name: state_SW[:, i] for name, i in COLUMNS.items()}
@@ -156,11 +168,11 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
 
     def one(carry):
         step, caches, token_S, position_S, active_S, out = carry
-        logits_SV, caches = forward(weights, caches, token_S, position_S, active_S, config)
+        logits_SV, caches, routed_SLK = forward(weights, caches, token_S, position_S, active_S, config)
         index_S = position_S + 1
         banned_SE = jnp.where((index_S < column["least"])[:, None], stop_SE, V)
         made = sampling.choose(logits_SV, index_S, banned_SE, controls, column["top"])
-        made = dict(zip(("token", "logp", "top_logp", "top_id"), made, strict=True))
+        made = dict(zip(("token", "logp", "top_logp", "top_id"), made, strict=True)) | {"routed": routed_SLK}
         out = {name: out[name].at[step].set(made[name]) for name in out}
         done_S = jnp.any(made["token"][:, None] == stop_SE, -1) | (index_S + 1 >= column["end"])
         token_S = jnp.where(active_S, made["token"], token_S)
@@ -174,19 +186,22 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
         "top_logp": jnp.zeros((steps, S, K), jnp.float32),
         "top_id": jnp.zeros((steps, S, K), jnp.int32),
     }
+    if any("router" in w for w in weights["layers"]):
+        out["routed"] = jnp.zeros((steps, S, len(weights["layers"]), config.top_k), jnp.int32)
     start = jnp.int32(0), caches, column["token"], column["position"], column["active"] > 0, out
     _, caches, _, position_S, _, out = jax.lax.while_loop(going, one, start)
     return caches, out, position_S
 
 
 def forward(weights, caches, token_S, position_S, active_S, config):
-    """Logits f32[S, V] for the token behind each slot's `token`, and the caches that now hold it."""
+    """Logits f32[S, V] for the token behind each slot's `token`, the caches that now hold it, and the experts that it
+    went to, as `routed`, [S, layers, top_k]."""
     module = models.family(config)
     S = len(token_S)
     cos, sin = rope.tables(position_S[:, None], config.rope, config.head_dim)
     longest = jnp.max(jnp.where(active_S, position_S, 0))
     x = module.embed(weights, token_S[:, None], weights["embed"].dtype)
-    filled = []
+    filled, reports = [], []
     for w, (keys, values) in zip(weights["layers"], caches, strict=True):
 
         def attend(q_S1NH, k_S1KH, v_S1KH, keys=keys, values=values):
@@ -197,9 +212,12 @@ def forward(weights, caches, token_S, position_S, active_S, config):
             filled.append((keys, values))
             return attend_chunks(q_S1NH, keys, values, position_S, longest // C + 1)
 
-        x, _ = module.block(x, w, cos, sin, attend, config)
+        x, report = module.block(x, w, cos, sin, attend, config)
+        reports.append(report)
     x = layers.rms_norm(x, weights["norm"], config.norm_eps)
-    return jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32), filled
+    logits_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
+    experts = routed(reports)
+    return logits_SV, filled, None if experts is None else experts[:, 0]
 
 
 def attend_chunks(q_S1NH, keys, values, position_S, chunks):

@@ -215,7 +215,8 @@ class Engine:
         for request, tell in pairs:
             own = () if request.sampling.ignore_eos else self.config.eos
             stops = frozenset(own) | frozenset(request.sampling.stop_token_ids)
-            check(request, stops, self.config.vocab, self.context, self._decode is not None)
+            experts = getattr(self.config, "experts", 0) > 0
+            check(request, stops, self.config.vocab, self.context, self._decode is not None, experts)
             lives.append((request, tell, stops))
         with self._wake:
             if self._closing:
@@ -346,7 +347,7 @@ class Engine:
         for made in self._slots.step(max(1, self.slots // 2) if crowded else self.slots + 1):
             self._deliver(*made)
 
-    def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list) -> None:
+    def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list) -> None:
         """Adds what a dispatch made for one request, up to where it ends."""
         sampling, progress, text = live.request.sampling, live.progress, live.text
         start, finish = len(progress.tokens), None
@@ -359,7 +360,7 @@ class Engine:
             hit = text.feed(shown, sampling.stop)
             if hit:
                 count, matched = hit
-                tokens, logp, top = tokens[:count], logp[:count], top[:count]
+                tokens, logp, top, routed = tokens[:count], logp[:count], top[:count], routed[:count]
                 finish = {"type": "stop", "matched": matched}
             elif finish:
                 text.end()
@@ -367,6 +368,7 @@ class Engine:
         progress.tokens += tokens
         progress.logp += logp
         progress.top += top
+        progress.routed += routed
         end = start + len(tokens)
         if progress.versions and progress.versions[-1][0] == self.version:
             progress.versions[-1] = (self.version, progress.versions[-1][1], end)
@@ -383,5 +385,5 @@ def snapshot(p: Progress) -> Progress:
     """A copy that stays as it is."""
     return Progress(
         p.rid, p.prompt_tokens, p.tokens[:], p.logp[:], p.versions[:], p.top[:], p.input_logp[:], p.input_top[:],
-        p.finish, p.text, p.cached_tokens, p.retractions,
+        p.routed[:], p.finish, p.text, p.cached_tokens, p.retractions,
     )  # fmt: skip

@@ -8,6 +8,7 @@ requests would go on with the cache of the old weights.
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import functools
 import json
@@ -122,6 +123,9 @@ class Service:
                 meta["output_top_logprobs"] = tops(progress.top)
         meta["completion_tokens"] = len(progress.tokens)
         meta["cached_tokens"] = progress.cached_tokens
+        if ask.requests[i].routed_experts and progress.finish:  # i32[tokens but the last, layers, top_k]
+            routed = np.array(progress.routed, np.int32)
+            meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode()
         if progress.finish:
             spans = progress.versions or [(meta["weight_version"], 0, 0)]
             meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]

@@ -40,6 +40,7 @@ class Request:
       prompt: token ids, at least one.
       input_logprobs_from: prompt index from which log-probabilities of the prompt's own tokens are wanted; None = none.
       top_logprobs: how many of the likeliest tokens to report a position, for output (and input, where wanted).
+      routed_experts: report the experts that tokens went to.
     """
 
     rid: str
@@ -47,6 +48,7 @@ class Request:
     sampling: Sampling = Sampling()
     input_logprobs_from: int | None = None
     top_logprobs: int = 0
+    routed_experts: bool = False
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Progress:
       finish: None while running, else {"type": "stop", "matched": id or string}, {"type": "length", "length": n} or
         {"type": "abort", "message": ...}.
       text: decoded output without the stop token or string, where the engine can decode, else "".
+      routed: where wanted, of each token but the last its experts, i32[layers, top_k], -1 in layers that have none.
       cached_tokens: prompt tokens whose cache was found ready.
       retractions: times the request was put back in the queue.
     """
@@ -73,20 +76,24 @@ class Progress:
     top: list[list[tuple[float, int]]] = field(default_factory=list)
     input_logp: list[float | None] = field(default_factory=list)
     input_top: list[list[tuple[float, int]] | None] = field(default_factory=list)
+    routed: list = field(default_factory=list)
     finish: dict | None = None
     text: str = ""
     cached_tokens: int = 0
     retractions: int = 0
 
 
-def check(request: Request, stops: frozenset[int], vocab: int, context: int, decodes: bool) -> None:
+def check(request: Request, stops: frozenset[int], vocab: int, context: int, decodes: bool, experts: bool) -> None:
     """Raises ValueError with one line, in SGLang's words where it has any, if the request cannot be served.
 
     Args:
       stops: all ids that end it, the model's own included.
       vocab, context: sizes of the model, in tokens.
       decodes: the engine can turn tokens into text.
+      experts: the model has experts.
     """
+    if request.routed_experts and not experts:
+        raise ValueError("return_routed_experts needs a model with experts, and this one has none.")
     if problem := _problem(request, stops, vocab, context, decodes):
         raise ValueError(problem)
 

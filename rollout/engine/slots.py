@@ -41,10 +41,12 @@ class Live:
 
 @dataclass(eq=False)
 class Row:
-    """A sequence to prefill for all requests that need it; `scored`: (last token, top) where it is to be scored too."""
+    """A sequence to prefill for all requests that need it; `scored`: (last token, top) where it is to be scored too,
+    `routed`: its experts are wanted."""
 
     prefix: tuple[int, ...]
     scored: tuple[int, int] | None
+    routed: bool
     lives: list[Live] = field(default_factory=list)
 
 
@@ -106,17 +108,17 @@ class Slots:
         rows: dict[tuple, Row] = {}
         copies: dict[int, list[tuple[int, int]]] = {}  # bucket -> (from slot, to slot)
         for live in lives:
-            prefix, scored = live.prefix, self._scored(live)
-            key = prefix, scored
-            holder = None if scored else self._slot_of.get(prefix)
+            prefix, scored, routed = live.prefix, self._scored(live), live.request.routed_experts
+            key = prefix, scored, routed
+            holder = None if scored or routed else self._slot_of.get(prefix)
             if (key in rows or holder is not None) and not live.progress.tokens:
                 live.progress.cached_tokens = len(prefix)
             slot = self._seat(live, holder) if live.request.sampling.max_new_tokens else None
             if key in rows:
                 rows[key].lives.append(live)
             elif holder is None:
-                if prefix and (scored or slot is not None):
-                    rows[key] = Row(prefix, scored, [live])
+                if prefix and (scored or routed or slot is not None):
+                    rows[key] = Row(prefix, scored, routed, [live])
             elif slot is not None and slot != holder:
                 copies.setdefault(programs.bucket(len(prefix), self.context), []).append((holder, slot))
                 self._remember(prefix, slot)
@@ -140,8 +142,9 @@ class Slots:
             row = self._state[slot]
             row[COLUMNS["active"]] = row[COLUMNS["top"]] = row[COLUMNS["least"]] = row[COLUMNS["temperature"]] = 0
 
-    def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list]]:
-        """A few decode steps, fewer once `wanted` slots idle: (request, tokens, logp, likeliest) of each that runs."""
+    def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
+        """A few decode steps, fewer once `wanted` slots idle: (request, tokens, logp, likeliest, experts of the tokens
+        read) of each that runs."""
         position = COLUMNS["position"]
         before_S = self._state[:, position].copy()
         self._caches, out, position_S = programs.decode(
@@ -153,11 +156,14 @@ class Slots:
         token_SU, logp_SU = (np.asarray(out[name]).T.tolist() for name in ("token", "logp"))
         ranked = any(live.request.top_logprobs for live in self.running.values())
         top_USK = [np.asarray(out[name]) for name in ("top_logp", "top_id")] if ranked else []
+        recorded = any(live.request.routed_experts for live in self.running.values())
+        routed_USLK = np.asarray(out["routed"]) if recorded else None
         made = []
         for slot, live in self.running.items():
             n, k = made_S[slot], live.request.top_logprobs
             top = pairs(*(x_USK[:n, slot, :k] for x_USK in top_USK)) if k else []
-            made.append((live, token_SU[slot][:n], logp_SU[slot][:n], top))
+            routed = list(routed_USLK[:n, slot]) if live.request.routed_experts else []
+            made.append((live, token_SU[slot][:n], logp_SU[slot][:n], top, routed))
             self._state[slot, COLUMNS["token"]] = token_SU[slot][n - 1]
         return made
 
@@ -205,14 +211,18 @@ class Slots:
             token_PT[i, : len(row.prefix)] = row.prefix
         places = [(i, live.slot) for i, row in enumerate(rows) for live in row.lives if live.slot is not None]
         row_S, slot_S = (self._padded([place[j] for place in places]) for j in (0, 1))
-        self._caches, hidden_PTD = programs.prefill(
+        self._caches, hidden_PTD, routed_PTLK = programs.prefill(
             self.weights, self._caches, token_PT, row_S, slot_S, len(places), config=self.config
         )
         self.counts["prefills"] += 1
         self.counts["prefilled_tokens"] += sum(len(row.prefix) for row in rows)
         for i, slot in places:
             self._remember(rows[i].prefix, slot)
+        if any(row.routed for row in rows):
+            routed_PTLK = np.asarray(routed_PTLK)
         for i, row in enumerate(rows):
+            for live in row.lives if row.routed else ():  # what a retracted request was told already stays
+                live.progress.routed.extend(routed_PTLK[i, len(live.progress.routed) : len(row.prefix)])
             if row.scored:
                 self._score(row, row.scored, i, hidden_PTD)
 
