@@ -17,8 +17,9 @@ NEAR = 2, 5
 
 @shaped
 def causal(
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, *, key_segment_BS=None, key_index_BS=None, chunk: int | None = None
-):
+    q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, *, key_segment_BS=None, key_index_BS=None,
+    window: int | None = None, chunk: int | None = None,
+):  # fmt: skip
     """Grouped-query attention in which a token sees the tokens of its own segment up to itself.
 
     Tokens of a segment stand next to each other in order, so a chunk of queries needs no key behind it, nor any before
@@ -28,6 +29,7 @@ def causal(
 
     Args:
       key_segment_BS, key_index_BS: of keys that are not the queries' own; every query must find itself among them.
+      window: most tokens that one sees, itself and the window - 1 before it; None = no limit (arXiv:2004.05150).
       chunk: queries a chunk; None = 64, or more in rows that would have over 32 chunks, each of which is compiled.
 
     Returns:
@@ -35,15 +37,18 @@ def causal(
     """
     here = segment_BT, index_BT
     there = here if key_index_BS is None else (key_segment_BS, key_index_BS)
-    out_BKGTH = _causal(*_heads_first(q_BTNH, k_BSKH, v_BSKH), here, there, chunk, key_index_BS is None)
+    out_BKGTH = _causal(*_heads_first(q_BTNH, k_BSKH, v_BSKH), here, there, window, chunk, key_index_BS is None)
     return _heads_last(out_BKGTH)
 
 
 @shaped
-def ring(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, axis: str, chunk: int | None = None):
+def ring(
+    q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, axis: str, window: int | None = None, chunk: int | None = None
+):
     """`causal` over rows whose positions are split over the devices of a mesh axis, in the order of `ring.order`."""
     keep = partial(checkpoint_name, name=OUTPUT)
-    whole = rings.attention(partial(forward, chunk=chunk), partial(backward, chunk=chunk), keep, axis)
+    how = dict(window=window, chunk=chunk)
+    whole = rings.attention(partial(forward, **how), partial(backward, **how), keep, axis)
     return _heads_last(whole(*_heads_first(q_BTNH, k_BTKH, v_BTKH), (segment_BT, index_BT)))
 
 
@@ -60,38 +65,39 @@ def _heads_last(out_BKGTH):
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk, own):
-    return forward(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk=chunk, own=own)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own):
+    return forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window=window, chunk=chunk, own=own)[0]
 
 
-def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk, own):
-    made = forward(q_BKGTH, k_BKSH, v_BKSH, here, there, chunk=chunk, own=own)
+def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own):
+    made = forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window=window, chunk=chunk, own=own)
     out_BKGTH, lse_BKGT1 = (checkpoint_name(x, OUTPUT) for x in made)
     return out_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, here, there, out_BKGTH, lse_BKGT1)
 
 
-def _causal_backward(chunk, own, kept, dout_BKGTH):
+def _causal_backward(window, chunk, own, kept, dout_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, here, there, out_BKGTH, lse_BKGT1 = kept
     inner_BKGT1 = jnp.sum(dout_BKGTH.astype(lse_BKGT1.dtype) * out_BKGTH, -1, keepdims=True)
     block = q_BKGTH, k_BKSH, v_BKSH, here, there
-    grads = backward(*block, lse_BKGT1, inner_BKGT1, dout_BKGTH, chunk=chunk, own=own)
+    grads = backward(*block, lse_BKGT1, inner_BKGT1, dout_BKGTH, window=window, chunk=chunk, own=own)
     return *(dx.astype(x.dtype) for dx, x in zip(grads, kept, strict=False)), None, None
 
 
 _causal.defvjp(_causal_forward, _causal_backward)
 
 
-def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, chunk, own):
+def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
     """One block: (out_BKGTH, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
 
     Args:
       own: the keys are the queries' own and in order, so that a chunk needs no key behind it, nor any before the
-        sequence of its first query.
+        window or the sequence of its first query. Places may lie closer together than
+        the tokens that stand there, never further apart.
     """
 
     def attend(queries, keys):
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys)
+        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys, window)
         top_BKGC1 = score_BKGCS.max(-1, keepdims=True)
         weight_BKGCS = jnp.exp(score_BKGCS - top_BKGC1)
         sum_BKGC1 = weight_BKGCS.sum(-1, keepdims=True)
@@ -101,12 +107,12 @@ def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, chunk, own):
 
     made = [
         _over_needed(partial(attend, queries), queries, seen, here, own)
-        for queries, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own)
+        for queries, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], window, chunk, own)
     ]
     return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
 
-def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, chunk, own):
+def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, window, chunk, own):
     """Gradients (dq, dk, dv) of one block, in fp32 or wider.
 
     Args:
@@ -116,38 +122,42 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
     wide, narrow = lse_BKGT1.dtype, q_BKGTH.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
 
-    def attend(queries, keys):
+    def attend(queries, seen, keys):
         q_BKRH, dout_BKRH = _rows(q_BKGTH[:, :, :, queries]), _rows(dout_BKGTH[:, :, :, queries])
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys)
+        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys, window)
         prob_BKRS = _rows(jnp.exp(score_BKGCS - lse_BKGT1[:, :, :, queries]))
         dprob_BKRS = product("BKRH,BKSH->BKRS", dout_BKRH, v_BKSH[:, :, keys])
         dscore_BKRS = (prob_BKRS * (dprob_BKRS - _rows(inner_BKGT1[:, :, :, queries]))).astype(narrow)
         dv_BKSH = product("BKRS,BKRH->BKSH", prob_BKRS.astype(narrow), dout_BKRH)
         dk_BKSH = product("BKRS,BKRH->BKSH", dscore_BKRS, q_BKRH)
         dq_BKRH = product("BKRS,BKSH->BKRH", dscore_BKRS, k_BKSH[:, :, keys])
-        before = (0, 0), (0, 0), (keys.start, 0), (0, 0)
+        before = (0, 0), (0, 0), (keys.start - seen.start, 0), (0, 0)
         return dq_BKRH.reshape(*score_BKGCS.shape[:-1], -1), jnp.pad(dk_BKSH, before), jnp.pad(dv_BKSH, before)
 
     dq = []
     dk_BKSH, dv_BKSH = jnp.zeros(k_BKSH.shape, wide), jnp.zeros(v_BKSH.shape, wide)
-    for queries, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], chunk, own):
-        dq_BKGCH, *more = _over_needed(partial(attend, queries), queries, seen, here, own)
-        dk_BKSH, dv_BKSH = (x.at[:, :, :seen].add(new) for x, new in zip((dk_BKSH, dv_BKSH), more, strict=True))
+    for queries, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], window, chunk, own):
+        dq_BKGCH, *more = _over_needed(partial(attend, queries, seen), queries, seen, here, own)
+        dk_BKSH, dv_BKSH = (x.at[:, :, seen].add(new) for x, new in zip((dk_BKSH, dv_BKSH), more, strict=True))
         dq.append(dq_BKGCH)
     return jnp.concatenate(dq, 3), dk_BKSH, dv_BKSH
 
 
-def _chunks(T, S, chunk, own):
-    """(queries, end of the keys that any of them may see) of each chunk."""
+def _chunks(T, S, window, chunk, own):
+    """(queries, keys that any of them may see) of each chunk."""
     chunk = chunk or max(64, T // 32)
-    return [(slice(t, min(t + chunk, T)), min(t + chunk, T) if own else S) for t in range(0, T, chunk)]
+    queries = [slice(t, min(t + chunk, T)) for t in range(0, T, chunk)]
+    if not own:
+        return [(each, slice(0, S)) for each in queries]
+    return [(each, slice(max(0, each.start - (window or T) + 1), each.stop)) for each in queries]
 
 
 def _over_needed(attend, queries, seen, here, own):
     """`attend(keys)` over the shortest of a few runs of keys that holds all the keys of these queries' sequences."""
     chunk = queries.stop - queries.start
-    starts = sorted({0, *(max(0, queries.start - near * chunk) for near in NEAR)}) if own else [0]
-    ways = [partial(attend, slice(start, seen)) for start in starts]
+    near = (max(seen.start, queries.start - near * chunk) for near in NEAR) if own else ()
+    starts = sorted({seen.start, *near})
+    ways = [partial(attend, slice(start, seen.stop)) for start in starts]
     if len(ways) == 1:
         return ways[0]()
     _, index_BT = here
@@ -161,12 +171,15 @@ def _rows(x_BKGCX):
     return x_BKGCX.reshape(B, K, G * C, X)
 
 
-def _scores(q_BKGTH, k_BKSH, here, there, queries, keys):
+def _scores(q_BKGTH, k_BKSH, here, there, queries, keys, window):
     """Of slices of queries and keys, with -1e30 added where a query may not look."""
     q_BKGCH, k_BKSH = q_BKGTH[:, :, :, queries], k_BKSH[:, :, keys]
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
     segment_BC1, index_BC1 = (x[:, queries, None] for x in here)
     segment_B1S, index_B1S = (x[:, None, keys] for x in there)
-    mask_BCS = jnp.where((segment_BC1 == segment_B1S) & (index_BC1 >= index_B1S), 0, wide.type(-1e30))
+    sees_BCS = (segment_BC1 == segment_B1S) & (index_BC1 >= index_B1S)
+    if window is not None:
+        sees_BCS &= index_BC1 - index_B1S < window
+    mask_BCS = jnp.where(sees_BCS, 0, wide.type(-1e30))
     score_BKRS = jnp.einsum("BKRH,BKSH->BKRS", _rows(q_BKGCH), k_BKSH, preferred_element_type=wide)
     return score_BKRS.reshape(*q_BKGCH.shape[:-1], -1) + mask_BCS[:, None, None]

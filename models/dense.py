@@ -3,6 +3,7 @@
 Biases and query/key norms are applied where the weights have them, so that a family's table alone says what it is.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class Config:
       init_std: standard deviation of new matrices.
       prefix: in front of the checkpoint's keys, "model." but for bare backbones.
       value_head: the model has a scalar head, `score.weight`.
+      window: most tokens that one sees in the layers `window_layers`, itself among them.
     """
 
     family: str
@@ -45,7 +47,14 @@ class Config:
     eos: tuple[int, ...] = ()
     prefix: str = "model."
     value_head: bool = False
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
     source: str = "{}"
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, None where there is no limit."""
+        return tuple(self.window if i in self.window_layers else None for i in range(self.layers))
 
 
 def config(hf: dict, family: str, **differences) -> Config:
@@ -58,11 +67,11 @@ def config(hf: dict, family: str, **differences) -> Config:
     refuse(hf, "attention_dropout", 0.0, default=0.0)
     refuse(hf, "pretraining_tp", 1, default=1)
     refuse(hf, "quantization_config", None, default=None)
-    windows = hf.get("layer_types") or []
-    if hf.get("use_sliding_window") or any(kind != "full_attention" for kind in windows):
+    kinds = hf.get("layer_types") or []
+    if "window" not in differences and (hf.get("use_sliding_window") or any(kind != FULL for kind in kinds)):
         raise ValueError(
-            f"config.json: sliding windows are not implemented for {family}, got use_sliding_window "
-            f"{hf.get('use_sliding_window')} and layer_types {sorted(set(windows))}"
+            f"config.json: {family} has no sliding windows, got use_sliding_window {hf.get('use_sliding_window')} "
+            f"and layer_types {sorted(set(kinds))}; take a family that has them"
         )
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if name not in hf:
@@ -91,6 +100,33 @@ def config(hf: dict, family: str, **differences) -> Config:
     return Config(**{**fields, **differences})
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # what layer_types may say of a layer
+
+
+def windows(hf: dict) -> dict:
+    """`window` and `window_layers` as Qwen2 and Qwen3 spell them: by layer_types, else all from max_window_layers on.
+
+    Raises:
+      ValueError: layer_types that are not one of the two kinds for each layer, or sliding ones without a window.
+    """
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    count, kinds = hf.get("num_hidden_layers") or 0, hf.get("layer_types")
+    if kinds is None:
+        first = hf.get("max_window_layers", 28) if window is not None else count
+        kinds = [SLIDING if i >= first else FULL for i in range(count)]
+    if len(kinds) != count or set(kinds) - {FULL, SLIDING}:
+        raise ValueError(
+            f"config.json: layer_types must be {FULL} or {SLIDING} for each of {count} layers, "
+            f"got {len(kinds)} of {sorted(set(kinds))}"
+        )
+    if SLIDING in kinds and (window is None or window < 1):
+        raise ValueError(
+            "config.json: sliding windows need use_sliding_window and a sliding_window of at least 1, "
+            f"got {hf.get('use_sliding_window')} and {hf.get('sliding_window')}"
+        )
+    return dict(window=window, window_layers=tuple(i for i, kind in enumerate(kinds) if kind == SLIDING))
+
+
 def refuse(hf: dict, name: str, only, *, default):
     """Raises unless the option has the one value that is implemented."""
     if hf.get(name, default) != only:
@@ -100,6 +136,12 @@ def refuse(hf: dict, name: str, only, *, default):
 def to_hf(config: Config) -> dict:
     """The config.json of a model, with rope and dtype in old and new spellings; options of the source are kept."""
     eos = list(config.eos)
+    sliding = {
+        "use_sliding_window": True,
+        "sliding_window": config.window,
+        "max_window_layers": config.windows.index(config.window),
+        "layer_types": [FULL if window is None else SLIDING for window in config.windows],
+    } if config.window_layers else {}  # fmt: skip
     return {
         **json.loads(config.source),
         "model_type": config.family,
@@ -117,6 +159,7 @@ def to_hf(config: Config) -> dict:
         "hidden_act": "silu",
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
         **rotary.to_hf(config.rope),
+        **sliding,
     }
 
 
@@ -129,7 +172,7 @@ def inits(config: Config):
 
 
 def table(config: Config, *, qk_norm: bool) -> Table:
-    """The weights of a dense decoder."""
+    """The weights of a dense decoder: runs of layers with the same window."""
     std, out = inits(config)
 
     def weight(axes, name, init=std):
@@ -179,7 +222,8 @@ def table(config: Config, *, qk_norm: bool) -> Table:
         "heads": config.heads * config.head_dim,
         "kv_heads": config.kv_heads * config.head_dim,
     }  # fmt: skip
-    return Table(top, (Stack(tuple(range(config.layers)), block),), dims)
+    runs = itertools.groupby(range(config.layers), lambda i: config.windows[i])
+    return Table(top, tuple(Stack(tuple(run), block) for _, run in runs), dims)
 
 
 def mlp(h_BTD, w, routing=None):

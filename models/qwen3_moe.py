@@ -30,7 +30,14 @@ class Config(dense.Config):
 
 def config(hf: dict) -> Config:
     """From a config.json; raises ValueError naming an option that is not implemented."""
-    return sparse(Config, dataclasses.replace(qwen3.config(hf), family="qwen3_moe"), hf)
+    base = qwen3.config(hf)
+    if base.window and len(base.window_layers) < base.layers and {"layer_types", "max_window_layers"} & hf.keys():
+        raise ValueError(
+            f"config.json: the sliding window of qwen3_moe is that of all layers, got layers {base.window_layers}; "
+            "leave layer_types and max_window_layers out"
+        )
+    everywhere = tuple(range(base.layers)) if base.window else ()
+    return sparse(Config, dataclasses.replace(base, family="qwen3_moe", window_layers=everywhere), hf)
 
 
 def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):

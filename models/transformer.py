@@ -99,18 +99,19 @@ def backbone(params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=No
     x_BTD = module.embed(params, token_BT, run.dtype or params["embed"].dtype)
     cos_BTP, sin_BTP = rope.tables(position_BT, config.rope, config.head_dim)
 
-    def attend(q_BTNH, k_BTKH, v_BTKH):
-        causal = partial(attention.causal, chunk=run.query_chunk)
-        ring = partial(attention.ring, chunk=run.query_chunk, axis="cp")
+    def attend(window, q_BTNH, k_BTKH, v_BTKH):
+        causal = partial(attention.causal, window=window, chunk=run.query_chunk)
+        ring = partial(attention.ring, window=window, chunk=run.query_chunk, axis="cp")
         return context.attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, method=run.cp)
 
     for weights, stack, chosen_LBTK in zip(params["stacks"], table.stacks, chosen, strict=True):
+        within = partial(attend, config.windows[stack.layers[0]])
 
-        def layer(x_BTD, each, stack=stack):
+        def layer(x_BTD, each, stack=stack, within=within):
             w, chosen_BTK = each
             w = rules.gather(w, stack.params)
             routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
-            x_BTD, report = module.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, routing)
+            x_BTD, report = module.block(x_BTD, w, cos_BTP, sin_BTP, within, config, routing)
             sums = {name: x for name, x in report.items() if name != "experts"}
             return rules.constrain(x_BTD, "batch seq hidden"), sums
 

@@ -1,5 +1,7 @@
 """Attention over packed rows against one sequence at a time in float64 numpy."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from areax.models import attention, layers
 T, N, K, H, CHUNK = 48, 4, 2, 8, 4
 
 
-def alone(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH):
-    """(out, dq, dk, dv): softmax(q k^T / sqrt(H)) v over the triangle of each sequence, and its gradients."""
+def alone(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH, window=None):
+    """(out, dq, dk, dv): softmax(q k^T / sqrt(H)) v over the triangle, or band, of each sequence, and its gradients."""
     q, k, v, dout = (np.float64(x) for x in (q_BTNH, k_BTKH, v_BTKH, dout_BTNH))
     out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
     for b, segment_T in enumerate(segment_BT):
@@ -22,6 +24,7 @@ def alone(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH):
                 g = n // (N // K)
                 score = q[b, own, n] @ k[b, own, g].T / np.sqrt(H)
                 score[np.triu_indices(len(own), 1)] = -np.inf
+                score[np.tril_indices(len(own), -(window or T))] = -np.inf
                 p = np.exp(score - score.max(-1, keepdims=True))
                 p /= p.sum(-1, keepdims=True)
                 out[b, own, n] = p @ v[b, own, g]
@@ -33,10 +36,12 @@ def alone(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH):
     return out, dq, dk, dv
 
 
-@jax.jit
-def packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH):
+@partial(jax.jit, static_argnames=("window", "elsewhere"))
+def packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH, window=None, elsewhere=False):
     where = segment_BT, layers.segment_index(segment_BT)
-    out, back = jax.vjp(lambda q, k, v: attention.causal(q, k, v, *where, chunk=CHUNK), q_BTNH, k_BTKH, v_BTKH)
+    keys = dict(zip(("key_segment_BS", "key_index_BS"), where, strict=True)) if elsewhere else {}
+    causal = lambda q, k, v: attention.causal(q, k, v, *where, window=window, chunk=CHUNK, **keys)
+    out, back = jax.vjp(causal, q_BTNH, k_BTKH, v_BTKH)
     return out, *back(dout_BTNH)
 
 
@@ -50,13 +55,13 @@ def rows(*lengths_of_rows):
     return segment
 
 
-def check(segment_BT):
+def check(segment_BT, window=None, elsewhere=False):
     B = len(segment_BT)
     rng = np.random.default_rng(B)
     q, k, v, dout = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
     for name, ours, theirs in zip(
         ("out", "dq", "dk", "dv"),
-        packed(q, k, v, segment_BT, dout), alone(q, k, v, segment_BT, dout), strict=True,
+        packed(q, k, v, segment_BT, dout, window, elsewhere), alone(q, k, v, segment_BT, dout, window), strict=True,
     ):  # fmt: skip
         np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
 
@@ -81,3 +86,24 @@ def test_a_token_sees_its_own_sequence_up_to_itself(lengths):
 )
 def test_runs_of_keys_at_their_limits(lengths):
     check(rows(*lengths))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["own keys", "given keys"])
+@pytest.mark.parametrize("window", [1, 2, CHUNK, CHUNK + 1, 11, T - 1, T, T + 1])
+def test_a_window_is_the_token_and_those_just_before_it(window, elsewhere):
+    check(rows([T], [9, 1, 30]), window, elsewhere)
+    check(rows([CHUNK] * 12, [5, 13, 27]), window, elsewhere)
+
+
+def test_a_window_reads_only_keys_inside_it():
+    """The work grows with the window, not with the row: of 48 chunks each reads its own places and 3 before them."""
+    shape = lambda heads, length: jax.ShapeDtypeStruct((1, length, heads, H), np.float32)
+    place = lambda length: jax.ShapeDtypeStruct((1, length), np.int32)
+
+    def flops(length, window):
+        args = shape(N, length), shape(K, length), shape(K, length), place(length), place(length)
+        fn = partial(attention.causal, window=window, chunk=4)
+        return jax.jit(fn).lower(*args).cost_analysis()["flops"]
+
+    assert flops(192, 4) < 2.2 * flops(96, 4)
+    assert flops(192, None) > 3 * flops(96, None)

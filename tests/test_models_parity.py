@@ -1,6 +1,8 @@
 """Every family computes what transformers computes: logits, gradients, packed rows, both ways through files."""
 
+import dataclasses
 import functools
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import transformers
 
 from areax import models
 from areax.adapters import hf, safetensors
+from areax.adapters import torch as torch_dicts
 from areax.core import param
 
 TINY = dict(vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=3, initializer_range=0.2)
@@ -58,6 +61,21 @@ CASES: dict[str, dict] = {
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-3,
         rope_parameters={"rope_type": "default", "rope_theta": 5e4}, num_experts=6, num_experts_per_tok=2,
         moe_intermediate_size=28, shared_expert_intermediate_size=36, norm_topk_prob=False, mlp_only_layers=[2],
+    ),
+    "qwen3 window": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, use_sliding_window=True, sliding_window=7,
+        max_window_layers=1,
+    ),
+    "qwen2 window": dict(
+        num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5}, use_sliding_window=True, sliding_window=4,
+        max_window_layers=2,
+    ),
+    "qwen3_moe window": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=20, norm_topk_prob=True, mlp_only_layers=[1], use_sliding_window=True, sliding_window=6,
     ),
     "llama tied": dict(
         num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
@@ -296,12 +314,73 @@ def hidden(params, token_BT, config):
     return models.backbone(params, token_BT, position_BT, segment_BT, position_BT, config=config)[0]
 
 
+@pytest.mark.parametrize("window", [1, 2, 19, 20, T - 1, T])
+def test_windows_end_where_those_of_transformers_end(window):
+    """Layers of either kind in any order; a window one wider gives other logits."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = reference("qwen3 window", layer_types=kinds)
+    model.config.sliding_window = window
+    config, params = torch_dicts.from_state_dict(models.config_from_hf(model.config.to_dict()), model.state_dict())
+    assert config.windows == (window, None, window)
+    with torch.no_grad():
+        wanted = theirs(model, tokens()).numpy()
+    one = np.ones((2, T), np.int32)
+    assert_close(np.asarray(ours(params, tokens(), one, config)[0]), wanted)
+    wider, _ = ours(params, tokens(), one, dataclasses.replace(config, window=window + 1))
+    assert (np.abs(wider - wanted).max() > 1e-2) == (window < T)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": 8},  # max_window_layers is 28
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"use_sliding_window": True, "max_window_layers": 2},  # sliding_window is 4096
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 3},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", *["full_attention"] * 2],
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_layers_have_the_windows_that_transformers_gives_them(family, options):
+    least = dict(TINY, num_attention_heads=4, head_dim=8, num_key_value_heads=2) | options
+    theirs = transformers.AutoConfig.for_model(family, **least)
+    wanted = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types)
+    config = models.config_from_hf(least | {"model_type": family})
+    assert config.windows == wanted
+    assert models.config_from_hf(models.config_to_hf(config)).windows == wanted
+    assert len(models.table(config).stacks) == len(list(itertools.groupby(wanted)))
+
+
+@pytest.mark.parametrize(
+    "family, options, words",
+    [
+        ("llama", {"use_sliding_window": True, "sliding_window": 8}, "llama has no sliding windows"),
+        ("llama", {"layer_types": ["sliding_attention"] * 3}, "llama has no sliding windows"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "need use_sliding_window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "got True and 0"),
+        ("qwen3", {"layer_types": ["full_attention"] * 2}, "each of 3 layers, got 2"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "that of all layers"),
+    ],
+)  # fmt: skip
+def test_windows_that_cannot_be_are_refused(family, options, words):
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8) if family == "qwen3_moe" else {}
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        models.config_from_hf(dict(TINY, model_type=family, num_attention_heads=4) | experts | options)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize(
     "option, words",
     [
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding window"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type .*yarn"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type .*dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -31,6 +31,10 @@ CASES = {
         num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, num_experts=8, num_experts_per_tok=3,
         moe_intermediate_size=24, shared_expert_intermediate_size=40,
     ),
+    "qwen3 window": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True, use_sliding_window=True,
+        sliding_window=21, max_window_layers=1,
+    ),
     "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
     "llama": dict(
         num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True,

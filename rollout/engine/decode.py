@@ -82,14 +82,14 @@ def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
     x = module.embed(weights, token_PT, weights["embed"].dtype)
     C = min(caches[0][0].shape[-1], T)
 
-    def attend(q_PTNH, k_PTKH, v_PTKH):
+    def attend(window, q_PTNH, k_PTKH, v_PTKH):
         cut = (P, T // C, C, *k_PTKH.shape[2:])
         made.append((k_PTKH.reshape(cut).transpose(0, 1, 3, 4, 2), v_PTKH.reshape(cut).transpose(0, 1, 3, 2, 4)))
-        return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT)
+        return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT, window=window)
 
     reports = []
-    for w in weights["layers"]:
-        x, report = module.block(x, w, cos, sin, attend, config)
+    for w, window in zip(weights["layers"], config.windows, strict=True):
+        x, report = module.block(x, w, cos, sin, functools.partial(attend, window), config)
         reports.append(report)
 
     def insert(i, caches):
@@ -200,17 +200,19 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     S = len(token_S)
     cos, sin = rope.tables(position_S[:, None], config.rope, config.head_dim)
     longest = jnp.max(jnp.where(active_S, position_S, 0))
+    shortest = jnp.min(jnp.where(active_S, position_S, longest))
     x = module.embed(weights, token_S[:, None], weights["embed"].dtype)
     filled, reports = [], []
-    for w, (keys, values) in zip(weights["layers"], caches, strict=True):
+    for w, (keys, values), window in zip(weights["layers"], caches, config.windows, strict=True):
 
-        def attend(q_S1NH, k_S1KH, v_S1KH, keys=keys, values=values):
+        def attend(q_S1NH, k_S1KH, v_S1KH, keys=keys, values=values, window=window):
             C = keys.shape[-1]
             chunk_S, at_S, slot_S = position_S // C, position_S % C, jnp.arange(S)
             keys = keys.at[chunk_S, slot_S, :, :, at_S].set(k_S1KH[:, 0])
             values = values.at[chunk_S, slot_S, :, at_S].set(v_S1KH[:, 0])
             filled.append((keys, values))
-            return attend_chunks(q_S1NH, keys, values, position_S, longest // C + 1)
+            first = 0 if window is None else jnp.maximum(shortest - window + 1, 0) // C
+            return attend_chunks(q_S1NH, keys, values, position_S, first, longest // C + 1, window)
 
         x, report = module.block(x, w, cos, sin, attend, config)
         reports.append(report)
@@ -220,10 +222,11 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     return logits_SV, filled, None if experts is None else experts[:, 0]
 
 
-def attend_chunks(q_S1NH, keys, values, position_S, chunks):
-    """Attention of one query a slot over positions up to its own, `chunks` cached chunks of them, as online softmax.
+def attend_chunks(q_S1NH, keys, values, position_S, first, end, window=None):
+    """Attention of one query a slot over the cached chunks from `first` to before `end`, as online softmax.
 
-    A chunk behind a slot's position adds exact zeros to its sums, so how many are read changes no bit.
+    A query sees its own position and those before it, `window` in all. A chunk of which it sees nothing adds exact
+    zeros to its sums, so how many are read changes no bit.
     """
     S, _, N, H = q_S1NH.shape
     K, C = keys.shape[2], keys.shape[-1]
@@ -235,6 +238,8 @@ def attend_chunks(q_S1NH, keys, values, position_S, chunks):
         k_SKHC = jax.lax.dynamic_index_in_dim(keys, i, 0, keepdims=False)
         v_SKCH = jax.lax.dynamic_index_in_dim(values, i, 0, keepdims=False)
         sees_SC = (i * C + at_C)[None] <= position_S[:, None]
+        if window is not None:
+            sees_SC &= (i * C + at_C)[None] > position_S[:, None] - window
         score_SKGC = jnp.einsum("SKGH,SKHC->SKGC", q_SKGH, k_SKHC, preferred_element_type=jnp.float32)
         score_SKGC = jnp.where(sees_SC[:, None, None], score_SKGC, -1e30)
         new_SKG = jnp.maximum(most_SKG, jnp.max(score_SKGC, -1))
@@ -248,6 +253,6 @@ def attend_chunks(q_S1NH, keys, values, position_S, chunks):
 
     zero_SKG = jnp.zeros((S, K, N // K), jnp.float32)
     start = zero_SKG - 1e30, zero_SKG, jnp.zeros((S, K, N // K, H), jnp.float32)
-    _, sum_SKG, out_SKGH = jax.lax.fori_loop(0, chunks, chunk, start)
+    _, sum_SKG, out_SKGH = jax.lax.fori_loop(first, end, chunk, start)
     out = out_SKGH / sum_SKG[..., None]
     return out.reshape(S, 1, N, H).astype(q_S1NH.dtype)
