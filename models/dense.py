@@ -7,6 +7,7 @@ import itertools
 import json
 from dataclasses import dataclass
 
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import normal, ones, zeros
 
 from ..core.param import Param, Stack, Table
@@ -237,7 +238,7 @@ def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=
     B, T, _ = x_BTD.shape
 
     def heads(name, count):
-        x = layers.linear(h_BTD, w[name], w.get(f"{name}_bias"))
+        x = checkpoint_name(layers.linear(h_BTD, w[name], w.get(f"{name}_bias")), "qkv")
         return x.reshape(B, T, count, config.head_dim)
 
     def place(x, norm):
@@ -249,7 +250,7 @@ def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=
     q_BTNH = place(heads("q", config.heads), "q_norm")
     k_BTKH = place(heads("k", config.kv_heads), "k_norm")
     a_BTNH = attend(q_BTNH, k_BTKH, heads("v", config.kv_heads))
-    x_BTD = x_BTD + layers.linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias"))
+    x_BTD = x_BTD + checkpoint_name(layers.linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias")), "attention_out")
     h_BTD = layers.rms_norm(x_BTD, w["norm2"], config.norm_eps)
     out_BTD, report = mlp(h_BTD, w, routing=routing)
     return x_BTD + out_BTD, report

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ..core.shapes import shaped
 from ..parallel import mesh
@@ -43,9 +44,9 @@ def rms_norm(x, weight, eps: float):
 
 def gated_mlp(x_BTD, w):
     """down(silu(gate x) * up x) (SwiGLU, arXiv:2002.05202); biases where the weights have them."""
-    gate = jax.nn.silu(linear(x_BTD, w["gate"], w.get("gate_bias")))
-    up = linear(x_BTD, w["up"], w.get("up_bias"))
-    return linear(gate * up, w["down"], w.get("down_bias"))
+    gate = checkpoint_name(linear(x_BTD, w["gate"], w.get("gate_bias")), "mlp_gate_up")
+    up = checkpoint_name(linear(x_BTD, w["up"], w.get("up_bias")), "mlp_gate_up")
+    return linear(jax.nn.silu(gate) * up, w["down"], w.get("down_bias"))
 
 
 @shaped

@@ -2,19 +2,20 @@
 
 import importlib
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from ..core.batch import Batch
 from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
-from . import attention, grouped, layers, moe, rope
+from . import attention, grouped, layers, moe, remat, rope
+from .remat import Keep
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Run:
       dtype: of activations and matmuls; None = that of the weights. Norms, softmax and the head stay in fp32.
       remat: what the backward pass computes again: "full" each layer from its input, "dots" all but the matmuls with
         weights and attention, "none" nothing. In this order they take more memory; "dots" is the fastest on a CPU.
+        "offload" keeps what "dots" keeps in the host's memory; pairs of a name and "save" or "offload" say it singly:
+        `models.remat` has the names.
       query_chunk: queries a chunk of attention; None = by the length of a row.
       cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
@@ -33,7 +36,7 @@ class Run:
     """
 
     dtype: str | None = None
-    remat: Literal["full", "dots", "none"] = "full"
+    remat: Keep = "full"
     query_chunk: int | None = None
     cp: context.Method = "gather"
     head_chunk: int | None = None
@@ -59,17 +62,6 @@ class Scores:
     value_BT: Any = None
     extra: Any = None
     aux: dict[str, Any] = field(default_factory=dict)
-
-
-DOTS = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(attention.OUTPUT),
-)
-REMAT: dict[str, Callable] = {
-    "full": jax.checkpoint,
-    "dots": partial(jax.checkpoint, policy=DOTS),
-    "none": lambda layer: layer,
-}
 
 
 def family(config):
@@ -109,13 +101,14 @@ def backbone(params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=No
 
         def layer(x_BTD, each, stack=stack, within=within):
             w, chosen_BTK = each
+            x_BTD = checkpoint_name(x_BTD, "layer_input")
             w = rules.gather(w, stack.params)
             routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
             x_BTD, report = module.block(x_BTD, w, cos_BTP, sin_BTP, within, config, routing)
             sums = {name: x for name, x in report.items() if name != "experts"}
             return rules.constrain(x_BTD, "batch seq hidden"), sums
 
-        x_BTD, sums = jax.lax.scan(REMAT[run.remat](layer), x_BTD, (weights, chosen_LBTK))
+        x_BTD, sums = jax.lax.scan(remat.checkpoint(run.remat)(layer), x_BTD, (weights, chosen_LBTK))
         reports += [sums] if sums else []
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else {}
     return layers.rms_norm(x_BTD, params["norm"], config.norm_eps), aux

@@ -1,0 +1,61 @@
+"""What the backward pass of a layer finds again, and where: on the device, in the host's memory, or computed anew.
+
+Layers name the values that are worth keeping (`jax.ad_checkpoint.checkpoint_name`); what is not kept is computed again
+(arXiv:1604.06174).
+
+- layer_input: what the layer before gave
+- qkv: queries, keys and values before norms and rope
+- attention: what attention gave, and the log-sum-exp of its scores
+- attention_out: the output projection of attention
+- mlp_gate_up: both halves of the gated MLP's hidden layer before the activation
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+
+from . import attention
+
+Name = Literal["layer_input", "qkv", "attention", "attention_out", "mlp_gate_up"]
+Preset = Literal["full", "dots", "none", "offload"]
+Named = tuple[tuple[Name, Literal["save", "offload"]], ...]
+Keep = Preset | Named
+
+OFFLOAD: Named = tuple((name, "offload") for name in get_args(Name))
+DOTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(attention.OUTPUT),
+)
+
+
+def checkpoint(keep: Keep) -> Callable:
+    """A function from a layer to the same layer that keeps only this for its backward pass.
+
+    Args:
+      keep: "full": the layer's input; all else is computed again. "dots": that, and what attention and the matmuls with
+        weights gave. "none": everything. "offload": all named values, in the host's pinned memory; of a dense layer
+        they are those that "dots" keeps. Or pairs of a name and "save" (on the device) or "offload"; the layer's input
+        is kept on the device unless it is named.
+
+    Raises:
+      ValueError: a name that no layer gives, or one that comes twice.
+    """
+    if keep == "none":
+        return lambda layer: layer
+    if keep == "full":
+        return jax.checkpoint
+    if keep == "dots":
+        return partial(jax.checkpoint, policy=DOTS)
+    if keep == "offload":
+        keep = OFFLOAD
+    names, known = [name for name, _ in keep], get_args(Name)
+    if not set(names) <= set(known) or len(set(names)) < len(names):
+        raise ValueError(f"remat: names must be different ones of {', '.join(known)}, got {', '.join(names)}")
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name, where in keep if where == "save"],
+        names_which_can_be_offloaded=[name for name, where in keep if where == "offload"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    return partial(jax.checkpoint, policy=policy)
