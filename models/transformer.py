@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..core.batch import Batch
 from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
-from . import attention, grouped, layers, moe, remat, rope
+from . import backends, grouped, layers, moe, remat, rope
 from .remat import Keep
 
 
@@ -28,7 +28,9 @@ class Run:
         weights and attention, "none" nothing. In this order they take more memory; "dots" is the fastest on a CPU.
         "offload" keeps what "dots" keeps in the host's memory; pairs of a name and "save" or "offload" say it singly:
         `models.remat` has the names.
-      query_chunk: queries a chunk of attention; None = by the length of a row.
+      attention: what computes attention, as `models.backends` lists; "auto" = a kernel of the platform that honours all
+        that the model asks for, else "chunked".
+      query_chunk: queries a chunk of chunked attention; None = by the length of a row.
       cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
       dispatch: how tokens reach experts on other devices: `parallel.experts` says what each way costs.
@@ -37,6 +39,7 @@ class Run:
 
     dtype: str | None = None
     remat: Keep = "full"
+    attention: backends.Name = "auto"
     query_chunk: int | None = None
     cp: context.Method = "gather"
     head_chunk: int | None = None
@@ -70,12 +73,15 @@ def family(config):
 
 
 @shaped
-def backbone(params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run()):
+def backbone(
+    params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=None, *, config, run: Run = Run(), packing=True
+):
     """Embedding, a scan over each stack of layers, final norm.
 
     Args:
       chosen_BTLK: experts that the tokens go to, for `moe.Routing`, in each layer that has experts, or in every layer,
         of which the others are passed over; None = they choose.
+      packing: False = each row is one sequence from end to end.
 
     Returns:
       hidden_BTD; the `aux` of `Scores`.
@@ -92,8 +98,8 @@ def backbone(params, token_BT, position_BT, segment_BT, index_BT, chosen_BTLK=No
     cos_BTP, sin_BTP = rope.tables(position_BT, config.rope, config.head_dim)
 
     def attend(window, q_BTNH, k_BTKH, v_BTKH):
-        causal = partial(attention.causal, window=window, chunk=run.query_chunk)
-        ring = partial(attention.ring, window=window, chunk=run.query_chunk, axis="cp")
+        how = dict(backend=run.attention, window=window, chunk=run.query_chunk)
+        causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         return context.attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, method=run.cp)
 
     for weights, stack, chosen_LBTK in zip(params["stacks"], table.stacks, chosen, strict=True):
@@ -145,12 +151,13 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
       position_BT: rope positions; None = order inside the segment.
       segment_BT: equal numbers side by side share a sequence; 0 = padding; None = each row is one sequence.
     """
-    segment_BT = jnp.ones(token_BT.shape, jnp.int32) if segment_BT is None else segment_BT
+    packing = segment_BT is not None
+    segment_BT = segment_BT if packing else jnp.ones(token_BT.shape, jnp.int32)
     index_BT = layers.segment_index(segment_BT)
     position_BT = index_BT if position_BT is None else position_BT
     into, back = context.arrange(run.cp, token_BT.shape[1])
     rows = map(into, (token_BT, position_BT, segment_BT, index_BT))
-    hidden_BTD = back(backbone(params, *rows, config=config, run=run)[0])
+    hidden_BTD = back(backbone(params, *rows, config=config, run=run, packing=packing)[0])
     wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     w = head(params).astype(hidden_BTD.dtype)
     return jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide)
