@@ -100,7 +100,8 @@ def backbone(
     def attend(window, q_BTNH, k_BTKH, v_BTKH):
         how = dict(backend=run.attention, window=window, chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
-        return context.attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, method=run.cp)
+        rows = q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT
+        return context.attention(causal, ring, *rows, method=run.cp, window=window)
 
     for weights, stack, chosen_LBTK in zip(params["stacks"], table.stacks, chosen, strict=True):
         within = partial(attend, config.windows[stack.layers[0]])

@@ -29,7 +29,7 @@ def arrange(method: Method, length: int):
     return put(order), put(order.argsort())
 
 
-def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, method: Method = "gather"):
+def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, method: Method = "gather", window=None):
     """`causal` as an island of the ambient mesh, or `ring` where that is the method and cp > 1.
 
     Where kv heads do not divide by the devices that share them they are repeated until they do.
@@ -37,6 +37,7 @@ def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, met
     Args:
       causal: f(q, k, v, segment, index, key_segment_BS=None, key_index_BS=None) -> out_BTNH.
       ring: the same for positions split over `axis`.
+      window: most tokens that one sees, as `causal` and `ring` know it: "gather" then brings only what it may reach.
 
     Raises:
       ValueError: query heads that do not divide by tp, or with "ulysses" by tp x cp.
@@ -55,10 +56,19 @@ def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, met
         k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
     whole = lambda x: jax.lax.all_gather(x, "cp", axis=1, tiled=True)
 
+    def reach(x):
+        """What the window reaches of the row: one's own positions and those of devices before, else the whole."""
+        before = cp if window is None else -(-(window - 1) // x.shape[1])
+        if before >= cp - 1:
+            return whole(x)
+        # What wraps round to the first devices comes later in its sequence, and is masked like any later key.
+        ahead = lambda by: [(i, (i + by) % cp) for i in range(cp)]
+        return jnp.concatenate([*(jax.lax.ppermute(x, "cp", ahead(by)) for by in range(before, 0, -1)), x], 1)
+
     def gather(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):
         return causal(
-            q_BTNH, whole(k_BTKH), whole(v_BTKH), segment_BT, index_BT,
-            key_segment_BS=whole(segment_BT), key_index_BS=whole(index_BT),
+            q_BTNH, reach(k_BTKH), reach(v_BTKH), segment_BT, index_BT,
+            key_segment_BS=reach(segment_BT), key_index_BS=reach(index_BT),
         )  # fmt: skip
 
     def ulysses(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):

@@ -13,6 +13,7 @@ import pytest
 
 from areax import models
 from areax.core import balance, losses, metrics, packing, param, step
+from areax.models import attention
 from areax.parallel import context, experts, mesh, place, ring, rules
 from areax.rollout.types import Sample
 
@@ -184,6 +185,17 @@ def test_a_program_moves_what_its_method_says_and_no_hidden_states(how):
     assert {shape for shape in gathered if np.prod(shape) >= ROWS * LENGTH * config.head_dim} == keys
     own = {"gather": "all-gather", "ulysses": "all-to-all", "ring": "collective-permute"}
     assert all((f" {call}(" in text) == (how == its) for its, call in own.items() if its != "gather")
+
+
+@pytest.mark.parametrize("window, calls", [(None, "all-gather"), (7, "collective-permute"), (44, "all-gather")])
+def test_gathering_fetches_no_more_than_a_window_reaches(window, calls):
+    """Six positions a device: a window of 7 reaches one device, one of 44 all of them."""
+    causal = partial(attention.causal, window=window)
+    attend = partial(context.attention, causal, None, method="gather", window=window)
+    x, place = jax.ShapeDtypeStruct((1, LENGTH, 2, 8), jnp.float32), jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
+    with jax.set_mesh(mesh.make(mesh.Layout(cp=8))):
+        text = jax.jit(attend).lower(x, x, x, place, place).compile().as_text()
+    assert {call for call in ("all-gather", "collective-permute") if f" {call}(" in text} == {calls}
 
 
 def test_zig_zag_gives_every_device_the_same_work():
