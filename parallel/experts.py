@@ -33,7 +33,8 @@ def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "
         flat = [x.reshape(B * T, -1) for x in (x_BTD, index_BTK, weight_BTK)]
         if meshes.size(*meshes.AXES) == 1:
             return compute(*flat, matrices, 0, 1).reshape(B, T, D)
-        out_AD = {"gather": gather, "all_to_all": all_to_all}[method](compute, *flat, matrices)
+        x_AD, index_AK, weight_AK = flat
+        out_AD = {"gather": gather, "all_to_all": all_to_all}[method](compute, x_AD, index_AK, weight_AK, matrices)
         return jax.lax.psum(out_AD, "tp").reshape(B, T, D)
 
     if meshes.size(*meshes.AXES) == 1:

@@ -14,6 +14,7 @@ import pytest
 import tiny
 
 from areax.adapters import hf, state, tracker
+from areax.core.balance import Balance
 from areax.core.optim import AdamW
 from areax.parallel.mesh import Layout
 from areax.recipes import sft
@@ -62,6 +63,22 @@ def test_a_mesh_changes_nothing_and_a_run_may_go_on_upon_another(place):
         sft.main(config(place, "bad", mesh=Layout(fsdp=8)))
     with pytest.raises(ValueError, match="mesh: dp 2 needs 2 devices, got 8"):
         sft.main(config(place, "bad", mesh=Layout(dp=2)))
+
+
+def test_experts_can_be_balanced(place):
+    """The terms are in the loss and in the log; held-out rows are measured without them."""
+    tiny.model(
+        place / "mixture", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    mixture = config(place, "balanced", model=str(place / "mixture"), steps=2, heldout=str(place / "rows.jsonl"))
+    sft.main(replace(mixture, balance=Balance(load=0.5, z=0.1)))
+    told = next(line for line in tracker.read_lines(place / "balanced/metrics.jsonl") if "loss" in line)
+    total = told["nll"] + 0.5 * told["balance_load"] + 0.1 * told["balance_z"]
+    np.testing.assert_allclose(told["loss"], total, rtol=1e-4)
+    assert told["balance_load"] >= 2 * 0.99 and told["expert_load"] >= 1
+    with pytest.raises(ValueError, match="load needs scores of a model with experts, got those of a model without"):
+        sft.main(config(place, "dense", steps=1, balance=Balance(load=0.5)))
 
 
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):

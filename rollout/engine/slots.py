@@ -156,13 +156,11 @@ class Slots:
         token_SU, logp_SU = (np.asarray(out[name]).T.tolist() for name in ("token", "logp"))
         ranked = any(live.request.top_logprobs for live in self.running.values())
         top_USK = [np.asarray(out[name]) for name in ("top_logp", "top_id")] if ranked else []
-        recorded = any(live.request.routed_experts for live in self.running.values())
-        routed_USLK = np.asarray(out["routed"]) if recorded else None
         made = []
         for slot, live in self.running.items():
             n, k = made_S[slot], live.request.top_logprobs
             top = pairs(*(x_USK[:n, slot, :k] for x_USK in top_USK)) if k else []
-            routed = list(routed_USLK[:n, slot]) if live.request.routed_experts else []
+            routed = list(np.asarray(out["routed"])[:n, slot]) if live.request.routed_experts else []
             made.append((live, token_SU[slot][:n], logp_SU[slot][:n], top, routed))
             self._state[slot, COLUMNS["token"]] = token_SU[slot][n - 1]
         return made
