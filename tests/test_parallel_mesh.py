@@ -1,5 +1,6 @@
 """A mesh changes where numbers are, not what they are: loss, metrics and gradients equal those of one device."""
 
+import dataclasses
 import itertools
 import re
 from functools import cache, partial
@@ -164,6 +165,25 @@ def test_three_steps_equal_those_of_one_device(family, layout):
     got, wanted = sgd_steps(family, losses.SFT(), layout, 3), one_device(family, "sft", 3)
     for a, b in zip(got, wanted, strict=True):
         compare(a, b, model(family)[2])
+
+
+@pytest.mark.mesh
+def test_replayed_experts_stay_with_their_tokens():
+    """Where positions are split in zig-zag order and experts over devices, records still belong to their tokens."""
+    config, table, params = model("qwen3_moe")
+    rng = np.random.default_rng(3)
+    draw = lambda n: np.argsort(rng.random((n, config.layers, 8)), -1)[..., : config.top_k].astype(np.int32)
+    data = [s.replace(arrays={"routed_experts": ("input", draw(len(s.tokens)))}) for s in samples()]
+    batch, out = packing.pack(data, LENGTH, rows=ROWS), []
+    for name in ("one", "cp2 ep2 tp2 all_to_all"):
+        on = mesh.make((LAYOUTS | DISPATCH).get(name, mesh.Layout()))
+        how = dataclasses.replace(run(name), cp="ring")
+        with jax.set_mesh(on):
+            scores = step.make_scores(partial(models.score, config=config, run=how))
+            there = jax.device_put(params, rules.of_params(table, on))
+            out.append(jax.tree.map(np.asarray, scores(there, place.batch(batch, on))))
+    np.testing.assert_allclose(out[1].logp_BT, out[0].logp_BT, atol=1e-5)
+    np.testing.assert_array_equal(out[1].aux["load"], out[0].aux["load"])
 
 
 @pytest.mark.mesh
