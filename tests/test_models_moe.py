@@ -148,6 +148,10 @@ def test_replaying_other_choices_is_what_happens():
     for s, got, one in zip(other, packing.unpack(scores.logp_BT, batch, other), alone, strict=True):
         wanted = packing.unpack(SCORES(PARAMS, one).logp_BT, one, [s])[0]
         np.testing.assert_allclose(got, wanted, atol=1e-5)
-    bad = samples(lambda s: np.zeros((len(s.tokens), 3, K), np.int32))
-    with pytest.raises(ValueError, match=r"2 layers with experts, 2 experts a token\], got \[3, 2\]"):
+    # recorded of all layers, as servers do it: the one without experts is passed over
+    none = lambda x: np.insert(x, 1, -1, axis=1)
+    every = [s.replace(arrays={"routed_experts": ("input", none(s.arrays["routed_experts"][1]))}) for s in other]
+    np.testing.assert_array_equal(SCORES(PARAMS, packing.pack(every, 24, rows=4)).logp_BT, scores.logp_BT)
+    bad = samples(lambda s: np.zeros((len(s.tokens), 5, K), np.int32))
+    with pytest.raises(ValueError, match=r"2 layers with experts, 2 experts a token\], got \[5, 2\]"):
         SCORES(PARAMS, packing.pack(bad, 24, rows=2))
