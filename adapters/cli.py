@@ -1,6 +1,7 @@
 """The command line. Bad input ends with one line and exit code 2, a failed check with 1."""
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -18,6 +19,36 @@ RECIPES = ("sft", "grpo")
 
 def train(recipe: str, *options: str) -> int:
     """Train by a recipe: sft, grpo, or the path of a file with a `Config` and `main(config)`."""
+    module = _recipe(recipe, "train")
+    summary = module.main(_parse(module.Config, options, f"areax train {recipe}"))
+    if isinstance(summary, dict):
+        print(json.dumps(summary, indent=2, default=str))
+        if summary.get("complete") is False:
+            return 130  # stopped by a signal: what it has is saved
+    return 0
+
+
+def plan(recipe: str, *options: str) -> int:
+    """Say whether a run would fit and what it would cost, without devices: areax plan RECIPE --model DIR ..."""
+    from . import plan
+
+    module = _recipe(recipe, "plan")
+    # What a plan does not need (data, reward) is not asked for.
+    required = [f for f in dataclasses.fields(module.Config) if f.default is f.default_factory is dataclasses.MISSING]
+    given = module.Config(
+        **{f.name: "" if f.type in (str, "str") and f.name != "model" else tyro.MISSING for f in required}
+    )
+    fields = [
+        (name, Annotated[type(default), tyro.conf.arg(name="")], dataclasses.field(default=default))
+        for name, default in (("recipe", given), ("plan", plan.Options()))
+    ]
+    chosen = _parse(dataclasses.make_dataclass("Plan", fields), options, f"areax plan {recipe}")
+    report = plan.plan(chosen.recipe, chosen.plan)
+    print(json.dumps(report, indent=2) if chosen.plan.json else plan.show(report))
+    return 0 if report.get("agrees", True) else 1
+
+
+def _recipe(recipe: str, command: str):
     from ..rollout import names
 
     if recipe in RECIPES:
@@ -27,18 +58,13 @@ def train(recipe: str, *options: str) -> int:
     else:
         near = difflib.get_close_matches(recipe, RECIPES, 1)
         raise ValueError(
-            f"areax train: the recipe must be one of {', '.join(RECIPES)} or a file ending in .py, got {recipe!r}"
+            f"areax {command}: the recipe must be one of {', '.join(RECIPES)} or a file ending in .py, got {recipe!r}"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     for name in ("Config", "main"):
         if not hasattr(module, name):
             raise ValueError(f"{recipe}: a recipe needs `Config` and `main(config)`, got no {name}")
-    summary = module.main(_parse(module.Config, options, f"areax train {recipe}"))
-    if isinstance(summary, dict):
-        print(json.dumps(summary, indent=2, default=str))
-        if summary.get("complete") is False:
-            return 130  # stopped by a signal: what it has is saved
-    return 0
+    return module
 
 
 def demo(*options: str) -> int:
@@ -133,8 +159,8 @@ def report(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"
     return 0
 
 
-COMMANDS: dict[str, Callable] = {f.__name__: f for f in (train, demo, serve, convert, check, eval, report)}
-FORWARDING = (train, demo, eval)  # these parse their options by the recipe's own Config
+COMMANDS: dict[str, Callable] = {f.__name__: f for f in (train, plan, demo, serve, convert, check, eval, report)}
+FORWARDING = (train, plan, demo, eval)  # these parse their options by the recipe's own Config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -171,14 +197,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _forward(command, arguments: list[str]) -> int:
-    if command is not train:
+    if command not in (train, plan):
         return command(*arguments)
+    name = command.__name__
     if not arguments or arguments[0].startswith("-"):
         if arguments and arguments[0] in ("-h", "--help"):
-            print(f"usage: areax train {{{','.join(RECIPES)},FILE.py}} ...\n\n{train.__doc__}")
+            print(f"usage: areax {name} {{{','.join(RECIPES)},FILE.py}} ...\n\n{command.__doc__}")
             return 0
-        raise ValueError(f"areax train: name a recipe first: {', '.join(RECIPES)} or a file ending in .py")
-    return train(*arguments)
+        raise ValueError(f"areax {name}: name a recipe first: {', '.join(RECIPES)} or a file ending in .py")
+    return command(*arguments)
 
 
 def _parse(target, arguments, prog: str):

@@ -38,7 +38,7 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8) -> Ba
     T = fits[0]
     row_of, slot_of, start_of, count = _first_fit(sizes, T)
     B = rows
-    M, J = _bucket(-(-count // B)), 1 << int(slot_of.max()).bit_length()
+    M, J = bucket(-(-count // B)), 1 << int(slot_of.max()).bit_length()
 
     def empty(width, value, dtype, tail=()):
         return np.full((M * B, width, *tail), value, dtype)
@@ -111,7 +111,7 @@ def _first_fit(sizes, T):
     return row_of, slot_of, start_of, int(row_of.max()) + 1
 
 
-def _bucket(n):
+def bucket(n):
     """The smallest 2^k or 3 * 2^k that is at least n."""
     power = 1 << (n - 1).bit_length()
     return power * 3 // 4 if power >= 4 and power * 3 // 4 >= n else power

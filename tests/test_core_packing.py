@@ -70,9 +70,9 @@ def test_every_token_arrives_once_with_its_own_data(sizes, rows, seed):
 
 
 def test_few_shapes():
-    shapes = {packing._bucket(n) for n in range(1, 1000)}
-    assert len(shapes) <= 20 and all(packing._bucket(n) >= n for n in range(1, 1000))
-    assert all(packing._bucket(n) <= 1.5 * n for n in range(1, 1000))
+    shapes = {packing.bucket(n) for n in range(1, 1000)}
+    assert len(shapes) <= 20 and all(packing.bucket(n) >= n for n in range(1, 1000))
+    assert all(packing.bucket(n) <= 1.5 * n for n in range(1, 1000))
 
 
 def test_rows_are_dense():

@@ -1,0 +1,168 @@
+"""`areax plan`: a recipe's options and a model's config.json -> what a run needs and costs, without devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from .. import models
+from ..core import losses, packing, param
+from ..core.optim import AdamW
+from ..parallel import memory
+from ..parallel import plan as plans
+from ..parallel.chips import CHIPS
+from ..parallel.job import Job
+from . import aot, hf
+
+NEEDS = ("model", "mesh", "rows", "length", "run")  # of a recipe's Config
+SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the plan, beside those of the recipe.
+
+    Attributes:
+      chip: what the mesh is made of, and the generation servers.
+      rollout_chips: devices set apart for generation; 0 = as many as keep up with training.
+      sample_tokens: mean tokens of a sample, prompt and completion; 0 = `length`, the upper bound.
+      check: also compile the real step for virtual CPU devices and compare its argument bytes; takes a minute or two.
+      json: print the figures as JSON.
+    """
+
+    chip: Literal["h100", "h200", "b200", "v5p", "v6e"] = "h100"
+    rollout_chips: int = 0
+    sample_tokens: int = 0
+    check: bool = False
+    json: bool = False
+
+
+def plan(config: Any, options: Options = Options()) -> dict:
+    """The plan of a recipe's Config.
+
+    Returns:
+      {"model", "mesh", "chip", "fits", "figures": {name: {"value", "kind", "section", "text"}}}; kind is "exact" or
+      "estimate", the end of a name its unit. With `check` also "agrees": whether argument bytes are XLA's.
+
+    Raises:
+      ValueError: a layout that cannot divide; as `hf.read_config`; a Config that lacks a field which a plan needs.
+    """
+    missing = [name for name in NEEDS if not hasattr(config, name)]
+    if missing:
+        raise ValueError(f"plan: a recipe's Config needs {', '.join(NEEDS)}, got none of the name {missing[0]}")
+    settings = hf.read_config(config.model)
+    table, chip = models.table(settings), CHIPS[options.chip]
+    sequence = options.sample_tokens or config.length
+    if not 0 < sequence <= config.length:
+        raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
+    samples, a_row = _samples(config), config.length // sequence
+    used = max(1, math.ceil(samples / a_row / config.rows))
+    step = aot.Step(
+        settings, _objective(config), _optim(config), config.run, config.mesh, config.rows, config.length,
+        microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(),
+    )  # fmt: skip
+    job = Job(
+        table, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
+        dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
+        head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0), slots=step.slots, reads=aot.reads(step),
+        scores=1 + (step.objective.kl_coef > 0) if isinstance(step.objective, losses.GRPO) else 0,
+    )  # fmt: skip
+    itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
+    made = plans.plan(job, chip, generation=_generation(config, options, sequence, itemsize), push_itemsize=itemsize)
+    figures, checked = list(made.figures), {}
+    if options.check:
+        found = aot.check(step)
+        figures += _compiled(found)
+        checked = {"agrees": found["argument_bytes"] == memory.memory(job).arguments}
+    return {
+        "model": str(config.model), "family": settings.family, "mesh": str(config.mesh), "devices": config.mesh.devices,
+        "chip": options.chip, "rows": config.rows, "length": config.length, "microbatches": used, "fits": made.fits,
+        **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
+                               for f in figures},
+    }  # fmt: skip
+
+
+def _samples(config) -> int:
+    """Samples of an optimiser step."""
+    if hasattr(config, "groups"):
+        return config.groups * config.group_size // config.minibatches
+    return getattr(config, "batch", config.rows)
+
+
+def _objective(config):
+    return getattr(config, "objective", losses.SFT())
+
+
+def _optim(config) -> AdamW:
+    """With the length of schedule that the recipe gives it: any that is long enough makes the same state."""
+    spec = getattr(config, "optim", AdamW())
+    return replace(spec, steps=spec.steps or spec.warmup + 1)
+
+
+def _generation(config, options: Options, sequence: float, itemsize: int) -> plans.Generation | None:
+    if not hasattr(config, "sampling"):
+        return None
+    new = min(config.sampling.max_new_tokens, sequence)
+    own = None if config.servers else config.serve  # the embedded engine, started by the recipe
+    return plans.Generation(
+        samples=config.groups * config.group_size, prompt=sequence - new, new=new, slots=own.slots if own else None,
+        itemsize=jnp.dtype(own.dtype).itemsize if own else itemsize, devices=options.rollout_chips,
+        steps=config.minibatches, ahead=config.eta,
+    )  # fmt: skip
+
+
+def _compiled(found: dict) -> list[plans.Figure]:
+    of = lambda name, value, kind, text: plans.Figure("check", name, value, kind, text)
+    return [
+        of("compiled_argument_bytes", found["argument_bytes"], "exact", "arguments of the compiled step, by XLA"),
+        of("cpu_temporary_bytes", found["temporary_bytes"], "exact", "XLA CPU temporaries, not a GPU's"),
+        of("check_s", found["seconds"], "exact", "the check took"),
+        of("check_host_bytes", found["host_bytes"], "exact", "peak memory of the check"),
+    ]
+
+
+# -- for people ----------------------------------------------------------------------------------
+
+
+def show(report: dict) -> str:
+    """The plan as a table."""
+    figures = report["figures"]
+    lines = [
+        f"{report['model']} ({report['family']}) on {report['mesh']}: {report['devices']} x {report['chip']}, "
+        f"{report['microbatches']} microbatches of {report['rows']} x {report['length']} tokens"
+    ]
+    titles = {
+        "memory": "memory of a device", "work": "work of an optimiser step, all devices",
+        "traffic": "sent by a device in a step", "time": "time", "push": "push of the weights",
+        "generation": "generation", "check": "check: the real step, compiled",
+    }  # fmt: skip
+    for section, title in titles.items():
+        mine = {name: f for name, f in figures.items() if f["section"] == section and f["value"]}
+        if mine:
+            lines += ["", title]
+            row = lambda name, f: f"  {name:<26}{human(name, f['value']):>13}  {f['kind']:<9} {f['text']}"
+            lines += [row(name, f) for name, f in mine.items()]
+    peak, usable = (human(n, figures[n]["value"]) for n in ("peak_bytes", "usable_bytes"))
+    lines += ["", f"{'fits' if report['fits'] else 'does not fit'}: {peak} of {usable} usable on one {report['chip']}"]
+    if "agrees" in report:
+        lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT those of XLA"))
+    return "\n".join(lines)
+
+
+def human(name: str, value: float) -> str:
+    """A number with the unit that its name ends in."""
+    unit = {"bytes": "B", "flops": "FLOP", "s": "s"}.get(name.rpartition("_")[2], "")
+    if name.endswith("bytes_per_token"):
+        unit = "B"
+    if name in ("mfu", "hardware_utilisation"):
+        return f"{value:.1%}"
+    if unit == "s" and not name.endswith("per_s"):
+        return f"{value:.3g} s"
+    if value < 10000 and not unit:
+        return f"{value:,.0f}"
+    power = min(len(SCALE) - 1, max(0, int(math.log10(max(value, 1)) // 3)))
+    shown = f"{value / 1000**power:.2f}" if power else f"{value:.0f}"
+    return f"{shown} {SCALE[power]}{unit if not name.endswith('per_s') else ''}".rstrip()

@@ -1,0 +1,126 @@
+"""`areax plan` as a user meets it: figures as text and JSON, refusals on one line, and the check."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+
+from areax import models
+from areax.adapters import cli
+from areax.core import param
+
+GUIDE = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+KINDS = {"exact", "estimate"}
+UNITS = ("bytes", "s", "flops", "params", "tokens", "devices", "rows_that_fit", "mfu", "utilisation", "per_token")
+HF = {**tiny.HF, "vocab_size": 16, "torch_dtype": "bfloat16"}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with config.json and nothing else."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(HF))
+    return str(tmp_path / "model")
+
+
+def run(capsys, *argv, code=0):
+    assert cli.main(["plan", *map(str, argv)]) == code
+    said = capsys.readouterr()
+    return said.err if code == 2 else said.out
+
+
+def test_json_holds_the_same_figures_as_the_text(capsys, model):
+    options = ["--model", model, "--mesh.fsdp", 2, "--mesh.tp", 2, "--length", 32, "--rows", 2]
+    text = run(capsys, "sft", *options)
+    report = json.loads(run(capsys, "sft", *options, "--json"))
+    rows = {name: kind for name, kind in re.findall(r"^  (\w+) .*? (exact|estimate) ", text, re.M)}
+    assert rows == {name: f["kind"] for name, f in report["figures"].items() if f["value"]}
+    assert all(f["kind"] in KINDS and f["text"] and name.endswith(UNITS) for name, f in report["figures"].items())
+    count = param.count(models.table(models.config_from_hf(HF)))
+    assert report["figures"]["params"]["value"] == count
+    assert report["figures"]["push_bytes"]["value"] == 2 * count  # config.json says bfloat16
+    assert report["fits"] and text.splitlines()[-1].startswith("fits: ")
+    assert report["devices"] == 4 and "agrees" not in report
+
+
+def test_rl_adds_generation_and_scores(capsys, model):
+    options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
+    report = json.loads(run(capsys, "grpo", *options, "--json"))
+    figures = {name: f["value"] for name, f in report["figures"].items()}
+    assert figures["generated_tokens"] == 16 * 48
+    assert figures["score_flops"] > 0 and figures["reference_bytes"] == 0
+    with_kl = json.loads(run(capsys, "grpo", *options, "--objective.kl-coef", 0.1, "--json"))["figures"]
+    assert with_kl["reference_bytes"]["value"] == figures["params_bytes"]
+    assert with_kl["score_flops"]["value"] == 2 * figures["score_flops"]
+    chosen = json.loads(run(capsys, "grpo", *options, "--rollout-chips", 2, "--json"))["figures"]
+    assert chosen["rollout_devices"]["value"] == 2
+    half = json.loads(run(capsys, "grpo", *options, "--sample-tokens", 32, "--json"))
+    assert half["microbatches"] == report["microbatches"] / 2 == 1
+
+
+def test_a_recipe_by_path(capsys, model, tmp_path):
+    """Any file whose Config has the fields that a plan reads; others that have no default are not asked for."""
+    source = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom areax import models\n"
+        "from areax.parallel.mesh import Layout\n@dataclass(frozen=True)\nclass Config:\n"
+        "    model: str\n    secret: str\n    rows: int = 2\n    length: int = 16\n{}\n"
+        "def main(config): raise RuntimeError('a plan runs nothing')\n"
+    )
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(source.format("    mesh: Layout = Layout()\n    run: models.Run = models.Run()\n"))
+    bad.write_text(source.format("    run: models.Run = models.Run()\n"))
+    assert json.loads(run(capsys, good, "--model", model, "--json"))["microbatches"] == 1
+    assert "got none of the name mesh" in run(capsys, bad, "--model", model, code=2)
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["--mesh.tp", 3], "query heads must be a multiple of tp = 3, got 2"),
+        (["--mesh.fsdp", 3], "--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
+        (["--mesh.fsdp", 5, "--rows", 5], "embed: embed of size 32 cannot be split over fsdp = 5 devices"),
+        (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
+        (["--mesh.tp", 0], "mesh: tp must be at least 1, got 0"),
+        (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
+        (["--chip", "h300"], "h300"),
+        (["--chp", "h100"], "did you mean --chip?"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(capsys, model, options, line):
+    said = run(capsys, "sft", "--model", model, *options, code=2)
+    assert line in said and said.count("\n") == 1
+
+
+def test_a_plan_needs_a_recipe_and_a_model(capsys, tmp_path):
+    assert "name a recipe" in run(capsys, code=2)
+    assert "did you mean sft?" in run(capsys, "sfx", code=2)
+    assert "--model" in run(capsys, "sft", code=2)
+    assert "needs config.json" in run(capsys, "sft", "--model", tmp_path, code=2)
+
+
+def test_the_check_compiles_the_real_step(capsys, model):
+    options = ["--model", model, "--mesh.fsdp", 2, "--length", 32, "--rows", 2, "--batch", 2, "--check"]
+    report = json.loads(run(capsys, "sft", *options, "--json"))
+    figures = {name: f["value"] for name, f in report["figures"].items()}
+    assert report["agrees"] and figures["compiled_argument_bytes"] == figures["argument_bytes"]
+    assert figures["cpu_temporary_bytes"] > 0 and figures["check_s"] > 0
+
+
+def test_the_guide_shows_what_the_command_prints(capsys, tmp_path, monkeypatch):
+    """The example of docs/plan.md, to the last figure."""
+    config, session = (re.search(rf"```{kind}\n(.*?)```", GUIDE, re.S).group(1) for kind in ("json", "console"))
+    command, _, printed = session.partition("\n")
+    assert command.startswith("$ areax plan ")
+    words = command.split()[3:]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / words[words.index("--model") + 1]).mkdir()
+    (tmp_path / words[words.index("--model") + 1] / "config.json").write_text(config)
+    assert run(capsys, *words) == printed
+
+
+def test_the_guide_explains_every_figure(capsys, model):
+    every = json.loads(run(capsys, "grpo", "--model", model, "--mesh.tp", 2, "--mesh.fsdp", 2, "--json"))["figures"]
+    for name in every:
+        assert f"`{name}`" in GUIDE, name

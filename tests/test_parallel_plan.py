@@ -1,0 +1,273 @@
+"""Formulas of a plan beside what JAX and XLA do: saved values, FLOPs, collectives, argument bytes."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals
+
+from areax import models
+from areax.adapters import aot
+from areax.core import logprobs, losses, optim, param
+from areax.models import transformer
+from areax.parallel import memory, mesh, plan, work
+from areax.parallel.chips import CHIPS
+from areax.parallel.job import Job
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+)  # fmt: skip
+FAMILIES = {
+    "qwen3": SIZES | dict(model_type="qwen3"),
+    "qwen2": SIZES | dict(model_type="qwen2", tie_word_embeddings=False),
+    "llama": SIZES | dict(model_type="llama", attention_bias=True, mlp_bias=True),
+    "qwen3_moe": SIZES
+    | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
+}
+B, T = 8, 64
+ONE, SFT, RUN = mesh.Layout(), losses.SFT(), models.Run()
+
+
+@cache
+def config(family, **changes):
+    return models.config_from_hf(FAMILIES[family] | changes)
+
+
+def job(family, layout=ONE, rows=B, length=T, microbatches=1, **rest):
+    settings = rest.pop("config", None) or config(family)
+    top_k = getattr(settings, "top_k", 0)
+    return Job(models.table(settings), layout, rows, length, microbatches, microbatches, length, top_k=top_k, **rest)
+
+
+@cache
+def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3):
+    settings = config(family, num_hidden_layers=layers)
+    return aot.compile(aot.Step(settings, objective, optim.AdamW(), run, layout, B, T, microbatches, slots=4))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_keep_what_the_formula_says(family, remat, dtype):
+    """By JAX's own account of what differentiation keeps: all that the scans over layers stack up.
+
+    Weights are among the arguments and not counted. What a mixture keeps without rematerialisation is an estimate.
+    """
+    settings = config(family)
+    token_BT = jax.ShapeDtypeStruct((5, 128), jnp.int32)
+
+    def total(params, token_BT):
+        rows = (token_BT,) * 4
+        out = transformer.backbone(params, *rows, config=settings, run=models.Run(dtype=dtype, remat=remat))
+        return out.astype(jnp.float32).sum()
+
+    depths = {len(stack.layers) for stack in models.table(settings).stacks}
+    kept = saved_residuals(total, param.abstract(models.table(settings)), token_BT)
+    stacked = [x for x, why in kept if why.startswith("output of scan") and x.ndim and x.shape[0] in depths]
+    got = sum(x.size * x.dtype.itemsize for x in stacked)
+    formula = memory.saved(job(family, rows=5, length=128, dtype=dtype or "float32", remat=remat))
+    if family == "qwen3_moe" and remat == "none":
+        assert abs(formula / got - 1) < 0.15
+    else:
+        assert formula == got
+
+
+PAIRS = [  # the last two with several microbatches, of which every array of the batch is an argument
+    ("qwen3", mesh.Layout(fsdp=4, tp=2), losses.SFT(), 1),
+    ("qwen2", mesh.Layout(fsdp=8), losses.GRPO(), 1),
+    ("qwen3_moe", mesh.Layout(fsdp=2, ep=4), losses.GRPO(kl_coef=0.1), 1),
+    ("llama", mesh.Layout(dp=2, cp=2, tp=2), losses.GRPO(entropy_coef=0.1), 1),
+    ("qwen2", mesh.Layout(dp=4, cp=2), losses.GRPO(proximal="behaviour"), 2),
+    ("qwen3_moe", mesh.Layout(cp=2, ep=2, tp=2), losses.SFT(), 3),
+]
+ARGUMENTS = [pytest.param(*pair, marks=[pytest.mark.mesh] * (i > 1)) for i, pair in enumerate(PAIRS)]
+
+
+@pytest.mark.parametrize("family, layout, objective, microbatches", ARGUMENTS)
+def test_argument_bytes_are_those_of_the_compiled_step(family, layout, objective, microbatches):
+    spec = aot.Step(config(family), objective, optim.AdamW(), models.Run(), layout, B, T, microbatches, slots=4)
+    formula = memory.memory(job(family, layout, microbatches=microbatches, slots=4, reads=aot.reads(spec)))
+    analysis = compiled(family, layout, objective, microbatches=microbatches).memory_analysis()
+    assert formula.arguments == analysis.argument_size_in_bytes
+
+
+def test_logits_are_kept_by_the_rule_of_the_score():
+    few, many = job("qwen3"), job("qwen3", rows=2**15, length=64)
+    assert few.local_tokens * 64 <= logprobs.KEPT < many.local_tokens * 64
+    assert (
+        memory.logits_kept(few) and not memory.logits_kept(many) and not memory.logits_kept(job("qwen3", head_chunk=8))
+    )
+    assert memory.logits(few) == B * T * 64 * 4
+    assert memory.logits(many) == logprobs.chunk_size(64) * 64 * 4
+
+
+# -- work ------------------------------------------------------------------------------------------
+
+
+def dots(text: str) -> int:
+    """FLOPs of all matmuls in an HLO text, each once: 2 x entries of the result x the contracted axes."""
+    count = lambda sizes: math.prod(map(int, filter(None, sizes)))
+    shapes = {name: shape.split(",") for name, shape in re.findall(r"%([\w.\-]+) = \w+\[([\d,]*)\]", text)}
+    calls = re.findall(r"= \w+\[([\d,]*)\]\S* dot\(%([\w.\-]+), .*?lhs_contracting_dims=\{([\d,]*)\}", text)
+    assert calls
+    return sum(
+        2 * count(out.split(",")) * count(shapes[left][int(axis)] for axis in axes.split(","))
+        for out, left, axes in calls
+    )
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+def test_flops_are_those_of_the_compiled_matmuls(remat, family="qwen3"):
+    """One layer and one chunk of queries, so that each matmul stands once in the program and all pairs are computed.
+
+    There XLA sees that "full" and "none" would compute the same scores twice in one place, and does it once.
+    """
+    one = config(family, num_hidden_layers=1)
+    got = dots(compiled(family, ONE, run=models.Run(remat=remat), layers=1).as_text())
+    formula = work.flops(job(family, config=one, remat=remat), pairs=B * T * T)
+    scores = 2 * one.heads * one.head_dim * B * T * T
+    assert got == formula.hardware - (0 if remat == "dots" else scores)
+    assert formula.attention == 6 * scores and formula.matmuls == 6 * work.active(job(family, config=one)) * B * T
+
+
+def test_active_weights_are_those_of_the_chosen_experts():
+    c, table = config("qwen3_moe"), models.table(config("qwen3_moe"))
+    layer = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    mixture = c.experts * c.embed + 3 * c.top_k * c.embed * c.expert_ffn
+    assert work.active(job("qwen3_moe")) == 3 * layer + 2 * mixture + 3 * c.embed * c.ffn + c.vocab * c.embed
+    assert work.active(job("qwen3_moe")) < param.count(table)
+
+
+def test_pairs_are_counted_one_by_one():
+    rows = dataclasses.replace(job("qwen3", rows=1, length=12), sequence=4)
+    segment, index = np.arange(12) // 4, np.arange(12) % 4
+    seen = (segment[:, None] == segment[None]) & (index[:, None] >= index[None])
+    assert work.pairs(rows) == seen.sum()
+
+
+def collectives(text: str, layers: int) -> Counter:
+    """Bytes of the results of all collectives between two devices or more, by kind; loops over layers count fully."""
+    found: Counter = Counter()
+    for line in text.splitlines():
+        call = re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", line)
+        groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", line)
+        if not call or (groups and 1 in (len((groups[1] or "").split(",")) * (not groups[2]), int(groups[2] or 0))):
+            continue
+        times = layers if "while/body" in line else 1
+        sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"[fs]32\[([\d,]+)\]", call[1])]
+        found[call[2]] += 4 * times * sum(sizes)
+    return found
+
+
+def payloads(made: Job) -> dict[str, float]:
+    return {t.name: t.payload for t in work.transfers(made)}
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_fsdp_moves_what_the_formula_says(remat):
+    """Gathers of weights to the byte; their gradients too, which XLA sums on a CPU before it parts them."""
+    layout = mesh.Layout(fsdp=8)
+    got = collectives(compiled("qwen3", layout, run=models.Run(remat=remat)).as_text(), 3)
+    formula = payloads(job("qwen3", layout, remat=remat))
+    assert got["all-gather"] == formula["weights_gather"]
+    norms = 3 * 2 * config("qwen3").head_dim * 4  # q_norm and k_norm, which no device splits
+    assert got["all-reduce"] == formula["gradients_scatter"] + norms
+
+
+@pytest.mark.mesh
+def test_ulysses_moves_what_the_formula_says():
+    layout = mesh.Layout(dp=4, cp=2)
+    got = collectives(compiled("qwen3", layout, run=models.Run(cp="ulysses")).as_text(), 3)
+    assert got["all-to-all"] == payloads(job("qwen3", layout, cp="ulysses"))["cp_trade"]
+
+
+def test_each_way_of_splitting_moves_something_of_its_own():
+    names = lambda *args, **rest: set(payloads(job(*args, **rest)))
+    assert names("qwen3") == set()
+    assert names("qwen3", mesh.Layout(dp=8)) == {"gradients_reduce"}
+    assert names("qwen3", mesh.Layout(tp=2)) == {"tp_reduce"}
+    cp = mesh.Layout(cp=2)
+    for method, name in (("gather", "cp_gather"), ("ulysses", "cp_trade"), ("ring", "cp_send")):
+        assert names("qwen3", cp, cp=method) == {"gradients_reduce", name}
+    ep = {"weights_gather", "gradients_scatter", "ep_gather", "ep_scatter"}
+    assert names("qwen3_moe", mesh.Layout(ep=2)) == ep
+
+
+def test_a_ring_sends_each_piece_past_every_other_device():
+    """Keys, values and their places: n - 1 turns forward and again, n - 1 backward, gradients home with the n-th."""
+    n, c = 4, config("qwen3")
+    made = job("qwen3", mesh.Layout(cp=n), cp="ring")
+    keys, places = 2 * c.kv_heads * c.head_dim * made.local_tokens * 4, 2 * made.local_tokens * 4
+    assert payloads(made)["cp_send"] == c.layers * (3 * (n - 1) * (keys + places) + n * keys)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def figures(*args, chip="h100", **rest):
+    return {f.name: f.value for f in plan.plan(job(*args, **rest), CHIPS[chip]).figures}
+
+
+def test_what_cannot_be_split_is_refused_by_name():
+    for layout, rest, line in (
+        (mesh.Layout(dp=3), {}, r"--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
+        (mesh.Layout(cp=3), {}, r"--length must be a multiple of cp = 3, got 64"),
+        (mesh.Layout(cp=2), dict(cp="ring", length=66), r"--length must be a multiple of 2 x cp = 4, got 66"),
+        (mesh.Layout(tp=16), {}, r"query heads must be a multiple of tp = 16, got 8"),
+        (mesh.Layout(cp=8, tp=2), dict(cp="ulysses"), r"query heads must be a multiple of tp x cp = 16, got 8"),
+        (mesh.Layout(fsdp=5), dict(rows=5), r"embed of size 32 cannot be split over fsdp = 5 devices"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            job("qwen3", layout, **rest)
+
+
+def test_more_rows_than_fit_do_not_fit():
+    made = job("qwen3", mesh.Layout(fsdp=2), rows=2, length=4096, remat="none")
+    most, usable = plan.most_rows(made, CHIPS["v6e"]), plan.USABLE * CHIPS["v6e"].memory
+    peak = lambda rows: memory.memory(dataclasses.replace(made, rows=rows)).peak
+    assert most % 2 == 0 and peak(most) <= usable < peak(most + 2)
+    huge = dataclasses.replace(CHIPS["v6e"], memory=1e3)
+    assert plan.most_rows(made, huge) == 0 and not plan.plan(made, huge).fits
+
+
+def test_time_adds_up_and_faster_chips_are_faster():
+    layout = mesh.Layout(fsdp=4, tp=2)
+    slow, fast = figures("qwen3", layout, chip="h100"), figures("qwen3", layout, chip="b200")
+    total = max(slow["compute_s"], slow["beside_s"]) + slow["waiting_s"] + slow["update_s"]
+    assert slow["step_s"] == pytest.approx(total) and fast["step_s"] < slow["step_s"]
+    assert slow["mfu"] == pytest.approx(slow["model_flops"] / (8 * CHIPS["h100"].flops * slow["step_s"]))
+    assert slow["mfu"] < slow["hardware_utilisation"] <= plan.MATMUL
+
+
+def test_links_are_slow_beyond_a_host():
+    made, chip = job("qwen3", mesh.Layout(fsdp=8, tp=2), rows=8), CHIPS["h100"]
+    assert plan.link(made, chip, ("tp",)) == plan.LINK * chip.link
+    assert plan.link(made, chip, ("fsdp", "ep")) == plan.LINK * chip.network
+
+
+def test_generation_speeds_up_with_devices_until_memory_or_slots_bound_it():
+    base = plan.Generation(
+        samples=1024, prompt=100, new=900, slots=None, itemsize=2, devices=8, steps=1, ahead=1
+    )  # fmt: skip
+    seconds = lambda **changes: {
+        f.name: f.value
+        for f in plan.generated(job("qwen3"), CHIPS["h100"], dataclasses.replace(base, **changes), step_s=1.0)
+    }
+    eight, sixteen, few = seconds(), seconds(devices=16), seconds(slots=4)
+    assert sixteen["generate_batch_s"] < eight["generate_batch_s"] < few["generate_batch_s"]
+    c = config("qwen3")
+    assert eight["cache_bytes_per_token"] == 2 * c.layers * c.kv_heads * c.head_dim * 2
+    assert eight["server_weights_bytes"] == 2 * (param.count(models.table(c)) + c.vocab * c.embed)
+    chosen = seconds(devices=0)
+    assert chosen["generate_batch_s"] <= max(chosen["train_batch_s"], 2 * seconds(devices=1024)["generate_batch_s"])
