@@ -84,6 +84,8 @@ def check(spec: Step) -> dict:
     Returns:
       {"argument_bytes", "temporary_bytes": of one device, by XLA's account; "seconds", "host_bytes": of that process}.
       Temporaries are those of XLA's CPU backend, not a GPU's.
+
+    The process is spawned: a script that calls this guards its main part with `if __name__ == "__main__"`.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_compile, spec).result()

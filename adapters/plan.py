@@ -18,6 +18,7 @@ from ..parallel.job import Job
 from . import aot, hf
 
 NEEDS = ("model", "mesh", "rows", "length", "run")  # of a recipe's Config
+RL = ("groups", "group_size", "minibatches", "sampling", "eta", "servers", "serve")  # and of one that generates
 SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
@@ -87,9 +88,13 @@ def plan(config: Any, options: Options = Options()) -> dict:
 
 def _samples(config) -> int:
     """Samples of an optimiser step."""
-    if hasattr(config, "groups"):
+    if _generates(config):
         return config.groups * config.group_size // config.minibatches
     return getattr(config, "batch", config.rows)
+
+
+def _generates(config) -> bool:
+    return all(hasattr(config, name) for name in RL)
 
 
 def _objective(config):
@@ -103,7 +108,7 @@ def _optim(config) -> AdamW:
 
 
 def _generation(config, options: Options, sequence: float, itemsize: int) -> plans.Generation | None:
-    if not hasattr(config, "sampling"):
+    if not _generates(config):
         return None
     new = min(config.sampling.max_new_tokens, sequence)
     own = None if config.servers else config.serve  # the embedded engine, started by the recipe

@@ -39,7 +39,8 @@ class Job:
       scores: forward passes without gradients over the same tokens, before the step.
 
     Raises:
-      ValueError: a remat policy that `KEPT` does not know; rows, length, heads or a weight's axis do not divide by the layout.
+      ValueError: a remat policy that `KEPT` does not know; rows, length, heads or an axis of a weight that does not
+        divide by the layout.
     """
 
     table: param.Table
