@@ -101,6 +101,9 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         mixture = (BLOCK * (D + 6 * gate) + D) * pairs * item + tokens * width("router") * WIDE
     own_dtype = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))
+    # Flattened, each matmul keeps an operand of its own; with cp they are not, and attention and MLP keep one each.
+    inputs = [into for _, into in matrices]
+    read = sum(map(width, inputs)) - (D * (inputs.count("embed") - 2) if job.layout.cp > 1 else 0)
     return {
         "input": tokens * D * item,
         # the last result only joins the residual stream, which needs no gradient of its own
@@ -111,7 +114,7 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
             for name, leaf in stack.items()
             if name in norms
         ),
-        "operands": tokens * item * sum(width(into) for _, into in matrices),
+        "operands": tokens * item * read,
         "qkv": tokens * item * job.head_dim * (heads + 2 * kv_heads * seen),
         "gates": 5 * tokens * item * width("ffn") if "gate" in stack else 0,
         "experts": mixture,

@@ -83,9 +83,7 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
 def held(job: Job, chip: Chip) -> list[Figure]:
     """Memory of one device."""
     m = memory.memory(job)
-    alone = job.layout.devices == 1
-    sparse = any("router" in stack for stack in job.stacks)
-    sure = job.remat == "full" or (alone and not (sparse and job.remat == "none"))
+    about = job.remat == "none" and any("router" in stack for stack in job.stacks)
     of = lambda name, value, exact, text: Figure("memory", name, value, "exact" if exact else "estimate", text)
     return [
         of("params_bytes", m.params, True, "fp32 weights"),
@@ -94,7 +92,7 @@ def held(job: Job, chip: Chip) -> list[Figure]:
         of("argument_bytes", m.arguments, True, "these three: arguments of the compiled step"),
         of("gradients_bytes", m.gradients, True, "gradients" + (", summed and new" if job.microbatches > 1 else "")),
         of("reference_bytes", m.reference, True, "weights of the reference policy"),
-        of("saved_bytes", m.saved, sure, f"kept by layers for the backward pass, remat {job.remat}"),
+        of("saved_bytes", m.saved, not about, f"kept by layers for the backward pass, remat {job.remat}"),
         of("logits_bytes", m.logits, True, "logits, all kept" if memory.logits_kept(job) else "logits of a chunk"),
         of("working_bytes", m.working, False, "of the layer or head at work"),
         of("peak_bytes", m.peak, False, "all of it"),

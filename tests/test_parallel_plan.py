@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from areax import models
 from areax.adapters import aot
 from areax.core import logprobs, losses, optim, param
 from areax.models import transformer
-from areax.parallel import memory, mesh, plan, work
+from areax.parallel import memory, mesh, plan, rules, work
 from areax.parallel.chips import CHIPS
 from areax.parallel.job import Job
 
@@ -54,32 +55,53 @@ def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3):
 # -- memory ----------------------------------------------------------------------------------------
 
 
+def stacked(family, run, rows, length, on):
+    """(closure, whether each of its arrays is stacked by a scan over layers): what `jax.vjp` of the backbone keeps."""
+    table = models.table(config(family))
+    split = lambda axes: NamedSharding(on, rules.spec(axes, mesh=on))
+    token_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=split(("batch", "seq")))
+    params = jax.tree.map(
+        lambda x, its: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=its),
+        param.abstract(table), rules.of_params(table, on),
+    )  # fmt: skip
+
+    def closure(params, token_BT):
+        hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config(family), run=run)
+        return jax.tree.leaves(jax.vjp(hidden, params)[1])
+
+    traced = jax.make_jaxpr(closure)(params, token_BT).jaxpr
+    scanned = {x for equation in traced.eqns if equation.primitive.name == "scan" for x in equation.outvars}
+    depths = {len(stack.layers) for stack in table.stacks}
+    of_layers = [x in scanned and x.aval.ndim > 0 and x.aval.shape[0] in depths for x in traced.outvars]
+    return jax.jit(closure).lower(params, token_BT), [x.aval for x in traced.outvars], of_layers
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_keep_what_the_formula_says(family, remat, dtype):
-    """By JAX's own account of what differentiation keeps: of the closure of `jax.vjp` all that comes out of scans.
-
-    Weights are arguments and not counted. What a mixture keeps without rematerialisation is an estimate.
-    """
-    settings = config(family)
-    token_BT = jax.ShapeDtypeStruct((5, 128), jnp.int32)
-
-    def closure(params, token_BT):
-        run = models.Run(dtype=dtype, remat=remat)
-        hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=settings, run=run)
-        return jax.tree.leaves(jax.vjp(hidden, params)[1])
-
-    traced = jax.make_jaxpr(closure)(param.abstract(models.table(settings)), token_BT).jaxpr
-    scanned = {x for equation in traced.eqns if equation.primitive.name == "scan" for x in equation.outvars}
-    depths = {len(stack.layers) for stack in models.table(settings).stacks}
-    kept = [x.aval for x in set(traced.outvars) & scanned if x.aval.ndim and x.aval.shape[0] in depths]
-    got = sum(x.size * x.dtype.itemsize for x in kept)
+    """By JAX's own account. Weights are arguments, not counted; a mixture's part under "none" is an estimate."""
+    _, arrays, of_layers = stacked(family, models.Run(dtype=dtype, remat=remat), 5, 128, mesh.make())
+    got = sum(x.size * x.dtype.itemsize for x, its in zip(arrays, of_layers, strict=True) if its)
     formula = memory.saved(job(family, rows=5, length=128, dtype=dtype or "float32", remat=remat))
     if family == "qwen3_moe" and remat == "none":
         assert abs(formula / got - 1) < 0.15
     else:
         assert formula == got
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("layout", [mesh.Layout(fsdp=4, tp=2), mesh.Layout(dp=2, cp=2, tp=2)], ids=str)
+def test_each_device_keeps_what_the_formula_says(layout, remat):
+    """As XLA's partitioner lays out what is kept, none of which is told where to lie."""
+    on = mesh.make(layout)
+    with jax.set_mesh(on):
+        lowered, arrays, of_layers = stacked("qwen3", models.Run(remat=remat), B, T, on)
+        places = lowered.compile().output_shardings
+    kept = [(x, its) for x, its, of_layer in zip(arrays, places, of_layers, strict=True) if of_layer]
+    got = sum(math.prod(its.shard_shape(x.shape)) * x.dtype.itemsize for x, its in kept)
+    assert memory.saved(job("qwen3", layout, remat=remat)) == got
 
 
 PAIRS = [  # the last two with several microbatches, of which every array of the batch is an argument
