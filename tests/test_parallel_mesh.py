@@ -176,7 +176,7 @@ def test_replayed_experts_stay_with_their_tokens():
     data = [s.replace(arrays={"routed_experts": ("input", draw(len(s.tokens)))}) for s in samples()]
     batch, out = packing.pack(data, LENGTH, rows=ROWS), []
     for name in ("one", "cp2 ep2 tp2 all_to_all"):
-        on = mesh.make((LAYOUTS | DISPATCH).get(name, mesh.Layout()))
+        on = mesh.make((LAYOUTS | SENT).get(name, mesh.Layout()))
         how = dataclasses.replace(run(name), cp="ring")
         with jax.set_mesh(on):
             scores = step.make_scores(partial(models.score, config=config, run=how))
