@@ -21,7 +21,7 @@ def train(recipe: str, *options: str) -> int:
     """Train by a recipe: sft, grpo, or the path of a file with a `Config` and `main(config)`."""
     module = _recipe(recipe, "train")
     summary = module.main(_parse(module.Config, options, f"areax train {recipe}"))
-    if isinstance(summary, dict):
+    if isinstance(summary, dict) and summary:
         print(json.dumps(summary, indent=2, default=str))
         if summary.get("complete") is False:
             return 130  # stopped by a signal: what it has is saved
@@ -159,8 +159,21 @@ def report(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"
     return 0
 
 
-COMMANDS: dict[str, Callable] = {f.__name__: f for f in (train, plan, demo, serve, convert, check, eval, report)}
-FORWARDING = (train, plan, demo, eval)  # these parse their options by the recipe's own Config
+def launch(*options: str) -> int:
+    """Run several processes of one command on this machine: areax launch --processes 4 -- train sft ..."""
+    from . import launch
+
+    at = options.index("--") if "--" in options else len(options)
+    config = _parse(launch.Config, options[:at], "areax launch")
+    if not options[at + 1 :]:
+        raise ValueError("areax launch: name a command after --, as in areax launch --processes 4 -- train sft ...")
+    return launch.launch(config, list(options[at + 1 :]))
+
+
+COMMANDS: dict[str, Callable] = {
+    f.__name__: f for f in (train, plan, demo, serve, convert, check, eval, report, launch)
+}
+FORWARDING = (train, plan, demo, eval, launch)  # these parse their options by the recipe's own Config
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .. import models
@@ -116,7 +117,10 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
     def fill(leaf, sharding=None):
         if leaf.path in drawn:
             host = param.init(jax.random.key(0), param.Table({leaf.path: leaf.param}, (), table.dims))[leaf.path]
-            return jax.device_put(host, sharding)
+            if sharding is None:
+                return host
+            host = np.asarray(host)
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
         parts = dict(zip(leaf.keys(prefix), (tensors[key] for key in keys[leaf.path]), strict=True))
         wanted = leaf.param.dtype or dtype or np.result_type(*parts.values())
         apart = len(leaf.apart)
@@ -130,6 +134,7 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
             for at in np.ndindex(*shape[:apart]):
                 tensor = parts[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
                 host[at] = tensor[cut[apart:]]
+                safetensors.forget(tensor)
             return host
 
         if sharding is None:
@@ -185,6 +190,9 @@ def save(
       tokenizer: a tokenizer of transformers to save instead.
       version: policy version, for published weights.
 
+    Of several processes all call it if they share the parameters, for they gather them together, a tensor at a time;
+    process 0 writes, and the others return before the directory is there.
+
     Raises:
       ValueError: the path is a file or another kind of directory; parameters that do not fit the config.
     """
@@ -192,6 +200,10 @@ def save(
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
     dtype = save_dtype(config, params, dtype)
     specs, arrays = to_tensors(config, params, dtype)
+    if jax.process_index() > 0:
+        for _ in arrays:
+            pass
+        return Path(path)
     with replacing(path, _is_checkpoint) as directory:
         described = safetensors.write(directory, specs, arrays)
         generation: dict = {}
@@ -227,13 +239,17 @@ def write_published(
 
 
 def host_copy(config, params, dtype=None):
-    """The parameters as numpy arrays in the dtype that `save` would write: the originals may be donated afterwards."""
+    """The parameters as numpy arrays in the dtype that `save` would write: the originals may be donated afterwards.
+
+    Of several processes all call it, as `save`; process 0 gets the arrays, the others a tree of None.
+    """
     dtype = save_dtype(config, params, dtype)
 
     def copy(leaf, x):
-        host = np.empty(leaf.shape, leaf.param.dtype or dtype)
+        host = np.empty(leaf.shape, leaf.param.dtype or dtype) if jax.process_index() == 0 else None
         for index, row in zip(np.ndindex(*leaf.apart), _rows(leaf, x, dtype), strict=True):
-            host[index] = row
+            if host is not None:
+                host[index] = row
         return host
 
     return param.tree_map(copy, models.table(config), params)
@@ -296,14 +312,20 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
 
 
 def _fetch(x, index: tuple[int, ...], dtype) -> jax.Array:
-    row = _row(x, index, dtype)
+    row = _cut(None if x.is_fully_addressable else x.sharding.mesh)(x, index, dtype)
     row.copy_to_host_async()
     return row
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _row(x, index, dtype):
-    return x[index].astype(dtype)
+@functools.cache
+def _cut(mesh):
+    """The jitted cut of one tensor; of a mesh of several processes, all of which then have it."""
+
+    def row(x, index, dtype):
+        return x[index].astype(dtype)
+
+    out = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(row, static_argnums=2, out_shardings=out)
 
 
 def _config_json(config, dtype: np.dtype) -> dict:

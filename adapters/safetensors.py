@@ -113,6 +113,15 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     return {name: held[file][name] for name, file in places.items()}
 
 
+def forget(tensor: np.ndarray) -> None:
+    """Lets go of the memory that reading a tensor of `read` took; the file's pages come back when they are wanted."""
+    base: Any = tensor
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a small file whole: temporary name, sync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")

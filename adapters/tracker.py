@@ -178,14 +178,19 @@ def _histogram(name: str, value: Mapping) -> dict:
 
 
 @contextlib.contextmanager
-def open_run(path, *, config=None, keep: Mapping[str, int] | None = None) -> Iterator[Run]:
+def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet: bool = False) -> Iterator[Run]:
     """Opens a run directory to append to, making it if need be.
 
     Args:
       config: written to config.json if given (a dataclass or a mapping).
       keep: {kind: last step to keep}: later lines of that kind are removed, in both files. A run that
         resumes after step 40 gives {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
+      quiet: nothing is read or written: for the other processes of a job.
     """
+    if quiet:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            yield Run(pathlib.Path(path), nowhere, nowhere, time.monotonic())
+        return
     path = pathlib.Path(path)
     if path.exists() and not path.is_dir():
         raise ValueError(f"open_run: a run needs a directory, got the file {path}; name another place")
@@ -223,13 +228,13 @@ def _cut(path: pathlib.Path, keep: Mapping[str, int]) -> None:
 
 
 @contextlib.contextmanager
-def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, console=None):
-    """Shows how far a run is: a bar on a terminal, else a line at most every `every` seconds.
+def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, console=None, quiet: bool = False):
+    """Shows how far a run is: a bar on a terminal, else a line at most every `every` seconds, or nothing if `quiet`.
 
     Yields tick(step, *, tokens=0, **values): `values` are shown by name; `tokens` are those of the
     steps since the last tick. Rate and time left are taken from the last 20 ticks.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, quiet=quiet)
     recent = collections.deque([(time.monotonic(), start, 0)], maxlen=20)
 
     def words(step, tokens, values):

@@ -24,11 +24,11 @@ class State:
 
 def init(params, optimizer: optax.GradientTransformation, shardings: State | None = None) -> State:
     """The state at step 0; on a mesh `shardings` says where its parts lie."""
-    zero = jnp.zeros((), jnp.int32)
+    zero = lambda: jnp.zeros((), jnp.int32)
     if shardings is None:
-        return State(params, optimizer.init(params), zero)
+        return State(params, optimizer.init(params), zero())
     moments = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
-    return State(params, moments, jax.device_put(zero, shardings.step))
+    return State(params, moments, jax.jit(zero, out_shardings=shardings.step)())
 
 
 def make_step(
@@ -43,7 +43,7 @@ def make_step(
     `score(params, microbatch) -> out` is differentiated through `objective.loss`. Gradients are summed in the masters'
     dtype over the microbatches in use, whose number is read from the batch, so that it never recompiles. A step whose
     gradient is not finite leaves weights and moments as they were and counts in `skipped`. The state is donated; on a
-    mesh it stays where `shardings` says.
+    mesh it stays where `shardings` says, and every device has the metrics.
 
     Args:
       adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient; `aux` is `out.aux` summed
@@ -85,7 +85,7 @@ def make_step(
         }
         return State(params, keep(opt_state, state.opt_state), state.step + 1), report
 
-    out = None if shardings is None else (shardings, None)
+    out = None if shardings is None else (shardings, shardings.step)
     return jax.jit(step, donate_argnums=0, out_shardings=out)
 
 

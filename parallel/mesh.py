@@ -54,13 +54,14 @@ BATCH = ("dp", "fsdp", "ep")  # axes that split rows
 
 
 def make(layout: Layout = Layout(), devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh of a layout over all devices of all processes, or over `devices`; one device if the layout says so.
+    """The mesh of a layout over all devices of all processes, or over `devices`; for one process, one if it says so.
 
     Raises:
       ValueError: the layout needs another number of devices than there are.
     """
     if devices is None:
-        devices = jax.devices()[:1] if layout.devices == 1 else jax.devices()
+        alone = layout.devices == 1 and jax.process_count() == 1
+        devices = jax.devices()[:1] if alone else jax.devices()
     if layout.devices != len(devices):
         raise ValueError(
             f"mesh: {layout} needs {layout.devices} devices, got {len(devices)}; the product of the axes "

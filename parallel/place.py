@@ -1,9 +1,10 @@
-"""Batches onto a mesh: rows over dp, fsdp and ep, positions over cp."""
+"""Batches onto a mesh, rows over dp, fsdp and ep, positions over cp; and what was computed there back again."""
 
 import dataclasses
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from ..core.batch import Batch
@@ -11,7 +12,7 @@ from .rules import spec
 
 
 def batch(packed: Batch, mesh) -> Batch:
-    """A packed Batch [M, B, T] from the host, laid out over the mesh.
+    """A packed Batch [M, B, T] from the host, the same in every process, laid out over the mesh.
 
     Raises:
       ValueError: rows that do not divide by dp x fsdp x ep, or a length that does not divide by cp.
@@ -22,7 +23,10 @@ def batch(packed: Batch, mesh) -> Batch:
         where = f"{name}: rows of a microbatch or their length"
         return NamedSharding(mesh, spec(("layers", *axes), where=where, shape=x.shape, mesh=mesh))
 
-    put = lambda name, x: jax.device_put(np.asarray(x), rule(name, x))
+    def put(name: str, x) -> jax.Array:
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, rule(name, x), lambda index: x[index])
+
     values = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
     placed = {
         name: {key: put("_BT", x) for key, x in value.items()} if isinstance(value, dict) else put(name, value)
@@ -30,3 +34,8 @@ def batch(packed: Batch, mesh) -> Batch:
         if value is not None
     }
     return packed.replace(**placed)
+
+
+def host(x) -> np.ndarray:
+    """A global array as numpy in every process; all of them call it."""
+    return multihost_utils.process_allgather(x, tiled=True)

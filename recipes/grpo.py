@@ -23,7 +23,7 @@ from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
 from areax.core.balance import Balance, wrap
 from areax.core.optim import AdamW, adamw
-from areax.parallel import place, rules
+from areax.parallel import follow, place, processes, rules
 from areax.parallel.mesh import Layout
 from areax.recipes import common
 from areax.rollout import client, executor, local, loop, names, publish, rewards
@@ -117,38 +117,61 @@ class Trainer:
     scores: Callable
     prepare: Callable
     step: Callable
+    began: float
     reference: Any = None
     report: dict = field(default_factory=dict)
 
 
 def main(config: Config) -> dict:
-    """Trains, writes `out`/model, and returns the summary that `out`/summary.json holds."""
+    """Trains, writes `out`/model, and returns the summary that `out`/summary.json holds.
+
+    Of several processes the first runs everything but the devices, which all of them move together, each with its part
+    of every batch: `work`. The others return {}.
+    """
     common.keep_memory()
-    return asyncio.run(train(config))
+    with processes.job() as index:
+        inputs = read(config) if index == 0 else ()
+        out, tokens = common.out_directory(config.out), tokenizer.load(config.model)
+        processes.same("options", config)
+        trainer = build(config)
+        with state.open_store(out / "state") as store:
+            start, cursor = store.latest or 0, None
+            if start:
+                trainer.state, cursor = store.restore(trainer.state)
+            params = lambda: (trainer.settings, trainer.state.params)
+            work: dict[str, Callable] = {
+                "advance": functools.partial(advance, trainer),
+                "save": lambda v, at: store.save(v, trainer.state, at),
+                "host_copy": lambda: hf.host_copy(*params()),
+                "publish": lambda root, v: hf.write_published(root, v, *params(), tokenizer=tokens),
+                "export": lambda: hf.save(out / "model", *params(), tokenizer=tokens),
+            }
+            if index > 0:
+                follow.follow(work)
+                return {}
+            with follow.lead(work) as do:
+                return asyncio.run(train(config, trainer, do, start, cursor, tokens, *inputs))
 
 
-async def train(config: Config) -> dict:
-    began = time.monotonic()
-    out = common.out_directory(config.out)
-    tokens = tokenizer.load(config.model)
+def read(config: Config) -> tuple:
+    """(rows, held-out rows, workflow), and sees that there is a reward."""
+    names.resolve(config.reward)
     rows = common.read_rows(config.data, config.row)
     heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
-    workflow = names.resolve(config.workflow)
-    names.resolve(config.reward)
-    trainer = build(config)
+    return rows, heldout, names.resolve(config.workflow)
 
+
+async def train(config: Config, trainer: Trainer, do: Callable, start: int, cursor, tokens, rows, heldout, workflow):
+    """The loop, from version `start` on; `do(name, ...)` does a piece of `work` in all processes."""
+    out = Path(config.out)
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
-        store = enter(state.open_store(out / "state"))
-        start, cursor = store.latest or 0, None
-        if start:
-            trainer.state, cursor = store.restore(trainer.state)
         keep = {kind: start for kind in ("grpo", "eval")}
         run = enter(tracker.open_run(out, config=config, keep=keep))
         tick = enter(tracker.progress("grpo", config.steps, start=start))
         root = enter(published_root(config, trainer))
-        save = functools.partial(hf.write_published, root, config=trainer.settings, tokenizer=tokens)
-        save(start, params=trainer.state.params)
+        write = functools.partial(hf.write_published, root, config=trainer.settings, tokenizer=tokens)
+        do("publish", root, start)
         urls = config.servers or [await enter_async(local.server(root / str(start), config.serve, out / "server.log"))]
         fleet = await enter_async(client.connect(urls, concurrency=config.max_concurrent * config.group_size))
         reward = await enter_async(
@@ -169,16 +192,13 @@ async def train(config: Config) -> dict:
         accuracy: dict[int, float] = {}
         pushes: list[publish.PushReport] = []
 
-        def update(groups):
-            return advance(trainer, groups)
-
         def hand_out(v: int) -> loop.Push:
-            host = hf.host_copy(trainer.settings, trainer.state.params)
+            host = do("host_copy")
 
             async def push():
                 directory = root / str(v)
                 if not directory.exists():
-                    await asyncio.to_thread(save, v, params=host)
+                    await asyncio.to_thread(write, v, params=host)
                 pushes.append(await publish.push(fleet, directory, publish.version_string(directory / "manifest.json")))
                 await asyncio.to_thread(publish.prune, root, 2, fleet.labels)
 
@@ -201,7 +221,7 @@ async def train(config: Config) -> dict:
 
         seconds = await interruptible(
             loop.run(
-                rollout.batch, update, hand_out, lambda v, at: store.save(v, trainer.state, at),
+                rollout.batch, functools.partial(do, "advance"), hand_out, functools.partial(do, "save"),
                 evaluate if heldout else None, eta=config.eta, steps=config.steps, start=start, admit=rollout.admit,
                 cursor=rollout.cursor, save_every=config.save_every,
                 evaluate_every=config.evaluate_every or config.steps, on_step=on_step,
@@ -210,7 +230,7 @@ async def train(config: Config) -> dict:
         done = int(trainer.state.step) // config.minibatches
         served = sorted({server.label for server in fleet.usable})
         counts = {**rollout.counts, **fleet.counts}
-    checkpoint = hf.save(out / "model", trainer.settings, trainer.state.params, tokenizer=tokens)
+    checkpoint = do("export")
     summary = {
         "checkpoint": str(checkpoint),
         "steps": done,
@@ -219,7 +239,7 @@ async def train(config: Config) -> dict:
         "accuracies": {str(v): a for v, a in sorted(accuracy.items())},
         "heldout_rows": len(heldout),
         "server_version": served,
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - trainer.began,
         "time": seconds,
         "counts": counts,
         **trainer.report,
@@ -230,6 +250,7 @@ async def train(config: Config) -> dict:
 
 def build(config: Config) -> Trainer:
     """Model, optimiser and compiled functions."""
+    began = time.monotonic()
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh)
     score = functools.partial(models.score, config=settings, run=config.run, temperature=config.sampling.temperature)
@@ -239,7 +260,7 @@ def build(config: Config) -> Trainer:
     objective = wrap(config.objective, config.balance)
     trainer = Trainer(
         config, settings, mesh, step.init(params, optimizer, shardings), step.make_scores(score),
-        jax.jit(objective.prepare), step.make_step(score, objective, optimizer, shardings),
+        jax.jit(objective.prepare), step.make_step(score, objective, optimizer, shardings), began,
     )  # fmt: skip
     if config.objective.kl_coef:
         trainer.reference = common.open_model(config.model, config.init, config.seed, mesh)[1]
@@ -267,15 +288,16 @@ def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
 
 def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
     """An optimiser step a batch; returns merged metrics, and the log-probabilities of each before the first step."""
-    scores = [trainer.scores(trainer.state.params, b) for b in batches]
+    # One at a time: gloo, which connects processes on the CPU, hangs when many computations wait.
+    scores = [jax.block_until_ready(trainer.scores(trainer.state.params, b)) for b in batches]
     if trainer.reference is not None:
-        refs = [trainer.scores(trainer.reference, b).logp_BT for b in batches]
+        refs = [jax.block_until_ready(trainer.scores(trainer.reference, b).logp_BT) for b in batches]
         batches = [b.replace(ref_BT=ref) for b, ref in zip(batches, refs, strict=True)]
     report: dict = {}
     for batch, score in zip(batches, scores, strict=True):
         trainer.state, new = trainer.step(trainer.state, trainer.prepare(batch, score))
-        report = metrics.merge_trees(report, new) if report else new
-    return report, [score.logp_BT for score in scores]
+        report = jax.block_until_ready(common.merge(report, new) if report else new)
+    return report, [place.host(score.logp_BT) for score in scores]
 
 
 def shuffled(groups: list[list[Sample]], seed) -> list[list[Sample]]:

@@ -18,7 +18,7 @@ from areax.adapters import hf, state, tokenizer, tracker
 from areax.core import losses, metrics, packing, step
 from areax.core.balance import Balance, wrap
 from areax.core.optim import AdamW, adamw
-from areax.parallel import place, rules
+from areax.parallel import place, processes, rules
 from areax.parallel.mesh import Layout
 from areax.recipes import common
 from areax.rollout.executor import Prompts
@@ -67,12 +67,24 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "seconds", ...}."""
-    began = time.monotonic()
+    """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "seconds", ...}.
+
+    Of several processes each trains on its part of every batch; the first alone writes, the others return {}.
+    """
     common.keep_memory()
+    with processes.job() as index:
+        summary = train(config, quiet=index > 0)
+    return {} if index else summary
+
+
+def train(config: Config, quiet: bool = False) -> dict:
+    """The run itself, the same in every process; `quiet` keeps its reports from being shown and written."""
+    began = time.monotonic()
     tokens = tokenizer.load(config.model)
-    prompts = Prompts(common.read_rows(config.data, config.row), seed=config.seed)
+    rows = common.read_rows(config.data, config.row)
     heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
+    processes.same("options and rows", config, rows, heldout)
+    prompts = Prompts(rows, seed=config.seed)
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh)
     table, plain = models.table(settings), losses.SFT()
@@ -82,20 +94,24 @@ def main(config: Config) -> dict:
     shardings = rules.of_state(optimizer, table, mesh)
     update = step.make_step(score, objective, optimizer, shardings)
     prepare, scores = jax.jit(objective.prepare), step.make_scores(score)
-    evaluate = step.make_loss(score, plain)
+    evaluate, ready = step.make_loss(score, plain), jax.jit(plain.prepare)
     current = step.init(params, optimizer, shardings)
     out = common.out_directory(config.out)
     samples = functools.lru_cache(maxsize=1 << 16)(functools.partial(_sample, tokens))
 
-    def batch_of(rows) -> packing.Batch:
+    def pack(rows) -> packing.Batch:
         picked = [samples(*_texts(row)) for row in rows]
         named = [s.replace(rollout=i, group=i) for i, s in enumerate(picked)]
-        return place.batch(packing.pack(named, config.length, rows=config.rows), mesh)
+        return packing.pack(named, config.length, rows=config.rows)
 
     def heldout_loss(params) -> dict:
-        batches = [heldout[i : i + config.batch] for i in range(0, len(heldout), config.batch)]
-        reports = [evaluate(params, plain.prepare(batch_of(rows))) for rows in batches]
-        return {f"heldout_{k}": v for k, v in metrics.to_dict(functools.reduce(metrics.merge_trees, reports)).items()}
+        report: dict = {}
+        for i in range(0, len(heldout), config.batch):
+            batch = pack(heldout[i : i + config.batch])
+            jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
+            new = evaluate(params, ready(place.batch(batch, mesh)))
+            report = common.merge(report, new) if report else new
+        return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
 
     with jax.set_mesh(mesh), state.open_store(out / "state") as store, common.stop_signal() as stop:
         start = store.latest or 0
@@ -103,8 +119,8 @@ def main(config: Config) -> dict:
             current, _ = store.restore(current)
         last: dict = {}
         with (
-            tracker.open_run(out, config=config, keep={"sft": start}) as run,
-            tracker.progress("sft", config.steps, start=start) as tick,
+            tracker.open_run(out, config=config, keep={"sft": start}, quiet=quiet) as run,
+            tracker.progress("sft", config.steps, start=start, quiet=quiet) as tick,
         ):
 
             def report(i, pending, learnt):
@@ -116,7 +132,10 @@ def main(config: Config) -> dict:
             pending = None
             done = start
             for i in range(start, config.steps):
-                batch = batch_of([prompts[i * config.batch + j] for j in range(config.batch)])
+                batch = pack([prompts[i * config.batch + j] for j in range(config.batch)])
+                if processes.anyone(stop.is_set()):  # of several processes each waits here for the step before
+                    break
+                batch = place.batch(batch, mesh)
                 seen = scores(current.params, batch) if objective.needs_scores else None
                 current, now = update(current, prepare(batch, seen))
                 if pending:  # one step behind, so that the host prepares while the device computes
@@ -126,8 +145,6 @@ def main(config: Config) -> dict:
                     run.log("sft", done, **heldout_loss(current.params))
                 if config.save_every and done % config.save_every == 0 and done < config.steps:
                     store.save(done, current)
-                if stop.is_set():
-                    break
             if pending:
                 report(*pending)
             if heldout:
@@ -141,7 +158,8 @@ def main(config: Config) -> dict:
         "seconds": time.monotonic() - began,
         **{k: v for k, v in last.items() if isinstance(v, float)},
     }  # fmt: skip
-    tracker.write_json(Path(out) / tracker.SUMMARY, summary)
+    if not quiet:
+        tracker.write_json(Path(out) / tracker.SUMMARY, summary)
     return summary
 
 

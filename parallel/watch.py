@@ -1,0 +1,142 @@
+"""Who has ended: each process holds a connection to process 0, which the system closes whatever happens.
+
+JAX's coordination service notices a dead process after a time without heartbeats, and then aborts the rest; collectives
+over TCP fail earlier, without saying whose fault it was; those of GPUs wait for ever. A connection that ends without a
+goodbye says at once who it was.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any, TextIO
+
+from jax._src.distributed import global_state  # its key-value store has no public name
+
+LOST = 3  # exit code of a process that ends because another one did
+GRACE_S = 25.0  # for what process 0 has to put away: servers, folders
+START_S = 300  # for all processes to be there
+LATE_S = 2  # a collective without its peer may fail that much before the end of the peer is known
+BYE = "bye"
+KEY = "areax/watch"
+
+lost = threading.Event()  # a process of this job has ended: nothing can be computed together any more
+
+
+class Watch:
+    """This process's part: the first accepts the others' connections, they watch the first."""
+
+    def __init__(self, index: int, count: int):
+        self.index, self.count = index, count
+        self.name = f"process {index} of {count} (pid {os.getpid()} on {socket.gethostname()})"
+        self._leaving = False
+        self._first_left = threading.Event()
+        self._connections: dict[int, socket.socket] = {}
+        self._once = threading.Lock()
+        store: Any = global_state.client
+        if index == 0:
+            token, server = secrets.token_hex(8), _listen()
+            store.key_value_set(KEY, f"{server.getsockname()[1]} {token} {self.name}")
+            threading.Thread(target=self._accept, args=(server, token), daemon=True).start()
+        else:
+            port, token, first = store.blocking_key_value_get(KEY, START_S * 1000).split(" ", 2)
+            host = str(global_state.coordinator_address).rpartition(":")[0].strip("[]")
+            try:
+                to_first = socket.create_connection((host, int(port)), timeout=START_S)
+            except OSError as error:
+                print(f"{self.name}: cannot reach process 0 at {host}:{port}: {error}", file=sys.stderr, flush=True)
+                os._exit(1)  # JAX's way out waits for the others; process 0 misses the heartbeats of this one
+            to_first.settimeout(None)
+            to_first.sendall(f"{token} {index} {self.name}\n".encode())
+            self._connections[0] = to_first
+            threading.Thread(target=self._read, args=(_lines(to_first), first), daemon=True).start()
+
+    def leave(self, error: BaseException):
+        """Ends this process for an error that it reports, unless the error is that another one has ended."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # or it would leave this function by an exception
+        sys.stdout.flush()
+        if not isinstance(error, SystemExit):
+            lost.wait(LATE_S)
+        if not self._once.acquire(blocking=False):  # another one was first
+            lost.wait()
+            os._exit(LOST)
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, KeyboardInterrupt):
+            code = 130
+        elif isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else 1
+        elif isinstance(error, ValueError | OSError):
+            code = 2
+            print(" ".join(str(error).split()), file=sys.stderr)
+        else:
+            code = 1
+            traceback.print_exception(error)
+        if code:
+            self._tell(words)
+        else:
+            self.goodbye()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def goodbye(self) -> None:
+        """Tells that this process is done. The others then wait for the first, which may be writing files."""
+        self._leaving = self.index == 0
+        self._tell(BYE)
+        if self.index:
+            self._first_left.wait()
+
+    def _tell(self, line: str) -> None:
+        for connection in list(self._connections.values()):
+            try:
+                connection.sendall(f"{line}\n".encode())
+            except OSError:
+                continue  # it has ended itself, which its own reader sees
+
+    def _accept(self, server: socket.socket, token: str) -> None:
+        with server:
+            while len(self._connections) < self.count - 1:
+                connection, _ = server.accept()
+                lines = _lines(connection)
+                word, index, name = (*lines.readline().strip().split(" ", 2), "", "", "")[:3]
+                if word != token:  # a stranger
+                    connection.close()
+                    continue
+                self._connections[int(index)] = connection
+                threading.Thread(target=self._read, args=(lines, name), daemon=True).start()
+
+    def _read(self, lines: TextIO, name: str) -> None:
+        try:
+            said = lines.readline().strip()
+        except OSError:  # reset: as good as an end
+            said = ""
+        if said == BYE:
+            self._first_left.set()
+        elif not self._leaving:
+            self._end(said if said.startswith("process ") else f"{name} ended: {said or 'it was killed, or its host'}")
+
+    def _end(self, line: str) -> None:
+        if not self._once.acquire(blocking=False):
+            return
+        print(f"{line}; ending {self.name}", file=sys.stderr, flush=True)
+        lost.set()
+        if self.index:
+            os._exit(LOST)
+        self._tell(line)
+        os.kill(os.getpid(), signal.SIGINT)  # the main thread puts away what it holds, and leaves
+        time.sleep(GRACE_S)
+        os._exit(LOST)
+
+
+def _lines(connection: socket.socket) -> TextIO:
+    return connection.makefile(encoding="utf-8", errors="replace")
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

@@ -1,0 +1,111 @@
+"""What the processes of test_parallel_processes.py run: python job_program.py FUNCTION ARGUMENTS."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areax import models
+from areax.adapters import hf, state
+from areax.core import optim, param, step
+from areax.core.losses import GRPO
+from areax.parallel import follow, mesh, place, processes, rules
+from areax.recipes import common, grpo
+from areax.rollout.types import Completion, sampled
+
+# Adam that is gradient descent: steps compare as gradients do.
+PLAIN = optim.AdamW(lr=1e4, b1=0.0, b2=0.0, eps=1e5)
+
+
+def groups(seed: int) -> list:
+    """Four groups of four completions of unequal lengths, sampled by nobody."""
+    rng = np.random.default_rng(seed)
+
+    def one(group, i):
+        n = int(rng.integers(2, 12))
+        done = Completion(rng.integers(5, 16, n).tolist(), (-3 * rng.random(n)).tolist(), [0] * n, "stop")
+        ids = {"group": group, "rollout": i, "sample": i}
+        return sampled([5, 6, 7], done, temperature=1.0, reward=float(rng.random()), **ids).replace(prompt=group)
+
+    return [[one(g, 4 * g + i) for i in range(4)] for g in range(4)]
+
+
+def grpo_steps(model: str, layout: str, out: str) -> list[dict]:
+    """Three steps on groups that process 0 alone has; writes the weights, and returns the metrics."""
+    config = grpo.Config(
+        model=model, data="", reward="", steps=3, groups=4, group_size=4, length=32, rows=4, minibatches=2,
+        objective=GRPO(std="none", kl_coef=0.1), optim=PLAIN, mesh=mesh.Layout(**json.loads(layout)),
+    )  # fmt: skip
+    trainer = grpo.build(config)
+    work = {
+        "advance": lambda its: grpo.advance(trainer, its),
+        "write": lambda: hf.save(out, trainer.settings, trainer.state.params),
+    }
+    if jax.process_index() > 0:
+        follow.follow(work)
+        return []
+    with follow.lead(work) as do:
+        reports = [do("advance", groups(i)) for i in range(3)]
+        do("write")
+    return [{k: v for k, v in report.items() if isinstance(v, float)} for report in reports]
+
+
+def filled(model: str, layout: str):
+    """A training state of numbers that are the same wherever they are drawn."""
+    on = mesh.make(mesh.Layout(**json.loads(layout)))
+    config = hf.read_config(model)
+    table = models.table(config)
+    optimizer = optim.adamw(optim.AdamW(), table)
+    shardings = rules.of_state(optimizer, table, on)
+    shapes = jax.eval_shape(lambda: step.init(param.init(jax.random.key(0), table), optimizer))
+
+    def draw():
+        leaves, tree = jax.tree.flatten(shapes)
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        fill = lambda key, x: jax.random.uniform(key, x.shape, minval=-9, maxval=9).astype(x.dtype)
+        return jax.tree.unflatten(tree, [fill(key, x) for key, x in zip(keys, leaves, strict=True)])
+
+    return jax.jit(draw, out_shardings=shardings)()
+
+
+def save_state(model: str, layout: str, path: str) -> None:
+    with state.open_store(path) as store:
+        store.save(7, filled(model, layout), {"next": 3})
+
+
+def restore_state(model: str, layout: str, path: str) -> dict:
+    """How many arrays came back, and how many of them as they were, to the bit, on this process's devices."""
+    whole = filled(model, layout)
+    like = jax.tree.map(lambda x: jax.jit(jnp.zeros_like, out_shardings=x.sharding)(x), whole)
+    with state.open_store(path) as store:
+        back, cursor = store.restore(like)
+    assert cursor == {"next": 3} and store.latest == 7
+    bits = lambda x: [np.asarray(one.data).tobytes() for one in x.addressable_shards]
+    pairs = list(zip(*map(jax.tree.leaves, (back, whole)), strict=True))
+    return {"arrays": len(pairs), "equal": sum(bits(a) == bits(b) for a, b in pairs)}
+
+
+def load_peak(model: str, layout: str) -> dict:
+    """Growth of this process's peak memory while it loads its part of a checkpoint, and the bytes of that part."""
+    on = mesh.make(mesh.Layout(**json.loads(layout)))
+    jax.block_until_ready(place.host(jax.jit(lambda: jnp.zeros(8), out_shardings=jax.NamedSharding(on, jax.P()))()))
+    before = _peak()
+    _, params = hf.load(model, mesh=on)
+    held = sum(one.data.nbytes for x in jax.tree.leaves(params) for one in x.addressable_shards)
+    return {"growth": _peak() - before, "held": held, "whole": sum(x.nbytes for x in jax.tree.leaves(params))}
+
+
+def _peak() -> int:
+    words = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(words.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    common.keep_memory()
+    jax.config.update("jax_default_matmul_precision", "highest")
+    with processes.job() as index:
+        result = globals()[sys.argv[1]](*sys.argv[2:])
+    print(f"\nRESULT {json.dumps(result)}")

@@ -1,0 +1,62 @@
+"""Several processes of a program on this machine, joined by the plain variables."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+
+
+def start(arguments, count, logs, *, devices=1, own=None):
+    """Starts `python ARGUMENTS`, or those of `own(i)`, so many times; process i writes logs/i.log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    logs.mkdir(parents=True, exist_ok=True)
+    running = []
+    for i in range(count):
+        joined = {"AREAX_COORDINATOR": address, "AREAX_PROCESSES": str(count), "AREAX_PROCESS": str(i)}
+        environ = {**os.environ, **joined, **settings(devices)}
+        with open(logs / f"{i}.log", "w") as log:
+            words = own(i) if own else arguments
+            running.append(subprocess.Popen([sys.executable, *words], env=environ, stdout=log, stderr=log))
+    return running
+
+
+def run(arguments, count, logs, *, devices=1, timeout_s=300):
+    """Starts them and waits; what the first one printed. All must end with exit code 0."""
+    running = start(arguments, count, logs, devices=devices)
+    try:
+        codes = [process.wait(timeout_s) for process in running]
+    finally:
+        end(running)
+    said = [(logs / f"{i}.log").read_text() for i in range(count)]
+    assert codes == [0] * count, (codes, *[text[-3000:] for text in said])
+    return said[0]
+
+
+def end(running):
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def until(condition, timeout_s=240):
+    """Waits until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+def settings(devices):
+    """As conftest.py has it, and the tests' own modules within reach."""
+    return {
+        "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }  # fmt: skip
