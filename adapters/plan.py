@@ -55,6 +55,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
     if missing:
         raise ValueError(f"plan: a recipe's Config needs {', '.join(NEEDS)}, got none of the name {missing[0]}")
     settings = hf.read_config(config.model)
+    _refuse(config, settings)
     table, chip = models.table(settings), CHIPS[options.chip]
     sequence = options.sample_tokens or config.length
     if not 0 < sequence <= config.length:
@@ -84,6 +85,18 @@ def plan(config: Any, options: Options = Options()) -> dict:
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
     }  # fmt: skip
+
+
+def _refuse(config, settings) -> None:
+    """Raises for what the formulas do not know."""
+    balance = getattr(config, "balance", None)
+    for known, what in (
+        (not any(settings.windows), f"sliding windows, which layers {list(settings.window_layers)} have"),
+        (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
+        (not (balance and (balance.load or balance.z)), f"{balance}"),
+    ):
+        if not known:
+            raise ValueError(f"plan: there are no formulas for {what}; plan the run without it")
 
 
 def _samples(config) -> int:

@@ -85,6 +85,9 @@ def test_a_recipe_by_path(capsys, model, tmp_path):
         (["--mesh.tp", 0], "mesh: tp must be at least 1, got 0"),
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
         (["--chip", "h300"], "h300"),
+        (["--run.dispatch", "all_to_all"], "no formulas for --run.dispatch all_to_all"),
+        (["--balance.z", 0.1], "no formulas for Balance(load=0.0, z=0.1)"),
+        (["--run.remat", "offload"], "--run.remat must be one of"),
         (["--chp", "h100"], "did you mean --chip?"),
     ],
 )
