@@ -62,7 +62,7 @@ def choose(prob_BTE, top_k: int, bias_E=None, chosen_BTK=None):
     score_BTE = jax.lax.stop_gradient(prob_BTE)
     if bias_E is not None:
         score_BTE = score_BTE + bias_E.astype(score_BTE.dtype)[None, None]
-    index_BTK = jax.lax.top_k(score_BTE, top_k)[1]
+    index_BTK = experts.top(score_BTE, top_k)
     if chosen_BTK is None:
         return index_BTK
     itself_BT1 = jnp.any(chosen_BTK < 0, -1, keepdims=True)

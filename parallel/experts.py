@@ -19,6 +19,17 @@ Method = Literal["gather", "all_to_all"]
 MATRICES = P("ep", "tp", None), P("ep", "tp", None), P("ep", None, "tp")  # gate, up, down while they are used
 
 
+def top(score_BTE, k: int):
+    """Numbers of the k experts with the highest scores, [B, T, k].
+
+    Each device sorts the scores of its own tokens; the partitioner would gather those of all tokens first.
+    """
+    best = lambda score_BTE: jax.lax.top_k(score_BTE, k)[1]
+    if meshes.size(*meshes.AXES) == 1:
+        return best(score_BTE)
+    return island(best, rows("router"), rows("router"))(score_BTE)
+
+
 def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "gather"):
     """The mixture of each token, [B, T, D].
 

@@ -109,3 +109,13 @@ def test_each_platform_gets_its_own_exchange(platform):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("ragged_all_to_all" in text) == (platform != "cpu")
     assert ("stablehlo.all_to_all" in text) == (platform == "cpu")
+
+
+def test_choosing_experts_moves_nothing():
+    on = mesh.make(mesh.Layout(fsdp=2, cp=2, ep=2))
+    score_BTE = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
+    with jax.set_mesh(on):
+        put = jax.device_put(score_BTE, jax.NamedSharding(on, jax.P(("fsdp", "ep"), "cp")))
+        program = jax.jit(lambda x: experts.top(x, 3)).lower(put).compile()
+    assert "all-gather" not in program.as_text()
+    np.testing.assert_array_equal(program(put), np.argsort(-score_BTE, -1)[..., :3])
