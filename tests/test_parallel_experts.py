@@ -54,6 +54,7 @@ def one_device(kind):
     return jax.tree.map(np.asarray, mixture(choices(kind), "gather", None))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", ["gather", "all_to_all"])
 def test_dispatch_equals_one_device(layout, method):

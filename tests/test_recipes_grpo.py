@@ -76,6 +76,7 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
+@pytest.mark.mesh
 def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
     """The first batch is sampled from the same weights with the same seeds, so both learn from the same tokens."""
     first = []

@@ -53,6 +53,7 @@ def test_resumed_equals_uninterrupted(place):
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.mesh
 def test_a_mesh_changes_nothing_and_a_run_may_go_on_upon_another(place):
     """One option: the numbers stay, and a state saved on one mesh is taken up on the next."""
     one = sft.main(config(place, "one", steps=4))
