@@ -60,6 +60,10 @@ test-slow: $(dev) ## the tests that take minutes each
 test-mesh: $(dev) ## every family on every kind of mesh, on eight virtual devices, beside one device
 	$(py) -m pytest -q -m mesh
 
+.PHONY: test-kernels
+test-kernels: $(dev) ## kernels for GPUs and TPUs, interpreted, beside the reference
+	$(py) -m pytest -q -m kernel
+
 .PHONY: test-sglang
 ifdef AREAX_SGLANG_PYTHON
 test-sglang: $(dev)

@@ -89,7 +89,7 @@ def test_runs_of_keys_at_their_limits(lengths):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["own keys", "given keys"])
-@pytest.mark.parametrize("window", [1, 2, CHUNK, CHUNK + 1, 11, T - 1, T, T + 1])
+@pytest.mark.parametrize("window", [1, CHUNK, CHUNK + 1, 11, T])
 def test_a_window_is_the_token_and_those_just_before_it(window, elsewhere):
     check(rows([T], [9, 1, 30]), window, elsewhere)
     check(rows([CHUNK] * 12, [5, 13, 27]), window, elsewhere)

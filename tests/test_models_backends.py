@@ -54,6 +54,7 @@ def reference(H, window, dtype="float32"):
     return passes(lambda q, k, v: attention.causal(q, k, v, *where, window=window), H, dtype)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("H", [32, 80])  # less than a lane; no power of two
 @pytest.mark.parametrize("name, window", [(name, window) for name, case in CASES.items() for window in case[1]])
 def test_kernels_compute_what_the_reference_computes(name, window, H):
@@ -64,6 +65,7 @@ def test_kernels_compute_what_the_reference_computes(name, window, H):
         np.testing.assert_allclose(a, b, atol=atol if what == "out" else atol_of_gradients, err_msg=what)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_in_bfloat16(name):
     got = passes(lambda q, k, v: CASES[name][0](q, k, v, segments()), 32, "bfloat16")
@@ -73,6 +75,7 @@ def test_kernels_in_bfloat16(name):
         assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_work_on_whole_rows_that_ulysses_brings_together(name):
     """Positions over cp, heads over tp, as islands."""
@@ -97,6 +100,7 @@ def live_kernels(program):
                 yield from live_kernels(inner)
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("name", CASES)
 def test_remat_keeps_what_a_kernel_gave(name):
     """The forward kernel is needed once a step under "dots", twice under "full"."""
