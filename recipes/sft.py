@@ -150,7 +150,7 @@ def train(config: Config, quiet: bool = False) -> dict:
             if heldout:
                 last.update(heldout_loss(current.params))
                 run.log("sft", done, **{k: v for k, v in last.items() if k.startswith("heldout")})
-        if done > start:
+        if done > (store.latest or 0):  # the last step may have been saved already
             store.save(done, current)
         checkpoint = hf.save(out / "model", settings, current.params, tokenizer=tokens)
     summary = {
