@@ -34,34 +34,35 @@ class Config:
     logs: str = ""
 
     def __post_init__(self):
-        for name in ("processes", "devices"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"areax launch: --{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("processes", 2), ("devices", 1)):  # one process needs no launcher
+            if getattr(self, name) < least:
+                raise ValueError(f"areax launch: --{name} must be at least {least}, got {getattr(self, name)}")
 
 
 def launch(config: Config, command: list[str]) -> int:
     """Starts `areax COMMAND` so many times and waits for all; returns the exit code of process 0.
 
-    Process 0 has this terminal, the others a file each. SIGINT and SIGTERM go on to all of them. When one ends badly
-    the others are ended too, what is known of it is printed, and its exit code returned (128 + n for signal n).
+    Process 0 has this terminal, the others a file each. SIGINT and SIGTERM go on to all of them, as does the end of the
+    terminal, as SIGTERM. When one ends badly the others are ended too, what is known of it is printed, and its exit
+    code returned (128 + n for signal n).
     """
     logs = Path(config.logs or tempfile.mkdtemp(prefix="areax-launch-"))
     logs.mkdir(parents=True, exist_ok=True)
     address = f"127.0.0.1:{_free_port()}"
-    running = [_start(config, command, address, index, _log(logs, index)) for index in range(config.processes)]
-    asked: list[int] = []
+    running: list[subprocess.Popen] = []
 
-    def pass_on(number, frame):
-        asked.append(number)
-        _signal(running, signal.Signals(number))
+    def pass_on(number, frame):  # recipes know no SIGHUP
+        _signal(running, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, pass_on) for number in heard}
     try:
-        while not asked and (first := _first_bad(running)) is None and any(p.poll() is None for p in running):
+        for index in range(config.processes):
+            running.append(_start(config, command, address, index, _log(logs, index)))
+        while (first := _first_bad(running)) is None and any(p.poll() is None for p in running):
             time.sleep(0.05)
-        if asked or first is None:
-            for process in running:
-                process.wait()
+        if first is None:
             return _shell_code(running[0].returncode)
         print(_obituary(first, running[first], _log(logs, first)), file=sys.stderr)
         return _shell_code(running[first].returncode)

@@ -10,25 +10,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 
 
-def start(arguments, count, logs, *, devices=1, own=None):
-    """Starts `python ARGUMENTS`, or those of `own(i)`, so many times; process i writes logs/i.log."""
+def start(commands, logs, *, devices=1):
+    """Starts `python COMMAND` with each command, its words; process i writes logs/i.log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     logs.mkdir(parents=True, exist_ok=True)
     running = []
-    for i in range(count):
-        joined = {"AREAX_COORDINATOR": address, "AREAX_PROCESSES": str(count), "AREAX_PROCESS": str(i)}
+    for i, words in enumerate(commands):
+        joined = {"AREAX_COORDINATOR": address, "AREAX_PROCESSES": str(len(commands)), "AREAX_PROCESS": str(i)}
         environ = {**os.environ, **joined, **settings(devices)}
         with open(logs / f"{i}.log", "w") as log:
-            words = own(i) if own else arguments
             running.append(subprocess.Popen([sys.executable, *words], env=environ, stdout=log, stderr=log))
     return running
 
 
-def run(arguments, count, logs, *, devices=1, timeout_s=300):
-    """Starts them and waits; what the first one printed. All must end with exit code 0."""
-    running = start(arguments, count, logs, devices=devices)
+def run(words, count, logs, *, devices=1, timeout_s=300):
+    """Starts one command so many times and waits; what the first one printed. All must end with exit code 0."""
+    running = start([words] * count, logs, devices=devices)
     try:
         codes = [process.wait(timeout_s) for process in running]
     finally:

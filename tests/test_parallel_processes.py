@@ -1,18 +1,19 @@
 """Several real processes, connected by gloo on loopback: they compute what one computes, and end together."""
 
+import contextlib
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import job_program
 import jobs
 import numpy as np
 import pytest
+import servers
 import tiny
 
 from areax.adapters import cli, hf, safetensors, tracker
@@ -81,9 +82,13 @@ def same_metrics(got, wanted):
             np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@contextlib.contextmanager
 def launch(place, *arguments, logs="logs", **more):
+    """`areax launch`; on leaving the block it is ended, and its processes by it."""
     command = [sys.executable, "-m", "areax", "launch", "--logs", str(place / logs), *arguments]
-    return subprocess.Popen(command, env={**os.environ, **jobs.settings(1)}, text=True, **more)
+    process = subprocess.Popen(command, env={**os.environ, **jobs.settings(1)}, text=True, **more)
+    with servers.ended(process):
+        yield process
 
 
 # -- the numbers ---------------------------------------------------------------------------------
@@ -91,8 +96,8 @@ def launch(place, *arguments, logs="logs", **more):
 
 def test_two_processes_train_as_one(place, alone):
     command = ["--processes", "2", "--", "train", "sft", *options(place, "two"), "--mesh.fsdp", "2"]
-    process = launch(place, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    said, errors = process.communicate(timeout=300)
+    with launch(place, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        said, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     same_metrics(metrics_of(place / "two"), metrics_of(alone))
     agree(alone / "model", place / "two/model", place / "model")
@@ -132,8 +137,9 @@ def test_grpo_end_to_end(place):
         4, "--objective.std", "none", "--serve.slots", 8, "--serve.context", 64, "--mesh.fsdp", 2,
     ]  # fmt: skip
     for steps in (2, 3):
-        process = launch(place, "--processes", "2", "--", *map(str, command), "--steps", str(steps), logs="rl-logs")
-        assert process.wait(400) == 0
+        words = ["--processes", "2", "--", *map(str, command), "--steps", str(steps)]
+        with launch(place, *words, logs="rl-logs") as process:
+            assert process.wait(400) == 0
     lines = [line for line in metrics_of(place / "rl") if line["kind"] == "grpo"]
     assert [line["step"] for line in lines] == [1, 2, 3]
     # the servers sample from what two processes exported: the trainer finds the same log-probabilities
@@ -191,52 +197,53 @@ def test_memory_to_load_grows_with_the_shard(tmp_path):
 def test_one_killed_ends_the_others(place, victim):
     out, logs = f"killed-{victim}", place / f"killed-logs-{victim}"
     command = ["-m", "areax", "train", "sft", *options(place, out, steps=100000), "--mesh.fsdp", "2"]
-    running = jobs.start(command, 2, logs)
+    running = jobs.start([command] * 2, logs)
     metrics = place / out / "metrics.jsonl"
     try:
         jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
         running[victim].kill()
-        began = time.monotonic()
         code = running[1 - victim].wait(60)
     finally:
         jobs.end(running)
     said = (logs / f"{1 - victim}.log").read_text()
     assert code == 3, said
     assert f"process {victim} of 2 (pid {running[victim].pid} on" in said and "it was killed" in said
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.mesh
 def test_the_launcher_names_the_one_that_ended(place):
     command = ["--processes", "2", "--", "train", "sft", *options(place, "named", steps=100000), "--mesh.fsdp", "2"]
-    process = launch(place, *command, logs="named-logs", stderr=subprocess.PIPE)
     metrics, log = place / "named/metrics.jsonl", place / "named-logs/process-1.log"
-    jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    second = next(pid for pid in children if b"AREAX_PROCESS=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(int(second), signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    with launch(place, *command, logs="named-logs", stderr=subprocess.PIPE) as process:
+        jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        second = next(pid for pid in children if b"AREAX_PROCESS=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(int(second), signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 137
     assert f"process 1 (pid {second}) was ended by SIGKILL" in said and str(log) in said and "Gloo" in said
 
 
 @pytest.mark.mesh
-def test_a_signal_to_the_launcher_saves_and_ends_all(place):
-    command = ["--processes", "2", "--", "train", "sft", *options(place, "asked", steps=100000), "--mesh.fsdp", "2"]
-    process = launch(place, *command, logs="asked-logs")
-    metrics = place / "asked/metrics.jsonl"
-    jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 130
-    hf.verify(place / "asked/model")
-    assert json.loads((place / "asked/summary.json").read_text())["steps"] >= 2
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_launcher_saves_and_ends_all(place, number):
+    """Ctrl-C, and the end of the terminal."""
+    out = place / f"asked-{number}"
+    command = ["--processes", "2", "--", "train", "sft", *options(place, out, steps=100000), "--mesh.fsdp", "2"]
+    metrics = out / "metrics.jsonl"
+    with launch(place, *command, logs="asked-logs") as process:
+        jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+        process.send_signal(number)
+        assert process.wait(120) == 130
+    hf.verify(out / "model")
+    assert json.loads((out / "summary.json").read_text())["steps"] >= 2
 
 
 @pytest.mark.mesh
 def test_processes_with_other_options_are_told(place):
     logs = place / "other-logs"
     command = ["-m", "areax", "train", "sft", *options(place, "other"), "--mesh.fsdp", "2", "--seed"]
-    running = jobs.start([], 2, logs, own=lambda i: [*command, str(i)])
+    running = jobs.start([[*command, str(i)] for i in range(2)], logs)
     try:
         codes = {process.wait(120) for process in running}
     finally:
@@ -281,7 +288,7 @@ def test_clusters_are_left_to_jax():
 def test_the_launcher_refuses_what_it_cannot_do(capsys):
     for arguments, words in (
         (["--processes", "2"], "name a command after --"),
-        (["--processes", "0", "--", "train"], "--processes must be at least 1"),
+        (["--processes", "1", "--", "train"], "--processes must be at least 2, got 1"),
         (["--procesess", "2", "--", "train"], "did you mean --processes?"),
     ):
         assert cli.main(["launch", *arguments]) == 2
