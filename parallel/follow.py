@@ -59,12 +59,16 @@ def lead(work: Mapping[str, Callable]) -> Iterator[Callable]:
 
 def follow(work: Mapping[str, Callable]) -> None:
     """In the other processes: does what process 0 does until it is done. Signals to stop are for process 0 alone."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-    while message := _share():
-        name, data = pickle.loads(message)
-        work[name](*data)
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        while message := _share():
+            name, data = pickle.loads(message)
+            work[name](*data)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _share(data: bytes = b"") -> bytes:

@@ -21,6 +21,7 @@ LOST = 3  # exit code of a process that ends because another one did
 GRACE_S = 25.0  # for what process 0 has to put away: servers, folders
 START_S = 300  # for all processes to be there
 LATE_S = 2  # a collective without its peer may fail that much before the end of the peer is known
+GREETING_S = 5  # for a process that has connected to say who it is
 BYE = "bye"
 KEY = "areax/watch"
 
@@ -69,7 +70,9 @@ class Watch:
         if isinstance(error, KeyboardInterrupt):
             code = 130
         elif isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else 1
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                print(error.code, file=sys.stderr)
         elif isinstance(error, ValueError | OSError):
             code = 2
             print(" ".join(str(error).split()), file=sys.stderr)
@@ -101,11 +104,17 @@ class Watch:
         with server:
             while len(self._connections) < self.count - 1:
                 connection, _ = server.accept()
+                connection.settimeout(GREETING_S)  # a stranger may keep silent
                 lines = _lines(connection)
-                word, index, name = (*lines.readline().strip().split(" ", 2), "", "", "")[:3]
+                try:
+                    greeting = lines.readline()
+                except OSError:
+                    greeting = ""
+                word, index, name = (*greeting.strip().split(" ", 2), "", "", "")[:3]
                 if word != token:  # a stranger
                     connection.close()
                     continue
+                connection.settimeout(None)
                 self._connections[int(index)] = connection
                 threading.Thread(target=self._read, args=(lines, name), daemon=True).start()
 
