@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..core.param import Param, Stack, Table
+from ..core.param import Param, Table
 from . import dense, qwen3_moe
 from .dense import embed as embed
 from .qwen3_moe import block as block
@@ -40,6 +40,4 @@ def table(config: Config) -> Table:
         "shared_down": Param("embed shared_ffn", (f"{at}.down_proj.weight",), out),
         "shared_router": Param("one embed", (f"{at}_gate.weight",), std),
     }
-    plain = qwen3_moe.with_experts(config, dense.table(config, qk_norm=False))
-    add = lambda stack: Stack(stack.layers, {**stack.params, **shared}) if "router" in stack.params else stack
-    return Table(plain.top, tuple(map(add, plain.stacks)), {**plain.dims, "shared_ffn": config.shared_ffn})
+    return qwen3_moe.with_experts(config, dense.table(config, qk_norm=False), shared, shared_ffn=config.shared_ffn)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,14 +31,15 @@ class Config(dense.Config):
 
 def config(hf: dict) -> Config:
     """From a config.json; raises ValueError naming an option that is not implemented."""
-    base = qwen3.config(hf)
+    bias = hf.get("attention_bias", False)
+    base = dense.config(hf, "qwen3_moe", qkv_bias=bias, out_bias=bias, **dense.windows(hf))
     if base.window and len(base.window_layers) < base.layers and {"layer_types", "max_window_layers"} & hf.keys():
         raise ValueError(
             f"config.json: the sliding window of qwen3_moe is that of all layers, got layers {base.window_layers}; "
             "leave layer_types and max_window_layers out"
         )
     everywhere = tuple(range(base.layers)) if base.window else ()
-    return sparse(Config, dataclasses.replace(base, family="qwen3_moe", window_layers=everywhere), hf)
+    return sparse(Config, dataclasses.replace(base, window_layers=everywhere), hf)
 
 
 def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
@@ -79,8 +81,12 @@ def table(config: Config) -> Table:
     return with_experts(config, dense.table(config, qk_norm=True))
 
 
-def with_experts(config: Config, plain: Table) -> Table:
-    """The table of a dense model with experts in the place of the MLP where the config has them."""
+def with_experts(config: Config, plain: Table, beside: Mapping[str, Param] = {}, **dims: int) -> Table:
+    """The table of a dense model with experts in the place of the MLP where the config has them.
+
+    Args:
+      beside: other weights of these layers, of which `dims` are the sizes.
+    """
     std, out = dense.inits(config)
     one = f"{dense.AT}mlp.experts.{{expert}}."
     without = {name: p for name, p in plain.stacks[0].params.items() if name not in ("gate", "up", "down")}
@@ -89,11 +95,12 @@ def with_experts(config: Config, plain: Table) -> Table:
         "expert_gate": Param("experts expert_ffn expert_embed", (f"{one}gate_proj.weight",), std),
         "expert_up": Param("experts expert_ffn expert_embed", (f"{one}up_proj.weight",), std),
         "expert_down": Param("experts expert_embed expert_ffn", (f"{one}down_proj.weight",), out),
+        **beside,
     }
     runs = itertools.groupby(range(config.layers), lambda i: i in config.dense_layers)
     stacks = tuple(Stack(tuple(run), plain.stacks[0].params if bare else sparse) for bare, run in runs)
     dims = {
-        **plain.dims,
+        **plain.dims, **dims,
         "router": config.experts, "experts": config.experts, "expert_embed": config.embed,
         "expert_ffn": config.expert_ffn,
     }  # fmt: skip
