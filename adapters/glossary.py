@@ -144,7 +144,7 @@ CHARTS = (
     ),
     Chart(
         "Experts", "Balance loss", ("balance_load",),
-        "E sum f P before its coefficient: experts a token where all are used alike, more otherwise.", zero=True,
+        "E sum f P before its coefficient: experts a token where all are used alike.", zero=True,
     ),
     Chart(
         "Experts", "Router logits", ("balance_z",),

@@ -20,7 +20,7 @@ class Balance:
 
     Attributes:
       load: of E sum_e f_e P_e (Switch, arXiv:2101.03961): f_e = choices of expert e a token, so that they sum to top_k,
-        P_e = its mean probability. top_k is the least of it, where all experts are used alike. Gradients flow into P.
+        P_e = its mean probability. It is top_k where all experts are used alike. Gradients flow into P.
       z: of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv:2202.08906), which keeps them small.
     """
 

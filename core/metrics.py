@@ -43,7 +43,7 @@ def of(x, mask=None, *, edges: tuple[float, ...] = ()) -> Metric:
 
 
 def of_sum(total, count) -> Metric:
-    """The metric of `count` numbers of which only the sum is known: `min` and `max` are that of means of such parts."""
+    """The metric of `count` numbers of which only the sum is known; min and max are over means of merged parts."""
     total, count = (jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)) for x in (total, count))
     mean = of(total / jnp.where(count > 0, count, 1), count > 0)
     return Metric(total, count, mean.min, mean.max, mean.bins)

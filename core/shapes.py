@@ -1,7 +1,9 @@
 """Names carry shapes: `x_BTD` has axes B, T, D, and `@shaped` checks that while tracing.
 
 Letters: B rows, T positions, J segment slots of a row, M microbatches, D embed, F ffn, V vocabulary, N query heads,
-K kv heads, G query heads a kv head, H head size, E experts, L layers, C chunk, S keys, A tokens in any order.
+K kv heads, G query heads a kv head, H head size, E experts, L layers, C chunk, S keys, A tokens in any order. Among
+experts: K those of a token, P pairs of a token and an expert, R rows that pairs are sorted into, S blocks of rows, and
+N devices.
 """
 
 import functools

@@ -91,9 +91,9 @@ def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
     """One block: (out_BKGTH, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
 
     Args:
-      own: the keys are the queries' own and in order, so that a chunk needs no key behind it, nor any before the
-        window or the sequence of its first query. Places may lie closer together than
-        the tokens that stand there, never further apart.
+      own: the keys are the queries' own and in order, so that a chunk needs no key behind it, nor any before the window
+        or the sequence of its first query. Places may lie closer together than the tokens that stand there, never
+        further apart.
     """
 
     def attend(queries, keys):

@@ -23,6 +23,7 @@ class Needs:
       packing: rows may hold several sequences, or padding.
       other_keys: keys are not the queries' own, as where rows are gathered over cp.
       window: most tokens that one sees; None = no limit.
+      chunk: queries a chunk, where they are to come in chunks of that size.
       softcap: scores are cap x tanh(score / cap) (arXiv:2408.00118); None = as they are.
       sinks: each head has a learnt logit that no value belongs to (arXiv:2309.17453).
     """
@@ -34,6 +35,7 @@ class Needs:
     packing: bool = True
     other_keys: bool = False
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: bool = False
 
@@ -43,14 +45,12 @@ class Supports:
     """What a backend honours; the names are those of `Needs`.
 
     Attributes:
-      module: file of this folder whose `causal` it is.
       platforms, dtypes: None = any.
       length: rows must be a multiple of it.
       head_dim: sizes of a head must be a multiple of it,
       most_head_dim: and no more than this.
     """
 
-    module: str
     platforms: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     length: int = 1
@@ -59,17 +59,18 @@ class Supports:
     packing: bool = False
     other_keys: bool = False
     window: bool = False
+    chunk: bool = False
     softcap: bool = False
     sinks: bool = False
 
 
 HALF = "bfloat16", "float16"
-# In the order in which "auto" looks for the first that honours everything.
+# By the file of this folder that has them, in the order in which "auto" looks for one that honours everything.
 BACKENDS: dict[str, Supports] = {
-    "splash": Supports("splash", ("tpu",), length=128, packing=True, window=True),
-    "cudnn": Supports("cudnn", ("gpu",), HALF, head_dim=8, most_head_dim=128, window=True),
-    "triton": Supports("triton", ("gpu",), HALF, length=128, head_dim=16, most_head_dim=128, packing=True),
-    "chunked": Supports("attention", packing=True, other_keys=True, window=True),
+    "splash": Supports(("tpu",), length=128, packing=True, window=True),
+    "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True),
+    "triton": Supports(("gpu",), HALF, length=128, head_dim=16, most_head_dim=128, packing=True),
+    "chunked": Supports(packing=True, other_keys=True, window=True, chunk=True),
 }
 
 
@@ -84,6 +85,7 @@ def refusals(name: str, needs: Needs) -> list[str]:
         "packing": has.packing or not needs.packing,
         "other_keys": has.other_keys or not needs.other_keys,
         "window": has.window or needs.window is None,
+        "chunk": has.chunk or needs.chunk is None,
         "softcap": has.softcap or needs.softcap is None,
         "sinks": has.sinks or not needs.sinks,
     }
@@ -119,13 +121,13 @@ def causal(
     """
     needs = Needs(
         jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], packing,
-        other_keys=key_index_BS is not None, window=window,
+        other_keys=key_index_BS is not None, window=window, chunk=chunk,
     )  # fmt: skip
     name = choose(backend, needs)
     if name == "chunked":
         keys = dict(key_segment_BS=key_segment_BS, key_index_BS=key_index_BS)
         return attention.causal(q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, window=window, chunk=chunk, **keys)
-    kernel = importlib.import_module(f".{BACKENDS[name].module}", __package__)  # loaded where it is used
+    kernel = importlib.import_module(f".{name}", __package__)  # loaded where it is used
     more = {} if window is None else {"window": window}
     return kernel.causal(q_BTNH, k_BSKH, v_BSKH, segment_BT, **more)
 

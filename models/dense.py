@@ -71,8 +71,8 @@ def config(hf: dict, family: str, **differences) -> Config:
     kinds = hf.get("layer_types") or []
     if "window" not in differences and (hf.get("use_sliding_window") or any(kind != FULL for kind in kinds)):
         raise ValueError(
-            f"config.json: {family} has no sliding windows, got use_sliding_window {hf.get('use_sliding_window')} "
-            f"and layer_types {sorted(set(kinds))}; take a family that has them"
+            f"config.json: sliding windows are not implemented for {family}, got use_sliding_window "
+            f"{hf.get('use_sliding_window')} and layer_types {sorted(set(kinds))}"
         )
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if name not in hf:

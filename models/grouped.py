@@ -3,7 +3,7 @@
 Three ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in
 use, so that the work is that of the rows plus at most one block a matrix. "megablox" is the Pallas kernel that JAX
 ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU it would cost as much as all matrices for every
-row.
+row. "auto" is megablox on a TPU, else blocked.
 """
 
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..core.shapes import shaped
 
-Kernel = Literal["blocked", "megablox", "ragged_dot"]
+Kernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
 BLOCKS = 8, 256  # fewest and most rows of a block
 TILE = 128  # of megablox, in each dimension
 
@@ -84,6 +84,8 @@ def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
       ValueError: a kernel that JAX's default backend cannot compute.
     """
     w_EFD = w_EFD.astype(x_RD.dtype)
+    if kernel == "auto":
+        kernel = "megablox" if jax.default_backend() == "tpu" else "blocked"
     if kernel == "blocked":
         return _matmul(x_RD, w_EFD, plan.expert_S, plan.used)
     fn, backends = {"megablox": (megablox, ("tpu",)), "ragged_dot": (ragged_dot, ("gpu", "tpu"))}[kernel]

@@ -20,7 +20,8 @@ from . import attention
 
 Name = Literal["layer_input", "qkv", "attention", "attention_out", "mlp_gate_up"]
 Preset = Literal["full", "dots", "none", "offload"]
-Named = tuple[tuple[Name, Literal["save", "offload"]], ...]
+Place = Literal["save", "offload"]
+Named = tuple[tuple[Name, Place], ...]
 Keep = Preset | Named
 
 OFFLOAD: Named = tuple((name, "offload") for name in get_args(Name))
@@ -35,12 +36,12 @@ def checkpoint(keep: Keep) -> Callable:
 
     Args:
       keep: "full": the layer's input; all else is computed again. "dots": that, and what attention and the matmuls with
-        weights gave. "none": everything. "offload": all named values, in the host's pinned memory; of a dense layer
-        they are those that "dots" keeps. Or pairs of a name and "save" (on the device) or "offload"; the layer's input
-        is kept on the device unless it is named.
+        weights gave, but for those of experts. "none": everything. "offload": all named values, in the host's pinned
+        memory; of a dense layer they are those that "dots" keeps. Or pairs of a name and "save" (on the device) or
+        "offload"; the layer's input is kept on the device unless it is named.
 
     Raises:
-      ValueError: a name that no layer gives, or one that comes twice.
+      ValueError: a preset or place that there is not, a name that no layer gives, or one that comes twice.
     """
     if keep == "none":
         return lambda layer: layer
@@ -48,14 +49,18 @@ def checkpoint(keep: Keep) -> Callable:
         return jax.checkpoint
     if keep == "dots":
         return partial(jax.checkpoint, policy=DOTS)
-    if keep == "offload":
-        keep = OFFLOAD
-    names, known = [name for name, _ in keep], get_args(Name)
+    pairs = OFFLOAD if keep == "offload" else keep
+    if isinstance(pairs, str):
+        presets = ", ".join(get_args(Preset))
+        raise ValueError(f"remat: must be one of {presets}, or pairs of a name and a place, got {pairs!r}")
+    names, places, known = [name for name, _ in pairs], [place for _, place in pairs], get_args(Name)
     if not set(names) <= set(known) or len(set(names)) < len(names):
         raise ValueError(f"remat: names must be different ones of {', '.join(known)}, got {', '.join(names)}")
+    if not set(places) <= set(get_args(Place)):
+        raise ValueError(f"remat: places must be {' or '.join(get_args(Place))}, got {', '.join(places)}")
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[name for name, where in keep if where == "save"],
-        names_which_can_be_offloaded=[name for name, where in keep if where == "offload"],
+        names_which_can_be_saved=[name for name, place in pairs if place == "save"],
+        names_which_can_be_offloaded=[name for name, place in pairs if place == "offload"],
         offload_src="device", offload_dst="pinned_host",
     )  # fmt: skip
     return partial(jax.checkpoint, policy=policy)
