@@ -24,17 +24,17 @@ class Run:
 
     Attributes:
       dtype: of activations and matmuls; None = that of the weights. Norms, softmax and the head stay in fp32.
-      remat: what the backward pass computes again: "full" each layer from its input, "dots" all but the matmuls with
-        weights and attention, "none" nothing. In this order they take more memory; "dots" is the fastest on a CPU.
-        "offload" keeps what "dots" keeps in the host's memory; pairs of a name and "save" or "offload" say it singly:
-        `models.remat` has the names.
+      remat: what the backward pass computes again: "full" each layer from its input, "dots" all but attention and the
+        matmuls with weights other than those of experts, "none" nothing. In this order they take more memory; "dots" is
+        the fastest on a CPU. "offload" keeps what "dots" keeps in the host's memory; pairs of a name and "save" or
+        "offload" say it singly: `models.remat` has the names.
       attention: what computes attention, as `models.backends` lists; "auto" = a kernel of the platform that honours all
         that the model asks for, else "chunked".
       query_chunk: queries a chunk of chunked attention; None = by the length of a row.
       cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
       dispatch: how tokens reach experts on other devices: `parallel.experts` says what each way costs.
-      expert_kernel: how the matmuls of experts are computed: `models.grouped`.
+      expert_kernel: how the matmuls of experts are computed: `models.grouped`; "auto" = by the platform.
     """
 
     dtype: str | None = None
@@ -44,7 +44,7 @@ class Run:
     cp: context.Method = "gather"
     head_chunk: int | None = None
     dispatch: experts.Method = "gather"
-    expert_kernel: grouped.Kernel = "blocked"
+    expert_kernel: grouped.Kernel = "auto"
 
 
 @jax.tree_util.register_dataclass
@@ -168,7 +168,7 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
     Works in chunks of tokens: no [T, V] array is held, forward or backward. Where the batch brings
-    `input["routed_experts"]` [B, T, L, K], tokens go to these experts (replay, see `moe.Routing`).
+    `input["routed_experts"]` [B, T, L, K] or [B, T, L x K], tokens go to these experts (replay, see `moe.Routing`).
 
     Args:
       temperature: positive scalar, or one a token, [B, T].
@@ -176,7 +176,7 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     """
     into, back = context.arrange(run.cp, batch.token_BT.shape[1])
     rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
-    chosen_BTLK = jax.tree.map(into, _chosen(batch))
+    chosen_BTLK = jax.tree.map(into, _chosen(batch, config))
     hidden_BTD, aux = backbone(params, *rows, chosen_BTLK, config=config, run=run)
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
     made = vocab.score(
@@ -190,7 +190,12 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     return Scores(logp, entropy, lse, value, extra, aux)
 
 
-def _chosen(batch: Batch):
+def _chosen(batch: Batch, config):
     """The batch's recorded choices of experts or None; padding chooses for itself."""
-    chosen_BTLK = batch.input.get("routed_experts")
-    return None if chosen_BTLK is None else jnp.where(batch.segment_BT[..., None, None] > 0, chosen_BTLK, -1)
+    chosen = batch.input.get("routed_experts")
+    if chosen is None:
+        return None
+    if chosen.ndim == 3:  # as clients get them
+        K = getattr(config, "top_k", 1)
+        chosen = chosen.reshape(*chosen.shape[:2], -1, K if chosen.shape[2] % K == 0 else chosen.shape[2])
+    return jnp.where(batch.segment_BT[..., None, None] > 0, chosen, -1)

@@ -117,7 +117,6 @@ class Trainer:
     scores: Callable
     prepare: Callable
     step: Callable
-    began: float
     reference: Any = None
     report: dict = field(default_factory=dict)
 
@@ -128,6 +127,7 @@ def main(config: Config) -> dict:
     Of several processes the first runs everything but the devices, which all of them move together, each with its part
     of every batch: `work`. The others return {}.
     """
+    began = time.monotonic()
     common.keep_memory()
     with processes.job() as index:
         inputs = read(config) if index == 0 else ()
@@ -150,7 +150,10 @@ def main(config: Config) -> dict:
                 follow.follow(work)
                 return {}
             with follow.lead(work) as do:
-                return asyncio.run(train(config, trainer, do, start, cursor, tokens, *inputs))
+                summary = asyncio.run(train(config, trainer, do, start, cursor, tokens, *inputs))
+                summary["seconds"] = time.monotonic() - began
+                tracker.write_json(out / tracker.SUMMARY, summary)
+                return summary
 
 
 def read(config: Config) -> tuple:
@@ -162,7 +165,7 @@ def read(config: Config) -> tuple:
 
 
 async def train(config: Config, trainer: Trainer, do: Callable, start: int, cursor, tokens, rows, heldout, workflow):
-    """The loop, from version `start` on; `do(name, ...)` does a piece of `work` in all processes."""
+    """The loop, from version `start` on, and its summary; `do(name, ...)` does a piece of `work` in all processes."""
     out = Path(config.out)
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
@@ -179,7 +182,10 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         )
         episode = functools.partial(workflow, tokenizer=tokens, reward=reward, sampling=config.sampling)
         greedy = functools.partial(
-            workflow, tokenizer=tokens, reward=reward, sampling=replace(config.sampling, temperature=0.0)
+            workflow,
+            tokenizer=tokens,
+            reward=reward,
+            sampling=replace(config.sampling, temperature=0.0, routed_experts=False),
         )
         rollout = await enter_async(
             executor.Executor(
@@ -231,7 +237,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         served = sorted({server.label for server in fleet.usable})
         counts = {**rollout.counts, **fleet.counts}
     checkpoint = do("export")
-    summary = {
+    return {
         "checkpoint": str(checkpoint),
         "steps": done,
         "complete": done == config.steps,
@@ -239,18 +245,14 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         "accuracies": {str(v): a for v, a in sorted(accuracy.items())},
         "heldout_rows": len(heldout),
         "server_version": served,
-        "seconds": time.monotonic() - trainer.began,
         "time": seconds,
         "counts": counts,
         **trainer.report,
     }
-    tracker.write_json(out / tracker.SUMMARY, summary)
-    return summary
 
 
 def build(config: Config) -> Trainer:
     """Model, optimiser and compiled functions."""
-    began = time.monotonic()
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh)
     score = functools.partial(models.score, config=settings, run=config.run, temperature=config.sampling.temperature)
@@ -260,7 +262,7 @@ def build(config: Config) -> Trainer:
     objective = wrap(config.objective, config.balance)
     trainer = Trainer(
         config, settings, mesh, step.init(params, optimizer, shardings), step.make_scores(score),
-        jax.jit(objective.prepare), step.make_step(score, objective, optimizer, shardings), began,
+        jax.jit(objective.prepare), step.make_step(score, objective, optimizer, shardings),
     )  # fmt: skip
     if config.objective.kl_coef:
         trainer.reference = common.open_model(config.model, config.init, config.seed, mesh)[1]

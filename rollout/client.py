@@ -15,6 +15,7 @@ import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 import aiohttp
+import numpy as np
 
 from . import versions
 from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Part, Server, Unreached
@@ -122,6 +123,7 @@ class Fleet:
         stop_token_ids: Sequence[int] = (),
         min_new_tokens: int = 0,
         ignore_eos: bool = False,
+        routed_experts: bool = False,
         seed: int | None = None,
     ) -> Completion:
         """Continues the prompt `tokens` by up to `max_new_tokens`; finish is `stop` or `length`.
@@ -132,6 +134,8 @@ class Fleet:
         the server looks for stop strings only in what one request generates.
 
         Args:
+          routed_experts: also report the experts that tokens went to; those of a token stay what they were when its
+            successor was sampled, whatever weights a resumption reads it with.
           seed: the sampling stream of this completion: the same on a repeat or a resumption, for
             servers draw token i by (seed, absolute index). Needs `fleet.seeded`.
 
@@ -164,18 +168,19 @@ class Fleet:
         trouble: list[str] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._generate([int(t) for t in tokens], sampling, trouble)
+                return await self._generate([int(t) for t in tokens], sampling, routed_experts, trouble)
         except TimeoutError:
             why = trouble[-1] if trouble else "still waiting or generating"
             raise RuntimeError(f"generate: not done in {self._timeout_s:g} s ({why})") from None
 
-    async def _generate(self, prompt: list[int], sampling: dict, trouble: list[str]) -> Completion:
+    async def _generate(self, prompt: list[int], sampling: dict, experts: bool, trouble: list[str]) -> Completion:
         self.counts["requests"] += 1
         most, least = sampling["max_new_tokens"], sampling["min_new_tokens"]
         reach = max((len(word.encode()) for word in sampling.get("stop", ())), default=1) - 1
         tokens: list[int] = []
         logp: list[float] = []
         labels: list[str] = []
+        routed: np.ndarray | None = None
         resumed = longest = idle = 0
         while True:
             left = {
@@ -186,8 +191,11 @@ class Fleet:
                 "input_ids": prompt + tokens,
                 "sampling_params": sampling | left,
                 "return_logprob": True,
+                **({"return_routed_experts": True} if experts else {}),
             }
             server, part = await self._ask(body, trouble)
+            if experts:
+                routed = _joined(server, routed, part, len(prompt) + len(tokens))
             tokens += part.tokens
             logp += part.logp
             labels += part.labels
@@ -211,6 +219,7 @@ class Fleet:
             version=[versions.number(label) for label in labels],
             finish="length" if part.finish == "abort" else part.finish,
             text="" if resumed else part.text,
+            routed=routed,
             info={**part.info, "url": server.url, "resumed": resumed},
         )
 
@@ -325,6 +334,19 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _joined(server: Server, before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:
+    """Experts of all tokens so far: of those that were asked with, what was reported before stays."""
+    if part.routed is None:
+        if part.tokens:
+            raise RuntimeError(
+                f"{server.url}/generate: routed experts were asked for, got none; start SGLang with "
+                "--enable-return-routed-experts"
+            )
+        return before
+    kept = part.routed[:0] if before is None else before[:asked]
+    return np.concatenate([kept, part.routed[len(kept) :]])
 
 
 def _delay(attempt: int) -> float:

@@ -7,6 +7,7 @@ server answered 503 instead of taking it up. Everything else is the caller's to 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from . import versions
 from .types import Finish
@@ -35,7 +37,12 @@ class Broken(RuntimeError):
 
 @dataclass(frozen=True)
 class Part:
-    """What one `/generate` answer holds; `labels` names the weights that sampled each token."""
+    """What one `/generate` answer holds.
+
+    Attributes:
+      labels: of the weights that sampled each token.
+      routed: experts of each token that was read, i32[tokens, layers x top_k], where they were asked for.
+    """
 
     tokens: list[int]
     logp: list[float]
@@ -43,6 +50,7 @@ class Part:
     finish: Finish
     text: str
     info: Mapping[str, Any]
+    routed: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -204,7 +212,11 @@ def _part(answer: Mapping[str, Any]) -> Part:
             "the answer names no weight_versions, so nobody knows which weights sampled a token; "
             "use a server that reports them (SGLang 0.5.23 does)"
         )
-    bulky = ("input_token_logprobs", "output_token_logprobs", "weight_versions")
+    bulky = ("input_token_logprobs", "output_token_logprobs", "weight_versions", "routed_experts")
+    routed = None
+    if meta.get("routed_experts"):  # base64 of i32[read, layers, top_k]
+        read = meta["prompt_tokens"] + len(tokens) - 1
+        routed = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(read, -1)
     return Part(
         tokens=tokens,
         logp=logp,
@@ -212,4 +224,5 @@ def _part(answer: Mapping[str, Any]) -> Part:
         finish=meta["finish_reason"]["type"],
         text=answer.get("text") or "",
         info={key: value for key, value in meta.items() if key not in bulky},
+        routed=routed,
     )

@@ -22,6 +22,8 @@ class Completion:
       version: policy version that sampled each token, as the server reported it.
       finish: `stop`, `length`, `abort` or `error`.
       text: decoded text where the server has a tokenizer, else "".
+      routed: where asked for, the experts of each token of prompt and completion but the last,
+        i32[n - 1, layers x top_k].
       info: the server's remaining report (cached tokens, retractions, seconds).
     """
 
@@ -30,6 +32,7 @@ class Completion:
     version: list[int]
     finish: Finish
     text: str = ""
+    routed: np.ndarray | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -110,9 +113,15 @@ def supervised(prompt: Sequence[int], completion: Sequence[int], **fields) -> Sa
 def sampled(
     prompt: Sequence[int], completion: Completion, *, temperature: float, reward: float = 0.0, **fields
 ) -> Sample:
-    """A sample for RL: one completion of `prompt`, its reward at the last token."""
+    """A sample for RL: one completion of `prompt`, its reward at the last token.
+
+    Experts that the completion brings are among its arrays, -1 for the last token, which no sampler has read.
+    """
     n, m = len(prompt) + len(completion.tokens), len(prompt)
     pad = lambda value, values, dtype: np.asarray([value] * m + list(values), dtype)  # noqa: E731
+    if completion.routed is not None:
+        routed = np.pad(completion.routed, ((0, 1), (0, 0)), constant_values=-1)
+        fields["arrays"] = {**fields.get("arrays", {}), "routed_experts": ("input", routed)}
     return Sample(
         tokens=np.asarray([*prompt, *completion.tokens], np.int32),
         mask=np.arange(n) >= m,

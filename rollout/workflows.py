@@ -32,6 +32,7 @@ class Sampling:
       max_new_tokens, min_new_tokens: the stop token counts.
       top_p, top_k, min_p: 1, -1 and 0 leave the distribution whole.
       stop, stop_token_ids: strings and ids that end a completion, besides the model's own.
+      routed_experts: of a model with experts: those that tokens went to are recorded, and training takes them again.
     """
 
     temperature: float = 1.0
@@ -42,6 +43,7 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    routed_experts: bool = False
 
     def arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

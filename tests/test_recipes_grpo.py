@@ -88,6 +88,23 @@ def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
         np.testing.assert_allclose(first[1][name], first[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.mesh
+def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
+    """A mixture is served, what it reports travels with the samples, and the trainer's scores agree."""
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+    tiny.model(place / "mixture", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+    packed, pack = [], grpo.packing.pack
+    monkeypatch.setattr(grpo.packing, "pack", lambda *args, **more: packed.append(pack(*args, **more)) or packed[-1])
+    sampling = Sampling(max_new_tokens=4, routed_experts=True)
+    done = grpo.main(config(place, "experts", model=str(place / "mixture"), steps=2, eta=1, sampling=sampling))
+    assert done["complete"] and done["max_logp_diff"] <= 1e-4
+    for batch in packed:
+        chosen_MBTX = np.asarray(batch.input["routed_experts"])
+        assert chosen_MBTX.shape[-1] == 2 * 2 and set(np.unique(chosen_MBTX[batch.mask_BT > 0])) == {0, 1, 2, 3}
+    with pytest.raises(ValueError, match="needs a model with experts"):
+        grpo.main(config(place, "none", steps=1, sampling=sampling))
+
+
 def test_asynchronous_keeps_the_bound(place):
     done = grpo.main(config(place, "async", eta=2, steps=5, minibatches=2))
     assert done["complete"] and done["counts"]["accepted"] == 20

@@ -1,15 +1,18 @@
 """The client and the push against servers on real sockets, scripted here to misbehave on cue."""
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import json
 import types
 
 import aiohttp.web
+import numpy as np
 import pytest
 
 from areax.rollout import client, publish
+from areax.rollout.types import sampled
 
 V0, V1, V2 = "0-00000000", "1-11111111", "2-22222222"
 
@@ -361,6 +364,36 @@ def test_an_abort_is_resumed_with_what_was_generated():
                 assert sampling["min_new_tokens"] == max(0, 50 - so_far)
                 assert sampling["sampling_seed"] == 11
             assert fleet.counts == {"requests": 1, "tokens": 60, "resumed": 2}
+
+    run(main)
+
+
+def test_experts_of_a_token_stay_those_of_its_sampling():
+    """A resumption reads every token again, maybe with other weights; what was reported first is kept."""
+
+    def routed(ids, asked, value, finish):
+        body = reply(ids, [0.0] * len(ids), [V0] * len(ids), finish)
+        experts = np.full((asked + len(ids) - 1, 2, 2), value, np.int32)  # layers, top_k
+        body["meta_info"] |= {"prompt_tokens": asked, "routed_experts": base64.b64encode(experts.tobytes()).decode()}
+        return answers(200, body)
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            nothing = reply([], [], [], "abort")
+            a.script = [answers(200, nothing), routed([3, 4, 5], 2, 1, "abort"), routed([6, 7], 5, 2, "length")]
+            done = await fleet.generate([1, 2], max_new_tokens=5, routed_experts=True)
+            assert done.tokens == [3, 4, 5, 6, 7] and all(body["return_routed_experts"] for body in a.generated())
+            np.testing.assert_array_equal(done.routed, np.repeat([[1] * 4, [2] * 4], [4, 2], 0))
+            kind, rows = sampled([1, 2], done, temperature=1.0).arrays["routed_experts"]
+            assert kind == "input"
+            np.testing.assert_array_equal(rows, [*done.routed, [-1] * 4])
+            # tokens that go back for a stop string leave their experts behind
+            a.script = [routed([3, 4, 5], 2, 1, "abort"), routed([8, 9], 3, 2, "stop")]
+            done = await fleet.generate([1, 2], max_new_tokens=5, routed_experts=True, stop=["abc"])
+            assert done.tokens == [3, 8, 9]
+            np.testing.assert_array_equal(done.routed[:, 0], [1, 1, 1, 2])
+            with pytest.raises(RuntimeError, match="got none; start SGLang with --enable-return-routed-experts"):
+                await fleet.generate([1], max_new_tokens=2, routed_experts=True)
 
     run(main)
 

@@ -92,14 +92,16 @@ def check(request: Request, stops: frozenset[int], vocab: int, context: int, dec
       decodes: the engine can turn tokens into text.
       experts: the model has experts.
     """
-    if request.routed_experts and not experts:
-        raise ValueError("return_routed_experts needs a model with experts, and this one has none.")
-    if problem := _problem(request, stops, vocab, context, decodes):
+    if problem := _problem(request, stops, vocab, context, decodes, experts):
         raise ValueError(problem)
 
 
-def _problem(request: Request, stops: frozenset[int], vocab: int, context: int, decodes: bool) -> str | None:
+def _problem(
+    request: Request, stops: frozenset[int], vocab: int, context: int, decodes: bool, experts: bool
+) -> str | None:
     s, n = request.sampling, len(request.prompt)
+    if request.routed_experts and not experts:
+        return "return_routed_experts needs a model with experts, and this one has none."
     start = request.input_logprobs_from
     for name, ids in {"input_ids": request.prompt, "stop_token_ids": s.stop_token_ids}.items():
         bad = [x for x in ids if type(x) is not int or not 0 <= x < vocab]

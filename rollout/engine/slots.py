@@ -1,7 +1,8 @@
 """The slots of an engine: which request sits where, what their caches hold, and the programs run over them.
 
 A prompt is computed once for all requests that come together, and copied from a slot that has it for those that come
-later: several samples of one prompt cost one prefill. Belongs to one thread.
+later, unless they ask for what is known only while it is computed: its log-probabilities or experts. Several samples of
+one prompt cost one prefill. Belongs to one thread.
 """
 
 import collections
