@@ -18,7 +18,7 @@ from ..parallel.job import Job
 from . import aot, hf
 
 NEEDS = ("model", "mesh", "rows", "length", "run")  # of a recipe's Config
-RL = ("groups", "group_size", "minibatches", "sampling", "eta", "servers", "serve")  # and of one that generates
+RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve")  # and of one that generates
 SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
@@ -51,9 +51,10 @@ def plan(config: Any, options: Options = Options()) -> dict:
     Raises:
       ValueError: a layout that cannot divide; as `hf.read_config`; a Config that lacks a field which a plan needs.
     """
-    missing = [name for name in NEEDS if not hasattr(config, name)]
+    needs = NEEDS + (RL if _generates(config) else ("batch",))
+    missing = [name for name in needs if not hasattr(config, name)]
     if missing:
-        raise ValueError(f"plan: a recipe's Config needs {', '.join(NEEDS)}, got none of the name {missing[0]}")
+        raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got none of the name {missing[0]}")
     settings = hf.read_config(config.model)
     _refuse(config, settings)
     table, chip = models.table(settings), CHIPS[options.chip]
@@ -66,17 +67,20 @@ def plan(config: Any, options: Options = Options()) -> dict:
         settings, _objective(config), _optim(config), config.run, config.mesh, config.rows, config.length,
         microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(),
     )  # fmt: skip
+    rl = isinstance(step.objective, losses.GRPO)
+    reference = rl and step.objective.kl_coef > 0
     job = Job(
         table, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
         dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
         head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0), slots=step.slots, reads=aot.reads(step),
-        scores=1 + (step.objective.kl_coef > 0) if isinstance(step.objective, losses.GRPO) else 0,
+        scores=rl + reference, reference=reference,
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
     made = plans.plan(job, chip, generation=_generation(config, options, sequence, itemsize), push_itemsize=itemsize)
     figures, checked = list(made.figures), {}
     if options.check:
-        found = aot.check(step)
+        # Kernels of other platforms cannot be compiled here, and change no argument.
+        found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
         figures += _compiled(found)
         checked = {"agrees": found["argument_bytes"] == memory.memory(job).arguments}
     return {
@@ -93,6 +97,7 @@ def _refuse(config, settings) -> None:
     for known, what in (
         (not any(settings.windows), f"sliding windows, which layers {list(settings.window_layers)} have"),
         (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
+        (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
         (not (balance and (balance.load or balance.z)), f"{balance}"),
     ):
         if not known:
@@ -103,11 +108,11 @@ def _samples(config) -> int:
     """Samples of an optimiser step."""
     if _generates(config):
         return config.groups * config.group_size // config.minibatches
-    return getattr(config, "batch", config.rows)
+    return config.batch
 
 
 def _generates(config) -> bool:
-    return all(hasattr(config, name) for name in RL)
+    return hasattr(config, "group_size")
 
 
 def _objective(config):
@@ -125,10 +130,15 @@ def _generation(config, options: Options, sequence: float, itemsize: int) -> pla
         return None
     new = min(config.sampling.max_new_tokens, sequence)
     own = None if config.servers else config.serve  # the embedded engine, started by the recipe
+    if own and options.rollout_chips:
+        raise ValueError(
+            f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
+            f"{options.rollout_chips}; name servers, or leave it out"
+        )
     return plans.Generation(
         samples=config.groups * config.group_size, prompt=sequence - new, new=new, slots=own.slots if own else None,
         itemsize=jnp.dtype(own.dtype).itemsize if own else itemsize, devices=options.rollout_chips,
-        steps=config.minibatches, ahead=config.eta,
+        steps=config.minibatches, ahead=config.eta, embedded=own is not None,
     )  # fmt: skip
 
 
@@ -164,7 +174,10 @@ def show(report: dict) -> str:
             row = lambda name, f: f"  {name:<26}{human(name, f['value']):>13}  {f['kind']:<9} {f['text']}"
             lines += [row(name, f) for name, f in mine.items()]
     peak, usable = (human(n, figures[n]["value"]) for n in ("peak_bytes", "usable_bytes"))
-    lines += ["", f"{'fits' if report['fits'] else 'does not fit'}: {peak} of {usable} usable on one {report['chip']}"]
+    verdict = "fits" if report["fits"] else f"does not fit with --rows {report['rows']}"
+    lines += ["", f"{verdict}: {peak} of {usable} usable on one {report['chip']}"]
+    if not report["fits"]:
+        lines.append(f"largest --rows that fits: {figures['rows_that_fit']['value']}")
     if "agrees" in report:
         lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT those of XLA"))
     return "\n".join(lines)

@@ -36,13 +36,13 @@ def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, met
 
     Args:
       causal: f(q, k, v, segment, index, key_segment_BS=None, key_index_BS=None) -> out_BTNH.
-      ring: the same for positions split over `axis`.
+      ring: the same for positions split over cp, in the order of `arrange`.
       window: most tokens that one sees, as `causal` and `ring` know it: "gather" then brings only what it may reach.
 
     Raises:
       ValueError: query heads that do not divide by tp, or with "ulysses" by tp x cp.
     """
-    if meshes.size(*meshes.AXES) == 1:
+    if meshes.alone():
         return causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
     cp = meshes.size("cp")
     N, K, sharing = q_BTNH.shape[2], k_BTKH.shape[2], meshes.size("tp") * (cp if method == "ulysses" else 1)
@@ -77,5 +77,5 @@ def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, met
         return trade(causal(q, k, v, whole(segment_BT), whole(index_BT)), 1, 2)
 
     local = {"gather": gather, "ulysses": ulysses, "ring": ring}[method] if cp > 1 else causal
-    heads, each = spec(("batch", "seq", "query_heads")), rows("")
+    heads, each = spec(("batch", "seq", "query_heads")), rows()
     return island(local, (heads, heads, heads, each, each), heads)(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)

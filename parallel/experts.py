@@ -5,6 +5,7 @@ experts' part, and the parts are summed where the tokens came from. "all_to_all"
 that it chose, and its result back. Inside an expert, ffn is split over tp.
 """
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -25,9 +26,9 @@ def top(score_BTE, k: int):
     Each device sorts the scores of its own tokens; the partitioner would gather those of all tokens first.
     """
     best = lambda score_BTE: jax.lax.top_k(score_BTE, k)[1]
-    if meshes.size(*meshes.AXES) == 1:
+    if meshes.alone():
         return best(score_BTE)
-    return island(best, rows("router"), rows("router"))(score_BTE)
+    return island(best, rows(), rows())(score_BTE)
 
 
 def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "gather"):
@@ -39,18 +40,16 @@ def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "
         give nothing.
     """
 
-    def local(x_BTD, index_BTK, weight_BTK, *matrices):
+    def flat(mix, x_BTD, index_BTK, weight_BTK, *matrices):
         B, T, D = x_BTD.shape
-        flat = [x.reshape(B * T, -1) for x in (x_BTD, index_BTK, weight_BTK)]
-        if meshes.size(*meshes.AXES) == 1:
-            return compute(*flat, matrices, 0, 1).reshape(B, T, D)
-        x_AD, index_AK, weight_AK = flat
-        out_AD = {"gather": gather, "all_to_all": all_to_all}[method](compute, x_AD, index_AK, weight_AK, matrices)
-        return jax.lax.psum(out_AD, "tp").reshape(B, T, D)
+        tokens = (x.reshape(B * T, -1) for x in (x_BTD, index_BTK, weight_BTK))
+        return mix(*tokens, matrices).reshape(B, T, D)
 
-    if meshes.size(*meshes.AXES) == 1:
-        return local(x_BTD, index_BTK, weight_BTK, *matrices)
-    each = rows("hidden")
+    if meshes.alone():
+        return flat(partial(compute, first=0, parts=1), x_BTD, index_BTK, weight_BTK, *matrices)
+    travel = {"gather": gather, "all_to_all": all_to_all}[method]
+    local = partial(flat, lambda *tokens: jax.lax.psum(travel(compute, *tokens), "tp"))
+    each = rows()
     return island(local, (each, each, each, *MATRICES), each)(x_BTD, index_BTK, weight_BTK, *matrices)
 
 

@@ -5,9 +5,9 @@ import jax
 from .rules import spec
 
 
-def rows(axes: str):
-    """Spec of an array [B, T, ...]."""
-    return spec(("batch", "seq", *axes.split()))
+def rows():
+    """Spec of an array [B, T, ...] whose rows and positions are split and all else is whole."""
+    return spec(("batch", "seq"))
 
 
 def island(fn, in_specs, out_specs):

@@ -37,6 +37,7 @@ class Job:
       slots: J, segments that a row has room for.
       reads: of the batch's arrays those that a step reads, by name (..._BT or ..._BJ), and the bytes of one entry.
       scores: forward passes without gradients over the same tokens, before the step.
+      reference: one of them is by other weights, which are held beside.
 
     Raises:
       ValueError: a remat policy that `KEPT` does not know; rows, length, heads or an axis of a weight that does not
@@ -58,6 +59,7 @@ class Job:
     slots: int = 1
     reads: Mapping[str, int] = field(default_factory=dict)
     scores: int = 0
+    reference: bool = False
 
     def __post_init__(self):
         if self.remat not in KEPT:

@@ -16,6 +16,7 @@ from .job import KEPT, Job, bytes_of, depth, matrix
 COUNTERS = 12  # i32: the step, Adam's count and the schedule's
 WIDE = 4  # bytes of what is computed in fp32 whatever the compute dtype
 BLOCK = 1.25  # rows of grouped matmuls, padding included, per pair of a token and an expert
+GATES = {"gate": "ffn", "shared_gate": "shared_ffn"}  # gated MLPs that every token goes through, and their widths
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def memory(job: Job) -> Memory:
         params=params,
         moments=2 * learnt + COUNTERS,
         gradients=params * (1 if job.microbatches == 1 else 2),
-        reference=params if job.scores > 1 else 0,
+        reference=params if job.reference else 0,
         batch=batch(job),
         saved=saved(job),
         logits=logits(job),
@@ -116,7 +117,7 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         ),
         "operands": tokens * item * read,
         "qkv": tokens * item * job.head_dim * (heads + 2 * kv_heads * seen),
-        "gates": 5 * tokens * item * width("ffn") if "gate" in stack else 0,
+        "gates": 5 * tokens * item * sum(width(axis) for name, axis in GATES.items() if name in stack),
         "experts": mixture,
         "weights": 0 if own_dtype else used * item,
     }
@@ -129,9 +130,14 @@ def logits_kept(job: Job) -> bool:
 
 def logits(job: Job) -> int:
     """fp32 logits that a device holds at a time."""
-    chunk = min(job.head_chunk or logprobs.chunk_size(job.vocab), job.local_tokens)
+    chunk = _chunk(job)
     held = -(-job.local_tokens // chunk) * chunk if logits_kept(job) else chunk
     return held * job.vocab * WIDE
+
+
+def _chunk(job: Job) -> int:
+    """Tokens whose logits a device computes at a time."""
+    return min(job.head_chunk or logprobs.chunk_size(job.vocab), job.local_tokens)
 
 
 def _layer(job: Job) -> int:
@@ -147,5 +153,4 @@ def _layer(job: Job) -> int:
 def _head(job: Job) -> int:
     """The head at work: its matrix as stored, as used and its gradient, whole; softmax and gradient of the logits."""
     matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (2 * WIDE + job.itemsize)
-    chunk = min(job.head_chunk or logprobs.chunk_size(job.vocab), job.local_tokens)
-    return matrices + 2 * chunk * job.vocab * WIDE + 3 * job.local_tokens * job.embed * WIDE
+    return matrices + 2 * _chunk(job) * job.vocab * WIDE + 3 * job.local_tokens * job.embed * WIDE

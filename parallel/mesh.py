@@ -54,7 +54,9 @@ BATCH = ("dp", "fsdp", "ep")  # axes that split rows
 
 
 def make(layout: Layout = Layout(), devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh of a layout over all devices of all processes, or over `devices`; for one process, one if it says so.
+    """The mesh of a layout over all devices of all processes, or over `devices`.
+
+    In a single process a layout of one device takes the first of them.
 
     Raises:
       ValueError: the layout needs another number of devices than there are.
@@ -75,3 +77,8 @@ def size(*axes: str) -> int:
     """Devices along these axes of the ambient mesh together; 1 where there is none."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape.get(axis, 1) for axis in axes)
+
+
+def alone() -> bool:
+    """The ambient mesh has one device, or there is none."""
+    return size(*AXES) == 1

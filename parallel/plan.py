@@ -10,6 +10,7 @@ from typing import Literal
 from . import memory, work
 from .chips import Chip
 from .job import Job, entries, expert
+from .mesh import AXES, BATCH
 
 # Assumptions of every estimate.
 MATMUL = 0.5  # of the data sheet's FLOP/s, reached by a step's matmuls and attention
@@ -45,6 +46,7 @@ class Generation:
       devices: those set apart for it; 0 = as many as keep up with training.
       steps: optimiser steps a training batch.
       ahead: eta, batches that generation may be ahead of training.
+      embedded: by one server on one chip.
     """
 
     samples: int
@@ -55,6 +57,7 @@ class Generation:
     devices: int
     steps: int
     ahead: int
+    embedded: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,19 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
     """
     fits = memory.memory(job).peak <= USABLE * chip.memory
     step_s, timed = time(job, chip)
-    figures = [*held(job, chip), *computed(job), *sent(job), *timed, *pushed(job, push_itemsize)]
+    figures = [
+        *memory_figures(job, chip),
+        *work_figures(job),
+        *traffic_figures(job),
+        *timed,
+        *push_figures(job, push_itemsize),
+    ]
     if generation is not None:
-        figures += generated(job, chip, generation, step_s)
+        figures += generation_figures(job, chip, generation, step_s)
     return Plan(tuple(figures), fits)
 
 
-def held(job: Job, chip: Chip) -> list[Figure]:
+def memory_figures(job: Job, chip: Chip) -> list[Figure]:
     """Memory of one device."""
     m = memory.memory(job)
     about = job.remat == "none" and any("router" in stack for stack in job.stacks)
@@ -103,7 +112,7 @@ def held(job: Job, chip: Chip) -> list[Figure]:
 
 def most_rows(job: Job, chip: Chip) -> int:
     """The largest microbatch that fits, in rows over all devices; 0 if none does."""
-    unit = job.size("dp", "fsdp", "ep")
+    unit = job.size(*BATCH)
     fits = lambda n: memory.memory(replace(job, rows=n * unit)).peak <= USABLE * chip.memory
     if not fits(1):
         return 0
@@ -116,7 +125,7 @@ def most_rows(job: Job, chip: Chip) -> int:
     return low * unit
 
 
-def computed(job: Job) -> list[Figure]:
+def work_figures(job: Job) -> list[Figure]:
     """FLOPs of an optimiser step, on all devices together."""
     f = work.flops(job, work.pairs(job))
     of = lambda name, value, kind, text: Figure("work", name, value, kind, text)
@@ -124,23 +133,23 @@ def computed(job: Job) -> list[Figure]:
         of("params", sum(map(entries, job.leaves)), "exact", "weights of the model"),
         of("active_params", work.active(job), "exact", "weights that a token is multiplied with"),
         of("tokens", job.tokens, "estimate", "of an optimiser step, padding included"),
-        of("matmul_flops", f.matmuls, "exact", "matmuls with weights, forward and backward"),
-        of("attention_flops", f.attention, "exact", f"causal attention in sequences of {job.sequence:g} tokens"),
-        of("score_flops", f.scores, "exact", "passes that only score"),
-        of("model_flops", f.model, "exact", "these three: what MFU counts"),
-        of("recomputed_flops", f.recomputed, "exact", f"computed again for the backward pass, remat {job.remat}"),
+        of("matmul_flops", f.matmuls, "estimate", "matmuls with weights, forward and backward"),
+        of("attention_flops", f.attention, "estimate", f"causal attention in sequences of {job.sequence:g} tokens"),
+        of("score_flops", f.scores, "estimate", "passes that only score"),
+        of("model_flops", f.model, "estimate", "these three: what MFU counts"),
+        of("recomputed_flops", f.recomputed, "estimate", f"computed again for the backward pass, remat {job.remat}"),
     ]
 
 
-def sent(job: Job) -> list[Figure]:
+def traffic_figures(job: Job) -> list[Figure]:
     """Bytes that a device sends in an optimiser step, collective by collective."""
     return [
-        Figure("traffic", f"{t.name}_bytes", t.sent(job), "estimate", f"over {' x '.join(used(job, t.axes))}")
+        Figure("traffic", f"{t.name}_bytes", t.sent(job), "estimate", f"over {' x '.join(split(job, t.axes))}")
         for t in work.transfers(job)
     ]
 
 
-def used(job: Job, axes: tuple[str, ...]) -> list[str]:
+def split(job: Job, axes: tuple[str, ...]) -> list[str]:
     return [f"{axis} {job.size(axis)}" for axis in axes if job.size(axis) > 1]
 
 
@@ -169,13 +178,12 @@ def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
 
 def link(job: Job, chip: Chip, axes: tuple[str, ...]) -> float:
     """Bytes/s that a device sends in a collective over these axes: the network's where the group leaves a host."""
-    order = ("dp", "fsdp", "cp", "ep", "tp")
-    outermost = min((axis for axis in axes if job.size(axis) > 1), key=order.index)
-    span = job.size(*order[order.index(outermost) :])
+    outermost = min((axis for axis in axes if job.size(axis) > 1), key=AXES.index)
+    span = job.size(*AXES[AXES.index(outermost) :])
     return LINK * (chip.link if span <= chip.near else chip.network)
 
 
-def pushed(job: Job, itemsize: int) -> list[Figure]:
+def push_figures(job: Job, itemsize: int) -> list[Figure]:
     """A push of weights to the servers: device to host, host to a shared folder, folder to the servers."""
     size = sum(map(entries, job.leaves)) * itemsize
     return [
@@ -184,12 +192,17 @@ def pushed(job: Job, itemsize: int) -> list[Figure]:
     ]
 
 
-def generated(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure]:
+def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure]:
     """Generation on chips of the same kind: memory for the cache, speed by what decoding has to read."""
     usable, cache = USABLE * chip.memory, 2 * job.layers * job.kv_heads * job.head_dim * g.itemsize
     sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
     weights = (sum(map(entries, job.leaves)) + (entries(job.top["embed"]) if job.tied else 0)) * g.itemsize
     server = 1 << max(0, math.ceil(math.log2(weights / (FILLED * usable))))
+    if g.embedded and server > 1:
+        raise ValueError(
+            f"plan: the server that the recipe starts has one chip, too small for weights of {weights:,} bytes and a "
+            "cache; name servers"
+        )
     budget = (server * usable - weights) / cache
     context = g.prompt + g.new / 2  # of a sequence on average while it grows
 
@@ -202,10 +215,20 @@ def generated(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure
 
     train_s, least = g.steps * step_s, batch_s(g.samples)
     servers = next(n for n in range(1, g.samples + 1) if batch_s(n) <= max(train_s, 2 * least))
-    if g.devices:
-        servers = max(1, g.devices // server)
+    if g.embedded:
+        servers = 1
+    elif g.devices:
+        if g.devices < server:
+            raise ValueError(
+                f"plan: --rollout-chips must be at least the {server} that a server's weights need, got {g.devices}"
+            )
+        servers = g.devices // server
     of = lambda name, value, kind, text: Figure("generation", name, value, kind, text)
     wanted = "chips that keep up with training, if any can"
+    if g.embedded:
+        wanted = "the chip of the server that the recipe starts"
+    elif g.devices:
+        wanted = "chips set apart for generation"
     return [
         of("server_weights_bytes", weights, "exact", "weights as a server holds them"),
         of("cache_bytes_per_token", cache, "exact", "keys and values of a token"),
@@ -213,6 +236,6 @@ def generated(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure
         of("cache_tokens", budget, "estimate", "tokens of context that a server holds"),
         of("generated_tokens", g.samples * g.new, "estimate", "of a training batch"),
         of("train_batch_s", train_s, "estimate", "training on a batch"),
-        of("rollout_devices", servers * server, "estimate", "chips set apart for generation" if g.devices else wanted),
+        of("rollout_devices", servers * server, "estimate", wanted),
         of("generate_batch_s", batch_s(servers), "estimate", f"a batch on them, {g.ahead + 1} in flight"),
     ]

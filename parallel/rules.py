@@ -102,7 +102,7 @@ def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, 
 
 def constrain(x, axes: str, rules: ShardingRules = RULES):
     """x, laid out over the ambient mesh as its first logical axes ("batch seq") say; no change without a mesh."""
-    if meshes.size(*meshes.AXES) == 1:
+    if meshes.alone():
         return x
     return jax.lax.with_sharding_constraint(x, spec(tuple(axes.split()), rules, where=axes, shape=x.shape))
 

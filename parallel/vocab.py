@@ -16,7 +16,7 @@ TABLE = P("tp", None)  # a vocabulary's matrix while it is used
 
 def take(table_VD, token_BT):
     """Rows of the table, [B, T, D]: each device gives the tokens that it has, and they are summed over tp."""
-    if meshes.size(*meshes.AXES) == 1:
+    if meshes.alone():
         return jnp.take(table_VD, token_BT, axis=0)
 
     def local(table_VD, token_BT):
@@ -26,7 +26,7 @@ def take(table_VD, token_BT):
         x_BTD = jnp.take(table_VD, jnp.clip(row_BT, 0, V - 1), axis=0)
         return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0), "tp")
 
-    return island(local, (TABLE, rows("")), rows("hidden"))(table_VD, token_BT)
+    return island(local, (TABLE, rows()), rows())(table_VD, token_BT)
 
 
 @shaped
@@ -45,8 +45,8 @@ def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chu
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
-    if meshes.size(*meshes.AXES) == 1:
+    if meshes.alone():
         return local(hidden_BTD, head_VD, target_BT, temperature_BT)
     split = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
-    each = rows("")
-    return island(split, (rows("hidden"), TABLE, each, each), each)(hidden_BTD, head_VD, target_BT, temperature_BT)
+    each = rows()
+    return island(split, (each, TABLE, each, each), each)(hidden_BTD, head_VD, target_BT, temperature_BT)

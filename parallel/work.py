@@ -130,7 +130,7 @@ def transfers(job: Job) -> list[Transfer]:
     if sparse and job.layout.ep > 1:
         routed = tokens * job.top_k * (INDEX + item)
         come = (forward + again) * (stream + routed) + backward * stream  # tokens there, output gradients there
-        back = forward * stream + backward * (stream + routed)
+        back = forward * stream + backward * (stream + tokens * job.top_k * item)  # numbers have no gradient
         found.append(Transfer("ep_gather", ("ep",), "gather", M * sparse * job.layout.ep * come, False))
         found.append(Transfer("ep_scatter", ("ep",), "gather", M * sparse * job.layout.ep * back, False))
     return [t for t in found if job.size(*t.axes) > 1]

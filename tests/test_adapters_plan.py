@@ -13,7 +13,7 @@ from areax.core import param
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
 KINDS = {"exact", "estimate"}
-UNITS = ("bytes", "s", "flops", "params", "tokens", "devices", "rows_that_fit", "mfu", "utilisation", "per_token")
+UNITS = ("_bytes", "_s", "_flops", "params", "tokens", "devices", "rows_that_fit", "mfu", "utilisation", "per_token")
 HF = {**tiny.HF, "vocab_size": 16, "torch_dtype": "bfloat16"}
 
 
@@ -54,8 +54,11 @@ def test_rl_adds_generation_and_scores(capsys, model):
     with_kl = json.loads(run(capsys, "grpo", *options, "--objective.kl-coef", 0.1, "--json"))["figures"]
     assert with_kl["reference_bytes"]["value"] == figures["params_bytes"]
     assert with_kl["score_flops"]["value"] == 2 * figures["score_flops"]
-    chosen = json.loads(run(capsys, "grpo", *options, "--rollout-chips", 2, "--json"))["figures"]
-    assert chosen["rollout_devices"]["value"] == 2
+    assert figures["rollout_devices"] == figures["server_devices"] == 1  # the server that the recipe starts
+    fleet = [*options, "--servers", "http://127.0.0.1:1", "--rollout-chips", 2]
+    assert json.loads(run(capsys, "grpo", *fleet, "--json"))["figures"]["rollout_devices"]["value"] == 2
+    said = run(capsys, "grpo", *options, "--rollout-chips", 2, code=2)
+    assert "starts one server on one chip, got --rollout-chips 2" in said
     half = json.loads(run(capsys, "grpo", *options, "--sample-tokens", 32, "--json"))
     assert half["microbatches"] == report["microbatches"] / 2 == 1
 
@@ -65,7 +68,7 @@ def test_a_recipe_by_path(capsys, model, tmp_path):
     source = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom areax import models\n"
         "from areax.parallel.mesh import Layout\n@dataclass(frozen=True)\nclass Config:\n"
-        "    model: str\n    secret: str\n    rows: int = 2\n    length: int = 16\n{}\n"
+        "    model: str\n    secret: str\n    rows: int = 2\n    length: int = 16\n    batch: int = 2\n{}\n"
         "def main(config): raise RuntimeError('a plan runs nothing')\n"
     )
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
@@ -73,6 +76,9 @@ def test_a_recipe_by_path(capsys, model, tmp_path):
     bad.write_text(source.format("    run: models.Run = models.Run()\n"))
     assert json.loads(run(capsys, good, "--model", model, "--json"))["microbatches"] == 1
     assert "got none of the name mesh" in run(capsys, bad, "--model", model, code=2)
+    some = tmp_path / "some.py"  # what generates is not taken for supervised
+    some.write_text(good.read_text().replace("    batch: int = 2\n", "    group_size: int = 2\n    groups: int = 2\n"))
+    assert "got none of the name minibatches" in run(capsys, some, "--model", model, code=2)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +130,20 @@ def test_the_guide_shows_what_the_command_prints(capsys, tmp_path, monkeypatch):
 
 
 def test_the_guide_explains_every_figure(capsys, model):
-    every = json.loads(run(capsys, "grpo", "--model", model, "--mesh.tp", 2, "--mesh.fsdp", 2, "--json"))["figures"]
-    for name in every:
+    layouts = [["--mesh.dp", 2, "--mesh.fsdp", 2, "--mesh.tp", 2]]
+    layouts += [["--mesh.cp", 2, "--run.cp", how] for how in ("gather", "ulysses", "ring")]
+    seen = set()
+    for options in layouts:
+        seen |= set(json.loads(run(capsys, "grpo", "--model", model, *options, "--json"))["figures"])
+    assert {"gradients_reduce_bytes", "cp_gather_bytes", "cp_trade_bytes", "cp_send_bytes"} <= seen
+    for name in seen:
         assert f"`{name}`" in GUIDE, name
+    assert "ep_gather_bytes" in GUIDE and "compiled_argument_bytes" in GUIDE
+
+
+def test_what_does_not_fit_says_what_would(capsys, model):
+    big = ["--model", model, "--length", 1 << 20, "--rows", 1 << 14]
+    *_, verdict, rows = run(capsys, "sft", *big).splitlines()
+    assert verdict.startswith("does not fit with --rows 16384: ") and re.fullmatch(
+        r"largest --rows that fits: \d+", rows
+    )
