@@ -116,11 +116,8 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
 
     def fill(leaf, sharding=None):
         if leaf.path in drawn:
-            host = param.init(jax.random.key(0), param.Table({leaf.path: leaf.param}, (), table.dims))[leaf.path]
-            if sharding is None:
-                return host
-            host = np.asarray(host)
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])
+            one = param.Table({leaf.path: leaf.param}, (), table.dims)
+            return jax.jit(lambda: param.init(jax.random.key(0), one)[leaf.path], out_shardings=sharding)()
         parts = dict(zip(leaf.keys(prefix), (tensors[key] for key in keys[leaf.path]), strict=True))
         wanted = leaf.param.dtype or dtype or np.result_type(*parts.values())
         apart = len(leaf.apart)
