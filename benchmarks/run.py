@@ -104,6 +104,7 @@ def measure(case: str, model: str | None, folder: str, repetitions: int) -> dict
             details["limit_share"] = flops / details["seconds"] / 1e9 / details["limit_gflops"]
         row[f"{name}_details"] = details
     row["versions"] = {name: importlib.metadata.version(name) for name in ("areax", "jax", *PACKAGES[module.PEER])}
+    row["date"] = time.strftime("%Y-%m-%d")
     row["machine"] = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
     return row
 
@@ -145,13 +146,22 @@ def merged(rows) -> list[dict]:
     return kept + list(new.values())
 
 
+def origins(rows) -> dict[str, list[str]]:
+    """When, where and with which versions rows were measured, and the cases of each."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+        cases = found.setdefault(f"Measured {row['date']} on {row['machine']}; {versions}", [])
+        cases.append(" ".join(filter(None, (row["case"], row["model"]))))
+    return found
+
+
 def write(rows) -> None:
     (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     page = HERE / "RESULTS.md"
     begin, end = TABLE
     before, rest = page.read_text().split(begin)
-    versions = ", ".join(f"{k} {v}" for k, v in rows[0]["versions"].items())
-    head = f"Measured {time.strftime('%Y-%m-%d')} on {rows[0]['machine']}; {versions}."
+    head = "\n".join(f"{where}: {', '.join(cases)}." for where, cases in origins(rows).items())
     page.write_text(f"{before}{begin}\n{head}\n\n{table(rows)}\n{end}{rest.split(end)[1]}")
 
 

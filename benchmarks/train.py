@@ -21,6 +21,11 @@ def rows(vocab):
 
 def ours(folder, model):
     """A function that takes one step and returns its loss."""
+    return packed(folder, rows, max(LENGTHS), len(LENGTHS))
+
+
+def packed(folder, rows, length, count):
+    """The same on the sequences `rows(vocab)`, packed to microbatches of `count` rows of `length` tokens."""
     from functools import partial
 
     import jax
@@ -42,7 +47,7 @@ def ours(folder, model):
 
     def once():
         nonlocal state
-        batch = packing.pack(samples, max(LENGTHS), rows=len(LENGTHS))
+        batch = packing.pack(samples, length, rows=count)
         state, report = update(state, prepare(batch))
         jax.block_until_ready(state)
         return float(report["loss"].sum)

@@ -6,7 +6,7 @@ tokens of the batch; fp32.
 
 import numpy as np
 import sizes
-from train import ADAM, CLIP
+from train import ADAM, CLIP, packed
 
 CASE, PEER, UNIT, MODELS = "varlen_random", "transformers", "tokens/s", ("S",)
 LENGTHS = np.clip(np.exp(np.random.default_rng(595).normal(5.0, 0.65, 64)), 16, 1024).astype(int).tolist()
@@ -25,33 +25,7 @@ def rows(vocab):
 
 def ours(folder, model):
     """A function that takes one step and returns its loss."""
-    from functools import partial
-
-    import jax
-
-    from areax import models
-    from areax.adapters import hf
-    from areax.core import losses, optim, packing, step
-    from areax.recipes import common
-    from areax.rollout.types import supervised
-
-    common.keep_memory()  # as the recipes do
-    config, params = hf.load(folder)
-    optimizer = optim.adamw(optim.AdamW(**ADAM, clip=CLIP), models.table(config))
-    objective = losses.SFT()
-    update = step.make_step(partial(models.score, config=config, run=models.Run(remat="dots")), objective, optimizer)
-    prepare = jax.jit(objective.prepare)
-    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(config.vocab))]
-    state = step.init(params, optimizer)
-
-    def once():
-        nonlocal state
-        batch = packing.pack(samples, ROW, rows=ROWS)
-        state, report = update(state, prepare(batch))
-        jax.block_until_ready(state)
-        return float(report["loss"].sum)
-
-    return once
+    return packed(folder, rows, ROW, ROWS)
 
 
 def theirs(folder, model):
