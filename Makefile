@@ -13,6 +13,8 @@ wheel := .venv-wheel
 sglang := .venv-sglang
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+both = -n 2 --dist loadfile# two processes, each with whole files, whose tests share what they have compiled
+spread = -n 2 --dist worksteal# or with any tests, where one file has most of them
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: help
@@ -50,15 +52,15 @@ demo-holds: $(runtime) ## whether the last demo, and its controls, did what the 
 
 .PHONY: test
 test: $(dev) ## the tests, under 10 minutes on two cores
-	$(py) -m pytest -q
+	$(py) -m pytest -q $(both)
 
 .PHONY: test-slow
 test-slow: $(dev) ## the tests that take minutes each
 	$(py) -m pytest -q -m slow
 
 .PHONY: test-mesh
-test-mesh: $(dev) ## every family on every kind of mesh, on eight virtual devices, beside one device
-	$(py) -m pytest -q -m mesh
+test-mesh: $(dev) ## every family on every kind of mesh beside one device, several processes, what ends them
+	$(py) -m pytest -q -m mesh $(spread)
 
 .PHONY: test-kernels
 test-kernels: $(dev) ## kernels for GPUs and TPUs, interpreted, beside the reference
@@ -89,7 +91,7 @@ test-wheel: $(dev) ## build the wheel and run the tests against the installed co
 	@$(py) -m pip --python $(wheel)/bin/python install --quiet --disable-pip-version-check --no-deps dist/*.whl
 	@$(py) $(purelib) > "$$($(wheel)/bin/python $(purelib))/borrowed.pth"
 	cd "$$(mktemp -d)" && AREAX_EXPECT_INSTALLED=1 "$(CURDIR)/$(wheel)/bin/python" -m pytest -q \
-	  -c "$(CURDIR)/pyproject.toml" --rootdir "$(CURDIR)" -p no:cacheprovider "$(CURDIR)/tests"
+	  -c "$(CURDIR)/pyproject.toml" --rootdir "$(CURDIR)" -p no:cacheprovider $(both) "$(CURDIR)/tests"
 
 .PHONY: bench
 bench: $(dev) ## speed beside transformers on the same models and work; writes benchmarks/results.json

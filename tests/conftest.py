@@ -18,6 +18,8 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",  # else tokenizers warns in every forked child
 }.items():
     os.environ.setdefault(name, value)
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # JAX does not write its cache in one piece: none is shared
+    os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
