@@ -75,11 +75,12 @@ def test_a_state_saved_on_one_mesh_is_the_same_on_any_other(tmp_path):
     shardings, start = on(mesh.Layout(fsdp=8))
     saved = jax.device_put(moved(start), shardings)
     with state.open_store(tmp_path) as store:
-        store.save(1, saved)
+        store.save(1, saved, {"row": 7})
     for layout in (mesh.Layout(dp=2, tp=4), mesh.Layout()):
         shardings, like = on(layout)
         with state.open_store(tmp_path) as store:
-            got, _ = store.restore(like)
+            got, cursor = store.restore(like)
+        assert cursor == {"row": 7} and jax.tree.structure(got) == jax.tree.structure(saved)
         for x, wanted, other, sharding in zip(*map(jax.tree.leaves, (got, saved, start, shardings)), strict=True):
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
             np.testing.assert_array_equal(x, wanted)

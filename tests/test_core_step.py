@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 
 from areax import models
-from areax.core import losses, metrics, optim, packing, param, step
+from areax.core import losses, metrics, optim, packing, step
 from areax.rollout.types import supervised
 
 HF = dict(
@@ -24,32 +25,45 @@ SCORE = partial(models.score, config=CONFIG)
 def rows(n, seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda k: rng.integers(0, 61, k)
-    lengths = rng.choice([2, 7, 11], n)  # few, because each is compiled where sequences stand alone
+    lengths = rng.choice([3, 9], n)  # few, because each is compiled where sequences stand alone
     return [supervised(draw(4), draw(int(k)), sample=i, rollout=i, group=i) for i, k in enumerate(lengths)]
 
 
-PARAMS = jax.jit(lambda key: param.init(key, TABLE))(jax.random.key(0))
+PARAMS = tiny.weights(TABLE, 0.2)
 
 
 def fresh(optimizer):
     return jax.jit(lambda params: step.init(params, optimizer))(PARAMS)
 
 
+OBJECTIVE = losses.SFT()
+ADAM = optim.adamw(optim.AdamW(lr=1e-2), TABLE)
+STEP = step.make_step(SCORE, OBJECTIVE, ADAM)
+
+
+def ready(n):
+    """8 microbatches of one row each, for 22 to 26 sequences."""
+    batch = OBJECTIVE.prepare(packing.pack(rows(n), 40, rows=1))
+    assert batch.token_BT.shape[0] == 8
+    return batch
+
+
 @jax.jit
-def alone(params, token_T):
-    """Log-probabilities of a sequence's own tokens, from the plain forward pass over it alone."""
+@partial(jax.value_and_grad, has_aux=True)
+def alone(params, token_T, mask_T):
+    """((sum of the learnt tokens' losses, log-probabilities of all), gradient) of a plain pass over one sequence."""
     logits_TV = models.forward(params, token_T[None], config=CONFIG)[0]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_TV)[:-1], token_T[1:, None], -1)[:, 0]
+    logp_T = jnp.take_along_axis(jax.nn.log_softmax(logits_TV)[:-1], token_T[1:, None], -1)[:, 0]
+    return -jnp.sum(logp_T * mask_T[1:]), logp_T
 
 
 def test_gradients_do_not_depend_on_the_microbatching():
     """SGD makes the update the gradient; packing into other rows must not change it."""
     sgd = optax.sgd(1.0)
     data, out = rows(20), []
-    for B in (1, 4, 16):
-        objective = losses.SFT()
+    for B in (2, 16):
         batch = packing.pack(data, 32, rows=B)
-        state, report = step.make_step(SCORE, objective, sgd)(fresh(sgd), objective.prepare(batch))
+        state, report = step.make_step(SCORE, OBJECTIVE, sgd)(fresh(sgd), OBJECTIVE.prepare(batch))
         out.append((state.params, metrics.to_dict(report)["loss"]))
     for got, loss in out[1:]:
         np.testing.assert_allclose(loss, out[0][1], rtol=1e-5)
@@ -61,62 +75,42 @@ def test_gradients_do_not_depend_on_the_microbatching():
 def test_packed_rows_equal_separate_rows():
     """Loss and gradients of packed sequences equal those of one sequence a row, without padding."""
     data = rows(9)
-    batch = packing.pack(data, 40, rows=3)
-    objective = losses.SFT()
-
-    def packed(params):
-        ready = objective.prepare(batch)
-        micro = lambda m: jax.tree.map(lambda x: x[m], ready)
-        return sum(objective.loss(SCORE(params, micro(m)), micro(m))[0] for m in range(int(packing.used(batch))))
-
-    def separate(params):
-        total, count = 0.0, 0
-        for s in data:
-            total, count = total - jnp.sum(alone(params, s.tokens) * s.mask[1:]), count + s.mask.sum()
-        return total / count
-
-    (a, ga), (b, gb) = (jax.jit(jax.value_and_grad(f))(PARAMS) for f in (packed, separate))
-    np.testing.assert_allclose(a, b, rtol=1e-5)
-    for x, y in zip(jax.tree.leaves(ga), jax.tree.leaves(gb), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5 * float(jnp.abs(y).max()))
+    batch = OBJECTIVE.prepare(packing.pack(data, 40, rows=3))
+    assert len(batch.token_BT) == 1
+    micro = jax.tree.map(lambda x: x[0], batch)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda params: OBJECTIVE.loss(SCORE(params, micro), micro)[0]))(PARAMS)
+    learnt = sum(s.mask.sum() for s in data)
+    wanted, total = 0.0, jax.tree.map(np.zeros_like, PARAMS)
+    for s in data:
+        (one, _), more = alone(PARAMS, s.tokens, s.mask)
+        wanted, total = wanted + one / learnt, jax.tree.map(lambda a, b: a + b / learnt, total, more)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(total), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * float(np.abs(y).max()))
 
 
 def test_the_state_is_donated():
-    optimizer = optim.adamw(optim.AdamW(), TABLE)
-    objective = losses.SFT()
-    state, batch = fresh(optimizer), objective.prepare(packing.pack(rows(4), 32, rows=2))
-    compiled = step.make_step(SCORE, objective, optimizer).lower(state, batch).compile()
+    state = fresh(ADAM)
+    compiled = STEP.lower(state, ready(24)).compile()
     held = sum(x.nbytes for x in jax.tree.leaves(state))
     assert compiled.memory_analysis().alias_size_in_bytes >= held
 
 
 def test_more_microbatches_do_not_recompile():
-    optimizer = optim.adamw(optim.AdamW(), TABLE)
-    objective = losses.SFT()
-    fn, state = step.make_step(SCORE, objective, optimizer), fresh(optimizer)
-    for n in (22, 24, 26):  # 6 to 8 microbatches of one row each, in a bucket of 8
-        batch = packing.pack(rows(n), 40, rows=1)
-        assert batch.token_BT.shape[0] == 8
-        state, _ = fn(state, objective.prepare(batch))
+    fn, state = step.make_step(SCORE, OBJECTIVE, ADAM), fresh(ADAM)
+    for n in (22, 24, 26):
+        state, _ = fn(state, ready(n))
     assert fn._cache_size() == 1
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    optimizer = optim.adamw(optim.AdamW(lr=1e-2), TABLE)
-    objective = losses.SFT()
-    ready = objective.prepare(packing.pack(rows(4), 32, rows=2))
-    fn = step.make_step(SCORE, objective, optimizer)
-    before = jax.tree.map(np.asarray, fresh(optimizer))
-    bad = ready.replace(weight_BT=ready.weight_BT * jnp.inf)
-    state, report = fn(fresh(optimizer), bad)
+    batch, before = ready(24), jax.tree.map(np.asarray, fresh(ADAM))
+    state, report = STEP(fresh(ADAM), batch.replace(weight_BT=batch.weight_BT * jnp.inf))
     assert metrics.to_dict(report)["skipped"] == 1 and int(state.step) == 1
-    for a, b in zip(
-        jax.tree.leaves((before.params, before.opt_state)),
-        jax.tree.leaves((state.params, state.opt_state)),
-        strict=True,
-    ):  # noqa: E501
+    kept = lambda state: jax.tree.leaves((state.params, state.opt_state))
+    for a, b in zip(kept(before), kept(state), strict=True):
         np.testing.assert_array_equal(a, b)
-    _, report = fn(state, ready)
+    _, report = STEP(state, batch)
     assert metrics.to_dict(report)["skipped"] == 0
 
 
@@ -125,7 +119,7 @@ def test_scores_over_microbatches_equal_one_pass():
     batch = packing.pack(data, 32, rows=2)
     got = packing.unpack(step.make_scores(SCORE)(PARAMS, batch).logp_BT, batch, data)
     for s, x in zip(data, got, strict=True):
-        np.testing.assert_allclose(x[1:], alone(PARAMS, s.tokens), atol=1e-5)
+        np.testing.assert_allclose(x[1:], alone(PARAMS, s.tokens, s.mask)[0][1], atol=1e-5)
 
 
 def test_schedules():

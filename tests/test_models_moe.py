@@ -6,23 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mixture import CONFIG, PARAMS, SCORE, SCORES, E, K, L, mix, mlp
 
 from areax import models
-from areax.core import losses, packing, param, step
+from areax.core import losses, packing
 from areax.models import moe
 from areax.rollout.types import supervised
 
-D, F, E, K = 12, 20, 6, 2
-HF = dict(
-    model_type="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=32, num_hidden_layers=3,
-    num_attention_heads=2, num_key_value_heads=1, head_dim=12, initializer_range=0.4, tie_word_embeddings=True,
-    num_experts=E, num_experts_per_tok=K, moe_intermediate_size=20, norm_topk_prob=True, mlp_only_layers=[1],
-)  # fmt: skip
-CONFIG = models.config_from_hf(HF)
-TABLE = models.table(CONFIG)
-SCORE = partial(models.score, config=CONFIG)
-PARAMS = jax.jit(lambda key: param.init(key, TABLE))(jax.random.key(0))
-SCORES = step.make_scores(SCORE)
+D, F = 12, 20
 
 
 def weights(rng, *, shared):
@@ -36,7 +27,7 @@ def weights(rng, *, shared):
 def by_loops(x_BTD, w, index_BTK=None, norm=True):
     """float64, one token and one expert at a time."""
     w = {name: x.astype(np.float64) for name, x in w.items()}
-    mlp = lambda x, gate, up, down: down @ ((gate @ x) / (1 + np.exp(-(gate @ x))) * (up @ x))
+    matrices = [w[f"expert_{name}"] for name in ("gate", "up", "down")]
     out = np.zeros(x_BTD.shape)
     for at in np.ndindex(*x_BTD.shape[:2]):
         x = x_BTD[at].astype(np.float64)
@@ -44,8 +35,7 @@ def by_loops(x_BTD, w, index_BTK=None, norm=True):
         prob = power / power.sum()
         chosen = np.argsort(-prob)[:K] if index_BTK is None or index_BTK[at][0] < 0 else index_BTK[at]
         scale = prob[chosen].sum() if norm else 1.0
-        for e in chosen:
-            out[at] += prob[e] / scale * mlp(x, *(w[f"expert_{name}"][e] for name in ("gate", "up", "down")))
+        out[at] = mix(x, chosen, prob[chosen] / scale, *matrices)
         if "shared_gate" in w:
             own = mlp(x, w["shared_gate"], w["shared_up"], w["shared_down"])
             out[at] += own / (1 + np.exp(-(w["shared_router"] @ x))) if "shared_router" in w else own
@@ -78,8 +68,8 @@ def test_replayed_choices():
     assert np.abs(wanted - by_loops(x_BTD, w)).max() > 0.1 * np.abs(wanted).max()
     # The gradient reaches the router through the weights: central differences of the loop.
     cotangent = rng.normal(size=x_BTD.shape)
-    grad = jax.grad(lambda r: jnp.sum(ours(x_BTD, w | {"router": r}, index_BTK) * cotangent.astype(np.float32)))
-    got = np.asarray(grad(w["router"]))
+    total = lambda r: jnp.sum(ours(x_BTD, w | {"router": r}, index_BTK) * cotangent.astype(np.float32))
+    got = np.asarray(jax.jit(jax.grad(total))(w["router"]))
     for at in ((0, 0), (3, 5), (5, 11)):
         step_ = np.zeros((E, D))
         step_[at] = 1e-5
@@ -94,9 +84,7 @@ def test_replayed_choices():
 def samples(choose=None):
     rng = np.random.default_rng(0)
     draw = lambda k: rng.integers(0, 61, k)
-    out = [
-        supervised(draw(3), draw(k), sample=i, rollout=i, group=i) for i, k in enumerate((9, 4, 9, 9, 4, 9))
-    ]  # few lengths: each is compiled
+    out = [supervised(draw(3), draw(k), sample=i, rollout=i, group=i) for i, k in enumerate((9, 4, 7, 9, 2, 8))]
     return out if choose is None else [s.replace(arrays={"routed_experts": ("input", choose(s))}) for s in out]
 
 
@@ -125,9 +113,11 @@ def loss_and_gradient(params, batch):
 
 def test_replaying_ones_own_choices_changes_nothing():
     """In packed rows, where each sequence's choices were recorded alone; padding chooses for itself."""
-    own = samples(lambda s: np.asarray(chosen_alone(PARAMS, s.tokens)))
+    padded = lambda s: np.pad(s.tokens, (0, 12 - len(s.tokens)))  # behind, where nothing looks
+    own = samples(lambda s: np.asarray(chosen_alone(PARAMS, padded(s)))[: len(s.tokens)])
+    free = samples(lambda s: np.full((len(s.tokens), L, K), -1, np.int32))
     ready = lambda data: jax.tree.map(lambda x: x[0], losses.SFT().prepare(packing.pack(data, 24, rows=4)))
-    plain, g_plain = loss_and_gradient(PARAMS, ready(samples()))
+    plain, g_plain = loss_and_gradient(PARAMS, ready(free))
     again, g_again = loss_and_gradient(PARAMS, ready(own))
     np.testing.assert_allclose(again, plain, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(g_again), jax.tree.leaves(g_plain), strict=True):
@@ -144,14 +134,13 @@ def test_replaying_other_choices_is_what_happens():
     for layer in range(2):
         every = np.concatenate([s.arrays["routed_experts"][1][:, layer].reshape(-1) for s in other])
         np.testing.assert_array_equal(load_LE[layer], np.bincount(every, minlength=E))
-    alone = [packing.pack([s], 24, rows=1) for s in other]
-    for s, got, one in zip(other, packing.unpack(scores.logp_BT, batch, other), alone, strict=True):
-        wanted = packing.unpack(SCORES(PARAMS, one).logp_BT, one, [s])[0]
-        np.testing.assert_allclose(got, wanted, atol=1e-5)
-    # recorded of all layers, as servers do it: the one without experts is passed over
+    # alone, and recorded of all layers, as servers do it: the one without experts is passed over
     none = lambda x: np.insert(x, 1, -1, axis=1)
     every = [s.replace(arrays={"routed_experts": ("input", none(s.arrays["routed_experts"][1]))}) for s in other]
-    np.testing.assert_array_equal(SCORES(PARAMS, packing.pack(every, 24, rows=4)).logp_BT, scores.logp_BT)
+    for s, got in zip(every, packing.unpack(scores.logp_BT, batch, other), strict=True):
+        one = packing.pack([s], 24, rows=1)
+        wanted = packing.unpack(SCORES(PARAMS, one).logp_BT, one, [s])[0]
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
     bad = samples(lambda s: np.zeros((len(s.tokens), 5, K), np.int32))
     with pytest.raises(ValueError, match=r"2 layers with experts, 2 experts a token\], got \[5, 2\]"):
         SCORES(PARAMS, packing.pack(bad, 24, rows=2))

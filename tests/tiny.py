@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from areax import models
 from areax.adapters import hf, tokenizer
@@ -21,6 +23,13 @@ def model(path: Path, seed: int = 0, **changes) -> Path:
     tokens = tokenizer.character("0123456789+")
     config = models.config_from_hf({**HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, **changes})
     return hf.save(path, config, param.init(jax.random.key(seed), models.table(config)), tokenizer=tokens)
+
+
+def weights(table: param.Table, std: float, seed: int = 0) -> dict:
+    """Normal numbers, in norms around 1; `param.init` would take seconds to compile."""
+    rng = np.random.default_rng(seed)
+    draw = lambda leaf: jnp.asarray(std * rng.normal(size=leaf.shape) + ("norm" in leaf.path), jnp.float32)
+    return param.tree_map(draw, table)
 
 
 def rows(path: Path, rows: list[dict]) -> Path:
