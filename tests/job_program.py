@@ -88,14 +88,22 @@ def restore_state(model: str, layout: str, path: str) -> dict:
     return {"arrays": len(pairs), "equal": sum(bits(a) == bits(b) for a, b in pairs)}
 
 
-def load_peak(model: str, layout: str) -> dict:
-    """Growth of this process's peak memory while it loads its part of a checkpoint, and the bytes of that part."""
+def load_and_export(model: str, layout: str, out: str) -> dict:
+    """What memory this process takes at most, beyond what it had, to load its part of a checkpoint and to export it."""
     on = mesh.make(mesh.Layout(**json.loads(layout)))
     jax.block_until_ready(place.host(jax.jit(lambda: jnp.zeros(8), out_shardings=jax.NamedSharding(on, jax.P()))()))
-    before = _peak()
-    _, params = hf.load(model, mesh=on)
+    (config, params), loading = growth(lambda: hf.load(model, mesh=on))
     held = sum(one.data.nbytes for x in jax.tree.leaves(params) for one in x.addressable_shards)
-    return {"growth": _peak() - before, "held": held, "whole": sum(x.nbytes for x in jax.tree.leaves(params))}
+    _, exporting = growth(lambda: hf.save(out, config, params))
+    whole = sum(x.nbytes for x in jax.tree.leaves(params))
+    return {"loading": loading, "exporting": exporting, "held": held, "whole": whole}
+
+
+def growth(work):
+    """What `work` returns, and by how many bytes resident memory exceeded meanwhile what it was before."""
+    Path("/proc/self/clear_refs").write_text("5")  # peak := now
+    before = _peak()
+    return work(), _peak() - before
 
 
 def _peak() -> int:
