@@ -18,9 +18,13 @@ RECIPES = ("sft", "grpo")
 
 
 def train(recipe: str, *options: str) -> int:
-    """Train by a recipe: sft, grpo, or the path of a file with a `Config` and `main(config)`."""
-    module = _recipe(recipe, "train")
-    summary = module.main(_parse(module.Config, options, f"areax train {recipe}"))
+    """Train by a recipe: sft, grpo, an algorithm such as dapo (grpo with that objective), or a file of one's own.
+
+    A file needs a `Config` dataclass and `main(config)`.
+    """
+    module, settings = _recipe(recipe, "train")
+    given = _given(module.Config, settings, lambda field: tyro.MISSING) if settings else None
+    summary = module.main(_parse(module.Config, options, f"areax train {recipe}", given))
     if isinstance(summary, dict) and summary:
         print(json.dumps(summary, indent=2, default=str))
         if summary.get("complete") is False:
@@ -32,12 +36,10 @@ def plan(recipe: str, *options: str) -> int:
     """Say whether a run would fit and what it would cost, without devices: areax plan RECIPE --model DIR ..."""
     from . import plan
 
-    module = _recipe(recipe, "plan")
+    module, settings = _recipe(recipe, "plan")
     # What a plan does not need (data, reward) is not asked for.
-    required = [f for f in dataclasses.fields(module.Config) if f.default is f.default_factory is dataclasses.MISSING]
-    given = module.Config(
-        **{f.name: "" if f.type in (str, "str") and f.name != "model" else tyro.MISSING for f in required}
-    )
+    empty = lambda field: "" if field.type in (str, "str") and field.name != "model" else tyro.MISSING
+    given = _given(module.Config, settings, empty)
     fields = [
         (name, Annotated[type(default), tyro.conf.arg(name="")], dataclasses.field(default=default))
         for name, default in (("recipe", given), ("plan", plan.Options()))
@@ -48,23 +50,40 @@ def plan(recipe: str, *options: str) -> int:
     return 0 if report.get("agrees", True) else 1
 
 
+def _given(config: type, settings: dict, required: Callable):
+    """A Config with these settings; fields without a default are what `required(field)` says."""
+    fields = [f for f in dataclasses.fields(config) if f.default is f.default_factory is dataclasses.MISSING]
+    return config(**{f.name: required(f) for f in fields}, **settings)
+
+
+def _algorithms() -> dict:
+    from ..core import losses
+
+    return {name.lower(): preset for name, preset in losses.POLICIES.items()}
+
+
 def _recipe(recipe: str, command: str):
+    """(module, settings of its Config other than its defaults)."""
     from ..rollout import names
 
+    settings: dict = {}
     if recipe in RECIPES:
         module = importlib.import_module(f"areax.recipes.{recipe}")
     elif recipe.endswith(".py"):
         module = names.module(recipe)
+    elif recipe in (algorithms := _algorithms()):
+        module, settings = importlib.import_module("areax.recipes.grpo"), {"objective": algorithms[recipe]()}
     else:
-        near = difflib.get_close_matches(recipe, RECIPES, 1)
+        known = [*RECIPES, *(name for name in algorithms if name not in RECIPES)]
+        near = difflib.get_close_matches(recipe, known, 1)
         raise ValueError(
-            f"areax {command}: the recipe must be one of {', '.join(RECIPES)} or a file ending in .py, got {recipe!r}"
+            f"areax {command}: the recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     for name in ("Config", "main"):
         if not hasattr(module, name):
             raise ValueError(f"{recipe}: a recipe needs `Config` and `main(config)`, got no {name}")
-    return module
+    return module, settings
 
 
 def demo(*options: str) -> int:
@@ -215,18 +234,23 @@ def _forward(command, arguments: list[str]) -> int:
     name = command.__name__
     if not arguments or arguments[0].startswith("-"):
         if arguments and arguments[0] in ("-h", "--help"):
-            print(f"usage: areax {name} {{{','.join(RECIPES)},FILE.py}} ...\n\n{command.__doc__}")
+            known = dict.fromkeys([*RECIPES, *_algorithms()])
+            print(f"usage: areax {name} {{{','.join(known)},FILE.py}} ...\n\n{inspect.cleandoc(command.__doc__)}")
             return 0
         raise ValueError(f"areax {name}: name a recipe first: {', '.join(RECIPES)} or a file ending in .py")
     return command(*arguments)
 
 
-def _parse(target, arguments, prog: str):
-    """`target` called with the arguments by tyro, whose complaints become one line with the nearest option."""
+def _parse(target, arguments, prog: str, given=None):
+    """`target` called with the arguments by tyro, whose complaints become one line with the nearest option.
+
+    Args:
+      given: an instance of a dataclass `target` whose values are the defaults.
+    """
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            values = _quietly(target, arguments, prog)
+            values = _quietly(target, arguments, prog, given)
     except SystemExit as exit:
         if not exit.code:
             raise
@@ -234,10 +258,10 @@ def _parse(target, arguments, prog: str):
     return values() if callable(values) else values
 
 
-def _quietly(target, arguments, prog):
+def _quietly(target, arguments, prog, given=None):
     """The parsed Config, or for a command a call that is yet to be made (so that its own output is not caught)."""
     if isinstance(target, type):
-        return tyro.cli(target, args=list(arguments), prog=prog)
+        return tyro.cli(target, args=list(arguments), prog=prog, **({} if given is None else {"default": given}))
     call: dict = {}
 
     def keep(**kwargs):

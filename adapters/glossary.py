@@ -99,6 +99,11 @@ CHARTS = (
         "Share of tokens left out because their importance weight was above the cap.", zero=True,
     ),
     Chart(
+        "Agreement", "Unusable tokens", ("unusable_fraction",),
+        "Share of sampled tokens left out because the sampler's or the reference's log-probability was not finite. "
+        "Anything above 0 is a fault of theirs.", zero=True,
+    ),
+    Chart(
         "Agreement", "KL to the reference", ("kl",),
         "How far the policy has moved from the reference model, in nats a token.", zero=True,
     ),
@@ -209,6 +214,7 @@ METRICS = {
     "staleness": "trainer's version minus the version that sampled a token, in batches",
     "tokens": "tokens learnt from in the step",
     "tokens_per_second": "tokens learnt from a second of wall time",
+    "unusable_fraction": "share of sampled tokens whose log-probability was not finite, which teach nothing",
     "truncated": "share of answers cut off at the length limit",
     "version": "policy version: batches consumed so far",
     "version_oldest": "oldest version among the tokens of the batch",

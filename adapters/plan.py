@@ -67,7 +67,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
         settings, _objective(config), _optim(config), config.run, config.mesh, config.rows, config.length,
         microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(),
     )  # fmt: skip
-    rl = isinstance(step.objective, losses.GRPO)
+    rl = isinstance(step.objective, losses.Policy)
     reference = rl and step.objective.kl_coef > 0
     job = Job(
         table, config.mesh, config.rows, config.length, step.microbatches, used, sequence,

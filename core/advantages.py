@@ -5,6 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from .segments import by_id
 from .shapes import shaped
 
 
@@ -17,6 +18,7 @@ def group(
     mean: Literal["group", "batch", "none"] = "group",
     std: Literal["group", "batch", "none"] = "group",
     leave_one_out: bool = False,
+    length_BJ=None,
     eps: float = 1e-6,
     ddof: int = 1,
 ):
@@ -32,6 +34,7 @@ def group(
       mean: over what the baseline is taken; "none" = 0.
       std: over what the deviation is taken; "none" = do not divide.
       leave_one_out: the baseline leaves the rollout itself out (RLOO, arXiv:2402.14740).
+      length_BJ: learnt tokens of each segment, which the baseline then weighs rewards by (OPO, arXiv:2505.23585).
       eps: added to the deviation, in units of reward.
       ddof: delta degrees of freedom of the deviation.
 
@@ -43,20 +46,23 @@ def group(
     scorable_A = (rollout_A >= 0) & ~jnp.isnan(reward_A)
     value_A = jnp.where(scorable_A, reward_A, 0)
     # A rollout of k rows counts 1/k a row.
-    rows_A = _sum_by(scorable_A.astype(value_A.dtype), rollout_A, size)
+    rows_A = by_id(scorable_A.astype(value_A.dtype), rollout_A, size)
     share_A = jnp.where(scorable_A, 1 / jnp.maximum(rows_A, 1), 0)
 
     def over(kind, x_A):
         """Sum over the rollout's group, or over the batch, of a quantity counted once a rollout."""
         if kind == "group":
-            return _sum_by(x_A * share_A, group_A, size)
+            return by_id(x_A * share_A, group_A, size)
         return jnp.broadcast_to(jnp.sum(x_A * share_A), x_A.shape)
 
     ones_A = jnp.ones_like(value_A)
     baseline_A = jnp.zeros_like(value_A)
     if mean != "none":
         n_A, total_A = over(mean, ones_A), over(mean, value_A)
-        if leave_one_out:
+        if length_BJ is not None:
+            tokens_A = jnp.where(scorable_A, length_BJ.reshape(-1), 0) / jnp.where(share_A > 0, share_A, 1)
+            baseline_A = over(mean, tokens_A * value_A) / jnp.maximum(over(mean, tokens_A), 1)
+        elif leave_one_out:
             baseline_A = (total_A - value_A) / jnp.maximum(n_A - 1, 1)
         else:
             baseline_A = total_A / jnp.maximum(n_A, 1)
@@ -73,16 +79,3 @@ def group(
         low_A = jax.ops.segment_min(value_A, id_A, size + 1)[id_A]
         scorable_A &= high_A > low_A
     return jnp.where(scorable_A, adv_A, 0).reshape(shape)
-
-
-@shaped
-def to_tokens(adv_BJ, segment_BT):
-    """Each segment's value at each of its tokens; 0 on padding."""
-    spread_BT = jnp.take_along_axis(adv_BJ, jnp.maximum(segment_BT - 1, 0), axis=-1)
-    return jnp.where(segment_BT > 0, spread_BT, 0)
-
-
-def _sum_by(x_A, id_A, size):
-    """Sum of x over equal ids, at each position; ids below 0 go to a bin of their own."""
-    bin_A = jnp.where(id_A >= 0, id_A, size)
-    return jax.ops.segment_sum(x_A, bin_A, size + 1)[bin_A]

@@ -86,7 +86,7 @@ class Config:
     minibatches: int = 1
     max_concurrent: int = 128
     sampling: Sampling = Sampling()
-    objective: losses.GRPO = losses.GRPO()
+    objective: losses.Policy = losses.GRPO()
     optim: AdamW = AdamW(lr=1e-6, warmup=10)
     balance: Balance = Balance()
     run: models.Run = models.Run()
@@ -104,6 +104,11 @@ class Config:
     def __post_init__(self):
         if self.groups % self.minibatches:
             raise ValueError(f"--minibatches must divide --groups {self.groups}, got {self.minibatches}")
+        if self.eta and not self.objective.corrects:
+            raise ValueError(
+                f"--eta {self.eta} lets samples be older than the weights, which {self.objective.name} with proximal "
+                '"behaviour" does not correct for; take --objective.proximal recompute, or --eta 0'
+            )
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.core import advantages
+from areax.core import advantages, segments
 
 
 def reference(reward, group, rollout, mean, std, leave_one_out, eps, ddof):
@@ -70,7 +70,7 @@ def test_equal_rewards_give_exact_zero():
 
 def test_to_tokens():
     adv, segment = jnp.asarray([[5.0, 7.0]]), jnp.asarray([[1, 1, 2, 0]])
-    np.testing.assert_array_equal(advantages.to_tokens(adv, segment), [[5, 5, 7, 0]])
+    np.testing.assert_array_equal(segments.to_tokens(adv, segment), [[5, 5, 7, 0]])
 
 
 @pytest.mark.parametrize("size", [1, 2])

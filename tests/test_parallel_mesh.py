@@ -58,6 +58,7 @@ SENT = {f"{name} all_to_all": LAYOUTS[name] for name in ("fsdp2 ep4", "ep8", "cp
 OBJECTIVES = {
     "sft": losses.SFT(), "grpo": losses.GRPO(entropy_coef=0.01, std="none"),
     "balanced": balance.wrap(losses.SFT(), balance.Balance(load=0.1, z=0.01)),
+    "sequences": losses.GSPO(weight="geometric", weight_action="truncate", denominator="rollout", std="none"),
 }  # fmt: skip
 ROWS, LENGTH = 8, 48
 
@@ -156,6 +157,14 @@ def test_a_step_equals_that_of_one_device(family, layout, objective):
     [got] = sgd_steps(family, OBJECTIVES[objective], layout, 1)
     [wanted] = one_device(family, objective, 1)
     compare(got, wanted, model(family)[2])
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("layout", ["cp8 gather", "dp2 cp2 tp2 ring"])
+def test_statistics_of_sequences_cross_devices(layout):
+    [got] = sgd_steps("qwen3", OBJECTIVES["sequences"], layout, 1)
+    [wanted] = one_device("qwen3", "sequences", 1)
+    compare(got, wanted, model("qwen3")[2])
 
 
 @pytest.mark.mesh

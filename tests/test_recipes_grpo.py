@@ -13,8 +13,8 @@ import pytest
 import tiny
 
 from areax import models
-from areax.adapters import hf, tokenizer, tracker
-from areax.core import param
+from areax.adapters import cli, hf, tokenizer, tracker
+from areax.core import losses, param
 from areax.core.losses import GRPO
 from areax.core.optim import AdamW
 from areax.parallel.mesh import Layout
@@ -86,6 +86,20 @@ def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
         first.append(next(line for line in lines if line["kind"] == "grpo"))
     for name in ("loss", "grad_norm", "entropy", "reward", "tokens"):
         np.testing.assert_allclose(first[1][name], first[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", losses.POLICIES)
+def test_every_algorithm_trains_from_the_command_line(place, name):
+    out = place / f"algorithm-{name}"
+    options = {
+        "model": place / "model", "data": place / "rows.jsonl", "reward": f"{place}/rewards.py:score", "out": out,
+        "steps": 3, "groups": 4, "group-size": 4, "max-concurrent": 8, "length": 32, "rows": 4,
+        "sampling.max-new-tokens": 4, "serve.slots": 8, "serve.context": 64, "optim.lr": 1e-2,
+    }  # fmt: skip
+    assert cli.main(["train", name.lower(), *(str(w) for k, v in options.items() for w in (f"--{k}", v))]) == 0
+    lines = [x for x in tracker.read_lines(out / "metrics.jsonl") if x["kind"] == "grpo"]
+    assert len(lines) == 3 and all(x["grad_norm"] > 0 and x["skipped"] == 0 for x in lines)
 
 
 @pytest.mark.mesh

@@ -1,0 +1,29 @@
+"""Sums over the segments of packed rows, and back to their tokens."""
+
+import jax
+import jax.numpy as jnp
+
+from .shapes import shaped
+
+
+@shaped
+def total(x_BT, segment_BT, J: int):
+    """Sum of x over the tokens of each segment, [B, J]; padding counts for nothing. Gradients flow into x."""
+    front, T = segment_BT.shape[:-1], segment_BT.shape[-1]
+    x_AT, segment_AT = x_BT.reshape(-1, T), segment_BT.reshape(-1, T)
+    slot_AT = segment_AT + (J + 1) * jnp.arange(len(segment_AT))[:, None]  # slot 0 of a row is its padding
+    sums = jax.ops.segment_sum(x_AT.reshape(-1), slot_AT.reshape(-1), len(segment_AT) * (J + 1))
+    return sums.reshape(*front, J + 1)[..., 1:]
+
+
+@shaped
+def to_tokens(x_BJ, segment_BT):
+    """Each segment's value at each of its tokens; 0 on padding."""
+    spread_BT = jnp.take_along_axis(x_BJ, jnp.maximum(segment_BT - 1, 0), axis=-1)
+    return jnp.where(segment_BT > 0, spread_BT, 0)
+
+
+def by_id(x_A, id_A, size: int):
+    """Sum of x over equal ids below `size`, at each position; ids below 0 go to a bin of their own."""
+    bin_A = jnp.where(id_A >= 0, id_A, size)
+    return jax.ops.segment_sum(x_A, bin_A, size + 1)[bin_A]
