@@ -13,8 +13,7 @@ wheel := .venv-wheel
 sglang := .venv-sglang
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
-both = -n 2 --dist loadfile# two processes, each with whole files, whose tests share what they have compiled
-spread = -n 2 --dist worksteal# or with any tests, where one file has most of them
+both = -n 2 --dist worksteal# two processes; files stay together but where one helps the other at the end
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: help
@@ -60,7 +59,7 @@ test-slow: $(dev) ## the tests that take minutes each
 
 .PHONY: test-mesh
 test-mesh: $(dev) ## every family on every kind of mesh beside one device, several processes, what ends them
-	$(py) -m pytest -q -m mesh $(spread)
+	$(py) -m pytest -q -m mesh $(both)
 
 .PHONY: test-kernels
 test-kernels: $(dev) ## kernels for GPUs and TPUs, interpreted, beside the reference
@@ -100,6 +99,10 @@ bench: $(dev) ## speed beside transformers on the same models and work; writes b
 .PHONY: bench-quick
 bench-quick: $(dev) ## the same with few repeats, printed only
 	$(py) benchmarks/run.py --quick
+
+.PHONY: bench-chip
+bench-chip: $(dev) ## training steps on the GPU or TPU of this machine: tokens/s, MFU and memory beside the plan
+	$(py) benchmarks/chip.py
 
 .PHONY: lint
 lint: $(dev) .dev/areax ## ruff and mypy
