@@ -96,7 +96,7 @@ CHARTS = (
     ),
     Chart(
         "Agreement", "Dropped tokens", ("dropped_fraction",),
-        "Share of tokens left out because their importance weight was above the cap.", zero=True,
+        "Share of tokens left out because their importance weight lay outside its bounds.", zero=True,
     ),
     Chart(
         "Agreement", "Unusable tokens", ("unusable_fraction",),
@@ -182,7 +182,7 @@ METRICS = {
     "balance_load": "E sum f P of a layer's experts, before its coefficient; experts a token = all are used alike",
     "balance_z": "squared log-sum-exp of a router's logits, before its coefficient",
     "clip_fraction": "share of tokens outside the clip range, which get no gradient",
-    "dropped_fraction": "share of tokens whose importance weight exceeded the cap",
+    "dropped_fraction": "share of tokens whose importance weight lay outside its bounds, which get no gradient",
     "entropy": "uncertainty of the next token, nats; 0 = certain",
     "expert_idle": "share of a layer's experts that no token chose",
     "expert_load": "choices of a layer's most used expert over the mean expert's; 1 = all are used alike",

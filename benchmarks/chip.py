@@ -29,7 +29,7 @@ SHAPES = {
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         tie_word_embeddings=True,
     ),
-    "Qwen3-8B, 4 layers": COMMON | dict(
+    "Qwen3-8B-4-layers": COMMON | dict(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=4, num_attention_heads=32,
         tie_word_embeddings=False,
     ),

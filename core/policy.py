@@ -18,7 +18,6 @@ from .segments import to_tokens, total
 from .surrogates import SURROGATES, geometric, sequence_mean
 
 RATIO_EDGES = tuple(np.round(np.arange(0.5, 1.5001, 0.05), 2).tolist())
-BOUNDED = ("clip", "cispo", "geometric")  # surrogates that read clip_low and clip_high
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Policy:
     entropy_coef: float = 0.0
 
     def __post_init__(self):
-        clips, constant = self.surrogate == "clip", self.denominator == "constant"
+        clips, counts = self.surrogate == "clip", (self.denominator_tokens > 0) == (self.denominator == "constant")
         below_one = self.surrogate in ("clip", "cispo")
         rules = {
             "clip_low": (0 <= self.clip_low and (self.clip_low <= 1 or not below_one), "between 0 and 1"),
@@ -91,7 +90,7 @@ class Policy:
             "tau_neg": (self.tau_neg > 0, "above 0"),
             "weight_low": (0 <= self.weight_low <= 1, "between 0 and 1"),
             "weight_cap": (self.weight_cap >= 1, "at least 1"),
-            "denominator_tokens": ((self.denominator_tokens > 0) == constant, 'above 0 with denominator "constant"'),
+            "denominator_tokens": (counts, 'above 0 with denominator "constant", 0 with others'),
             "length_weighted": (not (self.length_weighted and self.leave_one_out), "False with leave_one_out"),
             "kl_coef": (self.kl_coef >= 0, "at least 0"),
             "kl_estimator": (self.kl_estimator in kl.ESTIMATORS, f"one of {list(kl.ESTIMATORS)}"),
@@ -145,20 +144,22 @@ class Policy:
             mask_BT=mask_BT,
             adv_BT=to_tokens(adv_BJ, batch.segment_BT),
             prox_BT=prox_BT,
-            weight_BT=share_BT * self._weight(gap_BT, mask_BT, batch.segment_BT, J),
+            weight_BT=share_BT * self._bounded(self._weight(gap_BT, mask_BT, batch.segment_BT, J)),
             target={**batch.target, "share_BT": share_BT, "unusable_BT": sampled_BT & ~finite_BT},
         )
 
     def _weight(self, gap_BT, mask_BT, segment_BT, J):
-        """w of each token from log (proximal / behaviour)."""
+        """Proximal / behaviour of each token at the level of w, from its logarithm."""
         if self.weight == "sequence":
             gap_BT = to_tokens(total(gap_BT, segment_BT, J), segment_BT)
         elif self.weight == "geometric":
             gap_BT = sequence_mean(gap_BT, mask_BT, segment_BT, J)
-        ratio_BT = jnp.exp(gap_BT)
+        return jnp.exp(gap_BT)
+
+    def _bounded(self, weight_BT):
         if self.weight_action == "truncate":
-            return jnp.minimum(ratio_BT, self.weight_cap)
-        return jnp.where((self.weight_low <= ratio_BT) & (ratio_BT <= self.weight_cap), ratio_BT, 0)
+            return jnp.minimum(weight_BT, self.weight_cap)
+        return jnp.where((self.weight_low <= weight_BT) & (weight_BT <= self.weight_cap), weight_BT, 0)
 
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.logp_BT` and, with a bonus, the entropy."""
@@ -177,12 +178,12 @@ class Policy:
             gain_BT, cut_BT = SURROGATES[self.surrogate](self, ratio_BT, logp_BT, adv_BT)
         loss = -jnp.sum(batch.weight_BT * jnp.where(mask_BT, gain_BT, 0))
         age_BT = jnp.where(mask_BT, batch.prox_BT - batch.logp_BT, 0)
-        weight_BT = jnp.exp(age_BT)
+        weight_BT = self._weight(age_BT, mask_BT, segment_BT, J)
         unusable_BT = batch.target["unusable_BT"]
         report = {
             "ratio": metrics.of(ratio_BT, mask_BT),
             "importance_weight": metrics.of(weight_BT, mask_BT, edges=RATIO_EDGES),
-            "dropped_fraction": metrics.of((weight_BT > self.weight_cap) | (weight_BT < self.weight_low), mask_BT),
+            "dropped_fraction": metrics.of(self._bounded(weight_BT) == 0, mask_BT),
             "mismatch_k3": metrics.of(jnp.expm1(age_BT) - age_BT, mask_BT),
             "entropy": metrics.of(out.entropy_BT, mask_BT),
             "advantage": metrics.of(jnp.abs(adv_BT), mask_BT),
