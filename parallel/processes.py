@@ -93,7 +93,14 @@ def job() -> Iterator[int]:
     try:
         yield index
     except BaseException as error:  # whatever it is, JAX must not wait at the exit for processes that wait for this one
-        others.leave(error)
+        if not isinstance(error, SystemExit) or error.code:
+            others.leave(error)
+        _part(others)
+        raise
+    _part(others)
+
+
+def _part(others: watch.Watch) -> None:
     others.goodbye()
     jax.distributed.shutdown()
 

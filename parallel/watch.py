@@ -36,6 +36,7 @@ class Watch:
         self.name = f"process {index} of {count} (pid {os.getpid()} on {socket.gethostname()})"
         self._leaving = False
         self._first_left = threading.Event()
+        self._all_here = threading.Event()  # known to process 0
         self._connections: dict[int, socket.socket] = {}
         self._once = threading.Lock()
         store: Any = global_state.client
@@ -70,7 +71,7 @@ class Watch:
         if isinstance(error, KeyboardInterrupt):
             code = 130
         elif isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            code = error.code if isinstance(error.code, int) else 1
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
         elif isinstance(error, ValueError | OSError):
@@ -79,16 +80,15 @@ class Watch:
         else:
             code = 1
             traceback.print_exception(error)
-        if code:
-            self._tell(words)
-        else:
-            self.goodbye()
+        self._tell(words)
         sys.stderr.flush()
         os._exit(code)
 
     def goodbye(self) -> None:
         """Tells that this process is done. The others then wait for the first, which may be writing files."""
-        self._leaving = self.index == 0
+        if self.index == 0:
+            self._all_here.wait(START_S)
+            self._leaving = True
         self._tell(BYE)
         if self.index:
             self._first_left.wait()
@@ -117,6 +117,7 @@ class Watch:
                 connection.settimeout(None)
                 self._connections[int(index)] = connection
                 threading.Thread(target=self._read, args=(lines, name), daemon=True).start()
+            self._all_here.set()
 
     def _read(self, lines: TextIO, name: str) -> None:
         try:

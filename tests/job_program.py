@@ -99,6 +99,14 @@ def load_and_export(model: str, layout: str, out: str) -> dict:
     return {"loading": loading, "exporting": exporting, "held": held, "whole": whole}
 
 
+def leave(how: str) -> None:
+    """Process 1 leaves by `sys.exit`, with nothing when all is done or with a text while process 0 waits for it."""
+    if jax.process_index() == 1:
+        sys.exit({"nothing": None, "text": "enough of this"}[how])
+    if how == "text":
+        processes.anyone(False)
+
+
 def growth(work):
     """What `work` returns, and by how many bytes resident memory exceeded meanwhile what it was before."""
     Path("/proc/self/clear_refs").write_text("5")  # peak := now

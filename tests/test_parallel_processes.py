@@ -5,8 +5,11 @@ import itertools
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import job_program
@@ -17,7 +20,7 @@ import servers
 import tiny
 
 from areax.adapters import cli, hf, safetensors, tracker
-from areax.parallel import follow, processes
+from areax.parallel import follow, processes, watch
 from areax.recipes import sft
 from areax.rollout import arithmetic
 
@@ -209,6 +212,40 @@ def test_one_killed_ends_the_others(place, victim):
     said = (logs / f"{1 - victim}.log").read_text()
     assert code == 3, said
     assert f"process {victim} of 2 (pid {running[victim].pid} on" in said and "it was killed" in said
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("how, codes", [("nothing", [0, 0]), ("text", [3, 1])])
+def test_sys_exit_means_what_it_means_elsewhere(place, how, codes):
+    logs = place / f"leave-{how}"
+    running = jobs.start([[PROGRAM, "leave", how]] * 2, logs)
+    try:
+        assert [process.wait(120) for process in running] == codes
+    finally:
+        jobs.end(running)
+    assert ("enough of this" in (logs / "1.log").read_text()) == (how == "text")
+
+
+def test_strangers_do_not_keep_a_process_from_being_watched(monkeypatch):
+    """One is silent, one resets its connection, one says something else."""
+    store = {}
+    client = types.SimpleNamespace(key_value_set=store.__setitem__)
+    monkeypatch.setattr(watch, "global_state", types.SimpleNamespace(client=client))
+    monkeypatch.setattr(watch, "GREETING_S", 0.2)
+    first = watch.Watch(0, 2)
+    port, token, _ = store[watch.KEY].split(" ", 2)
+    connect = lambda: socket.create_connection(("127.0.0.1", int(port)))
+    with contextlib.ExitStack() as stack:
+        silent, gone, other = (stack.enter_context(contextlib.closing(connect())) for _ in range(3))
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()  # by a reset
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        member = stack.enter_context(contextlib.closing(connect()))
+        member.sendall(f"{token} 1 process 1 of 2\n".encode())
+        jobs.until(lambda: 1 in first._connections, 20)
+        first.goodbye()
+        assert member.recv(10) == b"bye\n"
+        stack.enter_context(first._connections[1])  # in a process of its own the end closes it
 
 
 @pytest.mark.mesh
