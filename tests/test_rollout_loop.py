@@ -341,9 +341,10 @@ def test_asynchronous_runs_keep_the_bound_and_resume():
 
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, signal, sys
 from areax.rollout import loop
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
 version = 0
 
 def update(groups):
