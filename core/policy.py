@@ -4,18 +4,19 @@ An objective is put together of five choices: the advantage of a rollout, the co
 to the proximal one, the level of the ratio policy / proximal, the surrogate that bounds it, and the denominator.
 """
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import advantages, kl, metrics
+from . import advantages, kl, metrics, segments
 from .batch import Batch
 from .denominators import Denominator, share
 from .segments import to_tokens, total
-from .surrogates import SURROGATES, geometric, sequence_mean
+from .surrogates import FORMULAS, SURROGATES, Now
 
 RATIO_EDGES = tuple(np.round(np.arange(0.5, 1.5001, 0.05), 2).tolist())
 
@@ -33,7 +34,7 @@ class Policy:
       mean, std, leave_one_out, length_weighted, ddof: how `advantages.group` compares rollouts.
       ratio: "token"; "sequence" is the geometric mean over a sequence's learnt tokens (GSPO, arXiv:2507.18071);
         "sequence_token" has its value and the gradient of each token (GSPO-token).
-      surrogate: a function of `surrogates`, which have the formulas and papers.
+      surrogate: score, clip, cispo, sapo or geometric, functions of `surrogates`, which have the formulas and papers.
       clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; with "geometric" log r to
         [-clip_low, clip_high].
       dual_clip: with "clip", the gain is at least dual_clip A for A < 0; 0 = without.
@@ -59,7 +60,7 @@ class Policy:
     length_weighted: bool = False
     ddof: int = 1
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    surrogate: Literal["score", "clip", "cispo", "sapo", "geometric"] = "clip"
+    surrogate: str = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0
@@ -81,11 +82,11 @@ class Policy:
         clips, counts = self.surrogate == "clip", (self.denominator_tokens > 0) == (self.denominator == "constant")
         below_one = self.surrogate in ("clip", "cispo")
         rules = {
+            "surrogate": (self.surrogate in SURROGATES, f"one of {', '.join(SURROGATES)}"),
             "clip_low": (0 <= self.clip_low and (self.clip_low <= 1 or not below_one), "between 0 and 1"),
             "clip_high": (self.clip_high >= 0, "at least 0"),
             "dual_clip": (self.dual_clip == 0 or (clips and self.dual_clip > 1), '0, or above 1 with surrogate "clip"'),
             "ratio_cap": (self.ratio_cap == 0 or (clips and self.ratio_cap > 1), '0, or above 1 with surrogate "clip"'),
-            "ratio": (self.ratio == "token" or clips, '"token" unless the surrogate is "clip"'),
             "tau_pos": (self.tau_pos > 0, "above 0"),
             "tau_neg": (self.tau_neg > 0, "above 0"),
             "weight_low": (0 <= self.weight_low <= 1, "between 0 and 1"),
@@ -93,11 +94,15 @@ class Policy:
             "denominator_tokens": (counts, 'above 0 with denominator "constant", 0 with others'),
             "length_weighted": (not (self.length_weighted and self.leave_one_out), "False with leave_one_out"),
             "kl_coef": (self.kl_coef >= 0, "at least 0"),
-            "kl_estimator": (self.kl_estimator in kl.ESTIMATORS, f"one of {list(kl.ESTIMATORS)}"),
         }  # fmt: skip
+        for field in dataclasses.fields(self):
+            if choices := get_args(field.type):
+                rules[field.name] = (getattr(self, field.name) in choices, f"one of {', '.join(choices)}")
         for name, (holds, rule) in rules.items():
             if not holds:
                 raise ValueError(f"{self.name}: {name} must be {rule}, got {getattr(self, name)}")
+        if self.ratio != "token" and not clips:
+            raise ValueError(f'{self.name}: ratio must be "token" unless the surrogate is "clip", got {self.ratio}')
 
     @property
     def needs_scores(self) -> bool:
@@ -153,7 +158,7 @@ class Policy:
         if self.weight == "sequence":
             gap_BT = to_tokens(total(gap_BT, segment_BT, J), segment_BT)
         elif self.weight == "geometric":
-            gap_BT = sequence_mean(gap_BT, mask_BT, segment_BT, J)
+            gap_BT = segments.mean(gap_BT, mask_BT, segment_BT, J)
         return jnp.exp(gap_BT)
 
     def _bounded(self, weight_BT):
@@ -167,15 +172,12 @@ class Policy:
         # Off the mask everything is replaced before it enters an exponential, so that NaN cannot leak.
         logp_BT = jnp.where(mask_BT, out.logp_BT, 0)
         gap_BT = logp_BT - batch.prox_BT
-        ratio_BT = jnp.exp(gap_BT)
-        if self.surrogate == "geometric":
-            gain_BT, cut_BT = geometric(self, gap_BT, adv_BT, mask_BT, segment_BT, J)
-        else:
-            if self.ratio != "token":
-                ratio_BT = jnp.exp(sequence_mean(gap_BT, mask_BT, segment_BT, J))
-            if self.ratio == "sequence_token":
-                ratio_BT = jax.lax.stop_gradient(ratio_BT) * jnp.exp(logp_BT - jax.lax.stop_gradient(logp_BT))
-            gain_BT, cut_BT = SURROGATES[self.surrogate](self, ratio_BT, logp_BT, adv_BT)
+        over_sequence = lambda x_BT: segments.mean(x_BT, mask_BT, segment_BT, J)
+        ratio_BT = jnp.exp(gap_BT if self.ratio == "token" else over_sequence(gap_BT))
+        if self.ratio == "sequence_token":
+            ratio_BT = jax.lax.stop_gradient(ratio_BT) * jnp.exp(logp_BT - jax.lax.stop_gradient(logp_BT))
+        now = Now(logp_BT, gap_BT, ratio_BT, adv_BT, over_sequence)
+        gain_BT, cut_BT = SURROGATES[self.surrogate](self, now)
         loss = -jnp.sum(batch.weight_BT * jnp.where(mask_BT, gain_BT, 0))
         age_BT = jnp.where(mask_BT, batch.prox_BT - batch.logp_BT, 0)
         weight_BT = self._weight(age_BT, mask_BT, segment_BT, J)
@@ -215,15 +217,9 @@ SHARES = {
 
 def _formula(p: Policy) -> list[str]:
     """The objective, a line a part."""
-    low, high = (f"{1 - p.clip_low:g}", f"{1 + p.clip_high:g}")
-    r = f"min(r, {p.ratio_cap:g})" if p.ratio_cap else "r"
-    gain = {
-        "score": "A log pi",
-        "clip": f"min({r} A, clip(r, {low}, {high}) A)",
-        "cispo": f"stop(clip(r, {low}, {high})) A log pi",
-        "sapo": f"4 / tau sigmoid(tau (r - 1)) A, tau = {p.tau_pos:g} if A > 0 else {p.tau_neg:g}",
-        "geometric": f"A exp(sequence's mean of log r, bounded on A's side of [{-p.clip_low:g}, {p.clip_high:g}])",
-    }[p.surrogate]
+    gain = FORMULAS[p.surrogate].format(**vars(p))
+    if p.ratio_cap:
+        gain = gain.replace("min(r A", f"min(min(r, {p.ratio_cap:g}) A")
     if p.dual_clip:
         gain += f", at least {p.dual_clip:g} A if A < 0"
     kind = "length-weighted mean" if p.length_weighted else "mean of the others" if p.leave_one_out else "mean"

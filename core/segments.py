@@ -23,6 +23,14 @@ def to_tokens(x_BJ, segment_BT):
     return jnp.where(segment_BT > 0, spread_BT, 0)
 
 
+@shaped
+def mean(x_BT, mask_BT, segment_BT, J: int):
+    """Mean of x over the masked-in tokens of each segment, at each of its tokens; 0 where there are none."""
+    count_BJ = total(jnp.where(mask_BT, 1, 0).astype(x_BT.dtype), segment_BT, J)
+    sum_BJ = total(jnp.where(mask_BT, x_BT, 0), segment_BT, J)
+    return to_tokens(sum_BJ / jnp.maximum(count_BJ, 1), segment_BT)
+
+
 def by_id(x_A, id_A, size: int):
     """Sum of x over equal ids below `size`, at each position; ids below 0 go to a bin of their own."""
     bin_A = jnp.where(id_A >= 0, id_A, size)

@@ -239,6 +239,14 @@ def test_objectives_print_their_formula():
         (lambda: losses.CISPO(ratio="sequence"), 'CISPO: ratio must be "token" unless'),
         (lambda: losses.DrGRPO(denominator_tokens=0), "denominator_tokens must be above 0"),
         (lambda: losses.OPO(leave_one_out=True), "length_weighted must be False with leave_one_out"),
+        (
+            lambda: losses.GRPO(surrogate="clop"),
+            "surrogate must be one of score, clip, cispo, sapo, geometric, got clop",
+        ),
+        (
+            lambda: losses.GRPO(denominator="tokens"),
+            "denominator must be one of token, sequence, sequence_sum, constant",
+        ),
         (lambda: losses.GRPO(weight_low=1.5), "weight_low must be between 0 and 1"),
     ],
 )

@@ -1,0 +1,52 @@
+"""docs/add-an-algorithm.md, its blocks put where it says: the algorithm equals the paper's, by its own oracle."""
+
+import re
+from pathlib import Path
+
+import oracles
+import pytest
+import test_core_policy as policies
+import torch
+
+from areax.adapters import cli
+from areax.core import losses, surrogates
+from areax.recipes import grpo
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "add-an-algorithm.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
+wide = policies.wide
+
+
+@pytest.fixture
+def topr(monkeypatch):
+    function, lines, preset, place, oracle = BLOCKS
+    for table, name in ((surrogates.SURROGATES, "topr"), (surrogates.FORMULAS, "topr"), (losses.POLICIES, "TOPR")):
+        monkeypatch.setitem(table, name, None)  # which takes the name out again at the end
+    exec(function + lines, dict(vars(surrogates)))
+    exec(preset + place, dict(vars(losses)))
+    exec(oracle, paper := {"torch": torch})
+    others = oracles.gain
+    choose = lambda x, r, A, o: paper["topr"](r, x, A) if o.surrogate == "topr" else others(x, r, A, o)
+    monkeypatch.setattr(oracles, "gain", choose)
+    return losses.POLICIES["TOPR"]
+
+
+def test_the_algorithm_of_the_guide(topr, monkeypatch):
+    monkeypatch.setitem(policies.EVERY, "TOPR", topr())
+    monkeypatch.setitem(policies.PRESETS, "TOPR", topr())
+    policies.test_value_and_gradient_are_those_of_the_papers("TOPR")
+    policies.test_at_ratio_1_every_gradient_is_that_of_reinforce("TOPR")
+    policies.test_bad_numbers_teach_nothing_and_are_counted("TOPR")
+    assert "gain = A log pi, times stop(min(r, 1)) if A < 0" in str(topr())
+    assert "not as in the paper: the ratio is the token's" in str(topr())
+
+
+def test_the_command_line_has_it(topr, monkeypatch):
+    seen = []
+    monkeypatch.setattr(grpo, "main", seen.append)
+    assert cli.main(["train", "topr", "--model", "m", "--data", "d", "--reward", "r"]) == 0
+    assert seen[0].objective == topr()
+
+
+def test_it_takes_under_forty_lines():
+    assert sum(block.count("\n") for block in BLOCKS) < 40
