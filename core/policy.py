@@ -162,6 +162,7 @@ class Policy:
         return jnp.exp(gap_BT)
 
     def _bounded(self, weight_BT):
+        """w: what `weight_action` makes of it."""
         if self.weight_action == "truncate":
             return jnp.minimum(weight_BT, self.weight_cap)
         return jnp.where((self.weight_low <= weight_BT) & (weight_BT <= self.weight_cap), weight_BT, 0)
@@ -205,6 +206,13 @@ class Policy:
         return loss, report
 
 
+# What `__str__` says of the options.
+RATIOS = {
+    "token": "",
+    "sequence": ", geometric mean over the sequence",
+    "sequence_token": ", of the sequence in value, of the token in gradient",
+}
+WEIGHTS = {"token": "", "sequence": ", product over the sequence", "geometric": ", geometric mean over the sequence"}
 SHARES = {
     "token": "1 / learnt tokens of the batch",
     "sequence": "1 / (tokens of the sequence x sequences)",
@@ -227,15 +235,10 @@ def _formula(p: Policy) -> list[str]:
     advantage += "" if p.std == "none" else f" / (standard deviation of the {p.std} + eps)"
     prox = "the policy before the update" if p.needs_scores else "the policy that sampled"
     lines = [f"gain = {gain}", f"A = {advantage}"]
-    level = {
-        "sequence": ", geometric mean over the sequence",
-        "sequence_token": ", of the sequence in value, of the token in gradient",
-    }
     if p.surrogate != "score":
-        lines.append(f"r = pi / {prox}{level.get(p.ratio, '')}")
-    level = {"sequence": ", product over the sequence", "geometric": ", geometric mean over the sequence"}
+        lines.append(f"r = pi / {prox}{RATIOS[p.ratio]}")
     bound = {"mask": f"0 outside [{p.weight_low:g}, {p.weight_cap:g}]", "truncate": f"at most {p.weight_cap:g}"}
-    corrected = f"{prox} / the policy that sampled{level.get(p.weight, '')}, {bound[p.weight_action]}"
+    corrected = f"{prox} / the policy that sampled{WEIGHTS[p.weight]}, {bound[p.weight_action]}"
     lines.append(f"w = {corrected}, for samples older than the weights" if p.needs_scores else "w = 1")
     lines.append(f"share = {SHARES[p.denominator].format(tokens=p.denominator_tokens)}")
     if p.kl_coef:
