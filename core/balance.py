@@ -75,8 +75,7 @@ class Balanced:
                 )
             load_LE = scores.aux["load"]
             whole["share_LE"] = jnp.sum(load_LE.reshape(-1, *load_LE.shape[-2:]), 0) / tokens
-        front = batch.token_BT.shape[:-2]
-        return batch.replace(whole={name: jnp.broadcast_to(x, (*front, *x.shape)) for name, x in whole.items()})
+        return batch.tell(**whole)
 
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics) with the terms: `balance_load` and `balance_z` without coefficients."""

@@ -11,7 +11,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from .batch import Batch
-from .segments import by_id, to_tokens, total
+from .segments import by_id, divisor, to_tokens, total
 
 Denominator = Literal["token", "sequence", "sequence_sum", "constant", "rollout", "prompt"]
 
@@ -25,7 +25,7 @@ def share(batch: Batch, mask_BT, kind: Denominator, tokens: int = 0):
     """
     weight_BT = jnp.where(mask_BT, batch.weight_BT, 0)
     if kind == "token":
-        return weight_BT / _positive(jnp.sum(weight_BT))
+        return weight_BT / divisor(jnp.sum(weight_BT))
     J = batch.reward_BJ.shape[-1]
     count_BJ = total(jnp.where(mask_BT, 1.0, 0.0).astype(weight_BT.dtype), batch.segment_BT, J)
     if kind in ("rollout", "prompt"):
@@ -33,14 +33,10 @@ def share(batch: Batch, mask_BT, kind: Denominator, tokens: int = 0):
         weight_A = by_id(total(weight_BT, batch.segment_BT, J).reshape(-1), id_A, id_A.size)
         learns_A = (count_BJ.reshape(-1) > 0) & (id_A >= 0)
         rows_A = by_id(jnp.where(learns_A, 1.0, 0.0), id_A, id_A.size)
-        members = jnp.sum(jnp.where(learns_A, 1 / _positive(rows_A), 0))
-        return weight_BT / _positive(to_tokens(weight_A.reshape(count_BJ.shape), batch.segment_BT)) / _positive(members)
-    mean_BT = weight_BT / _positive(to_tokens(count_BJ, batch.segment_BT))
-    sequences = _positive(jnp.sum(mean_BT))
+        members = jnp.sum(jnp.where(learns_A, 1 / divisor(rows_A), 0))
+        return weight_BT / divisor(to_tokens(weight_A.reshape(count_BJ.shape), batch.segment_BT)) / divisor(members)
+    mean_BT = weight_BT / divisor(to_tokens(count_BJ, batch.segment_BT))
+    sequences = divisor(jnp.sum(mean_BT))
     if kind == "sequence":
         return mean_BT / sequences
     return weight_BT / sequences / (tokens if kind == "constant" else 1)
-
-
-def _positive(x):
-    return jnp.where(x > 0, x, 1)

@@ -44,18 +44,23 @@ def from_logits(logits_AV, target_A, *, axis: str | None = None):
 
 
 @shaped
-def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, axis=None):
+def from_hidden(
+    hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, beside=None, others=(), axis=None
+):
     """(logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
-    The backward pass computes each chunk again, unless `chunk` is None and there are at most `KEPT` logits. Logits and
-    the head's gradient are summed in fp32 or wider.
+    The backward pass computes each chunk again, unless `chunk` and `per_chunk` are None and there are at most `KEPT`
+    logits. Logits and the head's gradient are summed in fp32 or wider.
 
     Args:
       temperature: positive scalar, or one a token, [A].
       chunk: tokens a chunk; None = `chunk_size(V)`.
-      per_chunk: optional `f(logits_CV, target_C) -> pytree of [C, ...]`, for what else needs whole rows of logits.
-
-      axis: a mesh axis over which rows of the head are split, as in `from_logits`; `per_chunk` still sees whole rows.
+      per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, for what else needs whole
+        rows of logits; `given` is the chunk's part of `beside`.
+      beside: pytree of [A, ...].
+      others: pairs (hidden_AE, head_VE) of other models over the same vocabulary, whose logits `per_chunk` gets, not
+        divided by any temperature.
+      axis: a mesh axis over which rows of the heads are split, as in `from_logits`; `per_chunk` still sees whole rows.
 
     Returns:
       logp_A, entropy_A, lse_A, and per_chunk's results with A in front (None without it).
@@ -66,23 +71,29 @@ def from_hidden(hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, pe
     pad = -A % C
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))
 
-    def one(h_CD, target_C, temperature_C):
-        head = head_VD.astype(h_CD.dtype)
-        logits_CV = jnp.einsum("CD,VD->CV", h_CD, head, preferred_element_type=wide)
-        logits_CV = logits_CV / temperature_C[:, None]
+    others_AE, heads_VE = [hidden for hidden, _ in others], [head for _, head in others]
+
+    def project(h_CD, head_VD):
+        return jnp.einsum("CD,VD->CV", h_CD, head_VD.astype(h_CD.dtype), preferred_element_type=wide)
+
+    def one(h_CD, target_C, temperature_C, given, others_CE):
+        logits_CV = project(h_CD, head_VD) / temperature_C[:, None]
         extra = None
         if per_chunk:
-            whole_CV = logits_CV if axis is None else jax.lax.all_gather(logits_CV, axis, axis=1, tiled=True)
-            extra = per_chunk(whole_CV, target_C)
+            rows = [logits_CV, *map(project, others_CE, heads_VE)]
+            if axis is not None:
+                rows = [jax.lax.all_gather(x_CV, axis, axis=1, tiled=True) for x_CV in rows]
+            extra = per_chunk(rows[0], target_C, given, *rows[1:])
         return *from_logits(logits_CV, target_C, axis=axis), extra
 
-    if chunk or A * V > KEPT:
+    if chunk or per_chunk or A * V > KEPT:
         one = jax.checkpoint(one)
     if pad == 0 and C == A:
-        return one(hidden_AD, target_A, temperature_A)
+        return one(hidden_AD, target_A, temperature_A, beside, others_AE)
     chunks = lambda x, value: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=value).reshape(
         -1, C, *x.shape[1:]
     )
-    xs = chunks(hidden_AD, 0), chunks(target_A, 0), chunks(temperature_A, 1)
+    along = jax.tree.map(lambda x: chunks(x, 0), (beside, others_AE))
+    xs = chunks(hidden_AD, 0), chunks(target_A, 0), chunks(temperature_A, 1), *along
     _, out = jax.lax.scan(lambda _, x: (None, one(*x)), None, xs)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:A], out)

@@ -6,13 +6,18 @@ microbatches, devices and processes add up exactly. `scores` is `models.score` o
 or None where `needs_scores` is False.
 """
 
+import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from . import metrics
 from .batch import Batch
+from .distill import Distill as Distill  # an objective like those below, in a file of its own
 from .policy import Policy
+from .preference import KTO, Preference, RewardModel
 
 
 @dataclass(frozen=True)
@@ -46,29 +51,62 @@ class SFT:
 
 
 def _preset(name: str, changes: dict, *, note: str = "", **defaults) -> Policy:
-    """`Policy` with other defaults, which keywords change."""
-    return Policy(**{"name": name, "note": note, **defaults, **changes})
+    """`Policy` with other defaults, which keywords change; a mapping changes single fields of a part."""
+    policy = Policy(name=name, note=note)
+    for changed in (defaults, changes):
+        parts = {
+            key: dataclasses.replace(getattr(policy, key), **value) if isinstance(value, Mapping) else value
+            for key, value in changed.items()
+        }
+        policy = dataclasses.replace(policy, **parts)
+    return policy
 
 
 def REINFORCE(**changes) -> Policy:
     """Rewards as they are, no ratio (Williams 1992); mean over sequences of the sum over tokens."""
-    return _preset("REINFORCE", changes, mean="none", std="none", surrogate="score", denominator="sequence_sum")
+    plain = dict(mean="none", std="none")
+    return _preset("REINFORCE", changes, advantage=plain, surrogate="score", denominator="sequence_sum")
+
+
+def ReinforcePlusPlus(**changes) -> Policy:
+    """Returns from each token on, whitened over the batch, and PPO's clip (REINFORCE++, arXiv:2501.03262).
+
+    Its baseline form is `advantage={"mean": "group"}`: the group's mean is taken off before the batch is whitened.
+    """
+    returns = dict(credit="return", mean="none", std="none", whiten="token")
+    note = 'no KL in the reward; its value is kl={"coef": 0.001, "estimator": "k1", "place": "reward"}'
+    return _preset("ReinforcePlusPlus", changes, note=note, advantage=returns, clip_high=0.2)
+
+
+def ReMax(**changes) -> Policy:
+    """REINFORCE against the reward of greedy decoding (arXiv:2310.10505), one more completion a prompt."""
+    greedy = dict(mean="greedy", std="none")
+    return _preset("ReMax", changes, advantage=greedy, surrogate="score", denominator="sequence_sum")
 
 
 def RLOO(**changes) -> Policy:
     """REINFORCE against the mean of the other rollouts of the group (arXiv:2402.14740)."""
-    return _preset("RLOO", changes, std="none", leave_one_out=True, surrogate="score", denominator="sequence_sum")
+    others = dict(std="none", leave_one_out=True)
+    return _preset("RLOO", changes, advantage=others, surrogate="score", denominator="sequence_sum")
 
 
 def OPO(**changes) -> Policy:
     """REINFORCE against the length-weighted mean of the group, the baseline of least variance (arXiv:2505.23585)."""
-    return _preset("OPO", changes, std="none", length_weighted=True, surrogate="score", denominator="sequence_sum")
+    weighted = dict(std="none", length_weighted=True)
+    return _preset("OPO", changes, advantage=weighted, surrogate="score", denominator="sequence_sum")
 
 
 def GPG(**changes) -> Policy:
     """A log pi against the mean of the group (arXiv:2504.02546)."""
     note = "no weight that makes up for groups of equal rewards"
-    return _preset("GPG", changes, note=note, std="none", surrogate="score")
+    return _preset("GPG", changes, note=note, advantage=dict(std="none"), surrogate="score")
+
+
+def PPO(**changes) -> Policy:
+    """Advantages by a critic, and the clip (arXiv:1707.06347), as for language models (arXiv:2203.02155)."""
+    critic = dict(credit="gae", mean="none", std="none", lam=0.95, whiten="token")
+    note = "the mean is over the batch's tokens; no bonus for entropy"
+    return _preset("PPO", changes, note=note, advantage=critic, clip_high=0.2)
 
 
 def GRPO(**changes) -> Policy:
@@ -76,7 +114,7 @@ def GRPO(**changes) -> Policy:
 
     Bounds apart (clip-higher) and the mean over all tokens of the batch as in DAPO, no KL.
     """
-    note = "clip_high 0.2, denominator sequence and kl_coef 0.04 there"
+    note = "clip_high 0.2, denominator sequence and KL coef 0.04 there"
     return _preset("GRPO", changes, note=note)
 
 
@@ -85,18 +123,25 @@ def DrGRPO(**changes) -> Policy:
 
     The constant, `denominator_tokens`, is the longest completion; it scales the loss alone.
     """
-    return _preset("DrGRPO", changes, std="none", clip_high=0.2, denominator="constant", denominator_tokens=1024)
+    return _preset(
+        "DrGRPO", changes, advantage=dict(std="none"), clip_high=0.2, denominator="constant", denominator_tokens=1024
+    )
 
 
 def DAPO(**changes) -> Policy:
-    """Clip-higher and the token mean (arXiv:2503.14476); dynamic sampling and length penalty are not part of a loss."""
+    """Clip-higher, the token mean, groups of equal rewards sampled anew (arXiv:2503.14476).
+
+    Its soft penalty of length depends on the longest completion: `shaping={"overlong_tokens": ..., "overlong_buffer":
+    ...}`, 20480 and 4096 there.
+    """
     note = "the mean is over the batch's tokens, as in its authors' code; the formula has denominator prompt"
-    return _preset("DAPO", changes, note=note, clip_low=0.2, clip_high=0.28, denominator="token")
+    shaping = dict(dynamic_sampling=True)
+    return _preset("DAPO", changes, note=note, shaping=shaping, clip_low=0.2, clip_high=0.28, denominator="token")
 
 
 def LitePPO(**changes) -> Policy:
     """Mean of the group, deviation of the batch, token mean (arXiv:2508.08221)."""
-    return _preset("LitePPO", changes, std="batch", clip_high=0.2)
+    return _preset("LitePPO", changes, advantage=dict(std="batch"), clip_high=0.2)
 
 
 def GSPO(**changes) -> Policy:
@@ -128,7 +173,75 @@ def SAPO(**changes) -> Policy:
     return _preset("SAPO", changes, surrogate="sapo", denominator="sequence")
 
 
+def M2PO(**changes) -> Policy:
+    """r A for all tokens but those of largest squared log ratio, over the whole batch (arXiv:2510.01161)."""
+    note = "tokens are chosen by w, before the update and over the batch, so that microbatches do not matter"
+    moment = dict(second_moment=0.04, cap=math.inf)
+    return _preset("M2PO", changes, note=note, correction=moment, surrogate="ratio")
+
+
+def VESPO(**changes) -> Policy:
+    """A smooth weight of the whole sequence's ratio on A log pi (arXiv:2602.10693)."""
+    note = "advantages and token mean as in GRPO here"
+    behaviour = dict(proximal="behaviour")
+    return _preset("VESPO", changes, note=note, correction=behaviour, ratio="product", surrogate="vespo")
+
+
+def ClipCov(**changes) -> Policy:
+    """PPO's clip, and a few tokens of high covariance without gradient (arXiv:2505.22617)."""
+    return _preset("ClipCov", changes, surrogate="clip_cov", clip_high=0.2)
+
+
+def KLCov(**changes) -> Policy:
+    """No clip, but a penalty on the few tokens of highest covariance (arXiv:2505.22617)."""
+    return _preset("KLCov", changes, surrogate="kl_cov", cov_fraction=2e-3)
+
+
+def DPPO(**changes) -> Policy:
+    """Tokens whose probability has moved too far teach no more, whatever their ratio (arXiv:2602.04879)."""
+    note = "total variation by the sampled token; the squared log ratio is prime-rl's"
+    behaviour = dict(proximal="behaviour")
+    return _preset("DPPO", changes, note=note, correction=behaviour, surrogate="dppo")
+
+
 POLICIES = {
     preset.__name__: preset
-    for preset in (REINFORCE, RLOO, OPO, GPG, GRPO, DrGRPO, DAPO, LitePPO, GSPO, LUSPO, GMPO, CISPO, SAPO)
-}
+    for preset in (
+        REINFORCE, ReinforcePlusPlus, ReMax, RLOO, OPO, GPG, PPO, GRPO, DrGRPO, DAPO, LitePPO, GSPO, LUSPO, GMPO,
+        CISPO, SAPO, M2PO, VESPO, ClipCov, KLCov, DPPO,
+    )
+}  # fmt: skip
+
+
+# -- preferences ---------------------------------------------------------------------------------
+
+
+def _pairwise(name: str, changes: dict, *, note: str = "", **defaults) -> Preference:
+    """`Preference` with other defaults, which keywords change."""
+    return Preference(**{"name": name, "note": note, **defaults, **changes})
+
+
+def DPO(**changes) -> Preference:
+    """The log-ratios of a pair as a classifier of it (arXiv:2305.18290); label_smoothing makes it conservative, score
+    "mean" takes out lengths, sft_coef holds the chosen completion up."""
+    return _pairwise("DPO", changes)
+
+
+def IPO(**changes) -> Preference:
+    """A difference of log-ratios of 1 / (2 beta), no more (arXiv:2310.12036)."""
+    note = 's is a mean over tokens, as TRL has it; the formula has score "sum"'
+    note = note if changes.get("score", "mean") == "mean" else ""
+    return _pairwise("IPO", changes, note=note, link="square", score="mean")
+
+
+def SimPO(**changes) -> Preference:
+    """Mean log-probabilities with a margin, no reference (arXiv:2405.14734)."""
+    return _pairwise("SimPO", changes, score="mean", reference=False, beta=2.0, gamma=1.0)
+
+
+def ORPO(**changes) -> Preference:
+    """Imitation of the chosen completion with a penalty on the odds of the other, no reference (arXiv:2403.07691)."""
+    return _pairwise("ORPO", changes, score="odds", reference=False, beta=1.0, coef=0.1, sft_coef=1.0)
+
+
+PREFERENCES = {preset.__name__: preset for preset in (DPO, IPO, SimPO, ORPO, KTO, RewardModel)}

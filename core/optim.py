@@ -1,16 +1,37 @@
 """Optimisers: chains from optax over fp32 master weights, chosen by a frozen dataclass."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from . import param
+from . import matrixwise, param
+
+Kind = Literal["matrix", "embedding", "norm", "bias"]
+USES = {  # of the fields that not all optimisers have
+    "adamw": ("b1", "b2", "eps"),
+    "muon": ("momentum", "b1", "b2", "eps"),
+    "lion": ("b1", "b2"),
+    "sgd": ("momentum",),
+    "adafactor": (),
+}
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """Adam with decoupled weight decay (arXiv:1711.05101) on matrices, after clipping the global gradient norm.
+class Optimizer:
+    """An optimiser: clips the global gradient norm, then takes rate * (direction + weight_decay * weight) off a weight.
+
+    Decay is decoupled from the gradient for all of them (arXiv:1711.05101). The directions, in which each layer and
+    expert has matrices of its own:
+      adamw: Adam's (arXiv:1412.6980).
+      muon: the Nesterov momentum of a matrix, orthogonalised (arXiv:2502.16982); embeddings, the output head, rows that
+        give one number, norms and biases take Adam's, at the same rate.
+      lion: the sign of an interpolated momentum (arXiv:2302.06675); wants a rate 3 to 10 times smaller than Adam's.
+      sgd: the gradient, or its momentum.
+      adafactor: the gradient by a factored second moment, in units of the matrix's own root mean square
+        (arXiv:1804.04235): its rate is relative, and 1e-2 is large.
 
     Attributes:
       lr: peak learning rate.
@@ -18,9 +39,19 @@ class AdamW:
       warmup: steps over which the rate rises linearly from lr / warmup to lr.
       steps: length of the whole schedule in optimiser steps, the warm-up included.
       floor: final rate as a fraction of lr.
+      b1, b2: decay of Adam's moments, also muon's Adam; of lion's interpolation and momentum (its authors take 0.99).
+      eps: added to the root of Adam's second moment, also muon's Adam.
+      momentum: decay of the sum of gradients of muon and sgd; sgd with 0 keeps none.
+      weight_decay: a step takes rate * weight_decay of the weight.
+      decay: kinds of weights that it touches; "embedding" is also the output head, "norm" any vector but a bias.
       clip: largest global gradient norm; 0 = do not clip.
+      ema: decay, a step, of an average of the weights that starts at the first ones; 0 = none. `averaged` reads it.
+
+    Raises:
+      ValueError: an unknown name or kind; an ema outside [0, 1); a field set that the optimiser does not use.
     """
 
+    name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = "adamw"
     lr: float = 1e-6
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup: int = 0
@@ -29,14 +60,40 @@ class AdamW:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
     weight_decay: float = 0.0
+    decay: tuple[Kind, ...] = ("matrix", "embedding")
     clip: float = 1.0
+    ema: float = 0.0
+
+    def __post_init__(self):
+        if self.name not in USES:
+            raise ValueError(f"Optimizer: name must be one of {', '.join(USES)}, got {self.name!r}; choose one of them")
+        for name in ("b1", "b2", "eps", "momentum"):
+            if name not in USES[self.name] and getattr(self, name) != getattr(Optimizer, name):
+                raise ValueError(
+                    f"Optimizer: {self.name} does not use {name}, got {getattr(self, name)}; "
+                    "leave it out, or choose another optimiser"
+                )
+        if unknown := set(self.decay) - set(get_args(Kind)):
+            raise ValueError(
+                f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose of these"
+            )
+        for name in ("lr", "weight_decay", "clip", "floor"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Optimizer: {name} must be at least 0, got {getattr(self, name)}")
+        if self.floor and self.schedule == "constant":
+            raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"Optimizer: ema must be at least 0 and below 1, got {self.ema}; 0 is none")
 
 
-def schedule(spec: AdamW) -> optax.Schedule:
+def schedule(spec: Optimizer) -> optax.Schedule:
     """Learning rate at a step (from 0)."""
     if spec.schedule != "constant" and spec.steps <= spec.warmup:
-        raise ValueError(f"AdamW: a {spec.schedule} schedule needs steps > warmup, got {spec.steps} and {spec.warmup}")
+        raise ValueError(
+            f"Optimizer: a {spec.schedule} schedule needs steps > warmup, got {spec.steps} and {spec.warmup}"
+        )
     rest = spec.steps - spec.warmup
     after = {
         "constant": lambda: optax.constant_schedule(spec.lr),
@@ -49,23 +106,75 @@ def schedule(spec: AdamW) -> optax.Schedule:
     return optax.join_schedules([rise, after], [spec.warmup])
 
 
-def adamw(spec: AdamW, table: param.Table) -> optax.GradientTransformation:
-    """The chain for a model's table: clip, Adam, decay on matrices only, learning rate; frozen weights stay put."""
-    matrices = param.tree_map(lambda leaf: len(leaf.param.axes.split()) > 1, table)
+def kind(p: param.Param) -> Kind:
+    """What a weight is to `Optimizer.decay`, by its axes; a vector is a bias if its key in a checkpoint says so."""
+    axes = p.axes.split()
+    if len(axes) > 1:
+        return "embedding" if "vocab" in axes else "matrix"
+    return "bias" if p.keys[0].endswith("bias") else "norm"
+
+
+def make_optimizer(spec: Optimizer, table: param.Table) -> optax.GradientTransformation:
+    """The chain for a model's table: clip, direction, decay, learning rate, average; frozen weights stay put.
+
+    On a mesh `parallel.rules.of_state` says where its state lies.
+    """
+    decayed = param.tree_map(lambda leaf: kind(leaf.param) in spec.decay, table)
     chain = optax.chain(
         optax.clip_by_global_norm(spec.clip) if spec.clip else optax.identity(),
-        optax.adamw(
-            schedule(spec), b1=spec.b1, b2=spec.b2, eps=spec.eps,
-            weight_decay=spec.weight_decay, mask=matrices,
-        ),
-    )  # fmt: skip
+        _direction(spec, table),
+        optax.add_decayed_weights(spec.weight_decay, mask=decayed),
+        optax.scale_by_learning_rate(schedule(spec)),
+        _average(spec.ema) if spec.ema else optax.identity(),
+    )
     labels = param.tree_map(lambda leaf: "train" if leaf.param.trainable else "freeze", table)
-    if all(leaf.param.trainable for leaf in _leaves(table)):
+    if "freeze" not in jax.tree.leaves(labels):
         return chain
     return optax.partition({"train": chain, "freeze": optax.set_to_zero()}, labels)
 
 
-def _leaves(table):
-    out: list = []
-    param.tree_map(out.append, table)
-    return out
+def averaged(params, opt_state):
+    """`params`, where the optimiser has `ema` with the averages in their place; frozen weights are as given."""
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AverageState))
+    found = [state.average for state in states if isinstance(state, AverageState)]
+    frozen = lambda x: isinstance(x, optax.MaskedNode)
+    return jax.tree.map(lambda a, p: p if frozen(a) else a, found[0], params, is_leaf=frozen) if found else params
+
+
+class AverageState(NamedTuple):
+    """The average of the weights after each update, in their own dtype."""
+
+    average: optax.Params
+
+
+def _average(decay: float) -> optax.GradientTransformation:
+    """Updates pass; an exponential moving average follows the weights that they make."""
+
+    def init(params):
+        return AverageState(jax.tree.map(jnp.copy, params))  # a buffer of its own: the state is donated
+
+    def update(updates, state, params=None):
+        now = optax.apply_updates(params, updates)
+        return updates, AverageState(optax.incremental_update(now, state.average, 1 - decay))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _direction(spec: Optimizer, table: param.Table) -> optax.GradientTransformation:
+    """From gradients to what is taken from the weights, before the rate."""
+    adam = lambda: optax.scale_by_adam(b1=spec.b1, b2=spec.b2, eps=spec.eps)
+    label = lambda of: param.tree_map(lambda leaf: of(leaf.param), table)
+    match spec.name:
+        case "adamw":
+            return adam()
+        case "muon":
+            inner = lambda p: kind(p) == "matrix" and "one" not in p.axes.split()
+            labels = label(lambda p: "muon" if inner(p) else "adam")
+            return optax.partition({"muon": matrixwise.muon(spec.momentum), "adam": adam()}, labels)
+        case "lion":
+            return optax.scale_by_lion(b1=spec.b1, b2=spec.b2)
+        case "sgd":
+            return optax.trace(spec.momentum) if spec.momentum else optax.identity()
+        case "adafactor":
+            labels = label(lambda p: "matrix" if kind(p) in ("matrix", "embedding") else "vector")
+            return optax.partition({"matrix": matrixwise.adafactor(2), "vector": matrixwise.adafactor(1)}, labels)

@@ -8,21 +8,24 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from .batch import Batch
+from .batch import FINISH, Batch
 
 
-def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8) -> Batch:
+def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = ()) -> Batch:
     """Packs samples first-fit-decreasing into a Batch [M, B, T] of M microbatches of B = `rows` rows.
 
+    Samples of one `pair` (from 0 on) come into the same microbatch, in any of its rows.
     M is rounded up to 2^k or 3 * 2^k with empty microbatches behind, and J to 2^k, so that few shapes ever compile;
     `used(batch)` is the number of microbatches that hold anything.
 
     Args:
       length: T, or several allowed T of which the smallest that holds the longest sample is taken.
       rows: rows of a microbatch; a multiple of the devices along the batch axes.
+      components: parts of the reward that come along.
 
     Raises:
-      ValueError: no samples, a sample longer than every T, or samples whose extra arrays differ in name.
+      ValueError: no samples, a sample longer than every T, a pair too large for a microbatch, a sample that lacks a
+        component, or samples whose extra arrays differ in name.
     """
     if not len(samples):
         raise ValueError("pack: at least one sample is needed, got none")
@@ -36,23 +39,25 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8) -> Ba
             "raise length or drop it"
         )
     T = fits[0]
-    row_of, slot_of, start_of, count = _first_fit(sizes, T)
     B = rows
+    row_of, slot_of, start_of, count = _first_fit(sizes, [s.pair for s in samples], T, B)
     M, J = bucket(-(-count // B)), 1 << int(slot_of.max()).bit_length()
 
     def empty(width, value, dtype, tail=()):
         return np.full((M * B, width, *tail), value, dtype)
 
     token, position, index, segment, target = (empty(T, 0, np.int32) for _ in range(5))
-    mask, logp, weight = empty(T, False, bool), empty(T, 0, np.float32), empty(T, 0, np.float32)
+    mask, (logp, weight, rewarded) = empty(T, False, bool), (empty(T, 0, np.float32) for _ in range(3))
     version = empty(T, -1, np.int32)
     reward, seg_weight = empty(J, np.nan, np.float32), empty(J, 0, np.float32)
-    group, prompt, sample, rollout = (empty(J, -1, np.int32) for _ in range(4))
+    group, prompt, sample, rollout, pair, finish = (empty(J, -1, np.int32) for _ in range(6))
+    label, component = empty(J, np.nan, np.float32), {name: empty(J, np.nan, np.float32) for name in components}
     seg_length = empty(J, 0, np.int32)
     extra: dict = {"input": {}, "target": {}}
     for name, (kind, x) in samples[0].arrays.items():
         extra[kind][name] = empty(T, 0, x.dtype, x.shape[1:])
     number = {name: _dense([getattr(s, name) for s in samples]) for name in ("group", "prompt", "rollout")}
+    pairs = _dense([s.pair for s in samples])
 
     for i, s in enumerate(samples):
         b, j, start, n = row_of[i], slot_of[i], start_of[i], len(s.tokens)
@@ -66,7 +71,16 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8) -> Ba
         reward[b, j], seg_weight[b, j], seg_length[b, j] = s.reward, s.weight, n
         sample[b, j] = i
         group[b, j], prompt[b, j] = number["group"][i], number["prompt"][i]
-        rollout[b, j] = number["rollout"][i]
+        rollout[b, j], finish[b, j] = number["rollout"][i], FINISH.index(s.finish)
+        pair[b, j], label[b, j] = pairs[i], s.label
+        for at, value in zip(_learnt(s), (value for _, value in s.rewards), strict=True):
+            rewarded[b, start + at - 1] += value
+        for name in components:
+            if name not in s.components:
+                raise ValueError(
+                    f"pack: every sample needs the component {name}, got {sorted(s.components)} in sample {i}"
+                )
+            component[name][b, j] = s.components[name]
         if set(s.arrays) != set(samples[0].arrays):
             raise ValueError(
                 f"pack: all samples need the same arrays, got {sorted(s.arrays)} in sample {i} "
@@ -78,8 +92,9 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8) -> Ba
     batch = Batch(
         token_BT=token, position_BT=position, index_BT=index, segment_BT=segment,
         target_BT=target, mask_BT=mask, logp_BT=logp, version_BT=version, weight_BT=weight,
-        reward_BJ=reward, group_BJ=group, prompt_BJ=prompt, sample_BJ=sample, rollout_BJ=rollout,
-        length_BJ=seg_length, weight_BJ=seg_weight, input=extra["input"], target=extra["target"],
+        reward_BT=rewarded, reward_BJ=reward, finish_BJ=finish, group_BJ=group, prompt_BJ=prompt, sample_BJ=sample,
+        rollout_BJ=rollout, length_BJ=seg_length, weight_BJ=seg_weight, pair_BJ=pair, label_BJ=label,
+        component=component, input=extra["input"], target=extra["target"],
     )  # fmt: skip
     return jax.tree.map(lambda x: x.reshape(M, B, *x.shape[1:]), batch)
 
@@ -99,15 +114,39 @@ def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
     return out
 
 
-def _first_fit(sizes, T):
-    """Longest first, each into the first row with room: row, slot and start of each sample, and rows in use."""
-    room, slots = np.full(len(sizes), T), np.zeros(len(sizes), int)
+def _first_fit(sizes, pairs, T, B):
+    """Row, slot and start of each sample, and rows in use.
+
+    Units, which are pairs or single samples, longest first, each whole into the first microbatch with room; in it the
+    samples of the unit, longest first, each into the first row with room.
+    """
+    units: dict = {}
+    for i, pair in enumerate(pairs):
+        units.setdefault(pair if pair >= 0 else (i,), []).append(i)
+    order = sorted(units.values(), key=lambda unit: -sizes[unit].sum())
+    room, slots = np.full((len(order), B), T), np.zeros((len(order), B), int)
     row_of, slot_of, start_of = (np.zeros(len(sizes), int) for _ in range(3))
-    for i in np.argsort(-sizes, kind="stable"):
-        b = int(np.argmax(room >= sizes[i]))
-        row_of[i], slot_of[i], start_of[i] = b, slots[b], T - room[b]
-        room[b] -= sizes[i]
-        slots[b] += 1
+    used = 0  # microbatches
+    for unit in order:
+        unit = [unit[k] for k in np.argsort(-sizes[unit], kind="stable")]
+        left, rows = room[: used + 1].copy(), []  # of every microbatch in use and the next, at once
+        for i in unit:
+            row = (left >= sizes[i]).argmax(1)
+            left[np.arange(len(left)), row] -= sizes[i]
+            rows.append(row)
+        whole = (left >= 0).all(1)
+        if not whole.any():
+            raise ValueError(
+                f"pack: samples of one pair must fit into {B} rows of {T} tokens, got {sizes[unit].tolist()} tokens in "
+                f"samples {unit}; raise rows or length"
+            )
+        m = int(whole.argmax())
+        used = max(used, m + 1)
+        for i, row in zip(unit, rows, strict=True):
+            b = row[m]
+            row_of[i], slot_of[i], start_of[i] = m * B + b, slots[m, b], T - room[m, b]
+            room[m, b] -= sizes[i]
+            slots[m, b] += 1
     return row_of, slot_of, start_of, int(row_of.max()) + 1
 
 
@@ -118,6 +157,14 @@ def bucket(n):
 
 
 def _dense(ids):
-    """Ids renumbered from 0 in order of first appearance."""
+    """Ids renumbered from 0 in order of first appearance; below 0 they stay."""
     seen: dict = {}
-    return [seen.setdefault(i, len(seen)) for i in ids]
+    return [i if i < 0 else seen.setdefault(i, len(seen)) for i in ids]
+
+
+def _learnt(sample) -> list[int]:
+    """For each reward the index of the token that it counts for; one that nothing learns from counts at its own."""
+    own = np.flatnonzero(sample.mask[1:]) + 1
+    if not len(own):
+        return [max(index, 1) for index, _ in sample.rewards]
+    return [int(own[max(np.searchsorted(own, index, side="right") - 1, 0)]) for index, _ in sample.rewards]

@@ -8,7 +8,8 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,42 @@ class Leaf:
             return tuple(key.format(prefix=prefix, layer=layer, expert=expert) for key in self.param.keys)
 
         return {index: spelt(index) for index in itertools.product(*map(range, self.apart))}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A weight [..., out, in] with a change of low rank beside it, in its place in a parameter tree.
+
+    Acts as weight + scale * b @ a (LoRA, arXiv:2106.09685).
+
+    Attributes:
+      a: [..., rank, in].
+      b: [..., out, rank].
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float = field(metadata={"static": True})
+
+    @property
+    def shape(self):
+        return self.weight.shape
+
+
+def factors(axes: tuple, rank=None) -> tuple[tuple, tuple]:
+    """What names the axes of `Adapted.a` and `Adapted.b`, from what names those of the weight and of the rank."""
+    *lead, out, into = axes
+    return (*lead, rank, into), (*lead, out, rank)
+
+
+@jax.jit
+def merged(w: Adapted):
+    """The sum as a plain weight, added in fp32 or wider and rounded once, to the weight's dtype."""
+    wide = jnp.promote_types(w.weight.dtype, jnp.float32)
+    change = jnp.matmul(w.b.astype(wide), w.a.astype(wide), precision="highest")
+    return (w.weight + w.scale * change).astype(w.weight.dtype)
 
 
 def leaves(table: Table) -> dict:

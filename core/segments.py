@@ -35,3 +35,24 @@ def by_id(x_A, id_A, size: int):
     """Sum of x over equal ids below `size`, at each position; ids below 0 go to a bin of their own."""
     bin_A = jnp.where(id_A >= 0, id_A, size)
     return jax.ops.segment_sum(x_A, bin_A, size + 1)[bin_A]
+
+
+def over_rollout(x_BJ, rollout_BJ):
+    """Sum of x over the segments of each segment's rollout, at each of them."""
+    return by_id(x_BJ.reshape(-1), rollout_BJ.reshape(-1), rollout_BJ.size).reshape(x_BJ.shape)
+
+
+def divisor(x):
+    """x where it is above 0, else 1: what a sum is divided by that may be empty."""
+    return jnp.where(x > 0, x, 1)
+
+
+@shaped
+def last(mask_BT, segment_BT):
+    """Whether each token is the last one of its segment that the mask has."""
+    T = segment_BT.shape[-1]
+    t_BT = jnp.broadcast_to(jnp.arange(T), segment_BT.shape)
+    next_T = jax.lax.cummin(jnp.where(mask_BT, t_BT, T), axis=mask_BT.ndim - 1, reverse=True)
+    after_BT = jnp.concatenate([next_T[..., 1:], jnp.full_like(next_T[..., :1], T)], -1)
+    other_BT = jnp.take_along_axis(segment_BT, jnp.minimum(after_BT, T - 1), -1) != segment_BT
+    return mask_BT & ((after_BT == T) | other_BT)

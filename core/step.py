@@ -38,34 +38,36 @@ def make_step(
     shardings: State | None = None,
     adjust: Callable = lambda params, aux: params,
 ) -> Callable:
-    """Returns jitted `step(state, batch) -> (state, metrics)` for a prepared Batch [M, B, T].
+    """Returns jitted `step(state, batch, *frozen) -> (state, metrics)` for a prepared Batch [M, B, T].
 
-    `score(params, microbatch) -> out` is differentiated through `objective.loss`. Gradients are summed in the masters'
-    dtype over the microbatches in use, whose number is read from the batch, so that it never recompiles. A step whose
-    gradient is not finite leaves weights and moments as they were and counts in `skipped`. The state is donated; on a
-    mesh it stays where `shardings` says, and every device has the metrics.
+    `score(params, microbatch, *frozen) -> out` is differentiated through `objective.loss`, in params alone: `frozen`
+    are weights that take part but do not learn (those under an adapter, a teacher's), of which no gradient is held.
+    Gradients are summed in the masters' dtype over the microbatches in use, whose number is read from the batch, so
+    that it never recompiles. A step whose gradient is not finite leaves weights and moments as they were and counts in
+    `skipped`. The state is donated; on a mesh it stays where `shardings` says, and every device has the metrics.
 
     Args:
       adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient; `aux` is `out.aux` summed
         over the batch. `balance.update_biases` is one.
 
-    Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `skipped`, with experts `balance.report`.
+    Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `update_ratio` (length of the update over
+    that of the weights), `skipped`, with experts `balance.report`.
     """
 
-    def one(params, batch):
-        out = score(params, batch)
+    def one(params, batch, *frozen):
+        out = score(params, batch, *frozen)
         loss, report = objective.loss(out, batch)
         return loss, (report, out.aux)
 
-    def step(state: State, batch: Batch):
+    def step(state: State, batch: Batch, *frozen):
         micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-        _, (shapes, sums) = jax.eval_shape(one, state.params, micro(0))
+        _, (shapes, sums) = jax.eval_shape(one, state.params, micro(0), *frozen)
         zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
         plus = lambda a, b: jax.tree.map(jnp.add, a, b)
 
         def add(i, carry):
             grads, loss, report, aux = carry
-            (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(state.params, micro(i))
+            (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(state.params, micro(i), *frozen)
             return plus(grads, grad), loss + value, metrics.merge_trees(report, new), plus(aux, more)
 
         start = zeros(state.params), jnp.zeros((), jnp.float32), metrics.empty_like(shapes), zeros(sums)
@@ -78,9 +80,11 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         params = keep(adjust(optax.apply_updates(state.params, updates), aux), state.params)
+        moved = jnp.where(finite, optax.tree.norm(updates), 0) / jnp.maximum(optax.tree.norm(state.params), 1e-30)
         report |= balance.report(aux) | {
             "loss": metrics.of(loss),
             "grad_norm": metrics.of(norm),
+            "update_ratio": metrics.of(moved),
             "skipped": metrics.of(~finite),
         }
         return State(params, keep(opt_state, state.opt_state), state.step + 1), report
@@ -90,11 +94,11 @@ def make_step(
 
 
 def make_loss(score: Callable, objective) -> Callable:
-    """Returns jitted `loss(params, batch) -> metrics` for a prepared Batch [M, B, T], without gradients."""
+    """Returns jitted `loss(params, batch, *frozen) -> metrics` for a prepared Batch [M, B, T], without gradients."""
 
-    def total(params, batch: Batch):
+    def total(params, batch: Batch, *frozen):
         micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-        one = lambda i: objective.loss(score(params, micro(i)), micro(i))[1]
+        one = lambda i: objective.loss(score(params, micro(i), *frozen), micro(i))[1]
         add = lambda i, report: metrics.merge_trees(report, one(i))
         return jax.lax.fori_loop(0, packing.used(batch), add, metrics.empty_like(jax.eval_shape(one, 0)))
 
@@ -102,16 +106,16 @@ def make_loss(score: Callable, objective) -> Callable:
 
 
 def make_scores(score: Callable) -> Callable:
-    """Returns jitted `scores(params, batch) -> out` over a Batch [M, B, T], one microbatch at a time, no gradients."""
+    """Returns jitted `scores(params, batch, *frozen) -> out` over a Batch [M, B, T], without gradients."""
 
-    def scores(params, batch: Batch):
+    def scores(params, batch: Batch, *frozen):
         micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-        shapes = jax.eval_shape(score, params, micro(0))
+        shapes = jax.eval_shape(score, params, micro(0), *frozen)
         M = batch.token_BT.shape[0]
         start = jax.tree.map(lambda s: jnp.zeros((M, *s.shape), s.dtype), shapes)
 
         def put(i, out):
-            return jax.tree.map(lambda all_, new: all_.at[i].set(new), out, score(params, micro(i)))
+            return jax.tree.map(lambda all_, new: all_.at[i].set(new), out, score(params, micro(i), *frozen))
 
         return jax.lax.fori_loop(0, packing.used(batch), put, start)
 

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .corrections import bounded_exp
+
 
 class Now(NamedTuple):
     """What a surrogate sees of a microbatch; off the mask log-probabilities are 0.
@@ -19,6 +21,8 @@ class Now(NamedTuple):
       gap_BT: log (policy / proximal) of each token.
       ratio_BT: policy / proximal, at the level that the objective names.
       adv_BT: advantage.
+      mask_BT: the learnt tokens.
+      sampler_BT, index_BT: log-probability of the policy that sampled, and order inside the sequence.
       mean: x_BT -> its mean over the learnt tokens of each sequence, at each of its tokens.
     """
 
@@ -26,12 +30,20 @@ class Now(NamedTuple):
     gap_BT: Any
     ratio_BT: Any
     adv_BT: Any
+    mask_BT: Any
+    sampler_BT: Any
+    index_BT: Any
     mean: Callable
 
 
 def score(spec, now: Now):
     """A log pi (REINFORCE, Williams 1992): the ratio is not used."""
     return now.adv_BT * now.logp_BT, None
+
+
+def ratio(spec, now: Now):
+    """r A: importance sampling, without a bound of its own."""
+    return now.ratio_BT * now.adv_BT, None
 
 
 def clip(spec, now: Now):
@@ -69,14 +81,103 @@ def geometric(spec, now: Now):
     clipped_BT = jnp.clip(now.gap_BT, -spec.clip_low, spec.clip_high)
     bound = lambda f: f(now.gap_BT, clipped_BT)
     bounded_BT = jnp.where(now.adv_BT >= 0, bound(jnp.minimum), bound(jnp.maximum))
-    return jnp.exp(now.mean(bounded_BT)) * now.adv_BT, bounded_BT != now.gap_BT
+    return bounded_exp(now.mean(bounded_BT)) * now.adv_BT, bounded_BT != now.gap_BT
 
 
-SURROGATES = {f.__name__: f for f in (score, clip, cispo, sapo, geometric)}
+def vespo(spec, now: Now):
+    """stop(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the ratio of the sequence (VESPO, arXiv:2602.10693).
+
+    phi is 1 at W = 1 and fades on both sides; k and lambda differ by the sign of A.
+    """
+    (k_pos, lam_pos), (k_neg, lam_neg) = spec.vespo_pos, spec.vespo_neg
+    k_BT, lam_BT = (jnp.where(now.adv_BT >= 0, *pair) for pair in ((k_pos, k_neg), (lam_pos, lam_neg)))
+    ratio_BT = jax.lax.stop_gradient(now.ratio_BT)
+    return jnp.power(ratio_BT, k_BT) * jnp.exp(lam_BT * (1 - ratio_BT)) * now.adv_BT * now.logp_BT, None
+
+
+def clip_cov(spec, now: Now):
+    """PPO's, without the gradient of a few tokens that would lower the entropy most (Clip-Cov, arXiv:2505.22617).
+
+    Of the tokens that are not clipped and whose covariance (log pi - mean)(A - mean) lies between cov_low and cov_high,
+    cov_fraction of all learnt ones, at least one, are drawn, and gain nothing. The choice is by the current policy and
+    over a microbatch: with several of them it is made in each.
+    """
+    gain_BT, clipped_BT = clip(spec, now)
+    cov_BT = covariance(now)
+    among_BT = now.mask_BT & ~clipped_BT & (cov_BT > spec.cov_low) & (cov_BT < spec.cov_high)
+    chosen_BT = among_BT & _largest(jnp.where(among_BT, draws(now), -jnp.inf), now.mask_BT, spec.cov_fraction)
+    return jnp.where(chosen_BT, 0, gain_BT), clipped_BT | chosen_BT
+
+
+def kl_cov(spec, now: Now):
+    """r A, less cov_coef |log r| for the few tokens of largest covariance (KL-Cov, arXiv:2505.22617).
+
+    Chosen as in `clip_cov`, but without a draw: cov_fraction of the learnt tokens, at least one.
+    """
+    cov_BT = jnp.where(now.mask_BT, covariance(now), -jnp.inf)
+    chosen_BT = now.mask_BT & _largest(cov_BT, now.mask_BT, spec.cov_fraction)
+    distance_BT = jnp.sign(jax.lax.stop_gradient(now.gap_BT)) * now.gap_BT  # |.| with slope 0 at 0
+    return now.ratio_BT * now.adv_BT - jnp.where(chosen_BT, spec.cov_coef * distance_BT, 0), None
+
+
+def dppo(spec, now: Now):
+    """r A - tv_coef log(r)^2, the first 0 where pi - proximal has gone too far (DPPO, arXiv:2602.04879).
+
+    Too far: above tv_high where A > 0, below -tv_low where A < 0. Differences of probabilities bound the total
+    variation from below, while ratios of rare tokens say little of it.
+    """
+    pi_BT = jax.lax.stop_gradient(jnp.exp(now.logp_BT))
+    moved_BT = pi_BT * -jnp.expm1(jax.lax.stop_gradient(-now.gap_BT))
+    far_BT = jnp.where(now.adv_BT > 0, moved_BT > spec.tv_high, (now.adv_BT < 0) & (moved_BT < -spec.tv_low))
+    gain_BT = jnp.where(far_BT, 0, now.ratio_BT * now.adv_BT)
+    return gain_BT - spec.tv_coef * jnp.square(now.gap_BT), far_BT
+
+
+def covariance(now: Now):
+    """(log pi - mean)(A - mean) of each learnt token, means over those of the microbatch; no gradient."""
+    count = jnp.maximum(jnp.sum(jnp.where(now.mask_BT, 1.0, 0.0)), 1)
+    apart = lambda x_BT: x_BT - jnp.sum(jnp.where(now.mask_BT, x_BT, 0)) / count
+    return apart(jax.lax.stop_gradient(now.logp_BT)) * apart(now.adv_BT)
+
+
+def draws(now: Now):
+    """A number from [0, 1) for each token, keyed by its log-probability when sampled and its place: the same however
+    rows are packed."""
+    bits_BT = jax.lax.bitcast_convert_type(now.sampler_BT.astype(jnp.float32), jnp.uint32)
+    one = lambda bits, index: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), bits), index))
+    return jax.vmap(jax.vmap(one))(bits_BT, now.index_BT)
+
+
+def _largest(x_BT, mask_BT, fraction: float):
+    """The largest entries, as many as that fraction of the mask, rounded down, but at least one."""
+    order_A = jnp.argsort(-x_BT.reshape(-1))
+    most = jnp.maximum(jnp.floor(fraction * jnp.sum(jnp.where(mask_BT, 1.0, 0.0))), 1)
+    rank_A = jnp.zeros(x_BT.size, order_A.dtype).at[order_A].set(jnp.arange(x_BT.size))
+    return (rank_A < most).reshape(x_BT.shape)
+
+
+SURROGATES = {f.__name__: f for f in (score, ratio, clip, cispo, sapo, geometric, vespo, clip_cov, kl_cov, dppo)}
+USES = {  # fields of the objective that are for some surrogates alone
+    "clip": ("clip_low", "clip_high", "dual_clip", "ratio_cap"),
+    "cispo": ("clip_low", "clip_high"),
+    "sapo": ("tau_pos", "tau_neg"),
+    "geometric": ("clip_low", "clip_high"),
+    "vespo": ("vespo_pos", "vespo_neg"),
+    "clip_cov": ("clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"),
+    "kl_cov": ("cov_fraction", "cov_coef"),
+    "dppo": ("tv_low", "tv_high", "tv_coef"),
+}
 FORMULAS = {  # with the fields of the objective
     "score": "A log pi",
+    "ratio": "r A",
     "clip": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A)",
     "cispo": "stop(clip(r, 1 - {clip_low:g}, 1 + {clip_high:g})) A log pi",
     "sapo": "4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
     "geometric": "A exp(mean over the sequence of log r, bounded on A's side of [-{clip_low:g}, {clip_high:g}])",
+    "vespo": "stop(r^k exp(lambda (1 - r))) A log pi, (k, lambda) = {vespo_pos} if A >= 0 else {vespo_neg}",
+    "clip_cov": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A), but 0 for {cov_fraction:g} of the tokens, "
+    "drawn where {cov_low:g} < cov(log pi, A) < {cov_high:g}",
+    "kl_cov": "r A, less {cov_coef:g} |log r| for the {cov_fraction:g} of the tokens with the largest cov(log pi, A)",
+    "dppo": "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; less "
+    "{tv_coef:g} log(r)^2",
 }

@@ -1,86 +1,360 @@
 """Policy-gradient objectives in float64, from the papers: loops over samples and tokens, the gradient by autograd."""
 
 import math
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 
-def policy(rows, prox, now, ref=None, *, options) -> tuple[float, list[np.ndarray]]:
-    """Minus the weighted gain, plus the KL penalty: (loss to minimise, [its gradient with respect to now[i]]).
+def policy(
+    rows, prox, now, ref=None, *, options, values=None, teacher=None, entropy=None, before=None, version=0, chosen=None
+):
+    """Minus the weighted gain, plus the KL penalty, less the bonus for entropy, all to be minimised.
 
     The proximal policy stands between behaviour and current policy (decoupled PPO, arXiv:2110.00641; AReaL,
     arXiv:2505.24298).
 
     Args:
-      rows: `Sample`s; mask, logp, reward, group, rollout, prompt and weight are read.
-      prox, now, ref: log-probability of each token of each row under the proximal, current, reference policy.
-      options: a mapping or a namespace.
+      rows: `Sample`s.
+      prox, now, ref, teacher: log-probability of each token of each row under the proximal, current, reference policy
+        and the teacher.
+      options: a `Policy`, or anything with its attributes.
+      values: value of the state that each token was sampled in.
+      entropy, before: entropy of the distribution each token was drawn from, under the current policy and before the
+        update.
+      version: of the weights to be updated.
+      chosen: with clip_cov, {(row, token)} that was drawn; without, all candidates.
+
+    Returns:
+      loss, [its gradient with respect to now[i]], and where entropies are given [with respect to entropy[i]].
     """
-    o = SimpleNamespace(**options) if isinstance(options, Mapping) else options
-    leaves = [torch.tensor(np.asarray(x, np.float64), requires_grad=True) for x in now]
-    advantage, share = advantages(rows, o), shares(rows, o)
+    o = options
+    x, h = leaves(now), leaves(entropy if entropy is not None else now)
+    mu = [wide(row.logp) for row in rows]
+    old = {"recompute": prox, "behaviour": mu}.get(o.correction.proximal)
+    old = interpolated(rows, mu, now, version) if old is None else [wide(one) for one in old]
+    shaped = shape(rows, o)
+    use = learnt(rows, o, shaped, mu, ref, teacher)
+    A, _ = advantages(rows, o, shaped, use, old, ref, values, teacher)
+    rho = [{t: old[i][t] - mu[i][t] for t in use[i]} for i in range(len(rows))]
+    kept = correct(rows, o.correction, rho, A, use)
+    w = weights(rho, o.correction, use, kept)
+    counted = [[t for t in use[i] if o.correction.count_masked or kept[i][t]] for i in range(len(rows))]
+    share = shares(rows, counted, o)
+    low = o.entropy.floor == 0 or not any(use) or mean_of(before, use) < o.entropy.floor
+    cov = covariance(x, A, use)
     loss = torch.zeros((), dtype=torch.float64)
     for i, row in enumerate(rows):
-        if share[i] == 0:
+        at = use[i]
+        if not at:
             continue
-        learnt = np.flatnonzero(row.mask)
-        mu = np.asarray(row.logp, np.float64)[learnt]
-        old = mu if o.proximal == "behaviour" else np.asarray(prox[i], np.float64)[learnt]
-        x = leaves[i][learnt]
-        w = np.ones(len(learnt)) if o.proximal == "behaviour" else weights(old - mu, o)
-        for w_t, gain_t in zip(w, gains(x, torch.tensor(old), advantage[row.rollout], o), strict=True):
-            loss = loss - share[i] * float(w_t) * gain_t
-        if o.kl_coef:
-            for x_t, ref_t in zip(x, np.asarray(ref[i], np.float64)[learnt], strict=True):
-                loss = loss + o.kl_coef * share[i] * kl(x_t, float(ref_t), o.kl_estimator)
+        for t, gain_t in zip(at, gains(i, at, x[i], old[i], A[i], o, cov, chosen, use), strict=True):
+            if kept[i][t] and w[i][t] > 0:
+                loss = loss - share[i] * w[i][t] * gain_t
+        for t in counted[i]:
+            if o.kl.coef and o.kl.place == "loss":
+                term = kl(x[i][t], wide(ref[i])[t], o.kl.estimator)
+                loss = loss + o.kl.coef * share[i] * term * (torch.exp(x[i][t] - mu[i][t]) if o.kl.ratio else 1)
+            if o.entropy.coef and low:
+                kind = o.entropy.classes[row.arrays["token_class"][1][t]] if o.entropy.classes else 1.0
+                loss = loss - o.entropy.coef * kind * share[i] * h[i][t]
     if not loss.requires_grad:
-        return 0.0, [np.zeros(x.shape) for x in leaves]
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    return loss.item(), [g.numpy() for g in grads]
+        slopes = [[np.zeros(one.shape) for one in v] for v in (x, h)]
+        return (0.0, slopes[0]) if entropy is None else (0.0, *slopes)
+    grad = lambda v: [g.numpy() for g in torch.autograd.grad(loss, v, allow_unused=True, materialize_grads=True,
+                                                             retain_graph=True)]  # fmt: skip
+    return (loss.item(), grad(x)) if entropy is None else (loss.item(), grad(x), grad(h))
 
 
-def advantages(rows, o):
-    """{rollout: (R - b) / (s + eps)} over the scorable rollouts, each counted once.
+def wide(x):
+    return np.asarray(x, np.float64)
 
-    GRPO (arXiv:2402.03300); without deviation Dr. GRPO (arXiv:2503.20783); leave_one_out RLOO (arXiv:2402.14740);
-    length_weighted OPO (arXiv:2505.23585). Without degrees of freedom the deviation is 0.
-    """
-    reward, group, length = {}, {}, {}
-    for row in rows:
-        if not math.isnan(row.reward):
-            reward[row.rollout], group[row.rollout] = row.reward, row.group
-            length[row.rollout] = length.get(row.rollout, 0) + int(np.sum(row.mask))
-    out = {}
-    for k in reward:
-        scopes = {"group": [j for j in reward if group[j] == group[k]], "batch": list(reward), "none": []}
-        scope, baseline = scopes[o.mean], 0.0
-        if o.mean != "none":
-            among = [j for j in scope if not (o.leave_one_out and j == k)]
-            count = {j: length[j] if o.length_weighted else 1 for j in among}
-            if len({reward[j] for j in scope}) == 1 or sum(count.values()) == 0:
-                out[k] = 0.0
-                continue
-            baseline = sum(count[j] * reward[j] for j in among) / sum(count.values())
-        out[k] = reward[k] - baseline
-        if o.std != "none":
-            values = [reward[j] for j in scopes[o.std]]
-            mean = sum(values) / len(values)
-            variance = sum((v - mean) ** 2 for v in values) / max(len(values) - o.ddof, 1)
-            out[k] /= math.sqrt(variance) + o.eps
+
+def leaves(x):
+    return [torch.tensor(wide(one), requires_grad=True) for one in x]
+
+
+def steps(row):
+    """Tokens that were sampled; nothing predicts the first of a row."""
+    return [t for t in range(1, len(row.tokens)) if row.mask[t]]
+
+
+def mean_of(x, use):
+    return np.mean([x[i][t] for i in range(len(use)) for t in use[i]])
+
+
+def learnt(rows, o, shaped, mu, ref, teacher):
+    """[tokens of each row that are learnt]: sampled, scorable, finite, and not cut off where that is filtered."""
+    out = []
+    for i, row in enumerate(rows):
+        dead = math.isnan(shaped[row.rollout]) or (o.shaping.truncated != "keep" and cut_off(rows, row.rollout))
+        finite = lambda t, i=i: (
+            math.isfinite(mu[i][t])
+            and (not o.kl.coef or math.isfinite(ref[i][t]))
+            and (not o.advantage.teacher or math.isfinite(teacher[i][t]))
+        )
+        out.append([] if dead else [t for t in steps(row) if finite(t)])
     return out
 
 
-def shares(rows, o):
-    """What each learnt token of a row counts for; 0 for rows that are unscorable or learn nothing.
+# -- rewards and advantages ----------------------------------------------------------------------
+
+
+def cut_off(rows, rollout):
+    return any(row.finish == "length" for row in rows if row.rollout == rollout)
+
+
+def bounded(R, s):
+    return min(max((R + s.bias) * s.scale, s.low), s.high)
+
+
+def shape(rows, o):
+    """{rollout: shaped reward}; NaN = unscorable. The penalty of length is that of DAPO (arXiv:2503.14476)."""
+    out, s = {}, o.shaping
+    for row in rows:
+        mine = [other for other in rows if other.rollout == row.rollout]
+        parts = [row.components[name] for name in o.advantage.components]
+        parts += [row.components["greedy"]] if o.advantage.mean == "greedy" else []
+        if any(math.isnan(one.reward) for one in mine) or any(math.isnan(p) for p in parts):
+            out[row.rollout] = math.nan
+            continue
+        R, n = bounded(row.reward, s), sum(len(steps(one)) for one in mine)
+        if s.overlong_tokens:
+            start = s.overlong_tokens - s.overlong_buffer
+            over = 1.0 if n > s.overlong_tokens else 0.0 if n <= start else (n - start) / s.overlong_buffer
+            R -= s.overlong_penalty * over
+        if any(one.finish != "stop" for one in mine):
+            R -= s.unfinished_penalty
+        out[row.rollout] = math.nan if s.truncated == "drop" and cut_off(rows, row.rollout) else R
+    return out
+
+
+def token_rewards(row, shaped, scale):
+    """Scaled rewards of the sampled tokens: of the last one at or before the index, else the first; what else the
+    shaping adds at the end."""
+    own = steps(row)
+    out = dict.fromkeys(own, 0.0)
+    for index, value in row.rewards:
+        before = [t for t in own if t <= index]
+        out[before[-1] if before else own[0]] += scale * value
+    out[own[-1]] += shaped - scale * row.reward
+    return out
+
+
+def advantages(rows, o, shaped, use, old, ref, values, teacher):
+    """([{token: advantage}], [{token: what a critic learns}]) of the scorable rows.
+
+    GAE arXiv:1506.02438; discounted returns, whitened over tokens: REINFORCE++ (arXiv:2501.03262); rewards compared
+    part by part: GDPO (arXiv:2601.05242); KL in the reward: arXiv:1909.08593.
+    """
+    a = o.advantage
+    penalty = [dict.fromkeys(steps(row), 0.0) for row in rows]
+    if o.kl.coef and o.kl.place == "reward":
+        for i in range(len(rows)):
+            for t in use[i]:
+                penalty[i][t] = o.kl.coef * float(kl(torch.tensor(old[i][t]), float(ref[i][t]), o.kl.estimator))
+    total = {k: R - sum(sum(penalty[i].values()) for i, row in enumerate(rows) if row.rollout == k)
+             for k, R in shaped.items()}  # fmt: skip
+    if a.components:
+        coefs = a.component_weights or [1.0] * len(a.components)
+        parts = [compare(rows, o, use, {row.rollout: row.components[name] if not math.isnan(total[row.rollout])
+                                        else math.nan for row in rows}) for name in a.components]  # fmt: skip
+        whole = {k: sum(c * part[0][k] for c, part in zip(coefs, parts, strict=True)) for k in parts[0][0]}
+    else:
+        whole, baseline = compare(rows, o, use, total)
+    if a.whiten == "rollout":
+        whole = dict(zip(whole, whitened(list(whole.values()), a), strict=True))
+    A, targets = [], []
+    for i, row in enumerate(rows):
+        A.append({})
+        targets.append({})
+        own = steps(row)
+        if math.isnan(shaped[row.rollout]) or not own:
+            continue
+        if a.credit == "rollout":
+            A[i] = dict.fromkeys(own, whole[row.rollout])
+            continue
+        given = token_rewards(row, shaped[row.rollout], o.shaping.scale)
+        r = [given[t] - penalty[i][t] for t in own]
+        if a.credit == "gae":
+            v = [float(values[i][t]) for t in own]
+            raw = gae(r, v, a.gamma, a.lam)
+            targets[i] = {t: A_t + v_t for t, A_t, v_t in zip(own, raw, v, strict=True)}
+        else:
+            raw = [G - baseline[row.rollout] for G in returns(r, a.gamma)]
+        A[i] = dict(zip(own, raw, strict=True))
+    if a.whiten == "token":
+        flat = [(i, t) for i in range(len(rows)) for t in use[i]]
+        for (i, t), white in zip(flat, whitened([A[i][t] for i, t in flat], a), strict=True):
+            A[i][t] = white
+    if a.teacher:
+        for i in range(len(rows)):
+            for t in use[i]:
+                A[i][t] += a.teacher * (float(teacher[i][t]) - old[i][t])
+    return A, targets
+
+
+def compare(rows, o, use, reward):
+    """{rollout: (R - b) / (s + eps)}, {its b} of the scorable rollouts, each counted once.
+
+    GRPO (arXiv:2402.03300); without deviation Dr. GRPO (arXiv:2503.20783); leave_one_out RLOO (arXiv:2402.14740);
+    length_weighted OPO (arXiv:2505.23585); greedy ReMax (arXiv:2310.10505). Without degrees of freedom the deviation is
+    0. With nothing to compare the advantage is 0, and the baseline the reward.
+    """
+    a, group, length, greedy = o.advantage, {}, {}, {}
+    reward = {k: R for k, R in reward.items() if not math.isnan(R)}
+    for i, row in enumerate(rows):
+        if row.rollout in reward:
+            group[row.rollout] = row.group
+            length[row.rollout] = length.get(row.rollout, 0) + len(use[i])
+            if a.mean == "greedy":
+                greedy[row.rollout] = bounded(row.components["greedy"], o.shaping)
+    out, baseline = {}, {}
+    for k in reward:
+        scopes = {"group": [j for j in reward if group[j] == group[k]], "batch": list(reward)}
+        baseline[k] = 0.0
+        if a.mean in scopes:
+            scope = scopes[a.mean]
+            among = [j for j in scope if not (a.leave_one_out and j == k)]
+            count = {j: length[j] if a.length_weighted else 1 for j in among}
+            if len({reward[j] for j in scope}) == 1 or sum(count.values()) == 0:
+                out[k], baseline[k] = 0.0, reward[k]
+                continue
+            baseline[k] = sum(count[j] * reward[j] for j in among) / sum(count.values())
+        if a.mean == "greedy":
+            baseline[k] = greedy[k]
+        out[k] = reward[k] - baseline[k]
+        if a.std in scopes and len({reward[j] for j in scopes[a.std]}) == 1:
+            out[k] = 0.0
+            continue
+        if a.std != "none":
+            out[k] /= spread([reward[j] for j in scopes[a.std]], a.ddof) + a.eps
+    return out, baseline
+
+
+def spread(values, ddof):
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / max(len(values) - ddof, 1))
+
+
+def whitened(values, a):
+    if not values:
+        return []
+    mean, s = sum(values) / len(values), spread(values, a.ddof)
+    return [(v - mean) / (s + a.eps) for v in values]
+
+
+def gae(rewards, values, gamma, lam):
+    """A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t over the steps of an episode, which ends
+    behind the last (arXiv:1506.02438)."""
+    out, ahead, value = [], 0.0, 0.0
+    for r, v in reversed(list(zip(rewards, values, strict=True))):
+        ahead, value = r + gamma * value - v + gamma * lam * ahead, v
+        out.append(ahead)
+    return out[::-1]
+
+
+def returns(rewards, gamma):
+    """sum_k gamma^k r_(t+k)."""
+    return [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
+
+
+def critic(rows, use, now, before, targets, clip):
+    """Mean over the learnt tokens of 1/2 max((V - R)^2, (V_old + clip(V - V_old) - R)^2), and its gradient."""
+    x = leaves(now)
+    share = shares(rows, use, SimpleNamespace(denominator="token", denominator_tokens=0))
+    loss = torch.zeros((), dtype=torch.float64)
+    for i in range(len(rows)):
+        for t in use[i]:
+            far = (x[i][t] - targets[i][t]) ** 2
+            if clip:
+                near = (before[i][t] + clamp(x[i][t] - before[i][t], -clip, clip) - targets[i][t]) ** 2
+                far = most(far, near)
+            loss = loss + share[i] * far / 2
+    return loss.item(), [g.numpy() for g in torch.autograd.grad(loss, x, allow_unused=True, materialize_grads=True)]
+
+
+# -- corrections ---------------------------------------------------------------------------------
+
+
+def interpolated(rows, mu, now, version):
+    """log mu + a / (a + 1) (log pi - log mu) for a token a versions old, as A-3PO (arXiv:2512.06547) has it if the
+    current policy is one version ahead of the weights to be updated."""
+    out = [np.zeros(len(row.tokens)) for row in rows]
+    for i, row in enumerate(rows):
+        for t in steps(row):
+            a = max(version - int(row.version[t]), 0)
+            if math.isfinite(mu[i][t]):
+                out[i][t] = mu[i][t] + a / (a + 1) * (float(now[i][t]) - mu[i][t])
+    return out
+
+
+def weights(rho, c, use, kept):
+    """[{token: weight}]; truncated as in arXiv:1802.01561, masked outside of the bounds as in IcePop."""
+    out = []
+    for i, at in enumerate(use):
+        whole = sum(rho[i][t] for t in at)
+        level = {"token": lambda t, i=i: rho[i][t], "sequence": lambda t, whole=whole: whole,
+                 "geometric": lambda t, whole=whole, at=at: whole / len(at)}[c.level]  # fmt: skip
+        out.append({})
+        for t in at:
+            w = 1.0 if c.proximal == "behaviour" else math.exp(level(t))
+            inside = c.low <= w <= c.cap
+            if c.proximal != "behaviour":
+                w = {"mask": w if inside else 0.0, "truncate": min(w, c.cap), "clip": min(max(w, c.low), c.cap)}[
+                    c.action
+                ]
+            out[i][t] = w
+    left = [[t for t in at if kept[i][t]] for i, at in enumerate(use)]
+    if c.normalise and any(left):
+        mean = mean_of(out, left)
+        out = [{t: w / mean for t, w in one.items()} for one in out]
+    return out
+
+
+def correct(rows, c, rho, A, use):
+    """[{token: whether no mask leaves it out}]."""
+    stat = {
+        "ratio": lambda r: r,
+        "k1": math.log,
+        "k2": lambda r: math.log(r) ** 2 / 2,
+        "k3": lambda r: r - 1 - math.log(r),
+    }
+    kept = [dict.fromkeys(at, True) for at in use]
+    for i, at in enumerate(use):
+        if not at:
+            continue
+        ratio = {t: math.exp(rho[i][t]) for t in at}
+        if c.mask != "none":
+            f = stat[c.mask]
+            high = f(c.mask_high) if c.mask_high < math.inf else math.inf
+            low = -math.inf if c.mask in ("k2", "k3") or c.mask_low == 0 else f(c.mask_low)
+            s = {t: f(ratio[t]) for t in at}
+            for t in at:
+                over = {"token": [s[t]], "sum": [sum(s.values())], "mean": [sum(s.values()) / len(s)],
+                        "max": [max(s.values()), min(s.values())]}[c.mask_over]  # fmt: skip
+                kept[i][t] &= all(low <= one <= high for one in over)
+        if c.veto and min(ratio.values()) < c.veto:
+            kept[i] = dict.fromkeys(at, False)
+        if c.drift and -sum(rho[i][t] for t in at) / len(at) > c.drift:
+            kept[i] = {t: kept[i][t] and A[i][t] >= 0 for t in at}
+    if c.second_moment:
+        left = sorted((rho[i][t] ** 2, i, t) for i in range(len(use)) for t in use[i] if kept[i][t])
+        while left and sum(one[0] for one in left) / len(left) > c.second_moment:
+            _, i, t = left.pop()
+            kept[i][t] = False
+    return kept
+
+
+def shares(rows, counted, o):
+    """What each learnt token of a row counts for; 0 for rows that learn nothing.
 
     token: DAPO (arXiv:2503.14476), over the batch; sequence: GRPO (arXiv:2402.03300); constant: Dr. GRPO
     (arXiv:2503.20783).
     """
-    count = [int(np.sum(row.mask)) for row in rows]
-    live = [i for i, row in enumerate(rows) if count[i] and not math.isnan(row.reward)]
+    count = [len(at) for at in counted]
+    live = [i for i in range(len(rows)) if count[i]]
     sequences, tokens = sum(rows[i].weight for i in live), sum(rows[i].weight * count[i] for i in live)
     out = [0.0] * len(rows)
     for i in live:
@@ -95,69 +369,105 @@ def shares(rows, o):
     return out
 
 
-def weights(log_rho, o):
-    """Importance weight of each learnt token, proximal over behaviour policy; truncated as in arXiv:1802.01561."""
-    n = len(log_rho)
-    level = {"token": log_rho, "sequence": np.full(n, log_rho.sum()), "geometric": np.full(n, log_rho.mean())}
-    w = np.exp(level[o.weight])
-    return {
-        "mask": np.where((o.weight_low <= w) & (w <= o.weight_cap), w, 0.0),
-        "truncate": np.minimum(w, o.weight_cap),
-    }[o.weight_action]
+# -- surrogates ----------------------------------------------------------------------------------
 
 
 def ratios(x, old, o):
     """r of each learnt token; sequence and sequence_token: GSPO and GSPO-token (arXiv:2507.18071)."""
-    s = torch.exp((x - old).mean())
+    s, p = torch.exp((x - old).mean()), torch.exp((x - old).sum())
     return {
         "token": torch.exp(x - old),
         "sequence": s.expand(len(x)),
         "sequence_token": s.detach() * torch.exp(x - x.detach()),
+        "product": p.expand(len(x)),
     }[o.ratio]
 
 
-def gains(x, old, A, o):
-    """Gain of each learnt token of one sample.
+def covariance(x, A, use):
+    """{(row, token): (log pi - mean)(A - mean)} over all learnt tokens (arXiv:2505.22617)."""
+    at = [(i, t) for i in range(len(use)) for t in use[i]]
+    if not at:
+        return {}
+    logp = {(i, t): float(x[i][t].detach()) for i, t in at}
+    mean_logp, mean_A = sum(logp.values()) / len(at), sum(A[i][t] for i, t in at) / len(at)
+    return {(i, t): (logp[i, t] - mean_logp) * (A[i][t] - mean_A) for i, t in at}
 
-    geometric: GMPO (arXiv:2507.20673), whose clipping range is in log space.
+
+def gains(i, at, x, old, A, o, cov, chosen, use):
+    """Gain of each learnt token of sample i.
+
+    geometric: GMPO (arXiv:2507.20673), whose clipping range is in log space. clip_cov and kl_cov: arXiv:2505.22617.
     """
-    if o.surrogate != "geometric":
-        return [gain(x_t, r_t, A, o) for x_t, r_t in zip(x, ratios(x, old, o), strict=True)]
-    total = 0.0
-    for d in x - old:
-        c = clip(d, -o.clip_low, o.clip_high)
-        total = total + (least(d, c) if A >= 0 else most(d, c))
-    return [torch.exp(total / len(x)) * A] * len(x)
+    x, old, A = x[at], torch.tensor(old[at]), [A[t] for t in at]
+    if o.surrogate == "geometric":
+        out = []
+        for A_t in A:
+            total = 0.0
+            for d, A_s in zip(x - old, A, strict=True):
+                c = clamp(d, -o.clip_low, o.clip_high)
+                total = total + (least(d, c) if A_s >= 0 else most(d, c))
+            out.append(torch.exp(total / len(x)) * A_t)
+        return out
+    out = [gain(*one, o) for one in zip(x, ratios(x, old, o), A, old, strict=True)]
+    number = max(int(o.cov_fraction * sum(len(one) for one in use)), 1)
+    if o.surrogate == "clip_cov":
+        for n, t in enumerate(at):
+            candidate = o.cov_low < cov[i, t] < o.cov_high and not is_clipped(torch.exp(x[n] - old[n]), A[n], o)
+            if candidate and (chosen is None or (i, t) in chosen):
+                out[n] = torch.zeros((), dtype=torch.float64)
+    if o.surrogate == "kl_cov":
+        largest = sorted(cov, key=cov.get)[-number:]
+        for n, t in enumerate(at):
+            if (i, t) in largest:
+                out[n] = out[n] - o.cov_coef * torch.abs(x[n] - old[n])
+    return out
 
 
-def gain(x, r, A, o):
+def is_clipped(r, A, o):
+    return bool(r * A > clamp(r, 1 - o.clip_low, 1 + o.clip_high) * A)
+
+
+def gain(x, r, A, old, o):
     """Gain of one token.
 
     clip: PPO (arXiv:1707.06347), ratio_cap the upper bound of the unclipped ratio (INTELLECT-2, arXiv:2505.07291),
-    dual_clip arXiv:1912.09729; score: REINFORCE; cispo: MiniMax-M1 (arXiv:2506.13585); sapo: arXiv:2511.20347.
+    dual_clip arXiv:1912.09729; score: REINFORCE; cispo: MiniMax-M1 (arXiv:2506.13585); sapo: arXiv:2511.20347; vespo:
+    arXiv:2602.10693; dppo: arXiv:2602.04879, whose mask takes the token out.
     """
-    clipped = clip(r, 1 - o.clip_low, 1 + o.clip_high)
-    if o.surrogate == "clip":
+    clipped = clamp(r, 1 - o.clip_low, 1 + o.clip_high)
+    if o.surrogate in ("clip", "clip_cov"):
         u = (least(r, torch.full_like(r, o.ratio_cap)) if o.ratio_cap > 0 else r) * A
         g = least(u, clipped * A)
         return most(g, torch.full_like(g, o.dual_clip * A)) if o.dual_clip > 0 and A < 0 else g
     if o.surrogate == "score":
         return A * x
+    if o.surrogate in ("ratio", "kl_cov"):
+        return r * A
     if o.surrogate == "cispo":
         return clipped.detach() * A * x
     if o.surrogate == "sapo":
         tau = o.tau_pos if A > 0 else o.tau_neg
         return 4 / tau * torch.sigmoid(tau * (r - 1)) * A
+    if o.surrogate == "vespo":
+        k, lam = o.vespo_pos if A >= 0 else o.vespo_neg
+        W = float(r.detach())
+        return W**k * math.exp(lam * (1 - W)) * A * x
+    if o.surrogate == "dppo":
+        moved = float((torch.exp(x) - torch.exp(old)).detach())
+        far = (A > 0 and moved > o.tv_high) or (A < 0 and moved < -o.tv_low)
+        return (0.0 if far else r * A) - o.tv_coef * torch.log(r) ** 2
     raise ValueError(f"no surrogate {o.surrogate!r}")
 
 
 def kl(x, ref, estimator):
-    """k1, k2, k3 of one token, for samples of the current policy (k3 in GRPO, arXiv:2402.03300)."""
+    """k1, k2, k3 of one token, for samples of the current policy (k3 in GRPO, arXiv:2402.03300); k3_k2 has the value of
+    k3 and the gradient of k2."""
     d = x - ref
-    return {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
+    k1, k2, k3 = d, d**2 / 2, torch.exp(-d) - 1 + d
+    return {"k1": k1, "k2": k2, "k3": k3, "k3_k2": k2 + (k3 - k2).detach()}[estimator]
 
 
-def clip(x, low, high):
+def clamp(x, low, high):
     return most(least(x, torch.full_like(x, high)), torch.full_like(x, low))
 
 

@@ -22,11 +22,11 @@ def reference(reward, group, rollout, mean, std, leave_one_out, eps, ddof):
             continue
         value, g = rolls[r]
         peers = {"group": [k for k in rolls if rolls[k][1] == g], "batch": list(rolls), "none": []}
-        baseline = 0.0
+        baseline, among = 0.0, peers[mean if mean != "none" else std]
+        if among and len({rolls[k][0] for k in among}) < 2:  # nothing to compare with
+            continue
         if mean != "none":
             others = [rolls[k][0] for k in peers[mean] if not (leave_one_out and k == r)]
-            if len({rolls[k][0] for k in peers[mean]}) < 2:  # nothing to compare with
-                continue
             baseline = np.mean(others)
         scale = 1.0
         if std != "none":

@@ -1,9 +1,14 @@
 """KL estimators against their definitions and the exact divergence."""
 
+import types
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from areax.core import kl
+from areax.core import kl, losses, packing
+from areax.rollout.types import Sample
 
 
 def test_definitions_and_expectations():
@@ -18,3 +23,72 @@ def test_definitions_and_expectations():
     assert (np.asarray(kl.k3(logp, ref)) >= 0).all()
     tiny = kl.k3(jnp.zeros((1, 1)), jnp.full((1, 1), 1e-4))
     np.testing.assert_allclose(tiny, 5e-9, rtol=1e-1, atol=1e-9)
+
+
+V = 5
+MU = np.array([1, 1, 2, 4, 8]) / 16  # what sampled; exact in 32 bits
+REF = np.random.default_rng(1).dirichlet(np.ones(V))
+AWAY = np.log(np.random.default_rng(2).dirichlet(np.ones(V)))
+
+
+def expected_gradient(theta, estimator, ratio):
+    """Of the penalty with respect to logits, over every token of a vocabulary as often as it is sampled.
+
+    Each token is a sample of its own whose weight is its probability, and its reward is 0.
+    """
+    samples = [
+        Sample(
+            tokens=np.array([0, y], np.int32), mask=np.array([False, True]), logp=np.zeros(2, np.float32),
+            version=np.zeros(2, np.int32), turn=np.zeros(2, np.int32), rewards=((1, 0.0),), sample=y, rollout=y,
+            group=y, weight=MU[y], arrays={"token": ("target", np.array([0, y], np.int32))},
+        )
+        for y in range(V)
+    ]  # fmt: skip
+    wide = lambda x: jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+    batch = jax.tree.map(wide, packing.pack(samples, 16, rows=1))
+    at = lambda logp: jnp.where(batch.mask_BT, jnp.asarray(logp)[batch.target["token"]], 0.0)
+    batch = batch.replace(logp_BT=at(np.log(MU)), ref_BT=at(np.log(REF)))
+    options = dict(coef=1.0, estimator=estimator, ratio=ratio)
+    spec = losses.REINFORCE(kl=options, denominator="token", correction=dict(proximal="behaviour"))
+    ready = jax.tree.map(lambda x: x[0], spec.prepare(batch))
+
+    def loss(theta):
+        logp = at(jax.nn.log_softmax(theta))[0]
+        return spec.loss(types.SimpleNamespace(logp_BT=logp, entropy_BT=-logp, aux={}), ready)[0]
+
+    return jax.grad(loss)(jnp.asarray(theta))
+
+
+def reverse(theta):
+    """Gradient of KL(policy || reference): p (log p - log q - KL)."""
+    p = np.exp(theta) / np.exp(theta).sum()
+    gap = np.log(p / REF)
+    return p * (gap - (p * gap).sum())
+
+
+def forward(theta):
+    """Gradient of KL(reference || policy): p - q."""
+    return np.exp(theta) / np.exp(theta).sum() - REF
+
+
+@pytest.mark.parametrize(
+    "estimator, ratio, theta, wanted",
+    [
+        ("k1", False, np.log(MU), lambda theta: np.zeros(V)),
+        ("k2", False, np.log(MU), reverse),
+        ("k3", False, np.log(MU), forward),
+        ("k3_k2", False, np.log(MU), reverse),
+        *[(name, True, theta, reverse) for name in ("k1", "k3") for theta in (np.log(MU), AWAY)],
+    ],
+)
+def test_expected_gradients_by_enumeration(estimator, ratio, theta, wanted):
+    with jax.enable_x64(True):
+        got = expected_gradient(theta, estimator, ratio)
+    np.testing.assert_allclose(got, wanted(theta), atol=1e-12)
+
+
+def test_without_a_ratio_nothing_is_the_reverse_kl_off_policy():
+    """Which is what `ratio` is for."""
+    with jax.enable_x64(True):
+        for name in ("k1", "k2", "k3", "k3_k2"):
+            assert np.abs(expected_gradient(AWAY, name, False) - reverse(AWAY)).max() > 1e-2

@@ -56,7 +56,7 @@ def test_gradients_equal_those_of_full_logits():
 
 def test_per_chunk_sees_whole_rows():
     hidden, head, target = data()
-    top = lambda logits_CV, target_C: jax.lax.top_k(logits_CV, 3)[1]
+    top = lambda logits_CV, target_C, given: jax.lax.top_k(logits_CV, 3)[1]
     got = logprobs.from_hidden(hidden, head, target, chunk=8, per_chunk=top)[3]
     np.testing.assert_array_equal(got, np.argsort(-(hidden @ head.T), -1, kind="stable")[:, :3])
 

@@ -67,5 +67,5 @@ def test_what_an_objective_needs_is_told():
     with pytest.raises(ValueError, match="needs scores"):
         losses.GRPO().prepare(packing.pack(samples(), 32))
     with pytest.raises(ValueError, match="needs ref_BT"):
-        losses.GRPO(kl_coef=0.1, proximal="behaviour").prepare(packing.pack(samples(), 32))
+        losses.GRPO(kl=dict(coef=0.1), correction=dict(proximal="behaviour")).prepare(packing.pack(samples(), 32))
     assert "clip(r, 1 - 0.2, 1 + 0.28)" in str(losses.GRPO())

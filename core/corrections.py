@@ -1,0 +1,147 @@
+"""Correction from the policy that sampled (behaviour) to the one before the update (proximal), by importance weights.
+
+Which log-probabilities are the proximal ones, the weight of each token, and the tokens that are left out. Every bound
+is stated on the ratio proximal / behaviour itself, whatever is compared with it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+
+from . import segments
+from .checks import must
+from .segments import to_tokens, total
+
+STATISTICS = {  # as functions of the log ratio
+    "ratio": jnp.exp,
+    "k1": lambda log: log,
+    "k2": lambda log: jnp.square(log) / 2,
+    "k3": lambda log: jnp.expm1(log) - log,
+}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What samples of older weights, or of another implementation, count (decoupled PPO: arXiv:2110.00641).
+
+    Attributes:
+      proximal: "recompute" takes log-probabilities of the weights before this update, one more forward pass;
+        "interpolate" puts them between behaviour and current policy, on a line in log space by the token's age:
+        a / (a + 1) of the way for a token that is a versions older than the weights to be updated, the updated ones
+        counting as the next version (A-3PO, arXiv:2512.06547), without that pass; "behaviour" takes the sampled ones:
+        the ratio policy / proximal then corrects alone, and the weight is 1.
+      level: of the weight: each token's ratio, the product of a sequence's ("sequence"), or its geometric mean.
+      action: outside [low, cap] "mask" leaves a token without gradient (IcePop), "truncate" has the weight at most cap
+        (TIS), "clip" has it within both.
+      low, cap: bounds of the weight.
+      normalise: weights are divided by their mean over those tokens of the batch that no mask leaves out.
+      mask: leaves out what a statistic finds too far away: "ratio", "k1" = log ratio, "k2" = (log ratio)^2 / 2,
+        "k3" = ratio - 1 - log ratio.
+      mask_over: of each token by itself, or of all of a sequence by the sum, mean or max over its tokens (with "max",
+        "ratio" and "k1" the min too).
+      mask_low, mask_high: ratios. The statistic has to lie between what it is for a token of these ratios; k2 and k3,
+        which are never negative, only below what it is at mask_high. "k1" with "mean" is the geometric mean of ratios,
+        with "sum" their product.
+      veto: leaves out a sequence of which any token's ratio is below; 0 = none.
+      drift: leaves out the tokens of negative advantage of a sequence whose mean log (behaviour / proximal) is above
+        (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556); 0 = none.
+      second_moment: leaves out, after the other masks, the tokens of largest (log ratio)^2 until its mean over the rest
+        of the batch is at most this (M2PO, arXiv:2510.01161); 0 = none.
+      count_masked: what these masks leave out stays in the denominator; False = the others make up for it. A weight
+        of 0, by `action`, always stays.
+    """
+
+    proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    action: Literal["mask", "truncate", "clip"] = "mask"
+    low: float = 0.0
+    cap: float = 5.0
+    normalise: bool = False
+    mask: Literal["none", "ratio", "k1", "k2", "k3"] = "none"
+    mask_over: Literal["token", "sum", "mean", "max"] = "token"
+    mask_low: float = 0.0
+    mask_high: float = 2.0
+    veto: float = 0.0
+    drift: float = 0.0
+    second_moment: float = 0.0
+    count_masked: bool = True
+
+    def __post_init__(self):
+        divergence, own = self.mask in ("k2", "k3"), Correction.__dataclass_fields__
+        same = lambda *names: all(getattr(self, name) == own[name].default for name in names)
+        whole = same("mask", "veto", "drift", "second_moment", "normalise", "count_masked")
+        behaviour, recompute = self.proximal == "behaviour", self.proximal == "recompute"
+        rules = (
+            ("low", 0 <= self.low <= 1, "between 0 and 1"),
+            ("cap", self.cap >= 1, "at least 1"),
+            ("low", self.low == 0 or self.action != "truncate", '0 with action "truncate"; "clip" has both bounds'),
+            ("mask", self.mask != "none" or same("mask_over", "mask_low", "mask_high"),
+             "a statistic where mask_over or its bounds are set"),
+            ("mask_low", 0 <= self.mask_low <= 1, "between 0 and 1"),
+            ("mask_low", self.mask_low == 0 or not divergence, "0 with k2 and k3, which know no direction"),
+            ("mask_high", self.mask_high > 1, "above 1"),
+            ("mask_over", self.mask != "ratio" or self.mask_over != "sum", 'token, mean or max with "ratio"'),
+            ("veto", 0 <= self.veto < 1, "between 0 and 1"),
+            ("drift", self.drift >= 0, "at least 0"),
+            ("second_moment", self.second_moment >= 0, "at least 0"),
+            ("proximal", not behaviour or (whole and same("level", "action", "low", "cap")),
+             '"recompute" with a weight or a mask: with "behaviour" the ratio has corrected already'),
+            ("proximal", recompute or whole, '"recompute" with masks and normalise, which need it before the update'),
+        )  # fmt: skip
+        must(self, rules)
+
+
+def ratio(spec: Correction, log_BT, mask_BT, segment_BT, J: int):
+    """Proximal / behaviour of each token at the level of the weight, from its logarithm."""
+    if spec.level == "sequence":
+        log_BT = to_tokens(total(jnp.where(mask_BT, log_BT, 0), segment_BT, J), segment_BT)
+    elif spec.level == "geometric":
+        log_BT = segments.mean(log_BT, mask_BT, segment_BT, J)
+    return bounded_exp(log_BT)
+
+
+def bounded_exp(log_BT):
+    """exp within e^-20 and e^20, flat outside: what lies further is a fault, which must not overflow a whole step."""
+    return jnp.exp(jnp.clip(log_BT, -20, 20))
+
+
+def bounded(spec: Correction, ratio_BT):
+    """The weight: what `action` makes of the ratio."""
+    if spec.action == "mask":
+        return jnp.where((spec.low <= ratio_BT) & (ratio_BT <= spec.cap), ratio_BT, 0)
+    return jnp.clip(ratio_BT, spec.low if spec.action == "clip" else 0, spec.cap)
+
+
+def kept(spec: Correction, log_BT, adv_BT, mask_BT, segment_BT, J: int):
+    """Which learnt tokens of a whole batch no mask leaves out; log_BT = log (proximal / behaviour)."""
+    keep_BT = mask_BT
+    drop = lambda bad_BT: to_tokens(total(jnp.where(mask_BT & bad_BT, 1.0, 0.0), segment_BT, J), segment_BT) == 0
+    if spec.mask != "none":
+        statistic = STATISTICS[spec.mask]
+        low, high = (statistic(jnp.log(jnp.asarray(x, log_BT.dtype))) for x in (spec.mask_low, spec.mask_high))
+        value_BT = statistic(log_BT)
+        if spec.mask_over == "mean":
+            value_BT = segments.mean(value_BT, mask_BT, segment_BT, J)
+        elif spec.mask_over == "sum":
+            value_BT = to_tokens(total(jnp.where(mask_BT, value_BT, 0), segment_BT, J), segment_BT)
+        far_BT = value_BT > high
+        if spec.mask in ("ratio", "k1"):
+            far_BT |= value_BT < low
+        keep_BT &= ~far_BT if spec.mask_over == "token" else drop(far_BT)
+    if spec.veto:
+        keep_BT &= drop(log_BT < jnp.log(spec.veto))
+    if spec.drift:
+        keep_BT &= ~((adv_BT < 0) & (segments.mean(-log_BT, mask_BT, segment_BT, J) > spec.drift))
+    if spec.second_moment:
+        keep_BT = _within(jnp.square(log_BT), keep_BT, spec.second_moment)
+    return keep_BT
+
+
+def _within(x_BT, keep_BT, most: float):
+    """Of the kept the smallest, as many as have a mean of at most `most`."""
+    x_A = jnp.where(keep_BT, x_BT, jnp.inf).reshape(-1)
+    order_A = jnp.argsort(x_A)
+    mean_A = jnp.cumsum(x_A[order_A]) / (1 + jnp.arange(x_A.size))
+    fits_A = mean_A <= most  # means of ever larger numbers never fall again
+    return keep_BT & jnp.zeros_like(fits_A).at[order_A].set(fits_A).reshape(keep_BT.shape)

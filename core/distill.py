@@ -1,0 +1,151 @@
+"""Distillation: a student learns the next-token distributions of a teacher that does not learn."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from . import divergence as divergences
+from . import metrics
+from .batch import Batch
+from .checks import must
+from .divergence import Divergence
+
+
+@dataclass(frozen=True)
+class Distill:
+    """The divergence from the teacher's distributions, mean over the learnt tokens of the batch (by `weight_BT`).
+
+    On a data set it is distillation; on samples of the student's own it is on-policy distillation (GKD,
+    arXiv:2306.13649; MiniLLM, arXiv:2306.08543). `models.teacher.score` makes what `loss` reads. The teacher is local,
+    a model that reads the same microbatch, or its log-probabilities came with the batch: `target["teacher_ids"]` and
+    `target["teacher_logp"]` [B, T, top_k].
+
+    Attributes:
+      divergence: as in `core.divergence`.
+      beta: of "js", in (0, 1); the teacher's part of the mixture.
+      top_k: tokens of the teacher that are told apart, the rest being one outcome; 0 = the whole vocabulary.
+      temperature: both distributions are softmax(logits / temperature). Log-probabilities that came with the batch must
+        be of this temperature; servers give those of 1.
+      sft_coef: of the negative log-likelihood of the batch's tokens, at temperature 1, beside the divergence.
+    """
+
+    divergence: Divergence = "reverse"
+    beta: float = 0.5
+    top_k: int = 0
+    temperature: float = 1.0
+    sft_coef: float = 0.0
+    needs_scores = False
+
+    def __post_init__(self):
+        known = get_args(Divergence)
+        rules = {
+            "divergence": (self.divergence in known, f"one of {', '.join(known)}"),
+            "beta": (0 < self.beta < 1, 'between 0 and 1; at the ends take "forward" or "reverse"'),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "temperature": (self.temperature > 0, "above 0"),
+            "sft_coef": (self.sft_coef >= 0, "at least 0"),
+        }
+        must(self, [(field, *rule) for field, rule in rules.items()])
+
+    def __str__(self):
+        b = f"{self.beta:g}"
+        formula = {
+            "forward": "KL(teacher || pi)",
+            "reverse": "KL(pi || teacher)",
+            "js": f"{b} KL(teacher || m) + (1 - {b}) KL(pi || m), m = {b} teacher + (1 - {b}) pi",
+        }[self.divergence]
+        lines = [f"Distill: minimise sum_t w_t D_t / sum_t w_t, D = {formula}"]
+        if self.top_k:
+            lines.append(f"  over the teacher's {self.top_k} likeliest tokens, and the rest as one")
+        if self.temperature != 1:
+            lines.append(f"  both at temperature {self.temperature:g}")
+        return "\n".join(lines + [f"  - {self.sft_coef:g} log pi(y_t | y_<t)"] * bool(self.sft_coef))
+
+    def per_token(self, logits_CV, target_C, given, *teacher_CV) -> dict:
+        """{"divergence", "usable"} [C], for `models.score(per_chunk=)`.
+
+        A token of whose teacher a number is not finite is not usable; its divergence is finite and means nothing.
+
+        Args:
+          given: {"teacher_ids", "teacher_logp"} [C, K], or None with the teacher's logits behind.
+
+        Raises:
+          ValueError: log-probabilities of another number of tokens than `top_k`.
+        """
+        how = dict(kind=self.divergence, beta=self.beta, temperature=self.temperature)
+        if teacher_CV:
+            usable_C = jnp.isfinite(teacher_CV[0]).all(-1)
+            logits_of_teacher_CV = jnp.where(usable_C[:, None], teacher_CV[0], 0)
+            if not self.top_k:
+                return {"divergence": divergences.full(logits_CV, logits_of_teacher_CV, **how), "usable": usable_C}
+            ids_CK, logp_CK = divergences.teacher_top(logits_of_teacher_CV, self.top_k, self.temperature)
+        else:
+            ids_CK, logp_CK = given["teacher_ids"], given["teacher_logp"]
+            if ids_CK.shape[1] != self.top_k:
+                raise ValueError(
+                    f"Distill: top_k must be the number of tokens that teacher_ids name, {ids_CK.shape[1]}, "
+                    f"got {self.top_k}"
+                )
+            usable_C = jnp.isfinite(logp_CK).all(-1)
+            logp_CK = jnp.where(usable_C[:, None], logp_CK, 0)
+        return {"divergence": divergences.top(logits_CV, ids_CK, logp_CK, **how), "usable": usable_C}
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """Folds 1 / (sum of weights) into the weights; a batch that learns nothing keeps weights of 0.
+
+        Tokens without a finite log-probability of the teacher do not count, where these came with the batch. A local
+        teacher's are not known yet: they stay in the sum, and `loss` passes them over.
+        """
+        counts_BT = batch.mask_BT
+        if "teacher_logp" in batch.target:
+            counts_BT &= jnp.isfinite(batch.target["teacher_logp"]).all(-1)
+        weight_BT = jnp.where(counts_BT, batch.weight_BT, 0)
+        total = jnp.sum(weight_BT)
+        return batch.replace(weight_BT=weight_BT / jnp.where(total > 0, total, 1))
+
+    def loss(self, out, batch: Batch):
+        """(weighted sum in nats, metrics); gradients flow into `out.extra["divergence"]` and `out.logp_BT`."""
+        usable_BT = jax.lax.stop_gradient(out.extra["usable"])
+        mask_BT = batch.mask_BT & usable_BT
+        divergence_BT = jnp.where(mask_BT, out.extra["divergence"], 0)
+        nll_BT = jnp.where(mask_BT, -out.logp_BT, 0)
+        report = {
+            "divergence": metrics.of(divergence_BT, mask_BT),
+            "nll": metrics.of(nll_BT, mask_BT),
+            "entropy": metrics.of(out.entropy_BT, mask_BT),
+            "unusable_fraction": metrics.of(~usable_BT, batch.mask_BT),
+        }
+        loss_BT = divergence_BT + self.sft_coef * nll_BT if self.sft_coef else divergence_BT
+        return jnp.sum(loss_BT * batch.weight_BT), report
+
+
+@dataclass(frozen=True)
+class Taught:
+    """An objective, and beside it `coef` times the divergence from a teacher on the tokens that it learns, a mean over
+    all of them: on samples of the student's own, on-policy distillation (GKD, arXiv:2306.13649) beside rewards."""
+
+    objective: Any
+    distill: Distill
+    coef: float
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.objective.needs_scores
+
+    def __str__(self):
+        return f"{self.objective}\nless {self.coef:g} times what is minimised here:\n{self.distill}"
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """The objective's, and the weights of the divergence."""
+        ready = self.objective.prepare(batch, scores)
+        weight_BT = self.distill.prepare(ready.replace(weight_BT=batch.weight_BT)).weight_BT
+        return ready.replace(target={**ready.target, "taught_BT": weight_BT})
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics); gradients as both have them."""
+        total, report = self.objective.loss(out, batch)
+        more, its = self.distill.loss(out, batch.replace(weight_BT=batch.target["taught_BT"]))
+        report |= {"divergence": its["divergence"], "unusable_teacher": its["unusable_fraction"]}
+        return total + self.coef * more, report

@@ -1,0 +1,386 @@
+"""Objectives from preferences: pairs of completions, single ones that are desirable or not, and reward models.
+
+`prepare` decides on the whole batch which pairs count and folds their number into `weight_BJ`; `loss` adds up over a
+microbatch, in which both segments of a pair lie: `packing.pack` sees to that. A pair weighs what its chosen sample
+does.
+
+Left out, and counted in `left_out`, are pairs that are not one chosen and one rejected segment of a microbatch, and
+those of which a side learns nothing or has a reference or a margin that is not finite. Metrics count every pair alike;
+`loss` among them is what held-out rows are measured by, and in a step gives way to the sum over the batch.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from . import metrics
+from .batch import Batch
+from .checks import must
+from .segments import by_id, divisor, to_tokens, total
+
+LEFT_OUT = -2  # what `prepare` makes of a `pair_BJ` that does not count
+BASELINE = -1  # the label of completions that serve KTO's baseline alone
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A loss of the difference of two scores, the chosen completion's and the rejected one's.
+
+    minimise mean over pairs of coef link(s_c - s_r) + sft_coef nll_c
+
+    Attributes:
+      name, note: the algorithm's, and in what it departs from its paper; for people.
+      score: s: "sum" over a completion's learnt tokens of log pi, "mean" over them, or "odds", the log-odds
+        log(p / (1 - p)) of p = exp(mean log pi) (ORPO, arXiv:2403.07691; p is at most 1 - the precision).
+      reference: s is of log(pi / reference), which needs `ref_BT`.
+      link: "sigmoid" is -log sigmoid(z), z = beta (s_c - s_r) - gamma (Bradley-Terry); "square" is
+        (s_c - s_r - 1 / (2 beta))^2 (IPO, arXiv:2310.12036).
+      beta: how far the policy may move: the greater, the less; of SimPO and ORPO the scale of s alone.
+      gamma: margin that z must exceed (SimPO, arXiv:2405.14734).
+      label_smoothing: share of labels that are wrong: -(1 - share) log sigmoid(z) - share log sigmoid(-z), the
+        conservative DPO (E. Mitchell, "A note on DPO with noisy preferences", 2023).
+      coef: of the link; ORPO's lambda.
+      sft_coef: of the chosen completion's negative log-likelihood, mean over its tokens (iterative RPO,
+        arXiv:2404.19733).
+    """
+
+    name: str = "Preference"
+    note: str = ""
+    score: Literal["sum", "mean", "odds"] = "sum"
+    reference: bool = True
+    link: Literal["sigmoid", "square"] = "sigmoid"
+    beta: float = 0.1
+    gamma: float = 0.0
+    label_smoothing: float = 0.0
+    coef: float = 1.0
+    sft_coef: float = 0.0
+
+    needs_scores = False
+
+    def __post_init__(self):
+        sigmoid = self.link == "sigmoid"
+        rules = {
+            "reference": (not (self.reference and self.score == "odds"), 'False with score "odds"'),
+            "beta": (self.beta >= 0 if sigmoid else self.beta > 0, "at least 0" if sigmoid else "above 0"),
+            "gamma": (sigmoid or self.gamma == 0, '0 with link "square"'),
+            "label_smoothing": (
+                0 <= self.label_smoothing <= 0.5 and (sigmoid or not self.label_smoothing),
+                "between 0 and 0.5" if sigmoid else '0 with link "square"',
+            ),
+            "coef": (self.coef >= 0, "at least 0"),
+            "sft_coef": (self.sft_coef >= 0, "at least 0"),
+        }
+        for field in dataclasses.fields(self):
+            if choices := get_args(field.type):
+                rules[field.name] = (getattr(self, field.name) in choices, f"one of {', '.join(choices)}")
+        must(self, [(field, *rule) for field, rule in rules.items()], name=self.name)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.reference
+
+    def __str__(self):
+        return "\n".join([f"{self.name}: minimise the mean over pairs of", *map("  {}".format, _formula(self))])
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """Keeps the pairs that count in `mask_BT`, `pair_BJ` and `weight_BJ`: see `_paired`.
+
+        Raises:
+          ValueError: no `ref_BT` where there is a reference.
+        """
+        learns_BT, usable_BJ = _learning(batch, self.name if self.reference else None)
+        batch = _paired(batch, usable_BJ)
+        mask_BT = learns_BT & (to_tokens(jnp.where(batch.pair_BJ >= 0, 1, 0), batch.segment_BT) > 0)
+        return batch.replace(mask_BT=mask_BT)
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`.
+
+        Metrics, of pairs: loss, preference (the link), nll (of the chosen), preference_accuracy (s_c > s_r), margin
+        beta (s_c - s_r), reward_chosen and reward_rejected beta s, logp_chosen and logp_rejected (sums, nats);
+        entropy of tokens; left_out of segments of pairs.
+        """
+        logp_BJ, ratio_BJ, count_BJ = _sums(out, batch, self.reference)
+        if self.score != "sum":
+            ratio_BJ = ratio_BJ / count_BJ
+        if self.score == "odds":
+            ratio_BJ = _log_odds(ratio_BJ)
+        chosen_BJ, gap_BJ = _compare(ratio_BJ, batch)
+        link_BJ, nll_BJ = self._link(gap_BJ), -logp_BJ / count_BJ
+        loss_BJ = self.coef * link_BJ + self.sft_coef * nll_BJ
+        rejected_BJ = (batch.pair_BJ >= 0) & ~chosen_BJ
+        report = {
+            "loss": metrics.of(loss_BJ, chosen_BJ),
+            "preference": metrics.of(link_BJ, chosen_BJ),
+            "nll": metrics.of(nll_BJ, chosen_BJ),
+            "preference_accuracy": metrics.of(gap_BJ > 0, chosen_BJ),
+            "margin": metrics.of(self.beta * gap_BJ, chosen_BJ),
+            "reward_chosen": metrics.of(self.beta * ratio_BJ, chosen_BJ),
+            "reward_rejected": metrics.of(self.beta * ratio_BJ, rejected_BJ),
+            "logp_chosen": metrics.of(logp_BJ, chosen_BJ),
+            "logp_rejected": metrics.of(logp_BJ, rejected_BJ),
+            "entropy": metrics.of(out.entropy_BT, batch.mask_BT),
+            "left_out": metrics.of(batch.pair_BJ == LEFT_OUT, batch.pair_BJ != -1),
+        }
+        return jnp.sum(batch.weight_BJ * jnp.where(chosen_BJ, loss_BJ, 0)), report
+
+    def _link(self, gap_BJ):
+        if self.link == "square":
+            return jnp.square(gap_BJ - 1 / (2 * self.beta))
+        z_BJ = self.beta * gap_BJ - self.gamma
+        right_BJ, wrong_BJ = jax.nn.log_sigmoid(z_BJ), jax.nn.log_sigmoid(-z_BJ)
+        return -(1 - self.label_smoothing) * right_BJ - self.label_smoothing * wrong_BJ
+
+
+@dataclass(frozen=True)
+class KTO:
+    """Kahneman-Tversky optimisation (arXiv:2402.01306): completions that are desirable (label 1) or not (label 0).
+
+    minimise mean over completions of lambda (1 - sigmoid(z)), z = beta (s - z0) for desirable ones and beta (z0 - s)
+    for the others, s = sum_t log(pi / reference). z0 estimates KL(policy || reference): the mean of s over segments of
+    label -1, which are prompts with completions of other ones and learn nothing, or 0 where that is negative or there
+    are none. It is taken over the whole batch, by the weights that made `scores`, without gradient.
+
+    Attributes:
+      beta: how far the policy may move: the greater, the less.
+      desirable_weight, undesirable_weight: lambda. The paper wants desirable_weight x desirable completions to be 1 to
+        4 / 3 of undesirable_weight x the others.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    name = "KTO"
+    needs_scores = True
+    needs_reference = True
+
+    def __post_init__(self):
+        must(self, [(field, value >= 0, "at least 0") for field, value in vars(self).items()])
+
+    def __str__(self):
+        return (
+            "KTO: minimise the mean over completions of\n"
+            f"  {self.desirable_weight:g} (1 - sigmoid({self.beta:g} (s - z0))) if desirable\n"
+            f"  {self.undesirable_weight:g} (1 - sigmoid({self.beta:g} (z0 - s))) if not\n"
+            "  s = sum_t log(pi / reference)\n"
+            "  z0 = max(0, mean of s over prompts with completions of others), without gradient"
+        )
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """Sets `whole["z0"]`, and what counts in `mask_BT` and `weight_BJ`; those that do not have label NaN.
+
+        Completions that learn nothing, have another label or a reference that is not finite are left out.
+
+        Raises:
+          ValueError: no scores or no `ref_BT`.
+        """
+        if scores is None:
+            raise ValueError("KTO.prepare: the baseline needs scores of the current weights, got None")
+        learns_BT, usable_BJ = _learning(batch, self.name)
+        known_BJ = jnp.isin(batch.label_BJ, jnp.array([0, 1, BASELINE]))
+        label_BJ = jnp.where(usable_BJ & known_BJ, batch.label_BJ, jnp.nan)
+        is_BT = lambda some_BJ: learns_BT & (to_tokens(jnp.where(some_BJ, 1, 0), batch.segment_BT) > 0)
+        baseline_BJ, labelled_BJ = label_BJ == BASELINE, (label_BJ == 0) | (label_BJ == 1)
+        _, ratio_BJ, _ = _sums(scores, batch.replace(mask_BT=is_BT(baseline_BJ)), reference=True)
+        count = jnp.sum(jnp.where(baseline_BJ, 1, 0))
+        z0 = jnp.maximum(jnp.sum(ratio_BJ) / jnp.maximum(count, 1), 0)
+        weight_BJ = jnp.where(labelled_BJ, batch.weight_BJ, 0)
+        return batch.replace(
+            mask_BT=is_BT(labelled_BJ),
+            label_BJ=label_BJ,
+            weight_BJ=weight_BJ / divisor(jnp.sum(weight_BJ)),
+        ).tell(z0=jax.lax.stop_gradient(z0))
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`.
+
+        Metrics, of completions: loss, preference_accuracy (s > z0 where desirable, below it where not), kl_baseline
+        (z0), reward_chosen and reward_rejected beta s of the desirable and the others, logp_chosen and logp_rejected
+        (sums, nats); entropy of tokens; left_out of segments.
+        """
+        logp_BJ, ratio_BJ, _ = _sums(out, batch, reference=True)
+        good_BJ, bad_BJ = batch.label_BJ == 1, batch.label_BJ == 0
+        labelled_BJ, sign_BJ = good_BJ | bad_BJ, jnp.where(good_BJ, 1, -1)
+        z0 = batch.whole["z0"]
+        over_BJ = sign_BJ * (ratio_BJ - z0)
+        scale_BJ = jnp.where(good_BJ, self.desirable_weight, self.undesirable_weight)
+        loss_BJ = scale_BJ * jax.nn.sigmoid(-self.beta * over_BJ)
+        report = {
+            "loss": metrics.of(loss_BJ, labelled_BJ),
+            "preference_accuracy": metrics.of(over_BJ > 0, labelled_BJ),
+            "kl_baseline": metrics.of(jnp.broadcast_to(z0, loss_BJ.shape), labelled_BJ),
+            "reward_chosen": metrics.of(self.beta * ratio_BJ, good_BJ),
+            "reward_rejected": metrics.of(self.beta * ratio_BJ, bad_BJ),
+            "logp_chosen": metrics.of(logp_BJ, good_BJ),
+            "logp_rejected": metrics.of(logp_BJ, bad_BJ),
+            "entropy": metrics.of(out.entropy_BT, batch.mask_BT),
+            "left_out": metrics.of(jnp.isnan(batch.label_BJ), batch.length_BJ > 0),
+        }
+        return jnp.sum(batch.weight_BJ * jnp.where(labelled_BJ, loss_BJ, 0)), report
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Bradley-Terry: minimise mean over pairs of -log sigmoid(s_c - s_r - m) + center_coef (s_c + s_r)^2.
+
+    s is `out.value_BT`, the scalar head's, at the last token of a segment.
+
+    Attributes:
+      margin: m is how much more reward the chosen sample has (Llama 2, arXiv:2307.09288); else 0.
+      center_coef: of the term that keeps scores around 0 (arXiv:2312.09244).
+    """
+
+    margin: bool = False
+    center_coef: float = 0.0
+
+    name = "RewardModel"
+    needs_scores = False
+    needs_reference = False
+
+    def __post_init__(self):
+        must(self, [("center_coef", self.center_coef >= 0, "at least 0")])
+
+    def __str__(self):
+        lines = [
+            "RewardModel: minimise the mean over pairs of",
+            f"  -log sigmoid(s_c - s_r{' - (R_c - R_r)' if self.margin else ''})",
+        ]
+        if self.center_coef:
+            lines.append(f"  + {self.center_coef:g} (s_c + s_r)^2")
+        return "\n".join([*lines, "  s = the score head at the last token"])
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """Keeps the pairs that count in `pair_BJ` and `weight_BJ`: see `_paired`."""
+        usable_BJ = _learning(batch)[1]
+        if self.margin:
+            usable_BJ &= jnp.isfinite(batch.reward_BJ)
+        return _paired(batch, usable_BJ)
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics); gradients flow into `out.value_BT`.
+
+        Metrics, of pairs: loss, preference_accuracy (s_c > s_r), margin s_c - s_r; score of segments, reward_chosen
+        and reward_rejected those of either side; left_out of segments of pairs.
+
+        Raises:
+          ValueError: a model without a scalar head.
+        """
+        if out.value_BT is None:
+            raise ValueError('RewardModel: needs a model with a score head, got none; hf.load(init_missing=("score",))')
+        kept_BJ = batch.pair_BJ >= 0
+        last_BT = batch.index_BT == to_tokens(batch.length_BJ, batch.segment_BT) - 1
+        keep_BT = last_BT & (to_tokens(jnp.where(kept_BJ, 1, 0), batch.segment_BT) > 0)
+        score_BJ = total(jnp.where(keep_BT, out.value_BT, 0), batch.segment_BT, batch.pair_BJ.shape[-1])
+        chosen_BJ, gap_BJ = _compare(score_BJ, batch)
+        margin_BJ = _compare(jnp.where(kept_BJ, batch.reward_BJ, 0), batch)[1] if self.margin else 0
+        loss_BJ = -jax.nn.log_sigmoid(gap_BJ - margin_BJ)
+        if self.center_coef:
+            loss_BJ += self.center_coef * jnp.square(_over_pair(score_BJ, batch))
+        report = {
+            "loss": metrics.of(loss_BJ, chosen_BJ),
+            "preference_accuracy": metrics.of(gap_BJ > 0, chosen_BJ),
+            "margin": metrics.of(gap_BJ, chosen_BJ),
+            "score": metrics.of(score_BJ, kept_BJ),
+            "reward_chosen": metrics.of(score_BJ, chosen_BJ),
+            "reward_rejected": metrics.of(score_BJ, kept_BJ & ~chosen_BJ),
+            "left_out": metrics.of(batch.pair_BJ == LEFT_OUT, batch.pair_BJ != -1),
+        }
+        return jnp.sum(batch.weight_BJ * jnp.where(chosen_BJ, loss_BJ, 0)), report
+
+
+# -- pairs ---------------------------------------------------------------------------------------
+
+
+def _paired(batch: Batch, usable_BJ) -> Batch:
+    """The batch with what a loss over pairs needs, decided on all of it.
+
+    `pair_BJ`: of both segments of a pair that counts the position of the chosen one among those of its microbatch;
+    `LEFT_OUT` of one that does not, -1 of what is in no pair. `weight_BJ`: the share in the mean, at chosen segments.
+    """
+    slots = batch.pair_BJ.shape[-2] * batch.pair_BJ.shape[-1]  # of a microbatch
+    pair_A, label_A, at_A = batch.pair_BJ.reshape(-1), batch.label_BJ.reshape(-1), jnp.arange(batch.pair_BJ.size)
+    over = lambda x_A: by_id(jnp.where(pair_A >= 0, x_A, 0), pair_A, pair_A.size)
+    chosen_A, rejected_A = label_A == 1, label_A == 0
+    first_A, second_A = over(jnp.where(chosen_A, at_A, 0)), over(jnp.where(rejected_A, at_A, 0))
+    ones = [over(jnp.where(x_A, 1, 0)) == 1 for x_A in (chosen_A, rejected_A)]
+    twos = [over(x_A) == 2 for x_A in (jnp.ones_like(at_A), jnp.where(usable_BJ.reshape(-1), 1, 0))]
+    together_A = first_A // slots == second_A // slots
+    kept_A = (pair_A >= 0) & ones[0] & ones[1] & twos[0] & twos[1] & together_A
+    weight_A = jnp.where(kept_A & chosen_A, batch.weight_BJ.reshape(-1), 0)
+    place_A = jnp.where(kept_A, first_A % slots, jnp.where(pair_A >= 0, LEFT_OUT, -1))
+    return batch.replace(
+        pair_BJ=place_A.reshape(batch.pair_BJ.shape),
+        weight_BJ=(weight_A / divisor(jnp.sum(weight_A))).reshape(batch.pair_BJ.shape),
+    )
+
+
+def _over_pair(x_BJ, batch: Batch):
+    """Sum over the segments of each pair of a prepared microbatch, at each of them."""
+    return by_id(x_BJ.reshape(-1), batch.pair_BJ.reshape(-1), x_BJ.size).reshape(x_BJ.shape)
+
+
+def _compare(x_BJ, batch: Batch):
+    """(where the chosen segments of a prepared microbatch are, x of the chosen minus x of the rejected there)."""
+    chosen_BJ = (batch.pair_BJ >= 0) & (batch.label_BJ == 1)
+    gap_BJ = _over_pair(jnp.where(chosen_BJ, x_BJ, -x_BJ), batch)
+    return chosen_BJ, jnp.where(chosen_BJ, gap_BJ, 0)
+
+
+# -- segments ------------------------------------------------------------------------------------
+
+
+def _learning(batch: Batch, reference_of: str | None = None):
+    """(tokens that are learnt, segments that have some, with a finite reference if one is needed).
+
+    Args:
+      reference_of: the objective that needs a reference.
+    """
+    J = batch.pair_BJ.shape[-1]
+    learns_BT = batch.mask_BT & (batch.weight_BT > 0)
+    count = lambda x_BT: total(jnp.where(x_BT, 1, 0), batch.segment_BT, J)
+    usable_BJ = count(learns_BT) > 0
+    if reference_of:
+        if batch.ref_BT is None:
+            raise ValueError(f"{reference_of}.prepare: needs ref_BT, the reference's log-probabilities, got None")
+        usable_BJ &= count(learns_BT & ~jnp.isfinite(batch.ref_BT)) == 0
+    return learns_BT, usable_BJ
+
+
+def _sums(out, batch: Batch, reference: bool):
+    """Over the learnt tokens of each segment: sum of log pi, of log(pi / reference) or again of log pi, and their
+    number, at least 1."""
+    J = batch.pair_BJ.shape[-1]
+    over = lambda x_BT: total(jnp.where(batch.mask_BT, x_BT, 0), batch.segment_BT, J)
+    logp_BJ = over(out.logp_BT)
+    ratio_BJ = logp_BJ - jax.lax.stop_gradient(over(batch.ref_BT)) if reference else logp_BJ
+    return logp_BJ, ratio_BJ, jnp.maximum(over(jnp.ones_like(out.logp_BT)), 1)
+
+
+def _log_odds(logp_BJ):
+    """log(p / (1 - p)) of p = exp(logp), p being at most 1 - the precision, where the gradient ends."""
+    logp_BJ = jnp.minimum(logp_BJ, -jnp.finfo(logp_BJ.dtype).eps)
+    return logp_BJ - jnp.log(-jnp.expm1(logp_BJ))
+
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+def _formula(p: Preference) -> list[str]:
+    """The objective, a line a part."""
+    z = f"{p.beta:g} (s_c - s_r)" + (f" - {p.gamma:g}" if p.gamma else "")
+    if p.link == "square":
+        link = f"(s_c - s_r - 1 / (2 {p.beta:g}))^2"
+    elif p.label_smoothing:
+        link = f"-{1 - p.label_smoothing:g} log sigmoid(z) - {p.label_smoothing:g} log sigmoid(-z), z = {z}"
+    else:
+        link = f"-log sigmoid({z})"
+    lines = [link if p.coef == 1 else f"{p.coef:g} ({link})"]
+    if p.sft_coef:
+        lines.append(f"+ {p.sft_coef:g} mean_t -log pi(chosen)")
+    of = "log(pi / reference)" if p.reference else "log pi"
+    scores = {"sum": f"sum_t {of}", "mean": f"mean_t {of}", "odds": f"log(p / (1 - p)), p = exp(mean_t {of})"}
+    return [*lines, f"s = {scores[p.score]}", *[f"not as in the paper: {p.note}"] * bool(p.note)]

@@ -1,0 +1,43 @@
+"""Advantages and returns token by token, from the last one back: only sampled tokens are steps of the episode.
+
+What stands between them (the user's and the tools' words of an agent) is passed over: no discount, no value of its own.
+Linear recurrences are solved by an associative scan, in log2 T parallel steps.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .shapes import shaped
+
+
+@shaped
+def gae(reward_BT, value_BT, sampled_BT, segment_BT, *, gamma: float = 1.0, lam: float = 1.0):
+    """Generalised advantage estimates (arXiv:1506.02438), 0 where nothing was sampled; no gradient is meant to flow.
+
+    delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, next = the segment's next sampled token;
+    behind the last one both are 0, also where generation was cut off.
+
+    Args:
+      reward_BT: of each sampled token.
+      value_BT: what a critic expects at the token that a sampled one follows, as `Scores.value_BT`.
+    """
+    no = jnp.zeros((*segment_BT.shape[:-1], 1), bool)
+    same_BT = jnp.concatenate([segment_BT[..., 1:] == segment_BT[..., :-1], no], -1) & (segment_BT > 0)
+    after = lambda x_BT: jnp.concatenate([x_BT[..., 1:], jnp.zeros_like(x_BT[..., :1])], -1)
+    ends_BT = same_BT & after(sampled_BT)
+    next_BT = _backward(jnp.where(same_BT & ~ends_BT, 1.0, 0.0), jnp.where(ends_BT, after(value_BT), 0))
+    delta_BT = jnp.where(sampled_BT, reward_BT + gamma * next_BT - value_BT, 0)
+    decay_BT = jnp.where(sampled_BT, gamma * lam, 1.0)
+    return jnp.where(sampled_BT, _backward(jnp.where(same_BT, decay_BT, 0), delta_BT), 0)
+
+
+@shaped
+def returns(reward_BT, sampled_BT, segment_BT, *, gamma: float = 1.0):
+    """Discounted sum of the rewards from each sampled token on; 0 where nothing was sampled."""
+    return gae(reward_BT, jnp.zeros_like(reward_BT), sampled_BT, segment_BT, gamma=gamma)
+
+
+def _backward(a_BT, b_BT):
+    """x_t = a_t x_{t+1} + b_t, with 0 behind the end."""
+    join = lambda right, left: (left[0] * right[0], left[0] * right[1] + left[1])
+    return jax.lax.associative_scan(join, (a_BT.astype(b_BT.dtype), b_BT), reverse=True, axis=b_BT.ndim - 1)[1]

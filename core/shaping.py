@@ -1,0 +1,86 @@
+"""What becomes of rewards before rollouts are compared."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+
+from .batch import FINISH, Batch
+from .checks import must
+from .segments import last, over_rollout, to_tokens, total
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """(R + bias) scale within [low, high], then the penalties. A NaN reward stays unscorable.
+
+    Attributes:
+      bias, scale, low, high: of the reward of a rollout, in its units; `scale` also of those given to its tokens.
+      overlong_tokens: most tokens that a rollout may sample; one with more loses `overlong_penalty` (DAPO,
+        arXiv:2503.14476); 0 = none does.
+      overlong_buffer: the last of these, over which the penalty rises from 0 to all of it.
+      unfinished_penalty: lost by rollouts that did not end by themselves, whatever the reason.
+      truncated: what is learnt from rollouts cut off at the length limit: "keep" as from others, "mask" nothing, though
+        their reward counts in the baseline (overlong filtering), "drop" nothing, and it does not count.
+      dynamic_sampling: for rollout: groups whose rewards are all equal are dropped and others generated in their place.
+    """
+
+    bias: float = 0.0
+    scale: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+    overlong_tokens: int = 0
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    unfinished_penalty: float = 0.0
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    dynamic_sampling: bool = False
+
+    def __post_init__(self):
+        rules = (
+            ("low", self.low <= self.high, f"at most high {self.high:g}"),
+            ("overlong_buffer", 0 <= self.overlong_buffer <= self.overlong_tokens, "between 0 and overlong_tokens"),
+            ("overlong_penalty", self.overlong_penalty >= 0, "at least 0"),
+            ("overlong_penalty", self.overlong_tokens or self.overlong_penalty == 1, "1 without overlong_tokens"),
+            ("unfinished_penalty", self.unfinished_penalty >= 0, "at least 0"),
+            ("truncated", self.truncated in ("keep", "mask", "drop"), "one of keep, mask, drop"),
+        )
+        must(self, rules)
+
+    @property
+    def plain(self) -> bool:
+        """Rewards stay as they are."""
+        changed = (self.bias, self.scale, self.low, self.high, self.overlong_tokens, self.unfinished_penalty)
+        return changed == (0, 1, -math.inf, math.inf, 0, 0)
+
+
+def bounded(spec: Shaping, reward):
+    """The first half, without the penalties, of rewards that are not a rollout's own."""
+    return jnp.clip((reward + spec.bias) * spec.scale, spec.low, spec.high)
+
+
+def shape(spec: Shaping, batch: Batch):
+    """Shaped rewards: (reward_BT, reward_BJ, learn_BJ).
+
+    What the shaping adds to a rollout stands at the last learnt token, in each of its rows; reward_BT is 0 in place of
+    NaN. learn_BJ says which segments `truncated` lets learn; dropped ones have a reward of NaN.
+    """
+    of_rollout = lambda x_BJ: over_rollout(x_BJ.astype(jnp.float32), batch.rollout_BJ)
+    J = batch.reward_BJ.shape[-1]
+    reward_BJ = bounded(spec, batch.reward_BJ)
+    if spec.overlong_tokens:
+        count_BJ = of_rollout(total(jnp.where(batch.mask_BT, 1.0, 0.0), batch.segment_BT, J))
+        over_BJ = count_BJ - (spec.overlong_tokens - spec.overlong_buffer)
+        reward_BJ -= spec.overlong_penalty * jnp.clip(over_BJ / max(spec.overlong_buffer, 1), 0, 1)
+    if spec.unfinished_penalty:
+        unfinished_BJ = batch.finish_BJ > FINISH.index("stop")  # -1 in empty slots
+        reward_BJ -= spec.unfinished_penalty * jnp.where(of_rollout(unfinished_BJ) > 0, 1.0, 0.0)
+    reward_BT = jnp.where(jnp.isnan(batch.reward_BT), 0, batch.reward_BT) * spec.scale
+    added_BJ = jnp.nan_to_num(reward_BJ - spec.scale * batch.reward_BJ)
+    reward_BT += jnp.where(last(batch.mask_BT, batch.segment_BT), to_tokens(added_BJ, batch.segment_BT), 0)
+    cut_BJ = of_rollout(batch.finish_BJ == FINISH.index("length")) > 0
+    if spec.truncated == "drop":
+        reward_BJ = jnp.where(cut_BJ, jnp.nan, reward_BJ)
+    learn_BJ = jnp.ones_like(cut_BJ) if spec.truncated == "keep" else ~cut_BJ
+    return reward_BT, reward_BJ, learn_BJ

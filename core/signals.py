@@ -1,0 +1,104 @@
+"""What to watch of an update: does the trainer agree with the sampler, how far does it move, what is left out.
+
+Every number is kept as sums and counts, so that any split of a batch gives the same; what follows of several sums is
+computed at the end, by `told`. Unless said otherwise a number is of a learnt token.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from . import kl, metrics
+from .corrections import bounded_exp
+from .metrics import Metric
+from .segments import last, to_tokens, total
+
+RATIO_EDGES = tuple(np.round(np.arange(0.5, 1.5001, 0.05), 2).tolist())
+ENTROPY_EDGES = (0.0, *np.round(np.geomspace(0.01, 12.0, 40), 4).tolist())
+
+
+def agreement(prox_BT, sampler_BT, mask_BT, segment_BT, J: int) -> dict[str, Metric]:
+    """Of log-probabilities by the trainer and by what sampled, nats: rounding, and the movement since."""
+    log_BT = jnp.where(mask_BT, prox_BT - sampler_BT, 0)
+    p_BT, q_BT = jnp.exp(prox_BT), jnp.exp(sampler_BT)
+    whole_BT = to_tokens(total(log_BT, segment_BT, J), segment_BT)
+    of = lambda x_BT: metrics.of(x_BT, mask_BT)
+    moments = {"p": p_BT, "q": q_BT, "pp": p_BT * p_BT, "qq": q_BT * q_BT, "pq": p_BT * q_BT, "log": log_BT}
+    return {
+        "mismatch_k3": of(kl.k3(sampler_BT, prox_BT)),
+        "logp_diff": of(jnp.abs(log_BT)),
+        "prob_diff": of(jnp.abs(p_BT - q_BT)),
+        "prob_error": of(bounded_exp(jnp.abs(log_BT))),
+        "chi2_token": of(jnp.square(bounded_exp(log_BT)) - 1),
+        "chi2_sequence": metrics.of(jnp.square(bounded_exp(whole_BT)) - 1, last(mask_BT, segment_BT)),
+        **{f"moment_{name}": of(x_BT) for name, x_BT in moments.items()},
+    }
+
+
+def weights(ratio_BT, weight_BT, kept_BT, mask_BT, segment_BT, J: int) -> dict[str, Metric]:
+    """Of importance weights: before and after their bounds, and of what the correction leaves out."""
+    learns_BT = kept_BT & (weight_BT != 0)
+    left_BJ = total(jnp.where(mask_BT & learns_BT, 1.0, 0.0), segment_BT, J)
+    return {
+        "importance_weight": metrics.of(ratio_BT, mask_BT, edges=RATIO_EDGES),
+        "moment_weight": metrics.of(weight_BT, mask_BT & kept_BT),
+        "moment_weight2": metrics.of(jnp.square(weight_BT), mask_BT & kept_BT),
+        "bounded_fraction": metrics.of(weight_BT != ratio_BT, mask_BT),
+        "dropped_fraction": metrics.of(~learns_BT, mask_BT),
+        "dropped_sequences": metrics.of(to_tokens(left_BJ, segment_BT) == 0, last(mask_BT, segment_BT)),
+    }
+
+
+def movement(ratio_BT, gap_BT, cut_BT, adv_BT, entropy_BT, mask_BT) -> dict[str, Metric]:
+    """Of the update itself; cut_BT = where the surrogate has no gradient, or None."""
+    where = lambda rule_BT: mask_BT & rule_BT
+    report = {
+        "ratio": metrics.of(ratio_BT, mask_BT),
+        "ppo_kl": metrics.of(-gap_BT, mask_BT),
+        "entropy": metrics.of(entropy_BT, mask_BT, edges=ENTROPY_EDGES),
+        "entropy_positive": metrics.of(entropy_BT, where(adv_BT > 0)),
+        "entropy_negative": metrics.of(entropy_BT, where(adv_BT < 0)),
+        "advantage": metrics.of(jnp.abs(adv_BT), mask_BT),
+    }
+    if cut_BT is not None:
+        report |= {
+            "clip_fraction": metrics.of(cut_BT, mask_BT),
+            "clip_high_fraction": metrics.of(cut_BT & (adv_BT > 0), mask_BT),
+            "clip_low_fraction": metrics.of(cut_BT & (adv_BT < 0), mask_BT),
+        }
+    return report
+
+
+def told(report: dict[str, Metric]) -> dict:
+    """Host values for a log, as `metrics.to_dict`, and what follows of sums.
+
+    ess: (sum w)^2 / (n sum w^2). prob_pearson: correlation of the trainer's and the sampler's probabilities.
+    perplexity_ratio: exp of the mean log (trainer / sampler). explained_variance: 1 - E (R - V)^2 / var R.
+    """
+    out = metrics.to_dict({name: m for name, m in report.items() if not name.startswith("moment_")})
+    mean = {name: float(m.sum) / float(m.count) for name, m in report.items() if float(m.count)}
+    if "ratio" in mean:
+        out["ratio_min"] = float(report["ratio"].min)
+    if mean.get("moment_weight2"):
+        out["ess"] = mean["moment_weight"] ** 2 / mean["moment_weight2"]
+    if "moment_pq" in mean:
+        p, q, pp, qq, pq = (mean[f"moment_{name}"] for name in ("p", "q", "pp", "qq", "pq"))
+        spread = (pp - p * p) * (qq - q * q)
+        if spread > 0:
+            out["prob_pearson"] = (pq - p * q) / math.sqrt(spread)
+        out["perplexity_ratio"] = math.exp(mean["moment_log"])
+    if "moment_return2" in mean:
+        variance = mean["moment_return2"] - mean["return"] ** 2
+        if variance > 0:
+            out["explained_variance"] = 1 - mean["value_error"] / variance
+    if "entropy" in mean and report["entropy"].edges:
+        out |= {f"entropy_p{share}": _quantile(report["entropy"], share / 100) for share in (10, 90)}
+    return out
+
+
+def _quantile(m: Metric, share: float) -> float:
+    """Within the bin that holds it as if its numbers were spread evenly."""
+    counts, edges = np.asarray(m.bins, float), np.asarray(m.edges)
+    ends = np.concatenate([[0.0], np.cumsum(counts)])
+    return float(np.interp(share * ends[-1], ends, edges))
