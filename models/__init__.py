@@ -2,7 +2,7 @@
 
 from ..parallel import rules
 from . import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
-from .transformer import Run, Scores, backbone, forward, head, score
+from .transformer import Run, Scores, backbone, forward, head, score, value
 
 FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen2_moe": qwen2_moe, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
 
@@ -36,5 +36,5 @@ def explain(config, mesh, dtype="float32") -> str:
 
 __all__ = [
     "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "explain", "forward", "head", "score",
-    "table",
+    "table", "value",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..core.param import Adapted
 from ..core.shapes import shaped
 
 Kernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
@@ -83,6 +84,9 @@ def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
     Raises:
       ValueError: a kernel that JAX's default backend cannot compute.
     """
+    if isinstance(w_EFD, Adapted):
+        low_RF = matmul(matmul(x_RD, w_EFD.a, plan, kernel) * w_EFD.scale, w_EFD.b, plan, kernel)
+        return matmul(x_RD, w_EFD.weight, plan, kernel) + low_RF
     w_EFD = w_EFD.astype(x_RD.dtype)
     if kernel == "auto":
         kernel = "megablox" if jax.default_backend() == "tpu" else "blocked"

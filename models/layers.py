@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ..core.param import Adapted
 from ..core.shapes import shaped
 from ..parallel import mesh
 
@@ -25,6 +26,8 @@ def linear(x, w, bias=None):
     Tokens are flattened first, which makes the backward pass faster, unless positions are split over devices: to
     flatten those would gather whole rows.
     """
+    if isinstance(w, Adapted):
+        return linear(x, w.weight, bias) + linear(linear(x, w.a) * w.scale, w.b)
     flat = x if mesh.size("cp") > 1 else x.reshape(-1, x.shape[-1])
     if isinstance(w, Transposed):
         y = flat @ w.weight.astype(x.dtype)

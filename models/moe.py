@@ -105,7 +105,7 @@ def compute(x_AD, index_AK, weight_AK, matrices, first, parts=1, *, kernel: grou
       parts: devices that such pairs of tokens and experts are divided among.
     """
     gate_EFD, up_EFD, down_EDF = matrices
-    E, K = len(gate_EFD), index_AK.shape[1]
+    E, K = gate_EFD.shape[0], index_AK.shape[1]
     plan = grouped.plan((index_AK - first).reshape(-1), E, parts)
     product = partial(grouped.matmul, plan=plan, kernel=kernel)
     rows_RD = grouped.spread(x_AD, plan, K)

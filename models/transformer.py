@@ -164,7 +164,7 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     return jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide)
 
 
-def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, per_chunk=None):
+def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, per_chunk=None, beside=None, others=()):
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
     Works in chunks of tokens: no [T, V] array is held, forward or backward. Where the batch brings
@@ -172,22 +172,54 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
 
     Args:
       temperature: positive scalar, or one a token, [B, T].
-      per_chunk: optional `f(logits_CV, target_C) -> pytree of [C, ...]`, returned in `extra` as [B, T, ...].
+      per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
+        [B, T, ...]; `given` is the chunk's part of `beside`.
+      beside: pytree of [B, T, ...].
+      others: pairs (params, config) of models over the same vocabulary, which read the batch too; `per_chunk` gets
+        their logits, at temperature 1 and without gradients. Of a larger vocabulary they get the first V.
+
+    Raises:
+      ValueError: one of the others has a smaller vocabulary.
     """
-    into, back = context.arrange(run.cp, batch.token_BT.shape[1])
-    rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
-    chosen_BTLK = jax.tree.map(into, _chosen(batch, config))
-    hidden_BTD, aux = backbone(params, *rows, chosen_BTLK, config=config, run=run)
+    hidden_BTD, aux, into, back = _hidden(params, batch, config, run)
+    frozen = [_frozen(weights, its, batch, config.vocab, run) for weights, its in others]
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
     made = vocab.score(
         hidden_BTD, head(params), into(batch.target_BT),
         temperature_BT=into(temperature_BT), chunk=run.head_chunk, per_chunk=per_chunk,
+        beside=jax.tree.map(into, beside), others=tuple(frozen),
     )  # fmt: skip
     logp, entropy, lse, extra = jax.tree.map(back, made)
-    value = None
-    if "score" in params:
-        value = back(layers.linear(hidden_BTD, params["score"])[..., 0].astype(jnp.float32))
+    value = _value(params, hidden_BTD, back) if "score" in params else None
     return Scores(logp, entropy, lse, value, extra, aux)
+
+
+def value(params, batch: Batch, *, config, run: Run = Run()):
+    """The scalar head's output at each token, as Scores without log-probabilities: what a critic is asked for."""
+    hidden_BTD, aux, _, back = _hidden(params, batch, config, run)
+    return Scores(None, None, None, _value(params, hidden_BTD, back), aux=aux)
+
+
+def _value(params, hidden_BTD, back):
+    wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
+    return back(layers.linear(hidden_BTD.astype(wide), params["score"])[..., 0])
+
+
+def _hidden(params, batch: Batch, config, run: Run):
+    """Last hidden states in the order of `run.cp`, the `aux` of `Scores`, and the ways into that order and back."""
+    into, back = context.arrange(run.cp, batch.token_BT.shape[1])
+    rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
+    chosen_BTLK = jax.tree.map(into, _chosen(batch, config))
+    return *backbone(params, *rows, chosen_BTLK, config=config, run=run), into, back
+
+
+def _frozen(params, config, batch: Batch, vocabulary: int, run: Run):
+    """(hidden_BTE, head_VE) of a model that does not learn, its head cut to the vocabulary."""
+    if config.vocab < vocabulary:
+        raise ValueError(f"score: other models need a vocabulary of at least {vocabulary} entries, got {config.vocab}")
+    params = jax.lax.stop_gradient(params)
+    hidden_BTE = _hidden(params, batch.replace(input={}), config, run)[0]  # choices of experts are not its own
+    return jax.lax.stop_gradient(hidden_BTE), head(params)[:vocabulary]
 
 
 def _chosen(batch: Batch, config):
