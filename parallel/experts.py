@@ -5,6 +5,7 @@ experts' part, and the parts are summed where the tokens came from. "all_to_all"
 that it chose, and its result back. Inside an expert, ffn is split over tp.
 """
 
+import dataclasses
 from functools import partial
 from typing import Literal
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ..core import param
 from . import mesh as meshes
 from .exchange import exchange
 from .island import island, rows
@@ -50,13 +52,22 @@ def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "
     travel = {"gather": gather, "all_to_all": all_to_all}[method]
     local = partial(flat, lambda *tokens: jax.lax.psum(travel(compute, *tokens), "tp"))
     each = rows()
-    return island(local, (each, each, each, *MATRICES), each)(x_BTD, index_BTK, weight_BTK, *matrices)
+    specs = map(_spec, matrices, MATRICES)
+    return island(local, (each, each, each, *specs), each)(x_BTD, index_BTK, weight_BTK, *matrices)
+
+
+def _spec(w, spec: P):
+    """Where a matrix lies while it is used, and the factors beside it."""
+    if not isinstance(w, param.Adapted):
+        return spec
+    a, b = param.factors(tuple(spec))
+    return dataclasses.replace(w, weight=spec, a=P(*a), b=P(*b))
 
 
 def gather(compute, x_AD, index_AK, weight_AK, matrices):
     """The mixture of this device's tokens, [A, D], but for the sum over tp."""
     everyone = [jax.lax.all_gather(x, "ep", axis=0, tiled=True) for x in (x_AD, index_AK, weight_AK)]
-    first = len(matrices[0]) * jax.lax.axis_index("ep")
+    first = matrices[0].shape[0] * jax.lax.axis_index("ep")
     out_AD = compute(*everyone, matrices, first, jax.lax.axis_size("ep"))
     return jax.lax.psum_scatter(out_AD, "ep", scatter_dimension=0, tiled=True)
 
@@ -64,7 +75,7 @@ def gather(compute, x_AD, index_AK, weight_AK, matrices):
 def all_to_all(compute, x_AD, index_AK, weight_AK, matrices):
     """The same. Pairs of a token and an expert are sorted by expert, and so by device; buffers have room for the case
     that all pairs of the group go to one device, so that none is ever dropped."""
-    devices, own = jax.lax.axis_size("ep"), len(matrices[0])
+    devices, own = jax.lax.axis_size("ep"), matrices[0].shape[0]
     A, K = index_AK.shape
     expert_P = index_AK.reshape(-1)
     order_P = jnp.argsort(expert_P, stable=True)

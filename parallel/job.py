@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ..core import param
+from ..core.optim import Optimizer
 from . import context, rules
 from .mesh import AXES, BATCH, Layout
 
@@ -38,6 +39,7 @@ class Job:
       reads: of the batch's arrays those that a step reads, by name (..._BT or ..._BJ), and the bytes of one entry.
       scores: forward passes without gradients over the same tokens, before the step.
       reference: one of them is by other weights, which are held beside.
+      optim: as in a recipe's Config.
 
     Raises:
       ValueError: a remat policy that `KEPT` does not know; rows, length, heads or an axis of a weight that does not
@@ -60,6 +62,7 @@ class Job:
     reads: Mapping[str, int] = field(default_factory=dict)
     scores: int = 0
     reference: bool = False
+    optim: Optimizer = Optimizer()
 
     def __post_init__(self):
         if self.remat not in KEPT:

@@ -5,15 +5,18 @@ the backward pass is counted value by value: `job.KEPT` says which values a rema
 are.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core import logprobs
+import jax
+
+from ..core import logprobs, optim, param
 from ..core.param import Leaf
 from . import rules
 from .job import KEPT, Job, bytes_of, depth, matrix
 
-COUNTERS = 12  # i32: the step, Adam's count and the schedule's
+STEP = 4  # bytes of the count of steps
 WIDE = 4  # bytes of what is computed in fp32 whatever the compute dtype
 BLOCK = 1.25  # rows of grouped matmuls, padding included, per pair of a token and an expert
 GATES = {"gate": "ffn", "shared_gate": "shared_ffn"}  # gated MLPs that every token goes through, and their widths
@@ -24,7 +27,8 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      params, moments: fp32 masters, Adam's two moments and the counters.
+      params: fp32 masters.
+      moments: the optimiser's state: moments, averaged weights and counters, that of steps included.
       gradients: the sum over microbatches, and with several of them those of the one at work.
       reference: weights that only score.
       batch: of the batch's arrays those that a step reads, all microbatches.
@@ -55,10 +59,9 @@ class Memory:
 def memory(job: Job) -> Memory:
     """Of a device in a training step."""
     params = sum(job.held(leaf) * bytes_of(leaf) for leaf in job.leaves)
-    learnt = sum(job.held(leaf) * bytes_of(leaf) for leaf in job.leaves if leaf.param.trainable)
     return Memory(
         params=params,
-        moments=2 * learnt + COUNTERS,
+        moments=moments(job),
         gradients=params * (1 if job.microbatches == 1 else 2),
         reference=params if job.reference else 0,
         batch=batch(job),
@@ -66,6 +69,15 @@ def memory(job: Job) -> Memory:
         logits=logits(job),
         working=max(_layer(job), _head(job)),
     )
+
+
+def moments(job: Job) -> int:
+    """What training carries besides the weights: each array of the optimiser's state where the rules put it."""
+    optimizer = optim.make_optimizer(job.optim, job.table)
+    shapes = jax.eval_shape(optimizer.init, param.abstract(job.table))
+    where = rules.of_state(optimizer, job.table, job.mesh).opt_state
+    held = lambda x, its: math.prod(its.shard_shape(x.shape)) * x.dtype.itemsize
+    return STEP + sum(jax.tree.leaves(jax.tree.map(held, shapes, where)))
 
 
 def batch(job: Job) -> int:

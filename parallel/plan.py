@@ -20,7 +20,7 @@ FILLED = 0.7  # of a server's usable memory at most, by weights: the rest is for
 USABLE = 0.92  # of HBM: the rest is for the runtime and what allocation wastes
 HOST = 20e9  # bytes/s from a device to its host
 DISK = 2e9  # bytes/s to and from the folder of published weights
-UPDATE = 8  # passes over the weights in fp32 in an optimiser step: gradient (twice), weight and moments in and out
+UPDATE = 4  # passes over the fp32 weights in an optimiser step: gradient twice, weight in and out; over its state 2
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def memory_figures(job: Job, chip: Chip) -> list[Figure]:
     of = lambda name, value, exact, text: Figure("memory", name, value, "exact" if exact else "estimate", text)
     return [
         of("params_bytes", m.params, True, "fp32 weights"),
-        of("moments_bytes", m.moments, True, "Adam's two moments and counters"),
+        of("moments_bytes", m.moments, True, f"state of {job.optim.name}" + ", averaged weights" * (job.optim.ema > 0)),
         of("batch_bytes", m.batch, True, "of the batch, what the step reads"),
         of("argument_bytes", m.arguments, True, "these three: arguments of the compiled step"),
         of("gradients_bytes", m.gradients, True, "gradients" + (", summed and new" if job.microbatches > 1 else "")),
@@ -161,7 +161,8 @@ def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
     moving = work.transfers(job)
     waits = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if not t.overlaps)
     beside = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
-    update = UPDATE * memory.memory(job).params / (STREAM * chip.bandwidth)
+    m = memory.memory(job)
+    update = (UPDATE * m.params + 2 * m.moments) / (STREAM * chip.bandwidth)
     total = max(compute, beside) + waits + update
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [

@@ -36,6 +36,7 @@ class ShardingRules:
     experts: Axes = "ep"
     expert_embed: Axes = "fsdp"
     expert_ffn: Axes = "tp"
+    rank: Axes = None
 
     batch: Axes = meshes.BATCH
     seq: Axes = "cp"
@@ -91,12 +92,23 @@ def of_params(table: param.Table, mesh, rules: ShardingRules = RULES):
 
 
 def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, rules: ShardingRules = RULES):
-    """The shardings of a training State: moments lie where their weights lie, counters everywhere."""
+    """The shardings of a training State: moments lie where their weights lie, counters everywhere.
+
+    A moment that is a mean along an axis has size 1 there, and is not split; frozen weights have no moments.
+    """
     params, everywhere = of_params(table, mesh, rules), NamedSharding(mesh, PartitionSpec())
-    shapes = jax.eval_shape(optimizer.init, param.abstract(table))
+    left_out = lambda x: isinstance(x, optax.MaskedNode)
+
+    def one(moment, its):
+        if left_out(moment):
+            return moment
+        entries = [None if size == 1 else entry for size, entry in zip(moment.shape, its.spec, strict=False)]
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
     opt_state = optax.tree.map_params(
-        optimizer, lambda _, its: its, shapes, params, transform_non_params=lambda _: everywhere
-    )
+        optimizer, one, jax.eval_shape(optimizer.init, param.abstract(table)), params, is_leaf=left_out,
+        transform_non_params=lambda _: everywhere,
+    )  # fmt: skip
     return step.State(params, opt_state, everywhere)
 
 
@@ -111,7 +123,14 @@ def gather(weights: Mapping[str, jax.Array], params: Mapping[str, param.Param]):
     """The weights of one layer while it computes: gathered over fsdp and ep, split over tp; experts stay apart."""
     if meshes.size("fsdp", "ep") == 1:
         return weights
-    return {name: constrain(w, params[name].axes, GATHERED) for name, w in weights.items()}
+    return {name: _gathered(w, params[name].axes) for name, w in weights.items()}
+
+
+def _gathered(w, axes: str):
+    if not isinstance(w, param.Adapted):
+        return constrain(w, axes, GATHERED)
+    a, b = (" ".join(its) for its in param.factors(tuple(axes.split()), "rank"))
+    return dataclasses.replace(w, weight=_gathered(w.weight, axes), a=_gathered(w.a, a), b=_gathered(w.b, b))
 
 
 def explain(table: param.Table, mesh, rules: ShardingRules = RULES, dtype="float32") -> str:

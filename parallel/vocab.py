@@ -30,23 +30,28 @@ def take(table_VD, token_BT):
 
 
 @shaped
-def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chunk=None):
+def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chunk=None, beside=None, others=()):
     """As `core.logprobs.from_hidden`, for tokens in rows: (logp, entropy, logsumexp), each f32[B, T], and extras.
 
     Args:
       per_chunk: sees whole rows of logits, of one chunk at a time.
+      beside: pytree of [B, T, ...].
+      others: pairs (hidden_BTE, head_VE).
     """
 
-    def local(hidden_BTD, head_VD, target_BT, temperature_BT, axis=None):
-        B, T, D = hidden_BTD.shape
+    def local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others, axis=None):
+        B, T, _ = hidden_BTD.shape
+        flat = lambda x: x.reshape(B * T, *x.shape[2:])
         out = logprobs.from_hidden(
-            hidden_BTD.reshape(B * T, D), head_VD, target_BT.reshape(-1), temperature=temperature_BT.reshape(-1),
-            chunk=chunk, per_chunk=per_chunk, axis=axis,
+            flat(hidden_BTD), head_VD, flat(target_BT), temperature=flat(temperature_BT), chunk=chunk,
+            per_chunk=per_chunk, beside=jax.tree.map(flat, beside),
+            others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], axis=axis,
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
     if meshes.alone():
-        return local(hidden_BTD, head_VD, target_BT, temperature_BT)
+        return local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others)
     split = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
     each = rows()
-    return island(split, (each, TABLE, each, each), each)(hidden_BTD, head_VD, target_BT, temperature_BT)
+    specs = each, TABLE, each, each, each, ((each, TABLE),) * len(others)
+    return island(split, specs, each)(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others)

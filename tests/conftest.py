@@ -18,17 +18,32 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",  # else tokenizers warns in every forked child
 }.items():
     os.environ.setdefault(name, value)
+# Eight devices on two cores may be late to a collective: by default XLA aborts the process after 40 s.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ]
+)
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # JAX does not write its cache in one piece: none is shared
     os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
+# XLA's pool has a thread a device; where devices wait for each other in all of them, nothing is left to go on with.
+os.environ["NPROC"] = "32"  # read once, when the devices are made
 jax.config.update("jax_num_cpu_devices", 8)
+# As recipes do: no two programs wait for each other's devices.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+jax.devices()
+del os.environ["NPROC"]  # child processes have fewer devices
 
 # The same examples in every run, and no deadline: the first call of a jitted function compiles it.
 hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, database=None)

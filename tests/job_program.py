@@ -10,14 +10,14 @@ import numpy as np
 
 from areax import models
 from areax.adapters import hf, state
-from areax.core import optim, param, step
-from areax.core.losses import GRPO
+from areax.core import losses, optim, param, step
+from areax.models import lora
 from areax.parallel import follow, mesh, place, processes, rules
-from areax.recipes import common, grpo
+from areax.recipes import common, grpo, learner, trainer
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
-PLAIN = optim.AdamW(lr=1e4, b1=0.0, b2=0.0, eps=1e5)
+PLAIN = optim.Optimizer(lr=1e4, b1=0.0, b2=0.0, eps=1e5)
 
 
 def groups(seed: int) -> list:
@@ -33,16 +33,31 @@ def groups(seed: int) -> list:
     return [[one(g, 4 * g + i) for i in range(4)] for g in range(4)]
 
 
-def grpo_steps(model: str, layout: str, out: str) -> list[dict]:
+BESIDE = {  # what trains or speaks beside the policy
+    "reference": lambda model: dict(objective=losses.GRPO(advantage={"std": "none"}, kl={"coef": 0.1})),
+    "critic": lambda model: dict(
+        objective=losses.PPO(kl={"coef": 0.1, "target": 0.05}), critic=trainer.CriticOptions(optim=PLAIN)
+    ),
+    "teacher": lambda model: dict(objective=losses.GRPO(advantage={"std": "none", "teacher": 0.5}), teacher=model),
+    "adapters": lambda model: dict(
+        objective=losses.GRPO(advantage={"std": "none"}, kl={"coef": 0.1}), lora=lora.Lora(rank=4)
+    ),
+    "moving reference": lambda model: dict(
+        objective=losses.GRPO(advantage={"std": "none"}, kl={"coef": 0.1}), reference_every=1, reference_mix=0.5
+    ),
+}
+
+
+def grpo_steps(model: str, layout: str, out: str, beside: str = "reference") -> list[dict]:
     """Three steps on groups that process 0 alone has; writes the weights, and returns the metrics."""
     config = grpo.Config(
         model=model, data="", reward="", steps=3, groups=4, group_size=4, length=32, rows=4, minibatches=2,
-        objective=GRPO(std="none", kl_coef=0.1), optim=PLAIN, mesh=mesh.Layout(**json.loads(layout)),
+        optim=PLAIN, mesh=mesh.Layout(**json.loads(layout)), **BESIDE[beside](model),
     )  # fmt: skip
-    trainer = grpo.build(config)
+    learning = trainer.build(config)
     work = {
-        "advance": lambda its: grpo.advance(trainer, its),
-        "write": lambda: hf.save(out, trainer.settings, trainer.state.params),
+        "advance": lambda its: trainer.advance(learning, its),
+        "write": lambda: hf.save(out, learning.policy.settings, learner.weights(learning.policy)),
     }
     if jax.process_index() > 0:
         follow.follow(work)
@@ -58,7 +73,7 @@ def filled(model: str, layout: str):
     on = mesh.make(mesh.Layout(**json.loads(layout)))
     config = hf.read_config(model)
     table = models.table(config)
-    optimizer = optim.adamw(optim.AdamW(), table)
+    optimizer = optim.make_optimizer(optim.Optimizer(), table)
     shardings = rules.of_state(optimizer, table, on)
     shapes = jax.eval_shape(lambda: step.init(param.init(jax.random.key(0), table), optimizer))
 

@@ -56,9 +56,11 @@ LAYOUTS = {
 }  # fmt: skip
 SENT = {f"{name} all_to_all": LAYOUTS[name] for name in ("fsdp2 ep4", "ep8", "cp2 ep2 tp2")}  # of experts alone
 OBJECTIVES = {
-    "sft": losses.SFT(), "grpo": losses.GRPO(entropy_coef=0.01, std="none"),
+    "sft": losses.SFT(), "grpo": losses.GRPO(entropy={"coef": 0.01}, advantage={"std": "none"}),
     "balanced": balance.wrap(losses.SFT(), balance.Balance(load=0.1, z=0.01)),
-    "sequences": losses.GSPO(weight="geometric", weight_action="truncate", denominator="rollout", std="none"),
+    "sequences": losses.GSPO(
+        correction={"level": "geometric", "action": "truncate"}, denominator="rollout", advantage={"std": "none"}
+    ),
 }  # fmt: skip
 ROWS, LENGTH = 8, 48
 
@@ -125,7 +127,8 @@ def compare(got, wanted, start):
     assert report.keys() == expected.keys()
     for name, value in expected.items():
         if np.isscalar(value):
-            np.testing.assert_allclose(report[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+            # atol: some are differences of log-probabilities of size 4 to 8, each of them rounded to 5e-7
+            np.testing.assert_allclose(report[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
         else:
             assert report[name]["counts"] == value["counts"], name
     for (path, a), b, x in zip(

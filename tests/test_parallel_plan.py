@@ -40,7 +40,7 @@ FAMILIES = {
     | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
 }
 B, T = 8, 64
-ONE, SFT, RUN = mesh.Layout(), losses.SFT(), models.Run()
+ONE, SFT, RUN, ADAMW = mesh.Layout(), losses.SFT(), models.Run(), optim.Optimizer()
 
 
 @cache
@@ -55,9 +55,9 @@ def job(family, layout=ONE, rows=B, length=T, microbatches=1, **rest):
 
 
 @cache
-def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3):
+def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3, optimizer=ADAMW):
     settings = config(family, num_hidden_layers=layers)
-    return aot.compile(aot.Step(settings, objective, optim.AdamW(), run, layout, B, T, microbatches, slots=4))
+    return aot.compile(aot.Step(settings, objective, optimizer, run, layout, B, T, microbatches, slots=4))
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ def test_each_device_keeps_what_the_formula_says(layout, remat):
 PAIRS = [  # the last two with several microbatches, of which every array of the batch is an argument
     ("qwen3", mesh.Layout(fsdp=4, tp=2), losses.SFT(), 1),
     ("qwen2", mesh.Layout(fsdp=8), losses.GRPO(), 1),
-    ("qwen3_moe", mesh.Layout(fsdp=2, ep=4), losses.GRPO(kl_coef=0.1), 1),
-    ("llama", mesh.Layout(dp=2, cp=2, tp=2), losses.GRPO(entropy_coef=0.1), 1),
-    ("qwen2", mesh.Layout(dp=4, cp=2), losses.GRPO(proximal="behaviour"), 2),
+    ("qwen3_moe", mesh.Layout(fsdp=2, ep=4), losses.GRPO(kl={"coef": 0.1}), 1),
+    ("llama", mesh.Layout(dp=2, cp=2, tp=2), losses.GRPO(entropy={"coef": 0.1}), 1),
+    ("qwen2", mesh.Layout(dp=4, cp=2), losses.GRPO(correction={"proximal": "behaviour"}), 2),
     ("qwen3_moe", mesh.Layout(cp=2, ep=2, tp=2), losses.SFT(), 3),
 ]
 ARGUMENTS = [pytest.param(*pair, marks=[pytest.mark.mesh] * (i > 1)) for i, pair in enumerate(PAIRS)]
@@ -125,10 +125,27 @@ ARGUMENTS = [pytest.param(*pair, marks=[pytest.mark.mesh] * (i > 1)) for i, pair
 
 @pytest.mark.parametrize("family, layout, objective, microbatches", ARGUMENTS)
 def test_argument_bytes_are_those_of_the_compiled_step(family, layout, objective, microbatches):
-    spec = aot.Step(config(family), objective, optim.AdamW(), models.Run(), layout, B, T, microbatches, slots=4)
+    spec = aot.Step(config(family), objective, ADAMW, models.Run(), layout, B, T, microbatches, slots=4)
     formula = memory.memory(job(family, layout, microbatches=microbatches, slots=4, reads=aot.reads(spec)))
     analysis = compiled(family, layout, objective, microbatches=microbatches).memory_analysis()
     assert formula.arguments == analysis.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("optimizer", [optim.Optimizer("muon"), optim.Optimizer("adafactor", ema=0.9)])
+def test_argument_bytes_of_other_optimisers_are_those_of_the_compiled_step(optimizer):
+    layout, one = mesh.Layout(fsdp=4, tp=2), config("qwen3", num_hidden_layers=1)
+    spec = aot.Step(one, SFT, optimizer, RUN, layout, B, T, 1, slots=4)
+    formula = memory.memory(job("qwen3", layout, config=one, slots=4, reads=aot.reads(spec), optim=optimizer))
+    analysis = compiled("qwen3", layout, layers=1, optimizer=optimizer).memory_analysis()
+    assert formula.arguments == analysis.argument_size_in_bytes
+
+
+def test_moments_and_averages_take_what_their_shapes_say():
+    held = lambda *args, **rest: memory.memory(job("qwen3", optim=optim.Optimizer(*args, **rest)))
+    weights = held().params
+    assert held().moments == 2 * weights + 12 and held(ema=0.9).moments == 3 * weights + 12
+    assert held("lion").moments == weights + 12 and held("sgd").moments == weights + 8
+    assert held("sgd", momentum=0.0).moments == 8 and held("adafactor").moments < weights / 4
 
 
 def test_logits_are_kept_by_the_rule_of_the_score():

@@ -19,7 +19,7 @@ HF = dict(
 )  # fmt: skip
 CONFIG = models.config_from_hf(HF)
 TABLE = models.table(CONFIG)
-OPTIMIZER = optim.adamw(optim.AdamW(weight_decay=0.1), TABLE)
+OPTIMIZER = optim.make_optimizer(optim.Optimizer(weight_decay=0.1), TABLE)
 FSDP8, DP2_TP4 = mesh.Layout(fsdp=8), mesh.Layout(dp=2, tp=4)
 
 
