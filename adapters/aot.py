@@ -38,7 +38,7 @@ class Step:
 
     config: Any
     objective: Any
-    optim: optim.AdamW
+    optim: optim.Optimizer
     run: models.Run
     layout: meshes.Layout
     rows: int
@@ -57,7 +57,7 @@ def abstract_batch(spec: Step) -> Batch:
 
     batch = jax.tree_util.tree_map_with_path(shape, packed)
     score = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
-    if getattr(spec.objective, "kl_coef", 0):
+    if getattr(spec.objective, "needs_reference", False):
         batch = batch.replace(ref_BT=score)
     return jax.eval_shape(spec.objective.prepare, batch, models.Scores(score, score, score))
 
@@ -107,7 +107,7 @@ def _compile(spec: Step) -> dict:
 def compile(spec: Step):
     """The compiled `step(state, batch)`, for devices of this process."""
     table = models.table(spec.config)
-    optimizer = optim.adamw(spec.optim, table)
+    optimizer = optim.make_optimizer(spec.optim, table)
     on = meshes.make(spec.layout)
     placed = functools.partial(jax.tree.map, lambda x, its: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=its))
     with jax.set_mesh(on):

@@ -14,11 +14,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-RECIPES = ("sft", "grpo")
+RECIPES = ("sft", "grpo", "preference", "distill")
 
 
 def train(recipe: str, *options: str) -> int:
-    """Train by a recipe: sft, grpo, an algorithm such as dapo (grpo with that objective), or a file of one's own.
+    """Train by a recipe: sft, grpo, preference, distill, an algorithm such as dapo or dpo (grpo or preference with that
+    objective), or a file of one's own.
 
     A file needs a `Config` dataclass and `main(config)`.
     """
@@ -57,9 +58,11 @@ def _given(config: type, settings: dict, required: Callable):
 
 
 def _algorithms() -> dict:
+    """{name: (its recipe, its objective's preset)}."""
     from ..core import losses
 
-    return {name.lower(): preset for name, preset in losses.POLICIES.items()}
+    recipes: dict[str, dict] = {"grpo": losses.POLICIES, "preference": losses.PREFERENCES}
+    return {name.lower(): (recipe, preset) for recipe, its in recipes.items() for name, preset in its.items()}
 
 
 def _recipe(recipe: str, command: str):
@@ -72,7 +75,8 @@ def _recipe(recipe: str, command: str):
     elif recipe.endswith(".py"):
         module = names.module(recipe)
     elif recipe in (algorithms := _algorithms()):
-        module, settings = importlib.import_module("areax.recipes.grpo"), {"objective": algorithms[recipe]()}
+        its, preset = algorithms[recipe]
+        module, settings = importlib.import_module(f"areax.recipes.{its}"), {"objective": preset()}
     else:
         known = [*RECIPES, *(name for name in algorithms if name not in RECIPES)]
         near = difflib.get_close_matches(recipe, known, 1)
@@ -178,6 +182,25 @@ def report(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"
     return 0
 
 
+def new(
+    kind: Annotated[Literal["workflow", "reward", "dataset", "recipe"], tyro.conf.Positional],
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
+    out: str = ".",
+) -> int:
+    """Write a workflow, a reward, a data set or a recipe that works, and its test: areax new reward my_reward.
+
+    Args:
+      kind: what NAME.py is to be.
+      name: of the file; a workflow and a reward have it too.
+      out: the folder for NAME.py and test_NAME.py.
+    """
+    from . import new
+
+    files, commands = new.new(kind, name, out)
+    print(*(f"wrote {file}" for file in files), "try:", *(f"  {command}" for command in commands), sep="\n")
+    return 0
+
+
 def launch(*options: str) -> int:
     """Run several processes of one command on this machine: areax launch --processes 4 -- train sft ..."""
     from . import launch
@@ -190,7 +213,7 @@ def launch(*options: str) -> int:
 
 
 COMMANDS: dict[str, Callable] = {
-    f.__name__: f for f in (train, plan, demo, serve, convert, check, eval, report, launch)
+    f.__name__: f for f in (train, plan, demo, serve, convert, check, eval, report, new, launch)
 }
 FORWARDING = (train, plan, demo, eval, launch)  # these parse their options by the recipe's own Config
 
@@ -254,14 +277,16 @@ def _parse(target, arguments, prog: str, given=None):
     except SystemExit as exit:
         if not exit.code:
             raise
-        raise ValueError(_one_line(said.getvalue(), arguments, _help(target, prog), prog)) from None
+        raise ValueError(_one_line(said.getvalue(), arguments, _help(target, prog, given), prog)) from None
     return values() if callable(values) else values
 
 
 def _quietly(target, arguments, prog, given=None):
     """The parsed Config, or for a command a call that is yet to be made (so that its own output is not caught)."""
     if isinstance(target, type):
-        return tyro.cli(target, args=list(arguments), prog=prog, **({} if given is None else {"default": given}))
+        # Of a choice of dataclasses the default says which it is.
+        plain = {"config": (tyro.conf.AvoidSubcommands,), **({} if given is None else {"default": given})}
+        return tyro.cli(target, args=list(arguments), prog=prog, **plain)
     call: dict = {}
 
     def keep(**kwargs):
@@ -273,10 +298,10 @@ def _quietly(target, arguments, prog, given=None):
     return lambda: target(**call)
 
 
-def _help(target, prog: str) -> str:
+def _help(target, prog: str, given=None) -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        _quietly(target, ["--help"], prog)
+        _quietly(target, ["--help"], prog, given)
     return text.getvalue()
 
 

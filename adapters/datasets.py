@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
+COMPRESSED = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
+SUFFIXES = (".jsonl", *COMPRESSED, ".json", ".parquet")
 
 
 def rows(source: str | Path, *, split: str = "train", limit: int | None = None) -> list[dict]:
     """The rows of a data set as plain dicts, in their order; at most the first `limit`.
 
     Args:
-      source: a .jsonl, .json (a list of objects) or .parquet file; a folder; or the hub's
-        `owner/name`, `name` or `owner/name:configuration`.
+      source: a .jsonl (also .jsonl.gz, .jsonl.zst), .json (a list of objects) or .parquet file; a folder of them,
+        or one that `save_to_disk` of `datasets` wrote; or the hub's `owner/name`, `owner/name:configuration` or
+        `owner/name:configuration:split`.
       split: in a folder, at any depth, the file `train.jsonl` (.json, .parquet) or the shards
-        `train-00000-of-00002.parquet`; on the hub the split of that name; without meaning for a file.
+        `train-00000-of-00002.parquet`; on the hub the split of that name, unless the source names one; without
+        meaning for a file.
+      limit: no more than these are read; a data set on the hub is then streamed instead of downloaded.
 
     Raises:
       ValueError: nothing is there, nothing is in it, or a line cannot be read; in one line.
@@ -28,16 +34,22 @@ def rows(source: str | Path, *, split: str = "train", limit: int | None = None) 
     path = Path(source).expanduser()
     if path.is_file():
         found = _read(path)
+    elif any((path / name).is_file() for name in SAVED):
+        found = _saved(path, split)
     elif path.is_dir():
         found = itertools.chain.from_iterable(map(_read, _files(path, split)))
     elif isinstance(source, Path) or _means_a_file(str(source)):
         raise ValueError(f"datasets.rows: no such file or folder, got {source}")
     else:
-        found = iter(_hub(str(source), split, limit))
+        found = _hub(str(source), split, limit)
     result = list(itertools.islice(found, limit))
     if not result:
         raise ValueError(f"datasets.rows: the data set is empty, got {source}")
     return result
+
+
+def _suffix(file):
+    return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")
 
 
 def _means_a_file(source):
@@ -50,17 +62,17 @@ def _files(folder, split):
     every = [
         file
         for file in sorted(folder.rglob("*"))
-        if file.suffix in SUFFIXES and not any(p.startswith(".") for p in file.relative_to(folder).parts)
+        if _suffix(file) and not any(p.startswith(".") for p in file.relative_to(folder).parts)
     ]
-    named = re.compile(rf"{re.escape(split)}(-\d[^.]*)?\.\w+")
-    files = [file for file in every if named.fullmatch(file.name)]
+    named = re.compile(rf"{re.escape(split)}(-\d[^.]*)?")
+    files = [file for file in every if named.fullmatch(file.name.removesuffix(_suffix(file)))]
     if not files:
         shown = ", ".join(str(file.relative_to(folder)) for file in every[:8]) or "none"
         raise ValueError(
             f"datasets.rows: no {split}.jsonl, .json or .parquet in the folder {folder}; "
             f"name one of its files or another split (files there: {shown})"
         )
-    if len({(file.parent, file.suffix) for file in files}) > 1:
+    if len({(file.parent, _suffix(file)) for file in files}) > 1:
         shown = ", ".join(str(file) for file in files[:8])
         raise ValueError(
             f"datasets.rows: split {split} must lie in one folder, in files of one kind, got {shown}; "
@@ -71,20 +83,32 @@ def _files(folder, split):
 
 def _read(file) -> Iterator[dict]:
     """The rows of one file, one after the other."""
-    if file.suffix == ".parquet":
+    suffix = _suffix(file)
+    if suffix == ".parquet":
         return _parquet(file)
-    if file.suffix == ".json":
+    if suffix == ".json":
         return _json(file)
-    if file.suffix == ".jsonl":
-        return _jsonl(file)
-    raise ValueError(f"datasets.rows: a file must end in .jsonl, .json or .parquet, got {file}")
+    if suffix in COMPRESSED:
+        return _compressed(file, COMPRESSED[suffix])
+    if suffix == ".jsonl":
+        return _jsonl(file, file.open("rb"))
+    raise ValueError(f"datasets.rows: a file must end in {', '.join(SUFFIXES)}, got {file}")
 
 
-def _jsonl(file):
-    with file.open("rb") as lines:  # bytes: a line ends at \n alone, and U+2028 in a text is none
+def _jsonl(file, opened):
+    with opened as lines:  # bytes: a line ends at \n alone, and U+2028 in a text is none
         for count, line in enumerate(lines, 1):
             if line.strip():
                 yield _object(_parse(line.strip(), f"{file}:{count}"), f"{file}:{count}")
+
+
+def _compressed(file, how):
+    import pyarrow  # notices a stream that was cut off, which zstandard takes for its end
+
+    try:
+        yield from _jsonl(file, io.BufferedReader(pyarrow.input_stream(str(file), compression=how)))
+    except OSError as error:
+        raise ValueError(f"{file}: damaged or half-written: {_line(error)}") from None
 
 
 def _json(file):
@@ -123,13 +147,28 @@ def _parquet(file):
         raise ValueError(f"{file}: not a readable Parquet file: {_line(error)}") from None
 
 
-def _hub(source, split, limit):
+def _saved(folder, split) -> Iterator[dict]:
     import datasets
 
-    name, _, configuration = source.partition(":")
-    taken = split if limit is None else f"{split}[:{limit}]"
+    found = datasets.load_from_disk(folder)
+    if isinstance(found, dict) and split not in found:
+        raise ValueError(
+            f"datasets.rows: {folder} must hold a split {split}, got {', '.join(found)}; name a folder in it"
+        )
+    return iter(found[split] if isinstance(found, dict) else found)
+
+
+def _hub(source, split, limit) -> Iterator[dict]:
+    import datasets
+
+    parts = source.split(":")
+    if len(parts) > 3:
+        raise ValueError(f"datasets.rows: the hub's names are owner/name:configuration:split, got {source}")
+    name, configuration, own = (parts + ["", ""])[:3]
+    split = own or split
     try:
-        return datasets.load_dataset(name, configuration or None, split=taken)
+        found = datasets.load_dataset(name, configuration or None, split=split, streaming=limit is not None)
+        return iter(found) if limit is None else iter(list(itertools.islice(found, limit)))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"datasets.rows: neither a file here nor a data set on the hub, got {source} "

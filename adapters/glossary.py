@@ -52,6 +52,18 @@ CHARTS = (
         "Mean -log probability of the tokens to imitate, in nats a token. Lower is better.", zero=True,
     ),
     Chart(
+        "Learning", "Preferences", ("preference_accuracy", "heldout_preference_accuracy"),
+        "Share of pairs in which the chosen side scores higher than the rejected one.", y_range=(0, 1),
+    ),
+    Chart(
+        "Learning", "Chosen and rejected", ("reward_chosen", "reward_rejected", "margin"),
+        "What either side scores: beta log(policy / reference), or a reward model's score; and the difference.",
+    ),
+    Chart(
+        "Learning", "Divergence", ("divergence", "heldout_divergence"),
+        "Of the student from its teacher, nats a token. It should fall.", zero=True,
+    ),
+    Chart(
         "Learning", "Entropy", ("entropy", "heldout_entropy"),
         "Nats of uncertainty a token: 0 = always the same answer. A fast fall means exploration ends.",
         zero=True,
@@ -96,7 +108,7 @@ CHARTS = (
     ),
     Chart(
         "Agreement", "Dropped tokens", ("dropped_fraction",),
-        "Share of tokens left out because their importance weight lay outside its bounds.", zero=True,
+        "Share of tokens that the correction leaves out, by the bounds of their weight or by a mask.", zero=True,
     ),
     Chart(
         "Agreement", "Unusable tokens", ("unusable_fraction",),
@@ -138,6 +150,54 @@ CHARTS = (
         "Mean |advantage| of a token: how strongly it is pushed. 0 = nothing left to learn.", zero=True,
     ),
     Chart(
+        "Learning", "Spread of the entropy", ("entropy_p10", "entropy_p90"),
+        "Nats of uncertainty below which a tenth, and nine tenths, of the tokens lie.", zero=True,
+    ),
+    Chart(
+        "Learning", "Entropy by advantage", ("entropy_positive", "entropy_negative"),
+        "Nats of uncertainty of the tokens that are pushed up, and of those that are pushed down.", zero=True,
+    ),
+    Chart(
+        "Learning", "Solved at all", ("solved_any",),
+        "Share of prompts for which some answer got a reward: what there is to learn from.", y_range=(0, 1),
+    ),
+    Chart(
+        "Learning", "Odd answers", ("repetition", "empty", "aborted", "unscorable"),
+        "Share that repeats itself, is empty, was aborted, or could not be marked.", zero=True,
+    ),
+    Chart(
+        "Learning", "Length and reward", ("length_reward_correlation",),
+        "Correlation over the answers of a step. A drift means that length itself is rewarded.", y_range=(-1, 1),
+    ),
+    Chart(
+        "Agreement", "Probability error", ("prob_error",),
+        "Mean of exp |trainer - sampler log-probability|. 1 = they agree; above 1.05 look for a bug.",
+    ),
+    Chart(
+        "Agreement", "Correlation of probabilities", ("prob_pearson",),
+        "Trainer's against sampler's probabilities of the sampled tokens. Below 0.99 look for a bug.",
+    ),
+    Chart(
+        "Agreement", "Effective sample size", ("ess",),
+        "(sum w)^2 / (n sum w^2) of the importance weights: 1 = all tokens weigh the same.", y_range=(0, 1),
+    ),
+    Chart(
+        "Agreement", "Perplexity ratio", ("perplexity_ratio",),
+        "exp of the mean log (trainer / sampler). 1 = they agree on average.",
+    ),
+    Chart(
+        "Optimiser", "Relative update", ("update_ratio", "critic_update_ratio"),
+        "Length of the update over that of the weights.", log=True,
+    ),
+    Chart(
+        "Optimiser", "Critic", ("explained_variance",),
+        "Share of the variance of the returns that the critic explains. Below 0 it does harm.",
+    ),
+    Chart(
+        "Optimiser", "Error of values", ("value_error", "critic_loss"),
+        "Squared error of the critic, in squared units of reward.", zero=True,
+    ),
+    Chart(
         "Experts", "Load", ("expert_load", "expert_load_max"),
         "Choices of the most used expert of a layer over the mean expert's: 1 = all are used alike. "
         "The mean over layers, and the worst layer.", zero=True,
@@ -157,7 +217,7 @@ CHARTS = (
         zero=True,
     ),
     Chart(
-        "Asynchrony", "Policy version", ("version", "server_version", "version_oldest"),
+        "Asynchrony", "Policy version", ("version", "server_version"),
         "Batches consumed so far; what the server holds should follow at once.",
     ),
     Chart(
@@ -176,48 +236,129 @@ CHARTS = (
 )  # fmt: skip
 
 METRICS = {
+    "aborted": "share of answers that ended by a fault or an abort of the server",
     "accuracy": "share of held-out problems answered correctly, greedy decoding",
     "accuracy_sampled": "the same with answers sampled at the training temperature",
     "advantage": "mean |advantage| of a token: how far a reward lies from its group's mean",
     "balance_load": "E sum f P of a layer's experts, before its coefficient; experts a token = all are used alike",
     "balance_z": "squared log-sum-exp of a router's logits, before its coefficient",
+    "bounded_fraction": "share of tokens whose importance weight lay outside its bounds and was cut or masked",
+    "chi2_sequence": "mean squared importance weight of whole sequences, less 1; grows with staleness",
+    "chi2_token": "mean squared importance weight of a token, less 1; grows with staleness",
     "clip_fraction": "share of tokens outside the clip range, which get no gradient",
-    "dropped_fraction": "share of tokens whose importance weight lay outside its bounds, which get no gradient",
+    "clip_high_fraction": "of all tokens those of positive advantage that are clipped",
+    "clip_low_fraction": "of all tokens those of negative advantage that are clipped",
+    "critic_grad_norm": "length of the critic's gradient, before clipping",
+    "critic_loss": "the critic's objective: half the squared error of values, clipped",
+    "critic_skipped": "1 if the critic's update was left out because its gradient was not finite",
+    "critic_update_ratio": "length of the critic's update over that of its weights",
+    "divergence": "divergence of the student's next-token distribution from the teacher's, nats",
+    "dropped_fraction": "share of tokens that the correction leaves out, by bounds or masks; they get no gradient",
+    "dropped_sequences": "share of sequences of which the correction leaves no token",
+    "dual_clip_fraction": "share of tokens of negative advantage whose gain the second clip bounds",
+    "empty": "share of answers of no token but the end",
     "entropy": "uncertainty of the next token, nats; 0 = certain",
+    "entropy_negative": "the same over tokens of negative advantage",
+    "entropy_p10": "a tenth of the tokens has less uncertainty than this, nats",
+    "entropy_p90": "a tenth of the tokens has more uncertainty than this, nats",
+    "entropy_positive": "the same over tokens of positive advantage",
+    "ess": "effective sample size: (sum w)^2 / (n sum w^2) of the importance weights; 1 = all weigh the same",
+    "evaluate_s": "seconds that an evaluation took, beside the step",
     "expert_idle": "share of a layer's experts that no token chose",
     "expert_load": "choices of a layer's most used expert over the mean expert's; 1 = all are used alike",
+    "explained_variance": "share of the returns' variance that the critic's values explain",
     "grad_norm": "length of the gradient over all parameters, before clipping",
-    "evaluate_s": "seconds that an evaluation took, beside the step",
     "groups": "prompt groups in the batch",
+    "groups_that_teach": "prompt groups whose rewards differ",
     "importance_weight": "proximal / sampled probability of a token; 1 = fresh and in agreement",
     "kl": "estimated KL divergence from the reference model, nats a token",
+    "kl_baseline": "KTO's estimate of how far the policy is from the reference, nats a completion",
+    "kl_coef": "coefficient of the divergence from the reference, where it moves",
+    "kl_k1": "mean log (policy / reference) of a token, nats: unbiased, noisy",
+    "kl_k3": "r - 1 - log r, r = reference / policy: unbiased, never negative",
     "learning_rate": "step size given to the optimiser",
+    "left_out": "share of sequences that teach nothing: no partner, nothing to learn, a reference not finite",
     "length": "tokens the policy sampled for one answer",
-    "max_logp_diff": "largest |trainer - sampler| log-probability of a token of the current version, nats",
+    "length_p50": "median of the tokens sampled for one answer",
+    "length_p90": "a tenth of the answers is longer",
+    "length_reward_correlation": "correlation of an answer's length and reward; a drift is a bias of length",
+    "logp_chosen": "log-probability of a chosen completion, nats",
+    "logp_diff": "|trainer - sampler| log-probability of a token before the update, staleness included, nats",
+    "logp_rejected": "log-probability of a rejected completion, nats",
     "loss": "the objective that the update lowers",
+    "margin": "how much higher the chosen side of a pair scores",
+    "max_logp_diff": "largest |trainer - sampler| log-probability of a token of the current version, nats",
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
     "mismatch_k3_now": "the same over tokens of the current version alone: rounding, and nothing else",
     "nll": "-log probability of a token to imitate, nats",
+    "partial": "share of answers whose tokens come from several versions",
+    "perplexity_ratio": "exp of the mean log (trainer / sampler) of a token",
+    "ppo_kl": "mean log (proximal / new policy) of a token: exactly 0 at the first update on a batch",
+    "preference": "the loss of a pair's two scores, before its coefficient",
+    "preference_accuracy": "share of pairs in which the chosen side scores higher",
+    "prob_diff": "|trainer - sampler| probability of a token before the update",
+    "prob_error": "mean of exp |trainer - sampler log-probability|: 1 = they agree",
+    "prob_pearson": "correlation of the trainer's and the sampler's probabilities of tokens",
     "push_load_s": "seconds that the server took to load the new weights",
     "push_pause_s": "seconds that generation stood still for new weights",
     "push_s": "seconds of a push of weights, writing included, beside the step",
     "ratio": "new / proximal probability of a token; 1 before the first update on a batch",
+    "ratio_min": "smallest new / proximal probability of a token",
+    "refused": "groups of the step that were generated but not trained on, such as those of equal rewards",
+    "repetition": "share of runs of four tokens that stood in the same answer before",
+    "return": "what a critic learns: advantage + value of a token",
     "reward": "reward of the samples of the step",
+    "reward_chosen": "score of the chosen side: beta log(policy / reference), or a reward model's",
+    "reward_rejected": "score of the rejected side",
     "reward_std": "standard deviation of the reward over the samples of the step",
     "rollout_tokens_per_second": "tokens generated a second of wall time",
     "rows": "problems that the evaluation answered",
     "samples": "samples in the batch",
+    "score": "a reward model's score, of both sides",
     "server_version": "policy version that the server reported",
     "skipped": "1 if the update was left out because its gradient was not finite",
     "solved_all": "share of prompts for which every answer got the best reward",
+    "solved_any": "share of prompts for which some answer got a reward: pass@k of the group's size",
     "solved_none": "share of prompts for which no answer got a reward",
     "staleness": "trainer's version minus the version that sampled a token, in batches",
+    "staleness_span": "most versions between two tokens of one answer",
     "tokens": "tokens learnt from in the step",
     "tokens_per_second": "tokens learnt from a second of wall time",
-    "unusable_fraction": "share of sampled tokens whose log-probability was not finite, which teach nothing",
     "truncated": "share of answers cut off at the length limit",
+    "unscorable": "share of answers without a reward, which teach nothing",
+    "unusable_fraction": "share of sampled tokens whose log-probability was not finite, which teach nothing",
+    "unusable_teacher": "share of tokens of which the teacher's numbers are not finite, which it does not teach",
+    "update_ratio": "length of the update over that of the weights",
+    "value": "what the critic expects at a token, in units of reward",
+    "value_clip_fraction": "share of tokens whose value moved beyond the critic's clip",
+    "value_error": "squared error of the critic's value at a token",
     "version": "policy version: batches consumed so far",
-    "version_oldest": "oldest version among the tokens of the batch",
+}
+
+# Where a value deserves a look: (below, above). Bounds on agreement are those that other systems gate releases with:
+# prob_error and prob_pearson NeMo RL and verl, logp_diff slime, mismatch_k3_now prime-rl.
+ALARMS = {
+    "aborted": (None, 0.05),
+    "bounded_fraction": (None, 0.1),
+    "clip_fraction": (None, 0.2),
+    "critic_skipped": (None, 0),
+    "dropped_fraction": (None, 0.2),
+    "dropped_sequences": (None, 0.2),
+    "empty": (None, 0.05),
+    "entropy": (0.01, None),
+    "ess": (0.5, None),
+    "explained_variance": (0, None),
+    "logp_diff": (None, 0.1),
+    "mismatch_k3_now": (None, 0.001),
+    "perplexity_ratio": (0.9, 1.1),
+    "prob_error": (None, 1.05),
+    "prob_pearson": (0.99, None),
+    "ratio": (0.9, 1.1),
+    "repetition": (None, 0.3),
+    "skipped": (None, 0),
+    "truncated": (None, 0.3),
+    "unscorable": (None, 0.05),
+    "unusable_fraction": (None, 0),
 }
 
 PHASES = {
@@ -267,6 +408,8 @@ def meaning(name: str) -> str:
     base = name.removesuffix("_max")
     if base in METRICS and base != name:
         return f"largest single value of: {METRICS[base]}"
+    if name.startswith("reward_"):
+        return f"mean of the part of the reward called {name.removeprefix('reward_')}"
     if name.startswith("heldout_"):
         return f"over rows never trained on: {meaning(name.removeprefix('heldout_'))}"
     if name == "time_step":
@@ -275,6 +418,21 @@ def meaning(name: str) -> str:
     if phase != name:
         return f"seconds: {PHASES[phase][1]}" if phase in PHASES else f"seconds spent on {label(phase)}"
     return "logged by the recipe under this name"
+
+
+def alarm(name: str, value: float) -> str:
+    """In words, on which side of its bounds a value lies: "below 0.5", "above 0.1", or ""."""
+    below, above = ALARMS.get(name, (None, None))
+    if below is not None and value < below:
+        return f"below {below:g}"
+    return f"above {above:g}" if above is not None and value > above else ""
+
+
+def healthy(name: str) -> str:
+    """The bounds of `ALARMS` in words, or ""."""
+    below, above = ALARMS.get(name, (None, None))
+    bounds = ("from", below), ("to", above)
+    return " ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
 
 def result(name: str) -> str:

@@ -57,13 +57,13 @@ def read_config(path: str | os.PathLike):
         raise ValueError(f"{path}: a checkpoint must be a directory, got a file; name the one that holds config.json")
     if not (path / "config.json").is_file():
         raise ValueError(f"{path}: a checkpoint needs config.json, which is missing; is it another directory?")
-    hf = _read_json(path / "config.json")
+    hf = read_json(path / "config.json")
     try:
         config = models.config_from_hf(hf)
     except ValueError as error:
         raise ValueError(f"{path}/{error}") from error
     if (path / "generation_config.json").is_file():
-        eos = _read_json(path / "generation_config.json").get("eos_token_id")
+        eos = read_json(path / "generation_config.json").get("eos_token_id")
         eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
         config = dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *eos))))
     return config
@@ -108,43 +108,46 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
         _check_tied(tensors["lm_head.weight"], tensors[keys["embed"][0]], where)
         unexpected.remove("lm_head.weight")
     if missing or unexpected:
-        raise ValueError(f"{where}: {_complaint(missing, unexpected)}")
+        raise ValueError(f"{where}: {complaint(missing, unexpected)}")
     for leaf in _leaves(tree):
         for key in keys[leaf.path] if leaf.path not in drawn else ():
-            _check_tensor(key, tensors[key], leaf, where)
+            check_tensor(key, tensors[key], leaf, where)
     shardings = () if mesh is None else (rules.of_params(table, mesh),)
 
     def fill(leaf, sharding=None):
         if leaf.path in drawn:
             one = param.Table({leaf.path: leaf.param}, (), table.dims)
             return jax.jit(lambda: param.init(jax.random.key(0), one)[leaf.path], out_shardings=sharding)()
-        parts = dict(zip(leaf.keys(prefix), (tensors[key] for key in keys[leaf.path]), strict=True))
-        wanted = leaf.param.dtype or dtype or np.result_type(*parts.values())
-        apart = len(leaf.apart)
-
-        @functools.cache  # devices that hold the same part share it
-        def part(*index):
-            cut = tuple(slice(*bounds) for bounds in index)
-            shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
-            # One entry off the alignment at which JAX would adopt numpy's memory, which it could not donate to a step.
-            host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
-            for at in np.ndindex(*shape[:apart]):
-                tensor = parts[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
-                host[at] = tensor[cut[apart:]]
-                safetensors.forget(tensor)
-            return host
-
-        if sharding is None:
-            return jax.device_put(part(*[(0, size) for size in leaf.shape])).block_until_ready()
-        bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
-        return jax.make_array_from_callback(
-            leaf.shape, sharding, lambda index: part(*bounds(index))
-        ).block_until_ready()
+        return place(leaf, [tensors[key] for key in keys[leaf.path]], dtype, sharding)
 
     params = param.tree_map(fill, table, *shardings)
     if drawn or scored:  # a backbone with a head is bare no longer
         config = dataclasses.replace(config, prefix="model.")
     return config, params
+
+
+def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
+    """The array of a leaf from its tensors, in the order of its keys: each device reads the part that is its own."""
+    parts = dict(zip(np.ndindex(*leaf.apart), tensors, strict=True))
+    wanted = leaf.param.dtype or dtype or np.result_type(*tensors)
+    apart = len(leaf.apart)
+
+    @functools.cache  # devices that hold the same part share it
+    def part(*index):
+        cut = tuple(slice(*bounds) for bounds in index)
+        shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
+        # One entry off the alignment at which JAX would adopt numpy's memory, which it could not donate to a step.
+        host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
+        for at in np.ndindex(*shape[:apart]):
+            tensor = parts[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
+            host[at] = tensor[cut[apart:]]
+            safetensors.forget(tensor)
+        return host
+
+    if sharding is None:
+        return jax.device_put(part(*[(0, size) for size in leaf.shape])).block_until_ready()
+    bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: part(*bounds(index))).block_until_ready()
 
 
 def verify(path: str | os.PathLike) -> dict | None:
@@ -156,7 +159,7 @@ def verify(path: str | os.PathLike) -> dict | None:
     path = Path(path)
     if not (path / MANIFEST).is_file():
         return None
-    manifest = _read_json(path / MANIFEST)
+    manifest = read_json(path / MANIFEST)
     wanted, tensors = manifest.get("tensors", {}), safetensors.read(path)
     if wanted.keys() != tensors.keys():
         names = sorted(wanted.keys() ^ tensors.keys())
@@ -181,7 +184,7 @@ def save(
     bytes, tensors: {name: {dtype, shape, xxh3_128}}}`; its base is null, the tensors being complete.
 
     Args:
-      params: jax or numpy arrays (`host_copy`).
+      params: jax or numpy arrays (`host_copy`); a `param.Adapted` is merged when its turn comes.
       dtype: of the tensors; None = that of the checkpoint the model came from, or else of the parameters.
       base: a checkpoint directory whose tokenizer and generation settings are taken over.
       tokenizer: a tokenizer of transformers to save instead.
@@ -206,7 +209,7 @@ def save(
         generation: dict = {}
         if base is not None:
             if (Path(base) / "generation_config.json").is_file():
-                generation = _read_json(Path(base) / "generation_config.json")
+                generation = read_json(Path(base) / "generation_config.json")
             for name in TOKENIZER_FILES if tokenizer is None else ():
                 if (Path(base) / name).is_file():
                     shutil.copyfile(Path(base) / name, directory / name)
@@ -237,6 +240,7 @@ def write_published(
 
 def host_copy(config, params, dtype=None):
     """The parameters as numpy arrays in the dtype that `save` would write: the originals may be donated afterwards.
+    What is a `param.Adapted` among them comes out merged.
 
     Of several processes all call it, as `save`; process 0 gets the arrays, the others a tree of None.
     """
@@ -258,18 +262,23 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
     Raises:
       ValueError: parameters that do not fit the config, by name.
     """
-    table = models.table(config)
+    return tensors_of(models.table(config), config.prefix, params, dtype)
+
+
+def tensors_of(table: param.Table, prefix: str, params, dtype):
+    """`to_tensors` of any table."""
     leaves = _leaves(param.leaves(table))
-    found = {keystr(path, simple=True, separator="."): x for path, x in tree_leaves_with_path(params)}
+    whole = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.Adapted))
+    found = {keystr(path, simple=True, separator="."): x for path, x in whole}
     paths = [leaf.path for leaf in leaves]
     missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
     if missing or unexpected:
-        raise ValueError(f"save: the parameters must fit the config, got {_complaint(missing, unexpected)}")
+        raise ValueError(f"save: the parameters must fit the config, got {complaint(missing, unexpected)}")
     specs = {}
     for leaf in leaves:
         if tuple(found[leaf.path].shape) != leaf.shape:
             raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
-        for spelt in leaf.keys(config.prefix).values():
+        for spelt in leaf.keys(prefix).values():
             specs[spelt[0]] = jax.ShapeDtypeStruct(leaf.shape[len(leaf.apart) :], leaf.param.dtype or dtype)
     return specs, (row for leaf in leaves for row in _rows(leaf, found[leaf.path], dtype))
 
@@ -296,6 +305,7 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     """The leaf's tensors on the host, in the order of its keys: views where they are there already."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     indices = list(np.ndindex(*leaf.apart))
+    x = param.merged(x) if isinstance(x, param.Adapted) else x
     if on_host(x):
         host = np.asarray(x)
         yield from (host[index].astype(wanted, copy=False) for index in indices)
@@ -347,7 +357,7 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
@@ -380,7 +390,7 @@ def _one_by_one(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
     return out
 
 
-def _check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:
+def check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:
     shape = leaf.shape[len(leaf.apart) :]
     if tensor.shape != shape:
         raise ValueError(f"{where}: {key} must be {list(shape)} by config.json, got {list(tensor.shape)}")
@@ -388,7 +398,7 @@ def _check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) ->
         raise ValueError(f"{where}: {key} must be of a float dtype, got {tensor.dtype}; quantised weights are not read")
 
 
-def _complaint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+def complaint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     parts = []
     if missing:
         parts.append(f"missing {_some(missing)}")

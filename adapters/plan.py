@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import models
 from ..core import losses, packing, param
-from ..core.optim import AdamW
+from ..core.optim import Optimizer
 from ..parallel import memory
 from ..parallel import plan as plans
 from ..parallel.chips import CHIPS
@@ -67,13 +67,12 @@ def plan(config: Any, options: Options = Options()) -> dict:
         settings, _objective(config), _optim(config), config.run, config.mesh, config.rows, config.length,
         microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(),
     )  # fmt: skip
-    rl = isinstance(step.objective, losses.Policy)
-    reference = rl and step.objective.kl_coef > 0
+    reference = getattr(step.objective, "needs_reference", False)
     job = Job(
         table, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
         dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
         head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0), slots=step.slots, reads=aot.reads(step),
-        scores=rl + reference, reference=reference,
+        scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference, optim=step.optim,
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
     made = plans.plan(job, chip, generation=_generation(config, options, sequence, itemsize), push_itemsize=itemsize)
@@ -93,12 +92,28 @@ def plan(config: Any, options: Options = Options()) -> dict:
 
 def _refuse(config, settings) -> None:
     """Raises for what the formulas do not know."""
-    balance = getattr(config, "balance", None)
+    balance, rank = getattr(config, "balance", None), getattr(getattr(config, "lora", None), "rank", 0)
+    objective = _objective(config)
+    policy = isinstance(objective, losses.Policy)
     for known, what in (
         (not any(settings.windows), f"sliding windows, which layers {list(settings.window_layers)} have"),
+        (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
         (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
         (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
+        (not rank, f"--lora.rank {rank}"),
         (not (balance and (balance.load or balance.z)), f"{balance}"),
+        (not getattr(objective, "needs_values", False), "a critic"),
+        (not (policy and objective.advantage.needs), "components of the reward"),
+        (
+            not isinstance(objective, losses.Distill) and not (policy and objective.advantage.teacher),
+            "the weights and work of a teacher",
+        ),
+        (not getattr(config, "distill_coef", 0), "the weights and work of a teacher"),
+        (getattr(config, "epochs", 1) == 1, f"--epochs {getattr(config, 'epochs', 1)}"),
+        (
+            not (policy and objective.correction.proximal == "interpolate"),
+            "--objective.correction.proximal interpolate",
+        ),
     ):
         if not known:
             raise ValueError(f"plan: there are no formulas for {what}; plan the run without it")
@@ -108,7 +123,7 @@ def _samples(config) -> int:
     """Samples of an optimiser step."""
     if _generates(config):
         return config.groups * config.group_size // config.minibatches
-    return config.batch
+    return config.batch * (2 if isinstance(_objective(config), losses.Preference) else 1)
 
 
 def _generates(config) -> bool:
@@ -119,9 +134,9 @@ def _objective(config):
     return getattr(config, "objective", losses.SFT())
 
 
-def _optim(config) -> AdamW:
+def _optim(config) -> Optimizer:
     """With the length of schedule that the recipe gives it: any that is long enough makes the same state."""
-    spec = getattr(config, "optim", AdamW())
+    spec = getattr(config, "optim", Optimizer())
     return replace(spec, steps=spec.steps or spec.warmup + 1)
 
 

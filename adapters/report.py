@@ -129,7 +129,7 @@ def _summary(summary, table) -> str:
         (_escape(glossary.label(name)), _value(value), _escape(glossary.result(name)))
         for name, value in summary.items()
     ]
-    warnings = _warnings(table)
+    warnings = _warnings(table) + _alarms(table)
     return (
         (f'<div class="tiles">{tiles}</div>' if tiles else "")
         + (f'<ul class="warnings">{warnings}</ul>' if warnings else "")
@@ -198,6 +198,20 @@ def _warnings(table) -> str:
     for (kind, name, what), steps in seen.items():
         where = ", ".join(str(s) for s in steps[:8]) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
         items.append(f"<li>{_escape(glossary.label(name))} was {_escape(what)} in {_escape(kind)} at step {where}</li>")
+    return "".join(items)
+
+
+def _alarms(table) -> str:
+    """Metrics that lay outside what is healthy, as list items."""
+    items = []
+    for kind, rows in table.items():
+        for name in glossary.ALARMS:
+            said = [(r["step"], glossary.alarm(name, r[name])) for r in rows if _is_number(r.get(name))]
+            off = [(step, words) for step, words in said if words]
+            if off:
+                share = f"{len(off)} of {len(said)} steps of {kind}, the last of them {off[-1][0]}"
+                what = f"{glossary.label(name)} was {off[-1][1]} in {share}: {glossary.meaning(name)}"
+                items.append(f"<li>{_escape(what)}</li>")
     return "".join(items)
 
 
@@ -391,8 +405,9 @@ def _numbers(table) -> str:
         for name in _names(lines):
             v = _values(lines, name)
             figures = [f'<span class="n">{svg.number(x)}</span>' for x in (v[0], v[-1], min(v), max(v))]
-            rows.append((_escape(kind), f"<code>{_escape(name)}</code>", *figures, _escape(glossary.meaning(name))))
-    heads = "kind", "name", "first", "last", "smallest", "largest", "what it means"
+            words = _escape(glossary.healthy(name)), _escape(glossary.meaning(name))
+            rows.append((_escape(kind), f"<code>{_escape(name)}</code>", *figures, *words))
+    heads = "kind", "name", "first", "last", "smallest", "largest", "healthy", "what it means"
     return page.folded(f"{len(rows)} numbers, step by step in metrics.jsonl", page.table(heads, rows)) if rows else ""
 
 

@@ -66,7 +66,7 @@ def write(
     described: dict[str, dict] = {}
     source = iter(arrays)
     for file, entries in zip(files, shards, strict=True):
-        described |= _write_file(directory / file, entries, source)
+        described |= write_file(directory / file, entries, source)
     if next(source, None) is not None:
         raise ValueError(f"{directory}: more arrays than the {len(specs)} announced")
     if len(files) > 1:
@@ -171,7 +171,12 @@ def _shards(entries: Mapping[str, dict], shard_bytes: int) -> list[dict[str, dic
     return shards
 
 
-def _write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dict[str, dict]:
+def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dict[str, dict]:
+    """Writes one file of tensors, which gets its name once it is complete and synced; `write` says the rest.
+
+    Args:
+      entries: what `describe` says of each tensor, in the order of the arrays, of which no more are taken.
+    """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told
     offset = 0
     for name, entry in entries.items():

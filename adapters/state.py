@@ -21,8 +21,11 @@ class Store:
         """The newest version saved, or None."""
         return self._manager.latest_step()
 
-    def save(self, version: int, state: State, cursor=None) -> None:
+    def save(self, version: int, state, cursor=None) -> None:
         """Copies the state to the host and writes it in the background; cursor is anything JSON can hold.
+
+        Args:
+          state: a `State`, or a dictionary of States and other trees of arrays.
 
         Raises:
           RuntimeError: the version was saved before.
@@ -37,7 +40,7 @@ class Store:
         if not saved:
             raise RuntimeError(f"{self.path}: version {version} was not saved; it is there already")
 
-    def restore(self, like: State, version: int | None = None) -> tuple[State, Any]:
+    def restore(self, like, version: int | None = None) -> tuple[Any, Any]:
         """(state, cursor) of a version, the newest by default, in the structure and dtypes of `like`.
 
         Raises:
@@ -60,7 +63,7 @@ class Store:
             )
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
         restored = self._manager.restore(version, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        return State(**restored["state"]), about["cursor"]
+        return _as(like, restored["state"]), about["cursor"]
 
 
 @contextlib.contextmanager
@@ -81,5 +84,15 @@ def _described(tree) -> list[str]:
     return [f"{jax.tree_util.keystr(path)} {x.dtype}{list(x.shape)}" for path, x in paths]
 
 
-def _tree(state: State) -> dict:
-    return {"params": state.params, "opt_state": state.opt_state, "step": state.step}
+def _tree(state):
+    """States as dictionaries, which is how they stand on disk."""
+    if isinstance(state, State):
+        return {"params": state.params, "opt_state": state.opt_state, "step": state.step}
+    return {name: _tree(x) for name, x in state.items()} if isinstance(state, dict) else state
+
+
+def _as(like, tree):
+    """What `_tree` made of something like this."""
+    if isinstance(like, State):
+        return State(**tree)
+    return {name: _as(x, tree[name]) for name, x in like.items()} if isinstance(like, dict) else tree

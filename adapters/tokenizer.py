@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 EXTRA = "<|extra_"
-CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (  # the block shows transformers and others what to learn; it changes no text
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -116,26 +120,21 @@ def _finished(inner, vocabulary, **special):
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """The ids of a text, without tokens added around it; characters it has no token for are refused."""
-    return _known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
+    return known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict]) -> list[int]:
     """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks."""
-    from jinja2 import TemplateError
-
-    _check(messages)
+    check(messages)
     if not tokenizer.chat_template:
         raise ValueError(
             "tokenizer.encode_chat: the tokenizer has no chat template; "
             "use one of a chat model, or rows with a plain prompt"
         )
-    try:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except TemplateError as error:
-        raise ValueError(f"tokenizer.encode_chat: the chat template refuses the messages: {_line(error)}") from None
-    return _known(tokenizer, ids, *(str(m[field]) for m in messages for field in ("role", "content")))
+    ids = rendered(
+        tokenizer.apply_chat_template, list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return known(tokenizer, ids, *texts(messages))
 
 
 def prompt(tokenizer: Any, row: dict) -> list[int]:
@@ -150,7 +149,7 @@ def prompt(tokenizer: Any, row: dict) -> list[int]:
         raise ValueError(f"a row needs messages or a prompt, got the fields {sorted(row)}")
     if tokenizer.chat_template:
         return encode_chat(tokenizer, [{"role": "user", "content": row["prompt"]}])
-    return _known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
+    return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
 
 
 def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
@@ -199,13 +198,29 @@ def _special(tokenizer):
     return {id for id, token in added if token.special}.union(tokenizer.all_special_ids)
 
 
-def _check(messages):
+def check(messages: Sequence[dict]) -> None:
+    """Raises ValueError unless each message has a role and a content."""
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
 
 
-def _known(tokenizer, ids, *texts):
+def texts(messages: Sequence[dict]) -> list[str]:
+    """What a chat template shows of the messages, for `known`."""
+    return [str(message[field]) for message in messages for field in ("role", "content")]
+
+
+def rendered(render: Callable, *args, **kwargs) -> Any:
+    """`render(...)` of a chat template, whose refusal becomes one line."""
+    from jinja2 import TemplateError
+
+    try:
+        return render(*args, **kwargs)
+    except TemplateError as error:
+        raise ValueError(f"tokenizer: the chat template refuses the messages: {_line(error)}") from None
+
+
+def known(tokenizer: Any, ids: list[int], *texts: str) -> list[int]:
     """`ids` of the texts, unless some of these have become the unknown token, which decodes to something else."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in ids:

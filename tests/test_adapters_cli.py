@@ -38,7 +38,7 @@ def test_help_names_every_command(capsys):
 def test_unknown_things_get_the_nearest_name(capsys):
     assert "did you mean train?" in bad(capsys, "trian")
     assert "did you mean grpo?" in bad(capsys, "train", "grp")
-    assert "did you mean dapo?" in bad(capsys, "train", "dapp")
+    assert "did you mean dapo?" in bad(capsys, "train", "dapoo")
     assert "did you mean --optim.lr?" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--optim.lrr", "1")
     assert "--model" in bad(capsys, "train", "sft", "--data", "y")
     assert "abc" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--steps", "abc")
@@ -121,6 +121,6 @@ def test_an_algorithm_is_grpo_with_its_objective(capsys, monkeypatch):
         assert seen[-1] == preset()
     assert cli.main(["train", "gspo", *required, "--objective.clip-high", "0.5"]) == 0
     assert seen[-1] == losses.GSPO(clip_high=0.5)
-    unsound = ["--eta", "2", "--objective.proximal", "behaviour"]
+    unsound = ["--eta", "2", "--objective.correction.proximal", "behaviour"]
     assert "which RLOO with proximal" in bad(capsys, "train", "rloo", *required, *unsound)
     assert cli.main(["train", "rloo", *required, "--eta", "0", *unsound[2:]]) == 0

@@ -1,9 +1,13 @@
 """Rows from files, folders and the hub, and one clear line for whatever is wrong with them."""
 
+import functools
+import gzip
 import json
 
+import datasets as hf_datasets
 import pyarrow
 import pytest
+import zstandard
 from pyarrow import parquet
 
 from areax.adapters import datasets
@@ -14,6 +18,9 @@ ROWS = [
     {"prompt": "c", "answer": -3, "messages": []},
 ]
 
+# A test's name must not depend on the second in which it was collected.
+zipped = functools.partial(gzip.compress, mtime=0)
+
 
 def write(file, rows):
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -22,19 +29,23 @@ def write(file, rows):
     elif file.suffix == ".json":
         file.write_text(json.dumps(rows), encoding="utf-8")
     else:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        file.write_text("".join(lines), encoding="utf-8")
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        squeeze = {".gz": zipped, ".zst": zstandard.compress}.get(file.suffix, bytes)
+        file.write_bytes(squeeze(lines))
     return file
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet"])
+
+
+@SUFFIXES
 def test_a_file(tmp_path, suffix):
     file = write(tmp_path / f"sums{suffix}", ROWS)
     assert datasets.rows(file) == datasets.rows(str(file)) == ROWS
     assert datasets.rows(file, limit=2) == ROWS[:2] and datasets.rows(file, limit=9) == ROWS
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@SUFFIXES
 def test_a_folder_of_splits(tmp_path, suffix):
     write(tmp_path / "data" / f"train-00001-of-00002{suffix}", ROWS[2:])
     write(tmp_path / "data" / f"train-00000-of-00002{suffix}", ROWS[:2])
@@ -54,10 +65,37 @@ def test_only_what_is_asked_for_is_read(tmp_path):
 def test_a_data_set_of_the_library(tmp_path):
     """`datasets` itself takes a folder for a data set: the hub's way without the hub."""
     write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "test.jsonl", ROWS[2:])
     assert list(datasets._hub(str(tmp_path), "train", None)) == ROWS
     assert list(datasets._hub(str(tmp_path), "train", 2)) == ROWS[:2]
-    with pytest.raises(ValueError, match='Unknown split "dev"'):
-        datasets._hub(str(tmp_path), "dev", None)
+    assert list(datasets._hub(f"{tmp_path}:default:test", "train", None)) == ROWS[2:]
+    assert list(datasets._hub(f"{tmp_path}::test", "train", 2)) == ROWS[2:]
+    with pytest.raises(ValueError, match='split dev.*Unknown split "dev"'):
+        datasets._hub(f"{tmp_path}::dev", "train", None)
+    with pytest.raises(ValueError, match="Bad split: dev"):
+        datasets._hub(str(tmp_path), "dev", 1)
+    with pytest.raises(ValueError, match="names are owner/name:configuration:split, got a:b:c:d"):
+        datasets._hub("a:b:c:d", "train", None)
+
+
+def test_with_a_limit_a_data_set_of_the_library_is_streamed(tmp_path):
+    """What lies behind the limit is not even opened: the second shard is no JSON, and its rows are never missed."""
+    write(tmp_path / "train-00000-of-00002.jsonl", ROWS)
+    (tmp_path / "train-00001-of-00002.jsonl").write_text("neither JSON nor wanted")
+    assert list(datasets._hub(str(tmp_path), "train", 3)) == ROWS
+    for limit in (4, None):
+        with pytest.raises(ValueError, match="neither a file here nor a data set on the hub"):
+            datasets._hub(str(tmp_path), "train", limit)
+
+
+def test_a_folder_that_the_library_saved(tmp_path):
+    saved = hf_datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    hf_datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "splits")
+    assert datasets.rows(tmp_path / "one") == datasets.rows(tmp_path / "splits") == ROWS
+    assert datasets.rows(tmp_path / "splits", split="test") == datasets.rows(tmp_path / "splits/test") == ROWS[1:2]
+    with pytest.raises(ValueError, match="must hold a split dev, got train, test"):
+        datasets.rows(tmp_path / "splits", split="dev")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +110,11 @@ def test_a_data_set_of_the_library(tmp_path):
         ("rows.json", b"[1]", "rows.json: entry 1: a row must be a JSON object, got int"),
         ("rows.json", b"[]", "the data set is empty"),
         ("rows.parquet", b"PAR1 and no more", "rows.parquet: not a readable Parquet file"),
-        ("rows.csv", b"a,b", "must end in .jsonl, .json or .parquet, got .*rows.csv"),
+        ("rows.jsonl.gz", zipped(b'{"a": 1}\n' * 9)[:-9], "jsonl.gz: damaged or half-written: Truncated"),
+        ("rows.jsonl.zst", zstandard.compress(b'{"a": 1}\n' * 9)[:-9], "jsonl.zst: damaged or half-written: Truncated"),
+        ("rows.jsonl.zst", b"no such thing", "jsonl.zst: damaged or half-written: .*Unknown frame"),
+        ("rows.jsonl.gz", zipped(b"[1]"), "rows.jsonl.gz:1: a row must be a JSON object, got list"),
+        ("rows.csv", b"a,b", "must end in .jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet, got .*rows.csv"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path, name, content, message):

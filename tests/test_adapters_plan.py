@@ -51,7 +51,7 @@ def test_rl_adds_generation_and_scores(capsys, model):
     figures = {name: f["value"] for name, f in report["figures"].items()}
     assert figures["generated_tokens"] == 16 * 48
     assert figures["score_flops"] > 0 and figures["reference_bytes"] == 0
-    with_kl = json.loads(run(capsys, "grpo", *options, "--objective.kl-coef", 0.1, "--json"))["figures"]
+    with_kl = json.loads(run(capsys, "grpo", *options, "--objective.kl.coef", 0.1, "--json"))["figures"]
     assert with_kl["reference_bytes"]["value"] == figures["params_bytes"]
     assert with_kl["score_flops"]["value"] == 2 * figures["score_flops"]
     assert figures["rollout_devices"] == figures["server_devices"] == 1  # the server that the recipe starts
@@ -81,6 +81,18 @@ def test_a_recipe_by_path(capsys, model, tmp_path):
     assert "got none of the name minibatches" in run(capsys, some, "--model", model, code=2)
 
 
+def test_pairs_are_two_sequences_and_may_have_a_reference(capsys, model):
+    """Three microbatches of four rows hold as many sequences of full length as six pairs have."""
+    options = ["--model", model, "--length", 32, "--rows", 4, "--batch", 6]
+    for name, held in (("dpo", True), ("simpo", False)):
+        report = json.loads(run(capsys, name, *options, "--json"))
+        figures = {name: f["value"] for name, f in report["figures"].items()}
+        assert report["microbatches"] == 3
+        assert figures["reference_bytes"] == held * figures["params_bytes"]
+        assert (figures["score_flops"] > 0) == held
+    assert "no formulas for the objective RewardModel" in run(capsys, "rewardmodel", *options, code=2)
+
+
 @pytest.mark.parametrize(
     "options, line",
     [
@@ -92,6 +104,7 @@ def test_a_recipe_by_path(capsys, model, tmp_path):
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
         (["--chip", "h300"], "h300"),
         (["--run.dispatch", "all_to_all"], "no formulas for --run.dispatch all_to_all"),
+        (["--lora.rank", 8], "no formulas for --lora.rank 8; plan the run without it"),
         (["--balance.z", 0.1], "no formulas for Balance(load=0.0, z=0.1)"),
         (["--run.remat", "offload"], "--run.remat must be one of"),
         (["--chp", "h100"], "did you mean --chip?"),

@@ -239,3 +239,15 @@ def test_every_charted_and_derived_name_has_a_meaning():
     assert glossary.meaning("heldout_nll") == f"over rows never trained on: {glossary.METRICS['nll']}"
     assert glossary.result("nll") == glossary.meaning("nll") != glossary.result("seconds")
     assert glossary.meaning("time_wait").startswith("seconds: ")
+
+
+def test_what_is_not_healthy_is_said_at_the_top(tmp_path):
+    lines = [
+        {"kind": "grpo", "step": i, "prob_error": 1.01 + 0.1 * (i > 7), "ess": 0.9, "reward": 1.0} for i in range(10)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = report.report(tmp_path).read_text()
+    assert "prob error was above 1.05 in 2 of 10 steps of grpo, the last of them 9" in page
+    assert "ess was" not in page and "from 0.9 to 1.1" not in page and "to 1.05" in page
+    for name in glossary.ALARMS:
+        assert name in glossary.METRICS and glossary.healthy(name)

@@ -59,7 +59,7 @@ def test_a_state_saved_on_one_mesh_is_the_same_on_any_other(tmp_path):
         num_attention_heads=4, num_key_value_heads=4, head_dim=8,
     )  # fmt: skip
     table = models.table(models.config_from_hf(hf))
-    optimizer = optim.adamw(optim.AdamW(lr=1e-2), table)
+    optimizer = optim.make_optimizer(optim.Optimizer(lr=1e-2), table)
 
     def on(layout):
         shardings = rules.of_state(optimizer, table, mesh.make(layout))

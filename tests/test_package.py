@@ -46,7 +46,7 @@ def test_every_data_file_is_packaged():
     data = {
         file.relative_to(ROOT).as_posix()
         for folder in set(FOLDERS.values()) - {ROOT}
-        for file in folder.iterdir()
+        for file in folder.rglob("*")
         if file.is_file() and file.suffix not in (".py", ".pyc")
     }
     declared = {
