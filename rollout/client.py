@@ -1,8 +1,9 @@
 """A fleet of generation servers behind one coroutine: `await fleet.generate(tokens)`.
 
-Requests go to the least loaded usable server, a bounded number to each. A token enters a completion
+Requests go to the least loaded healthy server, a bounded number to each. A token enters a completion
 once, with the log-probability and the version that the sampling server reported for it: an answer
 cut off on its way is discarded whole and asked for again; one that a pause ended early is continued.
+Servers may die, come back, join and leave (recovery.py).
 """
 
 from __future__ import annotations
@@ -12,20 +13,25 @@ import collections
 import contextlib
 import logging
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
 
-from . import versions
-from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Part, Server, Unreached
+from . import recovery, versions
+from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Part, Published, Server, State, Unreached
 from .types import Completion
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 REPEATS = 2  # of a request whose connection broke: one that kills its server must not kill them all
 IDLE_ABORTS = 8  # aborts in a row that brought no token
-PATIENCE_S = 30.0  # how long a server that cannot be reached is waited for
+
+
+class Moved(Broken):
+    """The server was taken out of traffic meanwhile."""
 
 
 @contextlib.asynccontextmanager
@@ -35,6 +41,7 @@ async def connect(
     concurrency: int = 64,
     timeout_s: float = 600.0,
     ready_s: float = 30.0,
+    restart: recovery.Restart | None = None,
 ) -> AsyncIterator[Fleet]:
     """The servers at `urls` as a Fleet, once each has said which weights it serves.
 
@@ -42,6 +49,7 @@ async def connect(
       concurrency: most requests that one server holds at a time; further ones wait here, in order.
       timeout_s: total seconds of a `generate`: waiting, repeats, pauses and resumptions included.
       ready_s: how long a server may take to answer for the first time.
+      restart: ends a dead server's process and starts another; without it a dead server is only waited for.
 
     Raises RuntimeError if a server does not answer.
     """
@@ -57,11 +65,14 @@ async def connect(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         servers = [Server(url, http) for url in urls]
         await asyncio.gather(*(_introduce(server, ready_s) for server in servers))
-        fleet = Fleet(servers, concurrency, timeout_s)
+        fleet = Fleet(servers, concurrency, timeout_s, restart)
+        watching = asyncio.create_task(recovery.watch(fleet))
         try:
             yield fleet
         finally:
+            watching.cancel()
             await fleet.close()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _introduce(server: Server, ready_s: float) -> None:
@@ -74,41 +85,54 @@ class Fleet:
     """Servers that `connect` reached.
 
     Attributes:
-      servers: all of them; each is usable, or has a `reason` why it is not (and stays so).
-      counts: events so far: `requests, tokens, resumed` (after an abort), `dropped` (tokens taken
-        back for a stop string), `busy` (503), `refused`, `broken`, `rerouted` (its server was
-        retired), `stale` (sampled under weights the server was not given).
+      servers: all of them; those whose `state` is healthy take requests.
+      published: the newest version that was pushed; what a server that comes back loads.
+      publishing: held while a version is brought to the servers: none becomes healthy with another one meanwhile.
+      restart: ends a dead server's process and starts another, where somebody can.
+      counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens taken
+        back for a stop string), `busy` (503), `refused`, `broken`, `rerouted` (its server was taken out of
+        traffic), `strange` (sampled under weights the server was not given); of servers: the states that they were
+        turned into, `recovered, restarted, joined, left`; of pushes: `undone`.
     """
 
-    def __init__(self, servers: Sequence[Server], concurrency: int, timeout_s: float):
-        self.servers = tuple(servers)
+    def __init__(
+        self, servers: Sequence[Server], concurrency: int, timeout_s: float, restart: recovery.Restart | None = None
+    ):
+        self.servers = list(servers)
+        self.published: Published | None = None
+        self.publishing = asyncio.Lock()
+        self.restart = restart
         self.counts: collections.Counter[str] = collections.Counter()
         self._concurrency, self._timeout_s = concurrency, timeout_s
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
-    def usable(self) -> list[Server]:
-        """The servers that take requests. Raises RuntimeError, with the reasons, if none is left."""
-        usable = [server for server in self.servers if not server.reason]
-        if not usable:
-            reasons = "; ".join(server.reason for server in self.servers)
+    def healthy(self) -> list[Server]:
+        """The servers that take requests; may be none for a while."""
+        return [server for server in self.servers if server.state == "healthy"]
+
+    def hope(self) -> None:
+        """Raises RuntimeError, with the reasons, if no server is healthy and none is about to be."""
+        if all(server.state in ("dead", "leaving") for server in self.servers):
+            reasons = "; ".join(server.why for server in self.servers)
             raise RuntimeError(f"no usable generation server is left ({reasons})")
-        return usable
 
     @property
     def version(self) -> int:
-        """The policy version that every usable server has reached; -1 before the first push."""
-        return min(versions.number(server.label) for server in self.usable)
+        """The policy version that every healthy server has reached; -1 before the first push."""
+        labels = [server.label for server in self.healthy] or [self.published.label if self.published else ""]
+        return min(versions.number(label) for label in labels)
 
     @property
     def labels(self) -> set[str]:
-        """Weight labels in use: those that usable servers serve or are loading."""
-        return {label for server in self.servers if not server.reason for label in server.labels[server.admitted :]}
+        """Weight labels in use: those that servers serve or are loading, and what one that comes back would load."""
+        healthy = {label for server in self.healthy for label in server.labels[server.admitted :]}
+        return healthy | ({self.published.label} if self.published else set())
 
     @property
     def seeded(self) -> bool:
-        """Whether all usable servers honour `seed`."""
-        return all(server.seeded for server in self.usable)
+        """Whether all servers honour `seed`."""
+        return all(server.seeded for server in self.servers)
 
     async def generate(
         self,
@@ -124,7 +148,9 @@ class Fleet:
         min_new_tokens: int = 0,
         ignore_eos: bool = False,
         routed_experts: bool = False,
+        json_schema: str = "",
         seed: int | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Completion:
         """Continues the prompt `tokens` by up to `max_new_tokens`; finish is `stop` or `length`.
 
@@ -134,10 +160,13 @@ class Fleet:
         the server looks for stop strings only in what one request generates.
 
         Args:
+          json_schema: JSON text of a schema that the text has to follow, where the server can see to it.
           routed_experts: also report the experts that tokens went to; those of a token stay what they were when its
             successor was sampled, whatever weights a resumption reads it with.
           seed: the sampling stream of this completion: the same on a repeat or a resumption, for
             servers draw token i by (seed, absolute index). Needs `fleet.seeded`.
+          on_tokens: called with the tokens so far as they come. After a repeat, or a resumption with stop strings, they
+            may be others than before; what it raises ends the request.
 
         Raises:
           ValueError: the server refused the request (prompt too long, a bad parameter), or does
@@ -163,17 +192,50 @@ class Fleet:
             "ignore_eos": bool(ignore_eos),
             **({"stop": list(stop)} if stop else {}),
             **({"stop_token_ids": [int(t) for t in stop_token_ids]} if len(stop_token_ids) else {}),
+            **({"json_schema": json_schema} if json_schema else {}),
             **({"sampling_seed": int(seed)} if seed is not None else {}),
         }
         trouble: list[str] = []
+        work = self._generate([int(t) for t in tokens], sampling, routed_experts, trouble, on_tokens)
+        return await self._in_time("generate", work, trouble)
+
+    async def read(self, tokens: Sequence[int], *, top_k: int = 0) -> tuple[str, Part]:
+        """(the server's address, its answer), which says of `tokens` themselves how likely they are, at temperature 1;
+        nothing is generated.
+
+        Args:
+          top_k: also report so many of the likeliest tokens at each place.
+
+        Raises as `generate`.
+        """
+        body = {
+            "input_ids": [int(t) for t in tokens],
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            **({"top_logprobs_num": int(top_k)} if top_k else {}),
+        }
+        self.counts["reads"] += 1
+        trouble: list[str] = []
+        server, part = await self._in_time("read", self._ask(body, trouble), trouble)
+        return server.url, part
+
+    async def _in_time(self, what: str, work: Awaitable, trouble: list[str]):
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._generate([int(t) for t in tokens], sampling, routed_experts, trouble)
+                return await work
         except TimeoutError:
             why = trouble[-1] if trouble else "still waiting or generating"
-            raise RuntimeError(f"generate: not done in {self._timeout_s:g} s ({why})") from None
+            raise RuntimeError(f"{what}: not done in {self._timeout_s:g} s ({why})") from None
 
-    async def _generate(self, prompt: list[int], sampling: dict, experts: bool, trouble: list[str]) -> Completion:
+    async def _generate(
+        self,
+        prompt: list[int],
+        sampling: dict,
+        experts: bool,
+        trouble: list[str],
+        on_tokens: Callable[[list[int]], None] | None,
+    ) -> Completion:
         self.counts["requests"] += 1
         most, least = sampling["max_new_tokens"], sampling["min_new_tokens"]
         reach = max((len(word.encode()) for word in sampling.get("stop", ())), default=1) - 1
@@ -193,7 +255,9 @@ class Fleet:
                 "return_logprob": True,
                 **({"return_routed_experts": True} if experts else {}),
             }
-            server, part = await self._ask(body, trouble)
+            so_far = tuple(tokens)
+            on_new = (lambda new, so_far=so_far: on_tokens([*so_far, *new])) if on_tokens else None
+            server, part = await self._ask(body, trouble, on_new)
             if experts:
                 routed = _joined(server, routed, part, len(prompt) + len(tokens))
             tokens += part.tokens
@@ -223,29 +287,30 @@ class Fleet:
             info={**part.info, "url": server.url, "resumed": resumed},
         )
 
-    async def _ask(self, body: dict, trouble: list[str]) -> tuple[Server, Part]:
+    async def _ask(self, body: dict, trouble: list[str], on_tokens: Callable | None = None) -> tuple[Server, Part]:
         """One whole answer to `body`, from whichever server gives it."""
         busy = broken = 0
         while True:
             server = await self._acquire()
             oldest = server.admitted
             try:
-                part = await self._send(server, body)
+                part = await self.on(server, server.generate(body, on_tokens))
             except Busy as error:
                 trouble.append(str(error))
                 self.counts["busy"] += 1
             except Unreached as error:
                 trouble.append(str(error))
                 self.counts["refused"] += 1
-                self._miss(server, str(error))
+                self.miss(server, str(error))
+                continue
+            except Moved as error:
+                trouble.append(str(error))
+                self.counts["rerouted"] += 1
                 continue
             except Broken as error:
                 trouble.append(str(error))
-                if server.reason:
-                    self.counts["rerouted"] += 1
-                    continue
                 self.counts["broken"] += 1
-                self._miss(server, str(error))
+                self.miss(server, str(error))
                 if (broken := broken + 1) > REPEATS:
                     raise RuntimeError(f"{error}; so did {REPEATS} attempts before it") from error
                 continue
@@ -253,10 +318,11 @@ class Fleet:
                 strange = set(part.labels) - set(server.labels[oldest:])
                 if not strange:
                     return server, part
-                self.counts["stale"] += 1
+                self.counts["strange"] += 1
                 trouble.append(f"{server.url}: sampled under weights {sorted(strange)}")
-                self.retire(
+                self.fail(
                     server,
+                    "stale",
                     f"{server.url}: samples under weights {sorted(strange)}, but was given {server.labels[oldest:]}",
                 )
                 continue
@@ -266,13 +332,14 @@ class Fleet:
             await asyncio.sleep(_delay(busy))
             busy += 1
 
-    async def _send(self, server: Server, body: dict) -> Part:
-        task = asyncio.create_task(server.generate(body))
+    async def on(self, server: Server, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which talks to `server`; Moved if the server is taken out of traffic before."""
+        task = asyncio.create_task(work)
         server.running.add(task)
         try:
             await asyncio.wait({task})
-            if task.cancelled():  # by `retire`; nothing of this request was kept
-                raise Broken(f"{server.url}: {server.reason}")
+            if task.cancelled():  # by `turn`; nothing of it was kept
+                raise Moved(server.why)
             return task.result()
         finally:
             server.running.discard(task)
@@ -280,7 +347,8 @@ class Fleet:
 
     async def _acquire(self) -> Server:
         while True:
-            ready = [s for s in self.usable if not s.away and s.load < self._concurrency]
+            self.hope()
+            ready = [server for server in self.healthy if server.load < self._concurrency]
             if ready:
                 server = min(ready, key=lambda s: s.load)
                 server.load += 1
@@ -302,38 +370,91 @@ class Fleet:
                 if not everyone:
                     return
 
-    def retire(self, server: Server, reason: str) -> None:
-        """Marks `server` unusable for good; its requests move to others."""
-        if server.reason:
+    def miss(self, server: Server, why: str) -> None:
+        """A connection to `server` failed: it gets no more requests until it has answered; what it runs may go on."""
+        if server.state == "healthy":
+            self.fail(server, "suspect", why)
+
+    def fail(self, server: Server, state: State, why: str) -> None:
+        """Takes `server` out of traffic; unless it is about to leave, it is tended until it is healthy again."""
+        if server.state == "leaving":
+            _stop(server.running)
             return
-        log.error("a server is unusable from now on: %s", reason)
-        server.reason = reason
-        for task in server.running:
-            task.cancel()
+        self.turn(server, state, why)
+        if not server.tending:
+            server.tending = asyncio.create_task(self._tend(server))
+
+    def turn(self, server: Server, state: State, why: str) -> None:
+        """Changes the state; what runs on a server that is neither healthy nor suspect moves to others."""
+        if state == "healthy":
+            log.info("%s is healthy", server.url)
+        else:
+            if state != server.state:
+                self.counts[state] += 1
+                log.warning("a server is %s: %s", state, why)
+            server.why = why
+        server.state = state
+        if state not in ("healthy", "suspect", "leaving"):
+            _stop(server.running)
         self._wake(everyone=True)
 
-    def _miss(self, server: Server, why: str) -> None:
-        """Sends `server` no more until it answers again, with the weights it had."""
-        if not server.away and not server.reason:
-            server.away = asyncio.create_task(self._await_return(server, why))
-
-    async def _await_return(self, server: Server, why: str) -> None:
+    async def _tend(self, server: Server) -> None:
         try:
-            label = await server.weight_label(timeout_s=PATIENCE_S)
-            if label not in server.labels[server.admitted :]:
-                self.retire(server, f"{server.url}: came back with weights {label!r} after: {why}")
-        except (RuntimeError, ValueError) as error:
-            self.retire(server, str(error))
+            await recovery.tend(self, server)
         finally:
-            server.away = None
-            self._wake(everyone=True)
+            server.tending = None
+
+    async def join(self, url: str, *, ready_s: float = 30.0) -> None:
+        """Adds the server at `url`, which gets requests once it has the newest published version.
+
+        Raises:
+          ValueError: it is here already, or does not honour seeds as the others do.
+          RuntimeError: it does not answer, or before the first push has weights of its own.
+        """
+        url = url.rstrip("/")
+        if any(server.url == url for server in self.servers):
+            raise ValueError(f"join: {url} is in the fleet already")
+        server = Server(url, self.servers[0].http)
+        await _introduce(server, ready_s)
+        if self.seeded and not server.seeded:
+            raise ValueError(
+                f"join: {url} honours no seed, the others do; start SGLang with --enable-deterministic-inference"
+            )
+        if not self.published and server.label != self.servers[0].label:
+            raise RuntimeError(f"join: {url} has weights {server.label!r}, the others {self.servers[0].label!r}")
+        self.servers.append(server)
+        self.counts["joined"] += 1
+        self.fail(server, "stale", f"{url}: joined")
+
+    async def leave(self, url: str, *, patience_s: float = 600.0) -> None:
+        """Takes the server at `url` out once it has finished what it runs; what takes longer moves to others.
+
+        Raises ValueError if there is no such server, or no other one.
+        """
+        url = url.rstrip("/")
+        found = [server for server in self.servers if server.url == url]
+        if not found or len(self.servers) == 1:
+            raise ValueError(f"leave: must name one of several servers, got {url} of {[s.url for s in self.servers]}")
+        [server] = found
+        if server.tending:
+            server.tending.cancel()
+        self.turn(server, "leaving", f"{url}: left")
+        if server.running:
+            await asyncio.wait(server.running, timeout=patience_s)
+        _stop(server.running)
+        self.servers.remove(server)
+        self.counts["left"] += 1
 
     async def close(self) -> None:
         """Ends what is still running; `connect` calls it."""
-        tasks = [t for s in self.servers for t in (*s.running, *([s.away] if s.away else []))]
-        for task in tasks:
-            task.cancel()
+        tasks = [t for s in self.servers for t in (*s.running, *([s.tending] if s.tending else []))]
+        _stop(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _stop(tasks: Iterable[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 def _joined(server: Server, before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:

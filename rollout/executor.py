@@ -20,11 +20,10 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from .curriculum import Adaptive, EasyFirst, success
+from .curriculum import Prompts as Prompts
 from .episodes import group, of_server, stop
 from .episodes import rollouts as rollouts  # the same episodes, where nothing is scheduled
 from .types import Sample
@@ -34,30 +33,6 @@ log = logging.getLogger(__name__)
 
 GIVEN_UP = 8  # groups in a row lost to failing servers, or a whole batch if that is more, end the run
 REFUSED_BATCHES = 64  # as many groups refused in a row, without one accepted, end the run
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Rows in an endless order that is a function of the ordinal alone: shuffled anew each epoch, or as they stand."""
-
-    rows: Sequence[Mapping[str, Any]]
-    seed: int = 0
-    shuffle: bool = True
-
-    def __post_init__(self):
-        if not len(self.rows):
-            raise ValueError("Prompts: at least one row is needed, got an empty data set")
-
-    def __getitem__(self, ordinal: int) -> Mapping[str, Any]:
-        epoch, index = divmod(ordinal, len(self.rows))
-        if self.shuffle:
-            index = int(_permutation(self.seed, epoch, len(self.rows))[index])
-        return self.rows[index]
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 class Executor:
@@ -73,7 +48,7 @@ class Executor:
         self,
         workflow: Workflow,
         generate: Generate,
-        prompts: Prompts,
+        prompts: Prompts | EasyFirst | Adaptive,
         *,
         group_size: int,
         groups_per_batch: int,
@@ -81,18 +56,23 @@ class Executor:
         max_concurrent: int,
         seed: int | None = 0,
         accept: Callable[[list[Sample]], bool] | None = None,
+        baseline: Workflow | None = None,
         batches: int | None = None,
         cursor: Mapping[str, Any] | None = None,
     ):
         """
         Args:
           generate: as `Fleet.generate`; called with a `seed` of its own for every call, unless `seed` is None.
+          prompts: the rows by their ordinal. When a batch closes, an adaptive order is told how its groups did and
+            those left out since the batch before, in the order of their prompts.
           group_size: episodes a prompt.
           groups_per_batch: G; each has at least one sample.
           eta: most versions between the admission of a group and the batch that takes it; 0 = synchronous.
           max_concurrent: most groups that run at a time.
           seed: of the run; None for servers that honour no seed.
           accept: whether a finished group may be trained on; another prompt takes the place of a refused one.
+          baseline: one more episode a prompt, that is not trained on: its reward comes with each sample of the group as
+            the component "greedy", NaN where it was rejected. It may decode greedily.
           batches: of the whole run, if known: nothing is generated for those behind.
           cursor: where a former run stood: prompts that were open then come first.
         """
@@ -106,13 +86,15 @@ class Executor:
                 raise ValueError(f"Executor: {name} must be at least {least}, got {value}")
         self.workflow, self.generate, self.prompts = workflow, generate, prompts
         self.group_size, self.groups_per_batch, self.eta = group_size, groups_per_batch, eta
-        self.max_concurrent, self.seed, self.accept = max_concurrent, seed, accept
+        self.max_concurrent, self.seed, self.accept, self.baseline = max_concurrent, seed, accept, baseline
         self.batches = batches
         self._version: int | None = None  # admitted by all servers
         self._next = self._batch = 0  # the first prompt never admitted; the batch to close next
         self._open: deque[int] = deque()  # prompts to admit before `_next`
         self._running: dict[int, tuple[int, asyncio.Task]] = {}  # prompt: (version, task), oldest first
         self._ready: dict[int, tuple[int, list[Sample]]] = {}  # prompt: (version, samples)
+        self._adaptive = prompts if isinstance(prompts, Adaptive) else None
+        self._left_out: dict[int, float] = {}  # prompt: success, of groups that ended and no batch will take
         self._changed = asyncio.Event()
         self._closed = False
         self._error: BaseException | None = None
@@ -157,21 +139,25 @@ class Executor:
             oldest, left = order[: self.groups_per_batch], order[self.groups_per_batch :]
             if len(oldest) == self.groups_per_batch and self._in_time(v, left):
                 self._batch += 1
-                return [self._ready.pop(prompt)[1] for prompt in oldest]
+                groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
+                self._tell(groups)
+                return list(groups.values())
             self._changed.clear()
             await self._changed.wait()
 
     def cursor(self) -> dict[str, Any]:
         """Where the run stands after the batches handed out, as JSON; `Executor(cursor=...)` goes on from there."""
         epoch, index = divmod(self._next, len(self.prompts.rows))
+        opened = sorted([*self._open, *self._running, *self._ready])
         return {
             "batch": self._batch,
             "next": self._next,
             "epoch": epoch,
             "index": index,
-            "open": sorted([*self._open, *self._running, *self._ready]),
+            "open": opened,
             "counts": dict(self._total),
             "data": self._identity(),
+            **({"curriculum": self._adaptive.state(opened)} if self._adaptive else {}),
         }
 
     async def close(self) -> None:
@@ -186,9 +172,7 @@ class Executor:
         await stop(tasks)
 
     def _identity(self) -> dict[str, Any]:
-        prompts = self.prompts
-        order = prompts.seed if prompts.shuffle else None
-        return {"rows": len(prompts.rows), "order": order}
+        return {"rows": len(self.prompts.rows), "order": self.prompts.order}
 
     def _resume(self, cursor: Mapping[str, Any]) -> None:
         now, then = self._identity(), cursor["data"]
@@ -201,6 +185,16 @@ class Executor:
         self._batch, self._next = cursor["batch"], cursor["next"]
         self._open.extend(cursor["open"])
         self._total.update(cursor["counts"])
+        if self._adaptive:
+            self._adaptive.restore(cursor["curriculum"])
+
+    def _tell(self, groups: Mapping[int, list[Sample]]) -> None:
+        """Tells how the groups of a batch did, and those left out so far: not in the order in which they ended."""
+        told = self._left_out | {prompt: success(samples) for prompt, samples in groups.items()}
+        self._left_out = {}
+        if self._adaptive:
+            for prompt in sorted(told):
+                self._adaptive.observe(prompt, told[prompt])
 
     def _in_time(self, v: int, left: Sequence[int]) -> bool:
         """Whether the batches behind v can consume in time what runs and what is `left` of the finished groups."""
@@ -231,7 +225,8 @@ class Executor:
             self._running[prompt] = (v, task)
             task.add_done_callback(functools.partial(self._finish, prompt))
 
-    async def _group(self, prompt: int, version: int) -> list[Sample]:
+    async def _group(self, prompt: int, version: int) -> tuple[list[Sample], bool]:
+        """Its samples, and whether they may be trained on."""
         samples = await group(
             self.workflow,
             functools.partial(_whole, self.generate),
@@ -241,8 +236,13 @@ class Executor:
             seed=self.seed,
             on_retry=self._count_retry,
         )
-        samples = [s.replace(info={**s.info, "admitted": version}) for s in samples]
-        return samples if samples and (self.accept is None or self.accept(samples)) else []
+        if not samples or (self.accept is not None and not self.accept(samples)):
+            return samples, False
+        if self.baseline:
+            [beside] = await rollouts(self.baseline, self.generate, [self.prompts[prompt]])
+            value = beside[0].reward if beside else float("nan")
+            samples = [s.replace(components={**s.components, "greedy": value}) for s in samples]
+        return [s.replace(info={**s.info, "admitted": version}) for s in samples], True
 
     def _count_retry(self) -> None:
         self._total["retries"] += 1
@@ -251,7 +251,10 @@ class Executor:
         if self._running.pop(prompt, None) is None:  # closed
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None and (samples := task.result()):
+        samples, accepted = ([], False) if error is not None else task.result()
+        if not accepted:
+            self._left_out[prompt] = success(samples)
+        if accepted:
             self._ready[prompt] = samples[0].info["admitted"], samples
             self._failed = self._refused = 0
         elif error is None:
@@ -278,10 +281,11 @@ class Executor:
 
 def _whole(generate, tokens, **sampling):
     """`generate`, unless its log-probabilities would not be those of the policy."""
-    for name, whole in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("min_new_tokens", 0)):
+    whole_by = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "json_schema": ""}
+    for name, whole in whole_by.items():
         if sampling.get(name, whole) != whole:
             raise ValueError(
-                f"training needs samples of the whole distribution, got {name}={sampling[name]}; set it to {whole}"
+                f"training needs samples of the whole distribution, got {name}={sampling[name]}; set it to {whole!r}"
             )
     if not sampling.get("temperature", 1.0) > 0:
         raise ValueError(

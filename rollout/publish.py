@@ -8,6 +8,7 @@ tensors' hashes: two runs that both reached version 7 have different labels.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -22,10 +23,13 @@ from typing import Literal
 import xxhash
 
 from . import versions
-from .client import Fleet
-from .server import Server
+from .client import Fleet, Moved
+from .server import Published, Server, Unreached
 
 log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # at a push that fails everywhere
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class PushReport:
     Attributes:
       label: the weight label pushed.
       loaded: servers that now report it and generate.
-      failed: url -> reason of the servers that are unusable since.
+      failed: url -> reason of the servers that did not take it, and get no requests before they have a version.
       pause_s: generation stood still, from the pause call to the answer of continue; holds load_s.
       load_s: `/update_weights_from_disk` alone.
       total_s: the whole push.
@@ -68,18 +72,20 @@ async def push(
     *,
     mode: Literal["retract", "abort"] = "retract",
 ) -> PushReport:
-    """Gives every usable server the weights in `directory`, under the name `label`.
+    """Gives every healthy server the weights in `directory`, under the name `label`.
 
-    Each server by itself: pause, load, see that it reports exactly this label, continue. A server
-    where any of that fails is retired with the reason: it may be paused, or hold new weights under
-    an old name, and no request goes there again. Cancelled half-way, the same.
+    Each server by itself: pause, load, see that it reports exactly this label, continue. A server where any of that
+    fails, or is cancelled half-way, is poisoned: it may be paused, or hold new weights under an old name; what it runs
+    moves to others, and it gets no request before it has loaded a published version in full. One that cannot be reached
+    is suspect. The version counts as published if one server has it; if none has, all go back to the one before, and it
+    is pushed again, ATTEMPTS times in all.
 
     Args:
       directory: as the servers see it, too (same machine or shared file system).
       mode: what the pause does to running requests. Both recompute the cache under the new weights;
         `retract` leaves them on the server, `abort` returns them, and the client resumes them.
 
-    Raises ValueError before anything is paused, RuntimeError if no server loaded the weights.
+    Raises ValueError before anything is paused, RuntimeError if no server loaded the weights or none is left.
     """
     path = Path(directory).absolute()
     if not path.is_dir():
@@ -89,48 +95,66 @@ async def push(
     if mode not in ("retract", "abort"):  # in_place would go on with keys and values of old weights
         raise ValueError(f"push: mode must be 'retract' or 'abort', got {mode!r}")
     start = time.perf_counter()
-    servers = fleet.usable
-    times = await asyncio.gather(*(_push(fleet, server, str(path), label, mode) for server in servers))
-    loaded = [(server, t) for server, t in zip(servers, times, strict=True) if not server.reason]
-    failed = {server.url: server.reason for server in servers if server.reason}
-    if not loaded:
-        raise RuntimeError(f"push: no server is left: {'; '.join(failed.values())}")
+    weights = Published(str(path), label)
+    for attempt in itertools.count(1):
+        loaded, failed = await _everywhere(fleet, weights, mode)
+        if loaded:
+            break
+        fleet.counts["undone"] += 1
+        why = f"push: no server took version {label}: {'; '.join(failed.values())}"
+        if attempt == ATTEMPTS:
+            raise RuntimeError(why)
+        log.warning("%s; attempt %d of %d", why, attempt, ATTEMPTS)
     report = PushReport(
         label=label,
-        loaded=tuple(server.url for server, _ in loaded),
+        loaded=tuple(loaded),
         failed=failed,
-        pause_s=max(pause_s for _, (pause_s, _) in loaded),
-        load_s=max(load_s for _, (_, load_s) in loaded),
+        pause_s=max(pause_s for pause_s, _ in loaded.values()),
+        load_s=max(load_s for _, load_s in loaded.values()),
         total_s=time.perf_counter() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)
     return report
 
 
-async def _push(fleet: Fleet, server: Server, path: str, label: str, mode: str) -> tuple[float, float]:
+async def _everywhere(
+    fleet: Fleet, weights: Published, mode: str
+) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
+    """What loading took on each server that took the weights, and why the others did not."""
+    await _ready(fleet)
+    async with fleet.publishing:
+        servers = fleet.healthy
+        times = await asyncio.gather(*(_push(fleet, server, weights, mode) for server in servers))
+        ended = [(server.url, t) for server, t in zip(servers, times, strict=True)]
+        loaded = {url: t for url, t in ended if not isinstance(t, str)}
+        if loaded:
+            fleet.published = weights
+        return loaded, {url: why for url, why in ended if isinstance(why, str)}
+
+
+async def _ready(fleet: Fleet) -> None:
+    """Waits for a healthy server, and for suspects: they soon are healthy or known not to be."""
+    while not fleet.healthy or any(server.state == "suspect" for server in fleet.servers):
+        fleet.hope()
+        await asyncio.sleep(POLL_S)
+
+
+async def _push(fleet: Fleet, server: Server, weights: Published, mode: str) -> tuple[float, float] | str:
+    """Its seconds, as `Server.load_weights`, or why it did not take the weights."""
     try:
-        if server.away:
-            await asyncio.wait({server.away})
-        if server.reason:
-            return 0.0, 0.0
-        paused = time.perf_counter()
-        await server.pause(mode)
-        server.labels.append(label)  # what is sampled from here on may carry it
-        loading = time.perf_counter()
-        await server.update_weights_from_disk(path, label)
-        load_s = time.perf_counter() - loading
-        reported = await server.weight_label()
-        if reported != label:
-            raise RuntimeError(f"{server.url}: reports weights {reported!r} instead of {label!r}")
-        server.admitted = len(server.labels) - 1
-        await server.resume()
-        return time.perf_counter() - paused, load_s
+        return await fleet.on(server, server.load_weights(weights, mode))
     except asyncio.CancelledError:
-        fleet.retire(server, f"{server.url}: the push of {label} was interrupted")
+        fleet.fail(server, "poisoned", f"{server.url}: the push of {weights.label} was interrupted")
         raise
+    except Moved as error:  # it hung, and is tended already
+        return str(error)
+    except Unreached as error:
+        fleet.miss(server, str(error))
+        return str(error)
     except (ValueError, RuntimeError) as error:
-        fleet.retire(server, f"the push of {label} failed: {error}")
-        return 0.0, 0.0
+        why = f"the push of {weights.label} failed: {error}"
+        fleet.fail(server, "poisoned", why)
+        return why
 
 
 def choose_root(size: int = 0) -> Path:

@@ -10,9 +10,10 @@ import asyncio
 import base64
 import json
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import numpy as np
@@ -21,6 +22,7 @@ from . import versions
 from .types import Finish
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
+REACH_S = 5.0  # a server that a push cannot reach for so long is left out of it
 
 
 class Unreached(RuntimeError):
@@ -42,6 +44,8 @@ class Part:
     Attributes:
       labels: of the weights that sampled each token.
       routed: experts of each token that was read, i32[tokens, layers x top_k], where they were asked for.
+      inputs: of each token of the prompt [log-probability, id, text], where asked for; the first has none.
+      input_top: of each token of the prompt those of the likeliest tokens there, where asked for.
     """
 
     tokens: list[int]
@@ -51,6 +55,20 @@ class Part:
     text: str
     info: Mapping[str, Any]
     routed: np.ndarray | None = None
+    inputs: Sequence = ()
+    input_top: Sequence = ()
+
+
+# Only a healthy server gets requests; recovery.py says how the others become healthy again.
+State = Literal["healthy", "suspect", "poisoned", "stale", "dead", "restarting", "leaving"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published version: its directory, as servers see it, and its weight label."""
+
+    directory: str
+    label: str
 
 
 @dataclass(eq=False)
@@ -62,8 +80,11 @@ class Server:
       labels: weight labels it may report, in the order they were given to it.
       admitted: index in `labels` of the newest one that was verified.
       seeded: it honours `sampling_seed`.
-      reason: why it is unusable; "" while it is usable.
-      away: it could not be reached and is being waited for.
+      state: healthy; suspect (a connection failed); poisoned (a push failed half-way); stale (it has other weights);
+        dead (it does not answer); restarting; leaving.
+      why: what took it out of `healthy` last.
+      tending: what brings it back, while it is not healthy.
+      restarts: when it was restarted lately.
       load: requests of ours that it holds; `running` are their tasks.
     """
 
@@ -72,14 +93,35 @@ class Server:
     labels: list[str] = field(default_factory=list)
     admitted: int = 0
     seeded: bool = False
-    reason: str = ""
-    away: asyncio.Task | None = None
+    state: State = "healthy"
+    why: str = ""
+    tending: asyncio.Task | None = None
+    restarts: list[float] = field(default_factory=list)
     load: int = 0
     running: set[asyncio.Task] = field(default_factory=set)
 
     @property
     def label(self) -> str:
         return self.labels[self.admitted]
+
+    async def load_weights(self, weights: Published, mode: str) -> tuple[float, float]:
+        """Pause, load, see that it reports exactly this label, continue: (seconds paused, seconds of the load alone).
+
+        Raises Unreached where nothing came of it, RuntimeError or ValueError where a part failed: the server may then
+        be paused, or hold new weights under an old name.
+        """
+        paused = time.perf_counter()
+        await self.pause(mode, reach_s=REACH_S)
+        self.labels.append(weights.label)  # what is sampled from here on may carry it
+        loading = time.perf_counter()
+        await self.update_weights_from_disk(weights.directory, weights.label)
+        load_s = time.perf_counter() - loading
+        reported = await self.weight_label()
+        if reported != weights.label:
+            raise RuntimeError(f"{self.url}: reports weights {reported!r} instead of {weights.label!r}")
+        self.admitted = len(self.labels) - 1
+        await self.resume()
+        return time.perf_counter() - paused, load_s
 
     async def health(self, *, timeout_s: float = 20.0) -> bool:
         """Whether it answers and generates; False while it starts and while generation is paused."""
@@ -103,9 +145,9 @@ class Server:
             raise RuntimeError(f"{self.url}/model_info: no weight_version in the answer")
         return label
 
-    async def pause(self, mode: str = "retract", *, timeout_s: float = 60.0) -> None:
+    async def pause(self, mode: str = "retract", *, timeout_s: float = 60.0, reach_s: float | None = None) -> None:
         """Stops generation: `abort` returns what is running, `retract` requeues it, `in_place` holds it."""
-        await self.call("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+        await self.call("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s, reach_s=reach_s)
 
     async def resume(self, *, timeout_s: float = 60.0) -> None:
         """Continues generation after a pause."""
@@ -133,9 +175,16 @@ class Server:
         """The server's own checksums of the weights it holds."""
         return await self.call("POST", "/weights_checker", {"action": action}, timeout_s=timeout_s)
 
-    async def generate(self, body: dict) -> Part:
-        """One attempt at `/generate`; Unreached and Broken are the fleet's to handle."""
-        answer = await self._once("POST", "/generate", body)
+    async def generate(self, body: dict, on_tokens: Callable[[list[int]], None] | None = None) -> Part:
+        """One attempt at `/generate`; Unreached and Broken are the fleet's to handle.
+
+        Args:
+          on_tokens: called with the ids so far whenever there are new ones; the answer is then streamed.
+        """
+        if on_tokens is None:
+            answer = await self._once("POST", "/generate", body)
+        else:
+            answer = await self._once("POST", "/generate", {**body, "stream": True}, on_tokens)
         try:
             return _part(answer)
         except (KeyError, TypeError, ValueError) as error:
@@ -145,14 +194,19 @@ class Server:
         except RuntimeError as error:
             raise RuntimeError(f"{self.url}/generate: {error}") from error
 
-    async def call(self, method: str, path: str, body: dict | None = None, *, timeout_s: float):
+    async def call(
+        self, method: str, path: str, body: dict | None = None, *, timeout_s: float, reach_s: float | None = None
+    ):
         """One control call, repeated while it cannot be delivered, until `timeout_s` seconds passed.
 
         A GET changes nothing, so it is also repeated after a broken connection.
 
-        Raises ValueError with the server's message for a 4xx answer, RuntimeError otherwise.
+        Raises ValueError with the server's message for a 4xx answer, Unreached where it could not be delivered for
+        `reach_s` seconds, RuntimeError otherwise.
         """
         delay, last = FIRST_DELAY_S, f"{self.url}{path}: no answer"
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -161,17 +215,22 @@ class Server:
                     except (Unreached, Broken) as error:
                         if isinstance(error, Broken) and method != "GET":
                             raise
+                        if reach_s is not None and clock() - began + delay > reach_s:
+                            raise
                         last = str(error)
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, MAX_DELAY_S)
         except TimeoutError:
             raise RuntimeError(f"{last}; gave up after {timeout_s:g} s") from None
 
-    async def _once(self, method: str, path: str, body: dict | None = None):
+    async def _once(self, method: str, path: str, body: dict | None = None, on_tokens: Callable | None = None):
         where = f"{self.url}{path}"
         try:
             async with self.http.request(method, where, json=body) as reply:
-                status, text = reply.status, await reply.text()
+                status = reply.status
+                if on_tokens and status == 200:
+                    return await _last(where, reply, on_tokens)
+                text = await reply.text()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise Unreached(f"{where}: cannot connect ({error})") from error
         except aiohttp.ClientError as error:
@@ -183,9 +242,31 @@ class Server:
         if status != 200:
             raise RuntimeError(f"{where}: HTTP {status}: {text[:200]}")
         try:
-            return json.loads(text)
+            answer = json.loads(text)
         except ValueError:  # /flush_cache and /abort_request answer with plain text
             return {"message": text}
+        if not isinstance(answer, dict):
+            raise RuntimeError(f"{where}: the answer must be a JSON object, got {text[:200]}")
+        return answer
+
+
+async def _last(where: str, reply: aiohttp.ClientResponse, on_tokens: Callable[[list[int]], None]) -> dict:
+    """The last event of a stream in which each has all that was generated so far."""
+    last, rest = None, b""
+    async for piece in reply.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]" and last:
+                return last
+            if not data or not line.startswith(b"data:"):
+                continue
+            last = json.loads(data)
+            if "error" in last:
+                kind = ValueError if last["error"].get("code") == 400 else RuntimeError
+                raise kind(f"{where}: {_message(data.decode())}")
+            on_tokens(last["output_ids"])
+    raise Broken(f"{where}: the stream ended before its answer")
 
 
 def _message(text: str) -> str:
@@ -212,7 +293,10 @@ def _part(answer: Mapping[str, Any]) -> Part:
             "the answer names no weight_versions, so nobody knows which weights sampled a token; "
             "use a server that reports them (SGLang 0.5.23 does)"
         )
-    bulky = ("input_token_logprobs", "output_token_logprobs", "weight_versions", "routed_experts")
+    bulky = (
+        "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
+        "routed_experts",
+    )  # fmt: skip
     routed = None
     if meta.get("routed_experts"):  # base64 of i32[read, layers, top_k]
         read = meta["prompt_tokens"] + len(tokens) - 1
@@ -225,4 +309,6 @@ def _part(answer: Mapping[str, Any]) -> Part:
         text=answer.get("text") or "",
         info={key: value for key, value in meta.items() if key not in bulky},
         routed=routed,
+        inputs=meta.get("input_token_logprobs") or (),
+        input_top=meta.get("input_top_logprobs") or (),
     )

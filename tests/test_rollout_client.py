@@ -3,146 +3,29 @@
 import asyncio
 import base64
 import contextlib
-import itertools
 import json
-import types
 
 import aiohttp.web
 import numpy as np
 import pytest
+from scripted import (
+    V0,
+    V1,
+    V2,
+    answers,
+    check,
+    controls,
+    hangs_up,
+    logp_at,
+    reply,
+    run,
+    serving,
+    token_at,
+    until,
+)
 
-from areax.rollout import client, publish
+from areax.rollout import client, publish, recovery
 from areax.rollout.types import sampled
-
-V0, V1, V2 = "0-00000000", "1-11111111", "2-22222222"
-
-
-def token_at(index):
-    return (7 * index + 3) % 50
-
-
-def logp_at(index):
-    return -index / 64  # exact in binary
-
-
-@contextlib.asynccontextmanager
-async def serving(label=V0, *, port=0, step_s=0.0, seeded=False):
-    """A server of the contract whose token and log-probability depend on the absolute index alone.
-
-    `script` holds answers for the next `/generate` calls; `refuse` maps other paths to an answer.
-    """
-    state = types.SimpleNamespace(label=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0)
-    state.going = asyncio.Event()
-    state.going.set()
-    answer = aiohttp.web.json_response
-
-    async def generate(request):
-        body = await request.json()
-        state.calls.append(("/generate", body))
-        state.load += 1
-        state.most = max(state.most, state.load)
-        try:
-            return await (state.script.pop(0) if state.script else tokens)(request, body)
-        finally:
-            state.load -= 1
-
-    async def tokens(request, body):
-        await state.going.wait()
-        aborts, first = state.aborts, len(body["input_ids"])
-        ids, labels, finish = [], [], "length"
-        for index in range(first, first + body["sampling_params"]["max_new_tokens"]):
-            await asyncio.sleep(state.step_s)
-            if state.aborts != aborts:
-                finish = "abort"
-                break
-            await state.going.wait()
-            ids.append(token_at(index))
-            labels.append(state.label)
-        return answer(reply(ids, [logp_at(first + i) for i in range(len(ids))], labels, finish))
-
-    async def control(request):
-        body = json.loads(await request.text() or "null")
-        state.calls.append((request.path, body))
-        if request.path in state.refuse:
-            return await state.refuse[request.path](request, body)
-        if request.path == "/pause_generation":
-            state.going.clear()
-            state.aborts += body["mode"] == "abort"
-        if request.path == "/continue_generation":
-            state.going.set()
-        if request.path == "/update_weights_from_disk":
-            state.label = body["weight_version"]
-            return answer({"success": True, "message": "loaded"})
-        if request.path == "/model_info":
-            return answer({"weight_version": state.label})
-        if request.path == "/server_info":
-            return answer({"enable_deterministic_inference": seeded})
-        if request.path == "/flush_cache":
-            return aiohttp.web.Response(text="Cache flushed.")
-        if request.path == "/health":
-            return aiohttp.web.Response(status=200 if state.going.is_set() else 503)
-        return answer({"message": "done"})
-
-    app = aiohttp.web.Application()
-    app.router.add_post("/generate", generate)
-    app.router.add_route("*", "/{path}", control)
-    runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    site = aiohttp.web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    state.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    state.generated = lambda: [body for path, body in state.calls if path == "/generate"]
-    try:
-        yield state
-    finally:
-        await runner.cleanup()
-
-
-def reply(ids, logp, labels, finish):
-    spans, start = [], 0
-    for label, run in itertools.groupby(labels):
-        end = start + len(list(run))
-        spans.append({"version": label, "start": start, "end": end})
-        start = end
-    return {
-        "text": "text",
-        "output_ids": ids,
-        "meta_info": {
-            "finish_reason": {"type": finish},
-            "output_token_logprobs": [[lp, t, None] for lp, t in zip(logp, ids, strict=True)],
-            "weight_versions": spans,
-            "cached_tokens": 0,
-        },
-    }
-
-
-def answers(status, body):
-    async def handler(request, _):
-        return aiohttp.web.json_response(body, status=status)
-
-    return handler
-
-
-async def hangs_up(request, _):
-    request.transport.close()
-    return aiohttp.web.Response()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def check(done, prompt, n):
-    """`done` holds each of n tokens once, with its own log-probability."""
-    assert done.tokens == [token_at(len(prompt) + i) for i in range(n)]
-    assert done.logp == [logp_at(len(prompt) + i) for i in range(n)]
-    assert len(done.version) == n
-
-
-def run(main):
-    asyncio.run(asyncio.wait_for(main(), 30))
-
 
 # ---------------------------------------------------------------- one request
 
@@ -448,7 +331,7 @@ def test_an_answer_cut_off_is_asked_for_again_and_counted_once():
 
             a.script = [cut_off, hangs_up]
             check(await fleet.generate([1], max_new_tokens=5), [1], 5)
-            assert fleet.counts == {"requests": 1, "tokens": 5, "broken": 2}
+            assert fleet.counts == {"requests": 1, "tokens": 5, "broken": 2, "suspect": 2}
             a.script = [hangs_up] * 10
             with pytest.raises(RuntimeError, match="/generate: connection broke .* 2 attempts"):
                 await fleet.generate([1])
@@ -471,7 +354,7 @@ def test_a_busy_server_is_asked_again():
 
 
 def test_a_dead_server_hands_its_requests_to_the_others(monkeypatch):
-    monkeypatch.setattr(client, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0.3)
 
     async def main():
         async with contextlib.AsyncExitStack() as stack:
@@ -485,15 +368,15 @@ def test_a_dead_server_hands_its_requests_to_the_others(monkeypatch):
                 check(await task, [i], 64)
             assert fleet.counts["broken"] == 4
             dead = next(server for server in fleet.servers if server.url == b.url)
-            await until(lambda: dead.reason)
-            assert "cannot connect" in dead.reason and "gave up after 0.3 s" in dead.reason
-            assert [server.url for server in fleet.usable] == [a.url]
+            await until(lambda: dead.state == "dead")
+            assert "cannot connect" in dead.why and "gave up after 0.3 s" in dead.why
+            assert [server.url for server in fleet.healthy] == [a.url]
 
     run(main)
 
 
 def test_the_last_dead_server_ends_the_run_with_the_reason(monkeypatch):
-    monkeypatch.setattr(client, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0.2)
 
     async def main():
         async with contextlib.AsyncExitStack() as stack:
@@ -535,8 +418,8 @@ def test_tokens_of_weights_that_nobody_pushed_are_not_used():
             a.label = "default"  # restarted without our noticing
             for done in await asyncio.gather(*(fleet.generate([i]) for i in range(4))):
                 assert done.version == [0] * 64 and done.info["url"] == b.url
-            assert fleet.counts["stale"] == 1
-            assert "'default'" in fleet.servers[0].reason
+            assert fleet.counts["strange"] == 1
+            assert "'default'" in fleet.servers[0].why
 
     run(main)
 
@@ -582,11 +465,6 @@ def test_control_calls_have_deadlines_and_say_what_failed():
 
 
 # ---------------------------------------------------------------- push
-
-
-def controls(server):
-    ignored = ("/generate", "/server_info", "/health")
-    return [path for path, _ in server.calls[2:] if path not in ignored]  # after connect's two
 
 
 PUSH = [
@@ -645,7 +523,7 @@ def test_push_in_the_middle_of_generation(tmp_path, mode):
         ("/continue_generation", answers(500, {}), "HTTP 500"),
     ],
 )
-def test_a_server_that_fails_a_push_gets_no_request_again(tmp_path, path, handler, reason):
+def test_a_server_that_fails_a_push_gives_its_requests_to_others(tmp_path, path, handler, reason):
     async def main():
         async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
             a.going.clear()
@@ -659,15 +537,8 @@ def test_a_server_that_fails_a_push_gets_no_request_again(tmp_path, path, handle
             assert (fleet.counts["rerouted"], report.loaded) == (1, (b.url,))
             assert list(report.failed) == [a.url] and reason in report.failed[a.url]
             expected = PUSH[: PUSH.index(path) + 1]
-            assert controls(a) == expected and controls(b) == PUSH
+            assert controls(a)[: len(expected)] == expected and controls(b) == PUSH
             assert fleet.version == 1
-
-            a.refuse.clear()
-            before = len(a.calls)
-            await publish.push(fleet, tmp_path, V2)
-            for done in await asyncio.gather(*(fleet.generate([i]) for i in range(5))):
-                assert set(done.version) == {2}
-            assert len(a.calls) == before and fleet.version == 2
 
     run(main)
 
@@ -676,7 +547,7 @@ def test_a_push_that_fails_everywhere_is_an_error(tmp_path):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.refuse["/update_weights_from_disk"] = answers(400, {"message": "no such file"})
-            with pytest.raises(RuntimeError, match=f"no server is left: the push of {V1} failed: .*no such"):
+            with pytest.raises(RuntimeError, match=f"generation server is left .the push of {V1} failed: .*no such"):
                 await publish.push(fleet, tmp_path, V1)
             with pytest.raises(RuntimeError, match="no usable generation server is left"):
                 await publish.push(fleet, tmp_path, V1)
@@ -699,7 +570,7 @@ def test_an_interrupted_push_leaves_no_server_routable(tmp_path):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert fleet.servers[0].reason == f"{a.url}: the push of {V1} was interrupted"
+            assert fleet.servers[0].why == f"{a.url}: the push of {V1} was interrupted"
 
     run(main)
 
@@ -716,3 +587,49 @@ def test_push_refuses_before_anything_is_paused(tmp_path):
             assert controls(a) == []
 
     run(main)
+
+
+def streamed(*answers, end=b"data: [DONE]\n\n"):
+    """A streamed answer, sent in pieces that end anywhere."""
+
+    async def handler(request, body):
+        assert body["stream"] is True
+        response = aiohttp.web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        data = b"".join(b"data: " + json.dumps(answer).encode() + b"\n\n" for answer in answers) + end
+        for i in range(0, len(data), 37):
+            await response.write(data[i : i + 37])
+        return response
+
+    return handler
+
+
+def grown(n, first=2):
+    """Answers that grow to n tokens."""
+    ids, logp = [token_at(first + i) for i in range(n)], [logp_at(first + i) for i in range(n)]
+    return [reply(ids[:k], logp[:k], [V0] * k, "length" if k == n else None) for k in range(1, n + 1)]
+
+
+def test_a_stream_is_told_as_it_grows_and_repeated_where_it_breaks():
+    async def main():
+        seen = []
+        async with serving() as server, client.connect([server.url]) as fleet:
+            server.script = [streamed(*grown(2), end=b""), streamed(*grown(4))]
+            done = await fleet.generate([1, 2], max_new_tokens=4, on_tokens=lambda tokens: seen.append(list(tokens)))
+            return done, seen, fleet.counts["broken"]
+
+    done, seen, broken = asyncio.run(main())
+    check(done, [1, 2], 4)
+    assert broken == 1 and [len(tokens) for tokens in seen] == [1, 2, 1, 2, 3, 4]
+    assert all(done.tokens[: len(tokens)] == tokens for tokens in seen)
+
+
+@pytest.mark.parametrize("code, kind", [(400, ValueError), (500, RuntimeError)])
+def test_a_stream_that_ends_in_an_error_is_one(code, kind):
+    async def main():
+        async with serving() as server, client.connect([server.url]) as fleet:
+            server.script = [streamed({"error": {"message": "too long", "code": code}})]
+            with pytest.raises(kind, match="/generate: too long"):
+                await fleet.generate([1, 2], max_new_tokens=4, on_tokens=lambda _: None)
+
+    asyncio.run(main())

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areax.rollout import episodes
+from areax.rollout.curriculum import Adaptive, Curriculum, EasyFirst
 from areax.rollout.episodes import rollouts, sampling_seed
 from areax.rollout.executor import Executor, Prompts
 from areax.rollout.types import Completion, sampled
@@ -42,8 +43,8 @@ def play(main):
         return runner.run(main)
 
 
-def sleeper(seconds, outcome=lambda row, sample: "stop"):
-    """A workflow whose single call takes seconds(seed) and ends as outcome(row, seed) says."""
+def sleeper(seconds, outcome=lambda row, sample: "stop", reward=lambda row, sample: 0.0):
+    """A workflow whose single call takes seconds(seed), and ends and is rewarded as these say of (row, seed)."""
 
     async def generate(tokens, *, seed, **sampling):
         await asyncio.sleep(seconds(seed))
@@ -56,7 +57,8 @@ def sleeper(seconds, outcome=lambda row, sample: "stop"):
             raise RuntimeError("server is gone")
         if end == "none":
             return None
-        return sampled([1, 2], done, temperature=1.0, info={**done.info, "row": row})
+        value = reward(row, done.info["seed"])
+        return sampled([1, 2], done, temperature=1.0, reward=value, info={**done.info, "row": row})
 
     return workflow, generate
 
@@ -238,16 +240,16 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
     assert len(set(seen)) == len(seen)
 
 
-def batches_of(seconds, *, eta=0, steps=4, G=3, group_size=2, accept=None, cursor=None, first=0):
+def batches_of(seconds, *, eta=0, steps=4, G=3, group_size=2, accept=None, cursor=None, first=0, prompts=None, **more):
     """Samples of each batch, and the cursor behind each."""
     out, cursors = [], []
 
     async def main():
-        workflow, generate = sleeper(seconds)
+        workflow, generate = sleeper(seconds, **more)
         async with Executor(
             workflow,
             generate,
-            Prompts(ROWS, seed=5),
+            prompts or Prompts(ROWS, seed=5),
             group_size=group_size,
             groups_per_batch=G,
             eta=eta,
@@ -558,6 +560,61 @@ def test_batches_and_versions_come_in_order():
                 ex.admit(2)
 
     play(main())
+
+
+# -- an order that adapts ------------------------------------------------------------------------
+
+MIXED = lambda samples: len({s.reward for s in samples}) > 1  # rewards that differ
+
+
+def right(row, seed):
+    """Row 0 is always solved, row 22 hardly ever."""
+    return float(uniform("right", seed) > row["id"] / 23)
+
+
+@pytest.mark.parametrize("field", ["", "id"])
+def test_an_adaptive_order_is_that_of_the_data_at_eta_0(field):
+    """However long groups take: refused ones, which end in between, are told when the batch closes, as all are."""
+    spec = Curriculum(order="success", field=field, memory=0.25)
+    play = lambda seconds: batches_of(
+        seconds, steps=30, prompts=Adaptive(ROWS, spec, seed=3), accept=MIXED, reward=right
+    )
+    slow, fast = play(lambda seed: 1 + seed % 1000), play(lambda seed: 1 / (1 + seed % 1000))
+    assert slow == fast
+    cursors = slow[1]
+    assert len(cursors[-1]["curriculum"]["rates"]) == 23 and cursors[-1]["counts"]["rejected"] > 10
+    assert all(cursor["curriculum"]["drawn"] == [] == cursor["open"] for cursor in cursors)
+
+
+@settings(max_examples=15)
+@given(stop=st.integers(1, 11), seed=st.integers(0, 99), field=st.sampled_from(["", "id"]))
+def test_an_adaptive_run_that_is_resumed_goes_on_as_if_it_never_stopped(stop, seed, field):
+    new = lambda: Adaptive(ROWS, Curriculum(order="success", field=field), seed=seed)
+    more = dict(steps=12, accept=MIXED, reward=right)
+    seconds = lambda seed: 0.2 + seed % 5
+    whole, cursors = batches_of(seconds, prompts=new(), **more)
+    rest, again = batches_of(seconds, prompts=new(), cursor=cursors[stop - 1], first=stop, **more)
+    assert rest == whole[stop:] and again == cursors[stop:]
+
+
+def test_prompts_that_are_open_keep_their_rows():
+    new = lambda: Adaptive(ROWS, Curriculum(order="success"), seed=1)
+    seconds, more = lambda seed: 0.2 + seed % 5, dict(eta=2, accept=MIXED, reward=right)
+    _, cursors = batches_of(seconds, prompts=new(), steps=5, **more)
+    rest, _ = batches_of(seconds, prompts=new(), steps=9, cursor=cursors[-1], first=5, **more)
+    drawn = dict(cursors[-1]["curriculum"]["drawn"])
+    assert sorted(drawn) == cursors[-1]["open"] and len(set(drawn.values())) == len(drawn) > 0
+    shown = {sample[0]: sample[3] for groups in rest for group in groups for sample in group}
+    assert shown.items() & drawn.items() == {(p, row) for p, row in shown.items() if p in drawn} != set()
+
+
+def test_a_cursor_of_another_order_is_refused():
+    cursor = batches_of(lambda seed: 1.0, steps=1, prompts=Adaptive(ROWS, Curriculum(order="success")))[1][0]
+    for prompts in (Prompts(ROWS), Adaptive(ROWS, Curriculum(order="success"), seed=1), EasyFirst(ROWS, "id")):
+        with pytest.raises(ValueError, match=r"had order \['success', '', 0\], got"):
+            batches_of(lambda seed: 1.0, prompts=prompts, cursor=cursor)
+    with pytest.raises(ValueError, match="success is a reward from 0 to 1, got a mean of -1; row id"):
+        batches_of(lambda seed: 1.0, prompts=Adaptive(ROWS, Curriculum(order="success")), reward=lambda *_: -1.0)
 
 
 @given(size=st.integers(1, 40), seed=st.integers(0, 5), epoch=st.integers(0, 3))

@@ -1,0 +1,155 @@
+"""Servers of the contract on real sockets, which misbehave on cue."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import types
+
+import aiohttp.web
+
+from areax.rollout import versions
+
+V0, V1, V2 = "0-00000000", "1-11111111", "2-22222222"
+
+
+def token_at(index):
+    return (7 * index + 3) % 50
+
+
+def logp_at(index):
+    return -index / 64  # exact in binary
+
+
+@contextlib.asynccontextmanager
+async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
+    """A server of the contract whose token and log-probability depend on the absolute index alone.
+
+    `script` holds answers for the next `/generate` calls; `refuse` maps other paths to an answer. An honest one says in
+    log-probabilities which weights it really has; `fails` names a path at which its next push goes wrong.
+    """
+    state = types.SimpleNamespace(
+        label=label, weights=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0, fails=""
+    )
+    state.going = asyncio.Event()
+    state.going.set()
+    answer = aiohttp.web.json_response
+
+    async def generate(request):
+        body = await request.json()
+        state.calls.append(("/generate", body))
+        state.load += 1
+        state.most = max(state.most, state.load)
+        try:
+            return await (state.script.pop(0) if state.script else tokens)(request, body)
+        finally:
+            state.load -= 1
+
+    async def tokens(request, body):
+        await state.going.wait()
+        aborts, first = state.aborts, len(body["input_ids"])
+        ids, labels, really, finish = [], [], [], "length"
+        for index in range(first, first + body["sampling_params"]["max_new_tokens"]):
+            await asyncio.sleep(state.step_s)
+            if state.aborts != aborts:
+                finish = "abort"
+                break
+            await state.going.wait()
+            ids.append(token_at(index))
+            labels.append(state.label)
+            really.append(-float(max(0, versions.number(state.weights))))
+        logp = really if honest else [logp_at(first + i) for i in range(len(ids))]
+        return answer(reply(ids, logp, labels, finish))
+
+    async def control(request):
+        body = json.loads(await request.text() or "null")
+        state.calls.append((request.path, body))
+        if request.path in state.refuse:
+            return await state.refuse[request.path](request, body)
+        if request.path == "/pause_generation":
+            state.going.clear()
+            state.aborts += body["mode"] == "abort"
+        if request.path == "/continue_generation":
+            state.going.set()
+        if request.path == "/update_weights_from_disk":
+            state.weights = body["weight_version"]
+        if request.path == state.fails:
+            state.fails = ""
+            return answer({"message": "it went wrong"}, status=500)
+        if request.path == "/update_weights_from_disk":
+            state.label = body["weight_version"]
+            return answer({"success": True, "message": "loaded"})
+        if request.path == "/model_info":
+            return answer({"weight_version": state.label})
+        if request.path == "/server_info":
+            return answer({"enable_deterministic_inference": seeded})
+        if request.path == "/flush_cache":
+            return aiohttp.web.Response(text="Cache flushed.")
+        if request.path == "/health":
+            return aiohttp.web.Response(status=200 if state.going.is_set() else 503)
+        return answer({"message": "done"})
+
+    app = aiohttp.web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_route("*", "/{path}", control)
+    runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = aiohttp.web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    state.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    state.generated = lambda: [body for path, body in state.calls if path == "/generate"]
+    try:
+        yield state
+    finally:
+        await runner.cleanup()
+
+
+def reply(ids, logp, labels, finish):
+    spans, start = [], 0
+    for label, run in itertools.groupby(labels):
+        end = start + len(list(run))
+        spans.append({"version": label, "start": start, "end": end})
+        start = end
+    return {
+        "text": "text",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": finish},
+            "output_token_logprobs": [[lp, t, None] for lp, t in zip(logp, ids, strict=True)],
+            "weight_versions": spans,
+            "cached_tokens": 0,
+        },
+    }
+
+
+def answers(status, body):
+    async def handler(request, _):
+        return aiohttp.web.json_response(body, status=status)
+
+    return handler
+
+
+async def hangs_up(request, _):
+    request.transport.close()
+    return aiohttp.web.Response()
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def check(done, prompt, n):
+    """`done` holds each of n tokens once, with its own log-probability."""
+    assert done.tokens == [token_at(len(prompt) + i) for i in range(n)]
+    assert done.logp == [logp_at(len(prompt) + i) for i in range(n)]
+    assert len(done.version) == n
+
+
+def run(main):
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def controls(server):
+    ignored = ("/generate", "/server_info", "/health")
+    return [path for path, _ in server.calls[2:] if path not in ignored]  # after connect's two

@@ -1,0 +1,158 @@
+"""A fleet of three real server processes that are killed, stopped and given damaged weights, in the middle of things.
+
+Every token's log-probability is compared with our own forward pass of the weights that its label names.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import types
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from areax import models
+from areax.adapters import hf, tokenizer
+from areax.rollout import client, local, publish, recovery
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[5 + i % 7, 6, 7 + i % 3] for i in range(18)]
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory):
+    """Three published versions, their labels, and what our own forward pass says of tokens under each."""
+    root = tmp_path_factory.mktemp("published")
+    tokens = tokenizer.character("0123456789+")
+    config = models.config_from_hf(
+        {**tiny.HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "max_position_embeddings": 256}
+    )
+    params = [tiny.weights(models.table(config), 0.2, seed) for seed in range(3)]
+    paths = [hf.write_published(root, v, config, p, tokenizer=tokens) for v, p in enumerate(params)]
+    forward = jax.jit(lambda p, token_BT: jax.nn.log_softmax(models.forward(p, token_BT, config=config)))
+
+    def logp(v, ids):
+        padded = np.zeros((1, 256), np.int32)
+        padded[0, : len(ids)] = ids
+        return np.asarray(forward(params[v], padded))[0]
+
+    labels = [publish.version_string(path / "manifest.json") for path in paths]
+    return types.SimpleNamespace(paths=paths, labels=labels, logp=logp)
+
+
+def check(versions, prompt, done, n):
+    assert len(done.tokens) == len(done.logp) == len(done.version) == n
+    ids = [*prompt, *done.tokens]
+    logp_VTV = {v: versions.logp(v, ids) for v in set(done.version)}
+    expected = [logp_VTV[v][len(prompt) + i - 1, ids[len(prompt) + i]] for i, v in enumerate(done.version)]
+    np.testing.assert_allclose(done.logp, expected, atol=1e-4)
+
+
+async def until(condition, timeout_s=120):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def fault(versions, main):
+    """Runs `main(fleet, own)` on three servers that have version 0."""
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            own = await stack.enter_async_context(
+                local.servers(versions.paths[0], local.Serve(count=3, slots=4, context=256))
+            )
+            fleet = await stack.enter_async_context(client.connect(own.urls, restart=own.restart))
+            await publish.push(fleet, versions.paths[0], versions.labels[0])
+            await main(fleet, own)
+
+    asyncio.run(asyncio.wait_for(run(), 400))
+
+
+def begin(fleet, n):
+    return [
+        asyncio.create_task(fleet.generate(prompt, max_new_tokens=n, ignore_eos=True, seed=i + 1))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def healthy(fleet):
+    return [server.state for server in fleet.servers] == ["healthy"] * 3
+
+
+def test_two_of_three_killed_and_a_push_meanwhile(versions):
+    async def main(fleet, own):
+        quiet = await asyncio.gather(*begin(fleet, 200))
+        tasks = begin(fleet, 200)
+        await until(lambda: all(server.load >= 4 for server in fleet.servers))
+        for process in list(own.running.values())[:2]:
+            os.kill(process.pid, signal.SIGKILL)
+        done = await asyncio.gather(*tasks)
+        for prompt, one, before in zip(PROMPTS, done, quiet, strict=True):
+            check(versions, prompt, one, 200)
+            assert one.tokens == before.tokens  # a function of weights and seed
+        report = await publish.push(fleet, versions.paths[1], versions.labels[1])
+        assert fleet.servers[2].url in report.loaded
+        await until(lambda: healthy(fleet))
+        assert fleet.counts["restarted"] == 2 and fleet.version == 1
+        done = await asyncio.gather(*begin(fleet, 50))
+        for prompt, one in zip(PROMPTS, done, strict=True):
+            check(versions, prompt, one, 50)
+            assert set(one.version) == {1}
+        assert len({one.info["url"] for one in done}) == 3
+
+    fault(versions, main)
+
+
+def test_one_stopped_in_the_middle_of_a_push(versions, monkeypatch):
+    monkeypatch.setattr(recovery, "BEAT_S", 0.5)
+    monkeypatch.setattr(recovery, "ANSWER_S", 10.0)
+
+    async def main(fleet, own):
+        tasks = begin(fleet, 200)
+        await until(lambda: all(server.load >= 4 for server in fleet.servers))
+        victim = fleet.servers[0]
+        push = asyncio.create_task(publish.push(fleet, versions.paths[1], versions.labels[1]))
+        await asyncio.sleep(0.01)
+        os.kill(own.running[victim.url].pid, signal.SIGSTOP)
+        report = await push
+        assert len(report.loaded) >= 2
+        for prompt, one in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
+            check(versions, prompt, one, 200)
+        await until(lambda: healthy(fleet))
+        assert fleet.version == 1 and fleet.counts["restarted"] >= 1
+        for prompt, one in zip(PROMPTS, await asyncio.gather(*begin(fleet, 20)), strict=True):
+            check(versions, prompt, one, 20)
+            assert set(one.version) == {1}
+
+    fault(versions, main)
+
+
+def test_damaged_weights_are_refused_and_undone(versions, tmp_path):
+    broken = tmp_path / "2"
+    shutil.copytree(versions.paths[2], broken)
+    [shard] = broken.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+
+    async def main(fleet, own):
+        tasks = begin(fleet, 100)
+        with pytest.raises(
+            RuntimeError, match=f"no server took version {versions.labels[2]}: .*not what manifest.json"
+        ):
+            await publish.push(fleet, broken, versions.labels[2])
+        for prompt, one in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
+            check(versions, prompt, one, 100)
+            assert set(one.version) == {0}
+        await until(lambda: healthy(fleet))
+        assert (await publish.push(fleet, versions.paths[2], versions.labels[2])).failed == {}
+        for prompt, one in zip(PROMPTS, await asyncio.gather(*begin(fleet, 20)), strict=True):
+            check(versions, prompt, one, 20)
+            assert set(one.version) == {2}
+
+    fault(versions, main)

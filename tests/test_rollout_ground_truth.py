@@ -1,0 +1,157 @@
+"""The whole controller under a virtual clock and adversarial schedules, against engines that know the truth."""
+
+import asyncio
+
+import pytest
+import virtual
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax.rollout import client, executor, publish, recovery, server
+from areax.rollout.types import sampled
+
+G, SIZE, BATCHES = 2, 2, 7
+PATHS = ["/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation", "/generate"]
+
+events = st.lists(
+    st.tuples(
+        st.floats(0.05, 4.0),  # seconds until it happens
+        st.sampled_from(["die", "die for good", "hang", "forget", "busy", "join", "leave", *PATHS]),
+        st.integers(0, 5),  # to which engine
+        st.sampled_from(["refuse", "late", "lie", "cut"]),
+    ),
+    max_size=14,
+)
+
+
+def label(v):
+    return f"{v}-{v:08x}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unlimited():
+    """Whoever dies is started again, however often: else a schedule may kill them all, which ends a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recovery, "RESTARTS", 10**6)
+        patch.setattr(publish, "ATTEMPTS", 10**6)
+        yield
+
+
+@settings(max_examples=120)
+@given(
+    events=events,
+    eta=st.integers(0, 3),
+    mode=st.sampled_from(["retract", "abort"]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    train_s=st.floats(0.0, 3.0),
+    max_concurrent=st.integers(1, 8),
+    restarts=st.booleans(),
+)
+def test_every_label_is_right_and_nothing_is_lost(
+    tmp_path_factory, events, eta, mode, lengths, train_s, max_concurrent, restarts
+):
+    directory = tmp_path_factory.getbasetemp()  # whatever exists: these engines read no files
+    batches, fleets = [], []
+
+    async def workflow(generate, row):
+        i = row["i"]
+        prompt = [i] * (1 + i % 3)
+        done = await generate(prompt, max_new_tokens=lengths[i % len(lengths)])
+        return sampled(prompt, done, temperature=1.0, reward=float(i), info={"row": i})
+
+    async def main():
+        network = virtual.Network()
+        urls = [network.start(0.01 * (1 + i)) for i in range(3)]
+
+        async def restart(url, weights):
+            network.engines[url].die()
+            await asyncio.sleep(2.0)
+            return network.start(0.02)
+
+        fleet = client.Fleet(
+            [server.Server(url, network, ["default"]) for url in urls], 4, 600.0, restart if restarts else None
+        )
+        fleets.append(fleet)
+
+        async def back(engine, after_s):
+            await asyncio.sleep(after_s)
+            engine.revive()
+
+        async def happen():
+            for wait_s, what, which, how in events:
+                await asyncio.sleep(wait_s)
+                engine = list(network.engines.values())[which % len(network.engines)]
+                if what in ("die", "die for good") and engine.alive:
+                    engine.die()
+                    if what == "die" or not restarts:
+                        side.append(asyncio.create_task(back(engine, 3.0 + which)))
+                elif what == "hang" and engine.alive:
+                    engine.hung = True
+                    side.append(asyncio.create_task(unhang(engine, 10.0 * which)))
+                elif what == "forget":
+                    engine.weights = engine.label = "default"
+                elif what == "busy":
+                    engine.busy = 3
+                elif what == "join":
+                    side.append(asyncio.create_task(quietly(fleet.join(network.start(0.015)))))
+                elif what == "leave":
+                    side.append(
+                        asyncio.create_task(quietly(fleet.leave(fleet.servers[which % len(fleet.servers)].url)))
+                    )
+                elif what in PATHS and not (what == "/generate" and how in ("lie", "late")):
+                    engine.faults[what] = how
+
+        async def unhang(engine, after_s):
+            await asyncio.sleep(after_s)
+            engine.hung = False
+            engine.tick()
+
+        async def quietly(work):
+            try:
+                await work
+            except (ValueError, RuntimeError):  # the last one may not leave; nobody to join
+                pass
+
+        side = [asyncio.create_task(recovery.watch(fleet))]
+        await publish.push(fleet, directory, label(0), mode=mode)
+        side.append(asyncio.create_task(happen()))
+        prompts = executor.Prompts([{"i": i} for i in range(1000)], shuffle=False)
+        async with executor.Executor(
+            workflow, fleet.generate, prompts, group_size=SIZE, groups_per_batch=G, eta=eta,
+            max_concurrent=max_concurrent, seed=None, batches=BATCHES,
+        ) as rollout:  # fmt: skip
+            for v in range(BATCHES):
+                if v:
+                    await publish.push(fleet, directory, label(v), mode=mode)
+                rollout.admit(v)
+                batches.append(await rollout.batch(v))
+                await asyncio.sleep(train_s)
+            counts = rollout.counts
+        for task in side:
+            task.cancel()
+        await asyncio.gather(*side, return_exceptions=True)
+        await fleet.close()
+        return counts
+
+    counts = virtual.run(asyncio.wait_for(main(), 2000.0))
+
+    seen = set()
+    for v, groups in enumerate(batches):
+        assert len(groups) == G
+        for samples in groups:
+            assert len(samples) == SIZE and len({s.group for s in samples}) == 1
+            assert samples[0].group not in seen
+            seen.add(samples[0].group)
+            for s in samples:
+                i = s.info["row"]
+                assert s.group == s.prompt == i and s.rollout // SIZE == i
+                first, n = 1 + i % 3, lengths[i % len(lengths)]
+                assert s.tokens.tolist() == [i] * first + [virtual.token_at(first + k) for k in range(n)]
+                assert (s.logp[first:] == -s.version[first:]).all()  # the label names what sampled it
+                assert (0 <= s.version[first:]).all() and (s.version[first:] <= v).all()
+                assert v - eta <= s.info["admitted"] <= v
+                if eta == 0:
+                    assert (s.version[first:] == v).all()
+    # no prompt is passed over, and none is dropped for its age
+    assert len(set(range(max(seen) + 1)) - seen) == counts["failed"]
+    assert counts["accepted"] == G * BATCHES and counts["running"] == counts["rejected"] == counts["dropped"] == 0

@@ -1,0 +1,170 @@
+"""A virtual clock, and generation servers that live by it and know which weights sampled each token.
+
+Time passes only while everybody waits. Who would wait for ever is told so: that is a deadlock.
+"""
+
+import asyncio
+import contextlib
+import json
+import selectors
+import types
+
+import aiohttp
+from scripted import reply
+
+from areax.rollout import versions
+
+
+class _Jump(selectors.DefaultSelector):
+    loop = None
+
+    def select(self, timeout=None):
+        if timeout is None:
+            raise RuntimeError("deadlock: everybody waits, and nothing will happen")
+        if timeout > 0:
+            self.loop.now += timeout
+        return super().select(0)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self):
+        self.now = 0.0
+        jump = _Jump()
+        jump.loop = self
+        super().__init__(jump)
+
+    def time(self):
+        return self.now
+
+
+def run(main):
+    """Runs a coroutine under the virtual clock, in no time."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(main)
+
+
+def token_at(index):
+    return (7 * index + 3) % 50
+
+
+class Engine:
+    """One server: tokens and what they are labelled depend on its state at each moment; failures come from outside.
+
+    The log-probability of a token is minus the version of the weights that really sampled it; an engine that nobody has
+    given weights samples with -1.
+
+    Attributes:
+      weights, label: what it samples with, and what it says; they differ after a load that went wrong.
+      alive, hung: whether connections are made, and whether anything is answered.
+      faults: of the next calls, by path: "refuse" (an error, nothing done), "late" (done, but an error is answered),
+        "lie" (done, under the old name), "cut" (done, the connection breaks).
+      busy: how many /generate calls are answered 503 first.
+    """
+
+    def __init__(self, step_s):
+        self.step_s = step_s
+        self.weights = self.label = "default"
+        self.alive, self.hung, self.paused, self.busy = True, False, False, 0
+        self.faults, self.epoch, self.aborts = {}, 0, 0
+        self.changed = asyncio.Event()
+
+    def tick(self):
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def die(self):
+        self.alive, self.epoch = False, self.epoch + 1
+        self.tick()
+
+    def revive(self):
+        self.__init__(self.step_s)
+
+    async def answer(self, path, body):
+        """(status, text); what ends a connection is raised as aiohttp raises it."""
+        epoch = self.epoch
+        work = asyncio.ensure_future(self._answer(path, body))
+        try:
+            while not work.done() or self.hung:
+                if self.epoch != epoch:
+                    raise aiohttp.ServerDisconnectedError()
+                waiting = asyncio.ensure_future(self.changed.wait())
+                await asyncio.wait([waiting, *([work] if not work.done() else [])], return_when="FIRST_COMPLETED")
+                waiting.cancel()
+            if self.epoch != epoch:
+                raise aiohttp.ServerDisconnectedError()
+            return work.result()
+        finally:
+            work.cancel()
+
+    async def _answer(self, path, body):
+        await asyncio.sleep(0.001)
+        fault = self.faults.pop(path, None)
+        if fault == "refuse":
+            return 500, "{}"
+        if path == "/generate":
+            if self.busy:
+                self.busy -= 1
+                return 503, "busy"
+            answer = await self._generate(body)
+        else:
+            answer = await self._control(path, body, lies=fault == "lie")
+        if fault == "late":
+            return 500, "{}"
+        if fault == "cut":
+            raise aiohttp.ClientPayloadError("cut off")
+        return 200, json.dumps(answer)
+
+    async def _control(self, path, body, lies):
+        if path == "/pause_generation":
+            self.paused = True
+            self.aborts += body["mode"] == "abort"
+        if path == "/continue_generation":
+            self.paused = False
+        if path == "/update_weights_from_disk":
+            await asyncio.sleep(0.5)
+            self.weights = body["weight_version"]
+            self.label = self.label if lies else self.weights
+        self.tick()
+        if path == "/model_info":
+            return {"weight_version": self.label}
+        return {"success": True, "message": "done"}
+
+    async def _generate(self, body):
+        aborts, first = self.aborts, len(body["input_ids"])
+        ids, labels, truth, finish = [], [], [], "length"
+        for index in range(first, first + body["sampling_params"]["max_new_tokens"]):
+            await asyncio.sleep(self.step_s)
+            while self.paused and self.aborts == aborts:
+                await self.changed.wait()
+            if self.aborts != aborts:
+                finish = "abort"
+                break
+            ids.append(token_at(index))
+            labels.append(self.label)
+            truth.append(-float(versions.number(self.weights)))
+        return reply(ids, truth, labels, finish)
+
+
+class Network:
+    """Stands where an `aiohttp.ClientSession` does: requests to `engines`, by address."""
+
+    def __init__(self):
+        self.engines = {}
+
+    def start(self, step_s):
+        url = f"http://engine{len(self.engines)}"
+        self.engines[url] = Engine(step_s)
+        return url
+
+    @contextlib.asynccontextmanager
+    async def request(self, method, where, json=None):
+        url, _, path = where.rpartition("/")
+        engine = self.engines[url]
+        if not engine.alive:
+            raise aiohttp.ClientConnectorError(types.SimpleNamespace(ssl=True, host=url, port=0), OSError("refused"))
+        status, text = await engine.answer("/" + path, json)
+
+        async def read():
+            return text
+
+        yield types.SimpleNamespace(status=status, text=read)
