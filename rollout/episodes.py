@@ -98,6 +98,16 @@ async def _episode(workflow, generate, row, *, prompt, index, seed, on_retry) ->
     return samples
 
 
+def one_a_rollout(samples: Sequence[Sample]) -> list[Sample]:
+    """The first row of each rollout."""
+    return list({sample.rollout: sample for sample in reversed(samples)}.values())[::-1]
+
+
+def outcome(sample: Sample) -> float:
+    """The reward of a row's whole episode: rows that are turns (`trajectory.samples`) have their own beside it."""
+    return sample.info.get("episode_reward", sample.reward)
+
+
 def _seeded(generate, seed, prompt, index, turns) -> Generate:
     def bound(tokens, **sampling):
         if seed is not None:

@@ -130,7 +130,7 @@ def copy(caches, source_S, target_S, count, *, length: int):
 @functools.partial(jax.jit, static_argnames=("top",))
 def prompt_scores(weights, hidden_PTD, row, target_T, *, top: int):
     """Log-probability (nats, temperature 1) of each target of one row, and the `top` likeliest (logp, id) or None."""
-    likeliest = (lambda logits_CV, _: jax.lax.top_k(logits_CV, min(top, logits_CV.shape[1]))) if top else None
+    likeliest = (lambda logits_CV, *_: jax.lax.top_k(logits_CV, min(top, logits_CV.shape[1]))) if top else None
     head_VD = weights["head"].weight.T
     logp_T, _, lse_T, best = logprobs.from_hidden(hidden_PTD[row], head_VD, target_T, per_chunk=likeliest)
     return logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..text import Text
 from .request import Progress, Request, check
 from .slots import Live, Slots
-from .text import Text
 
 
 class Engine:

@@ -16,10 +16,10 @@ import numpy as np
 
 from ... import models
 from ...core import param
+from ..text import Text
 from . import decode as programs
 from .decode import COLUMNS, INTEGERS, REALS
 from .request import STOPS, TOP, Progress, Request
-from .text import Text
 
 
 @dataclass(eq=False)

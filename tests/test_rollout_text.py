@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areax.adapters import tokenizer
-from areax.rollout.engine.text import Text
+from areax.rollout.text import Text
 
 BYTES = tokenizer.byte_level()
 

@@ -1,0 +1,203 @@
+"""OpenAI's `/v1/chat/completions`: requests to what a session is asked, interactions to answers and chunks.
+
+Taken beyond OpenAI's fields: `top_k`, `min_p`, `min_tokens`, `chat_template_kwargs`, and `reasoning_content` in
+messages, as vLLM and SGLang have them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..parsers import Piece, Style, Text
+from ..trajectory import Interaction
+from . import fields
+from .fields import Ask, Refused, rule
+
+Event = tuple[str, Any]  # name of a server-sent event, or "", and its data
+
+PASSED = {
+    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "prediction",
+}  # fmt: skip
+TAKEN = {
+    "messages", "model", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "seed", "response_format",
+    "max_tokens", "max_completion_tokens", "logprobs", "chat_template_kwargs", *fields.SAMPLING,
+}  # fmt: skip
+NEUTRAL = {
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "logit_bias": [{}],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "modalities": [["text"]],
+    "top_logprobs": [0],
+    "parallel_tool_calls": [True],
+}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def read(body: Mapping[str, Any], style: Style) -> Ask:
+    """What a request asks. Raises Refused."""
+    tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
+    neutral = NEUTRAL if tools else {**NEUTRAL, "parallel_tool_calls": [True, False]}
+    fields.known(body, TAKEN, PASSED, neutral)
+    options = fields.mapping(body, "stream_options")
+    fields.known(options, ["include_usage", "include_obfuscation"], [])
+    messages = [_message(one) for one in fields.objects(body.get("messages"), "messages")]
+    rule(bool(messages), "messages", "must not be empty", messages)
+    fields.boolean(body, "logprobs")
+    return Ask(
+        body=body,
+        messages=messages,
+        tools=chosen(body.get("tool_choice"), tools),
+        template=fields.mapping(body, "chat_template_kwargs"),
+        sampling={
+            **fields.sampling(body, most=("max_completion_tokens", "max_tokens"), stop="stop"),
+            **fields.schema(body.get("response_format"), "response_format"),
+        },
+        n=fields.several(body),
+        stream=fields.boolean(body, "stream"),
+    )
+
+
+def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools that the model is shown: all, or none where it may not call any."""
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return []
+    raise Refused(
+        "tool_choice", f'must be "auto" or "none", for a model cannot be made to call a tool, got {choice!r:.80}'
+    )
+
+
+def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, Any]:
+    """The response. Each choice has the id of its `interaction`."""
+    choices = [
+        {
+            "index": i,
+            "message": {"refusal": None, **x.answer.message()},
+            "finish_reason": finish(x),
+            "logprobs": _logprobs(ask, x, tokenizer),
+            "interaction": x.id,
+        }
+        for i, x in enumerate(done)
+    ]
+    return {**_frame(ask, done[0].id, "chat.completion"), "choices": choices, "usage": usage(ask, done)}
+
+
+class Stream:
+    """The chunks of a streamed response, in the order begin, piece..., end or failed.
+
+    A tool call is one chunk: it is known to be one when it is complete.
+    """
+
+    def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
+        self._ask, self._ids, self._tokenizer = ask, ids, tokenizer
+        self._frame = _frame(ask, ids[0], "chat.completion.chunk")
+        self._calls = [0] * len(ids)
+
+    def begin(self) -> Iterator[Event]:
+        for i in range(len(self._ids)):
+            yield self._chunk(i, {"role": "assistant", "content": ""})
+
+    def piece(self, i: int, piece: Piece) -> Iterator[Event]:
+        if isinstance(piece, Text):
+            yield self._chunk(i, {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text})
+            return
+        function = {"name": piece.name, "arguments": piece.arguments}
+        call = {"index": self._calls[i], "id": piece.id, "type": "function", "function": function}
+        self._calls[i] += 1
+        yield self._chunk(i, {"tool_calls": [call]})
+
+    def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
+        for i, x in enumerate(done):
+            yield self._chunk(i, {}, finish_reason=finish(x), logprobs=_logprobs(self._ask, x, self._tokenizer))
+        if fields.mapping(self._ask.body, "stream_options").get("include_usage"):
+            yield "", {**self._frame, "choices": [], "usage": usage(self._ask, done)}
+        yield "", "[DONE]"
+
+    def failed(self, status: int, message: str) -> Iterator[Event]:
+        yield "", error(status, message)
+
+    def _chunk(self, i: int, delta: dict[str, Any], **more: Any) -> Event:
+        choice = {"index": i, "delta": delta, "finish_reason": None, "logprobs": None, "interaction": self._ids[i]}
+        return "", {**self._frame, "choices": [choice | more]}
+
+
+def error(status: int, message: str, name: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": name, "code": str(status)}}
+
+
+def finish(x: Interaction) -> str:
+    if x.completion.finish != "stop":
+        return "length"
+    return "tool_calls" if x.answer.tool_calls else "stop"
+
+
+def usage(ask: Ask, done: Sequence[Interaction]) -> dict[str, int]:
+    """Tokens of prompts, each counted once, and of completions."""
+    prompts = sum(len(x.prompt) for x in done[:: ask.n])
+    completions = sum(len(x.completion.tokens) for x in done)
+    return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
+
+
+def _frame(ask: Ask, id: str, kind: str) -> dict[str, Any]:
+    return {"id": id, "object": kind, "created": int(time.time()), "model": ask.body.get("model")}
+
+
+def _logprobs(ask: Ask, x: Interaction, tokenizer: Any) -> dict[str, Any] | None:
+    """Of all sampled tokens, those of reasoning, calls and the end included."""
+    if not ask.body.get("logprobs"):
+        return None
+    content = []
+    for token, logp in zip(x.completion.tokens, x.completion.logp, strict=True):
+        shown = tokenizer.decode([token])
+        whole = "\ufffd" not in shown  # else part of a character
+        bytes_ = list(shown.encode()) if whole else None
+        content.append({"token": shown, "logprob": logp, "bytes": bytes_, "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    role = str(given.get("role"))
+    rule(role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}", role)
+    taken = ["role", "content", "name"]
+    taken += {"assistant": ["tool_calls", "reasoning_content", "reasoning"], "tool": ["tool_call_id"]}.get(role, [])
+    fields.known(
+        given, taken, ["annotations", "id"], {"refusal": [""], "function_call": [], "audio": [], "tool_calls": [[]]}
+    )
+    message: dict[str, Any] = {
+        "role": ROLES[role],
+        "content": fields.text(given.get("content"), "messages", ("text", "refusal")),
+    }
+    if given.get("name") is not None:
+        rule(isinstance(given["name"], str), "messages", "a name must be text", given["name"])
+        message["name"] = given["name"]
+    if role == "tool":
+        rule(isinstance(given.get("tool_call_id"), str), "messages", "a result needs a tool_call_id", given)
+        message["tool_call_id"] = given["tool_call_id"]
+    if role == "assistant":
+        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
+            rule(isinstance(reasoning, str), "messages", "reasoning must be text", reasoning)
+            message["reasoning_content"] = reasoning
+        if calls := given.get("tool_calls"):
+            message["tool_calls"] = [_call(one) for one in fields.objects(calls, "messages")]
+    return message
+
+
+def _call(given: Mapping[str, Any]) -> dict[str, Any]:
+    rule(given.get("type", "function") == "function", "messages", "a call must be of a function", given.get("type"))
+    function = fields.mapping(given, "function")
+    return fields.call(given.get("id"), function.get("name"), function.get("arguments"), "messages")
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    rule(given.get("type") == "function", "tools", "a tool must be a function", given.get("type"))
+    function = fields.mapping(given, "function")
+    return fields.tool(function.get("name"), function.get("description"), function.get("parameters"), "tools")

@@ -1,0 +1,43 @@
+"""Errors as answers, in the shape of the API that was asked, and as one line in the log."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from . import chat, messages
+from .fields import Refused
+
+log = logging.getLogger(__name__)
+
+KINDS = (HTTPException, ValueError, RuntimeError, ClientDisconnect)  # anything else is a fault of this library
+GONE = 499  # the client did not wait; nobody reads the answer
+
+
+async def failed(http: Request, error: Exception) -> Response:
+    """The answer to a request that raised one of KINDS."""
+    status, message = report(http, error)
+    if status == GONE:
+        return Response(status_code=GONE)
+    shape = messages.error if http.url.path.startswith("/v1/messages") else chat.error
+    name = error.name if isinstance(error, Refused) else None
+    return JSONResponse(shape(status, message, name), status, getattr(error, "headers", None))
+
+
+def report(http: Request, error: Exception) -> tuple[int, str]:
+    """(status, message) of an error, which is logged in one line, without keys and without what was asked."""
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    elif isinstance(error, ClientDisconnect):
+        status, message = GONE, ""
+    else:
+        status, message = 400 if isinstance(error, ValueError) else 500, str(error)
+    what = f"{http.method} {http.url.path[:100]!r}: {status}"
+    if status >= 500:
+        log.error("failed: %s: %.300r", what, message)
+    else:
+        log.warning("refused: %s %s", what, error.name if isinstance(error, Refused) else type(error).__name__)
+    return status, message

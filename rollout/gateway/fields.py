@@ -1,0 +1,192 @@
+"""What the APIs have in common: the fields of a request, checked by name, as what a session is asked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SAMPLING = {  # names in requests -> names of `Fleet.generate`
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+}
+FRACTIONS = {"temperature", "top_p", "min_p"}
+MOST = 128  # answers that one request may ask for
+
+
+class Refused(ValueError):
+    """A request that cannot be honoured; `name` is the field."""
+
+    def __init__(self, name: str, rule: str):
+        super().__init__(f"{name}: {rule}")
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks of a session: `Session.ask` of messages, or `Session.complete` of prompts.
+
+    Attributes:
+      body: the request.
+      n: answers wanted, of each prompt.
+      prompts: of tokens, where there are no messages.
+    """
+
+    body: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+    stream: bool = False
+    prompts: Sequence[Sequence[int]] = ()
+
+
+def rule(held: bool, name: str, text: str, value: Any) -> None:
+    """Raises Refused unless the rule `held`."""
+    if not held:
+        shown = repr(value)
+        raise Refused(name, f"{text}, got {shown if len(shown) <= 80 else shown[:77] + '...'}")
+
+
+def known(
+    body: Mapping[str, Any],
+    taken: Collection[str],
+    passed: Collection[str],
+    neutral: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuses fields that are not `taken`, unless they are null, in `passed` (they cannot change an answer), or have a
+    value in `neutral`, which asks for nothing."""
+    neutral = neutral or {}
+    for name, value in body.items():
+        if value is None or name in taken or name in passed or any(value == other for other in neutral.get(name, ())):
+            continue
+        raise Refused(name, "cannot be honoured by this server; leave it out")
+
+
+def sampling(body: Mapping[str, Any], *, most: Iterable[str], stop: str) -> dict[str, Any]:
+    """The arguments of `generate`.
+
+    A seed is refused unless the temperature is 0, where nothing is drawn.
+
+    Args:
+      most: names of the most tokens to generate; the first that is given counts.
+      stop: the name of the strings to stop at.
+    """
+    found: dict[str, Any] = {}
+    for name, ours in SAMPLING.items():
+        if body.get(name) is not None:
+            found[ours] = number(body, name) if name in FRACTIONS else integer(body, name)
+    given = next((name for name in most if body.get(name) is not None), None)
+    if given:
+        found["max_new_tokens"] = integer(body, given, least=0)
+    words = body.get(stop)
+    words = [words] if isinstance(words, str) else words or []
+    right = isinstance(words, list) and all(isinstance(word, str) and word for word in words)
+    rule(right, stop, "must be a string or a list of strings, none empty", words)
+    if words:
+        found["stop"] = tuple(words)
+    if body.get("seed") is not None and body.get("temperature") != 0:
+        raise Refused("seed", "cannot be honoured by this server; leave it out, or ask for temperature 0")
+    return found
+
+
+def schema(form: Any, name: str) -> dict[str, Any]:
+    """`json_schema` of `generate`, its text, from {"type": "text" | "json_object" | "json_schema", ...}."""
+    if form is None:
+        return {}
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    rule(
+        kind in ("text", "json_object", "json_schema"), name, "its type must be text, json_object or json_schema", form
+    )
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    named = form.get("json_schema", form)
+    wanted = named.get("schema") if isinstance(named, Mapping) else None
+    rule(isinstance(wanted, Mapping), name, "must have a schema", form)
+    return {"json_schema": json.dumps(wanted)}
+
+
+def tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
+    """A tool in the form of OpenAI's chat API; `strict` is left to the model, which sees names, texts and schemas."""
+    rule(isinstance(name, str) and name != "", where, "a tool needs a name", name)
+    rule(
+        parameters is None or isinstance(parameters, Mapping),
+        where,
+        "the schema of a tool must be an object",
+        parameters,
+    )
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """A call of a tool in the form of OpenAI's chat API; `arguments` is the text of a JSON object, or nothing."""
+    rule(
+        isinstance(id, str) and isinstance(name, str) and name != "", where, "a call needs an id and a name", [id, name]
+    )
+    arguments = arguments or "{}"
+    try:
+        right = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        right = False
+    rule(right, where, "the arguments of a call must be the text of a JSON object", arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def text(content: Any, where: str, kinds: Collection[str] = ("text",), between: str = "\n") -> str:
+    """The text of a message's content: a string, or parts of the `kinds`, joined by `between`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = objects(content, where)
+    for part in parts:
+        rule(part.get("type") in kinds, where, "only text can be read by this model", part.get("type"))
+        words = part.get("text", part.get("refusal"))
+        rule(isinstance(words, str), where, "a part needs a text", part)
+    return between.join(part.get("text", part.get("refusal")) for part in parts)
+
+
+def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
+    """A list of objects."""
+    right = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+    rule(right, name, "must be a list of objects", value)
+    return value
+
+
+def number(body: Mapping[str, Any], name: str) -> float:
+    value = body[name]
+    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    rule(right, name, "must be a finite number", value)
+    return float(value)
+
+
+def integer(body: Mapping[str, Any], name: str, *, least: int | None = None, most: int | None = None) -> int:
+    value = body[name]
+    rule(type(value) is int, name, "must be a whole number", value)
+    rule(least is None or value >= least, name, f"must be at least {least}", value)
+    rule(most is None or value <= most, name, f"must be at most {most}", value)
+    return value
+
+
+def boolean(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    rule(value is None or isinstance(value, bool), name, "must be true or false", value)
+    return bool(value)
+
+
+def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    rule(value is None or isinstance(value, Mapping), name, "must be an object", value)
+    return value or {}
+
+
+def several(body: Mapping[str, Any]) -> int:
+    """The field `n`."""
+    return 1 if body.get("n") is None else integer(body, "n", least=1, most=MOST)

@@ -1,0 +1,144 @@
+"""An HTTP server inside a running event loop, with limits on what arrives before and as a request's body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .fields import Refused
+from .sessions import Limits
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 1  # for answers under way when the server ends
+KEEP_ALIVE_S = 30
+CLOSE = {"connection": "close"}  # what is left of the request must not be taken for the next one
+
+
+@contextlib.asynccontextmanager
+async def listen(app: ASGIApp, host: str, port: int, limits: Limits) -> AsyncIterator[str]:
+    """Serves `app` while the block runs; gives the address.
+
+    Raises:
+      ValueError: the address cannot be had.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"serve: port must be from 0 (any that is free) to 65535, got {port}")
+    try:
+        sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ValueError(f"serve: cannot listen at {host}:{port} ({error}); choose another address") from error
+    config = uvicorn.Config(
+        app,
+        http=_protocol(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=limits.header_bytes,
+        limit_concurrency=limits.connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config)
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        while not (server.started or running.done()):
+            await asyncio.sleep(0.005)
+        if not server.started:
+            await running
+            raise RuntimeError(f"serve: the server at {host}:{port} did not start")
+        shown = f"[{host}]" if ":" in host else host
+        yield f"http://{shown}:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await running
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the program's, not the server's
+
+
+def _protocol(limits: Limits) -> type[asyncio.Protocol]:
+    class Protocol(H11Protocol):
+        """Closes connections on which a request has begun, but does not get to its body in time."""
+
+        late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._await_request()
+
+        def data_received(self, data: bytes) -> None:
+            self._await_request()
+            super().data_received(data)
+            if self._in_request() and self.late:
+                self.late.cancel()
+                self.late = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self.late:
+                self.late.cancel()
+            super().connection_lost(exc)
+
+        def _await_request(self) -> None:
+            if not self.late and not self._in_request():
+                self.late = self.loop.call_later(limits.head_s, self._close)
+
+        def _in_request(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _close(self) -> None:
+            log.warning("refused: no request within %g s of a connection", limits.head_s)
+            self.transport.close()
+
+    return Protocol
+
+
+async def read_json(http: Request, limits: Limits) -> dict[str, Any]:
+    """The request's body, a JSON object; {} if there is none.
+
+    Raises:
+      HTTPException: it is too large, or does not come in time.
+      Refused: it is no JSON object.
+    """
+    too_large = HTTPException(413, f"the body must have at most {limits.body_bytes} bytes", CLOSE)
+    if int(http.headers.get("content-length", 0)) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for chunk in http.stream():
+                body += chunk
+                if len(body) > limits.body_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"the body must arrive within {limits.body_s:g} s", CLOSE) from None
+    try:
+        value = json.loads(body or b"{}", parse_constant=_constant)
+        if b"\\u" in body:  # half of a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Refused("body", f"must be JSON ({' '.join(str(error).split())[:100]})") from None
+    if not isinstance(value, dict):
+        raise Refused("body", "must be a JSON object")
+    return value
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,243 @@
+"""Anthropic's `/v1/messages` and its `count_tokens`: requests to what a session is asked, interactions to messages.
+
+`thinking` sets the chat template's variable that turns reasoning on or off. A thinking budget is not enforced: all
+that bounds a generation is `max_tokens`. Whether a tool's result is an error is for its text to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..parsers import Piece, Style, ToolCall
+from ..trajectory import Interaction
+from . import fields
+from .chat import Event
+from .fields import Ask, Refused, rule
+
+PASSED = {
+    "metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id", "inference_geo", "diagnostics",
+    "speed",
+}  # fmt: skip
+TAKEN = {
+    "messages", "model", "system", "tools", "tool_choice", "thinking", "output_config", "stream", "stop_sequences",
+    "max_tokens", "temperature", "top_p", "top_k",
+}  # fmt: skip
+NEUTRAL = {"mcp_servers": [[]], "betas": [[]], "context_management": [{}]}
+SIGNATURE = "unsigned"  # of thinking blocks, which nothing checks here
+
+
+def read(body: Mapping[str, Any], style: Style) -> Ask:
+    """What a request asks. Raises Refused."""
+    rule(body.get("max_tokens") is not None, "max_tokens", "must be given", None)
+    return Ask(
+        **_asked(body, style),
+        sampling={
+            **fields.sampling(body, most=["max_tokens"], stop="stop_sequences"),
+            **fields.schema(fields.mapping(body, "output_config").get("format"), "output_config"),
+        },
+        stream=fields.boolean(body, "stream"),
+    )
+
+
+def read_count(body: Mapping[str, Any], style: Style) -> Ask:
+    """What a request to count tokens would ask."""
+    return Ask(**_asked(body, style))
+
+
+def _asked(body: Mapping[str, Any], style: Style) -> dict[str, Any]:
+    fields.known(body, TAKEN, PASSED, NEUTRAL)
+    fields.known(fields.mapping(body, "output_config"), ["format"], [])
+    tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
+    system = [{"role": "system", "content": fields.text(body["system"], "system")}] if body.get("system") else []
+    messages = [message for one in fields.objects(body.get("messages"), "messages") for message in _messages(one)]
+    rule(bool(messages), "messages", "must not be empty", messages)
+    if messages[-1]["role"] == "assistant":
+        raise Refused("messages", "the last one must not be the assistant's: an answer cannot be begun for the model")
+    return {
+        "body": body,
+        "messages": system + messages,
+        "tools": _chosen(body, tools),
+        "template": _thinking(body, style),
+    }
+
+
+def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, Any]:
+    """The message; its id is the interaction's."""
+    (x,) = done
+    blocks: list[dict[str, Any]] = []
+    if x.answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": x.answer.reasoning, "signature": SIGNATURE})
+    if x.answer.content:
+        blocks.append({"type": "text", "text": x.answer.content, "citations": None})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        for call in x.answer.tool_calls
+    ]
+    return {**_frame(ask, x.id), "content": blocks, **_stop(ask, x), "usage": _usage(x)}
+
+
+class Stream:
+    """The events of a streamed message, in the order begin, piece..., end or failed.
+
+    A tool's input is one delta: a call is known to be one when it is complete.
+    """
+
+    def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
+        self._ask, self._id = ask, ids[0]
+        self._index, self._open = -1, ""
+
+    def begin(self) -> Iterator[Event]:
+        message = {**_frame(self._ask, self._id), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message=message | {"usage": {"input_tokens": 0, "output_tokens": 0}})
+
+    def piece(self, i: int, piece: Piece) -> Iterator[Event]:
+        if isinstance(piece, ToolCall):
+            yield from self._start({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        elif piece.kind == "reasoning":
+            if self._open != "thinking":
+                yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": piece.text})
+        else:
+            if self._open != "text":
+                yield from self._start({"type": "text", "text": "", "citations": None})
+            yield self._delta({"type": "text_delta", "text": piece.text})
+
+    def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
+        yield from self._stop()
+        yield _event("message_delta", delta=_stop(self._ask, done[0]), usage=_usage(done[0]))
+        yield _event("message_stop")
+
+    def failed(self, status: int, message: str) -> Iterator[Event]:
+        yield "error", error(status, message)
+
+    def _start(self, block: dict[str, Any]) -> Iterator[Event]:
+        yield from self._stop()
+        self._index, self._open = self._index + 1, block["type"]
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _stop(self) -> Iterator[Event]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+        if self._open:
+            yield _event("content_block_stop", index=self._index)
+        self._open = ""
+
+
+def error(status: int, message: str, name: str | None = None) -> dict[str, Any]:
+    """An error in Anthropic's shape."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+             429: "rate_limit_error"}  # fmt: skip
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _event(kind: str, **data: Any) -> Event:
+    return kind, {"type": kind, **data}
+
+
+def _frame(ask: Ask, id: str) -> dict[str, Any]:
+    return {"id": id, "type": "message", "role": "assistant", "model": ask.body.get("model")}
+
+
+def _usage(x: Interaction) -> dict[str, int]:
+    return {"input_tokens": len(x.prompt), "output_tokens": len(x.completion.tokens)}
+
+
+def _stop(ask: Ask, x: Interaction) -> dict[str, Any]:
+    """Why it ended; the stop sequence where the server says which it was."""
+    if x.completion.finish != "stop":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    matched = x.completion.info.get("finish_reason")
+    matched = matched.get("matched") if isinstance(matched, Mapping) else None
+    if matched in ask.sampling.get("stop", ()):
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": "tool_use" if x.answer.tool_calls else "end_turn", "stop_sequence": None}
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A message as those of OpenAI's chat API: each tool's result is one, and so is the text around them."""
+    role, content = given.get("role"), given.get("content")
+    rule(role in ("user", "assistant", "system"), "messages", "a role must be user, assistant or system", role)
+    if role == "system":
+        return [{"role": role, "content": fields.text(content, "messages")}]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else fields.objects(content, "messages")
+    if role == "assistant":
+        return [_assistant(blocks)]
+    messages: list[dict[str, Any]] = []
+    texts: list[Mapping[str, Any]] = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            messages.append({"role": "user", "content": fields.text(texts, "messages")})
+            texts = []
+        rule(isinstance(block.get("tool_use_id"), str), "messages", "a result needs a tool_use_id", block)
+        result = fields.text(block.get("content"), "messages")
+        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
+    if texts or not blocks:
+        messages.append({"role": "user", "content": fields.text(texts, "messages")})
+    return messages
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    thoughts = [block for block in blocks if block.get("type") == "thinking"]
+    uses = [block for block in blocks if block.get("type") == "tool_use"]
+    others = [block for block in blocks if block.get("type") not in ("thinking", "tool_use")]
+    message: dict[str, Any] = {"role": "assistant", "content": fields.text(others, "messages", between="")}
+    if thoughts:
+        right = all(isinstance(block.get("thinking"), str) for block in thoughts)
+        rule(right, "messages", "a thinking block needs its thinking", thoughts)
+        message["reasoning_content"] = "\n".join(block["thinking"] for block in thoughts)
+    if uses:
+        message["tool_calls"] = [
+            fields.call(block.get("id"), block.get("name"), _arguments(block.get("input")), "messages")
+            for block in uses
+        ]
+    return message
+
+
+def _arguments(given: Any) -> str:
+    rule(isinstance(given, Mapping), "messages", "the input of a tool must be an object", given)
+    return json.dumps(given, ensure_ascii=False)
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    rule(
+        given.get("type") in (None, "custom"), "tools", "only tools with an input_schema can be used", given.get("type")
+    )
+    fields.known(
+        given,
+        ["name", "description", "input_schema", "type"],
+        ["cache_control", "strict", "eager_input_streaming"],
+        {"defer_loading": [False], "input_examples": [[]], "allowed_callers": [["direct"]]},
+    )
+    return fields.tool(given.get("name"), given.get("description"), given.get("input_schema"), "tools")
+
+
+def _chosen(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    choice = fields.mapping(body, "tool_choice")
+    kind = choice.get("type", "auto")
+    if kind not in ("auto", "none"):
+        raise Refused(
+            "tool_choice", f'must be "auto" or "none", for a model cannot be made to call a tool, got {kind!r:.80}'
+        )
+    if choice.get("disable_parallel_tool_use") and tools:
+        raise Refused("tool_choice", "disable_parallel_tool_use cannot be honoured by this server; leave it out")
+    return tools if kind == "auto" else []
+
+
+def _thinking(body: Mapping[str, Any], style: Style) -> dict[str, bool]:
+    given = fields.mapping(body, "thinking")
+    kind = given.get("type")
+    if not given:
+        return {}
+    rule(kind in ("enabled", "disabled", "adaptive"), "thinking", "must be enabled, disabled or adaptive", kind)
+    fields.known(given, ["type", "budget_tokens"], [], {"display": ["summarized"]})
+    return {style.switch: kind != "disabled"}

@@ -1,0 +1,252 @@
+"""OpenAI's `/v1/responses`: requests to what a session is asked, interactions to responses and events.
+
+Nothing is stored: a request brings the whole conversation as its input. Reasoning is returned as plain text, so that
+what `reasoning.encrypted_content` is for needs nothing more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..parsers import Piece, Style, ToolCall
+from ..trajectory import Interaction
+from . import fields
+from .chat import ROLES, Event, chosen, error
+from .fields import Ask, rule
+
+PASSED = {
+    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "max_tool_calls", "stream_options",
+}  # fmt: skip
+TAKEN = {
+    "input", "instructions", "model", "tools", "tool_choice", "stream", "text", "max_output_tokens", "temperature",
+    "top_p",
+}  # fmt: skip
+NEUTRAL = {
+    "background": [False],
+    "truncation": ["disabled"],
+    "reasoning": [{}],
+    "include": [[], ["reasoning.encrypted_content"]],
+    "top_logprobs": [0],
+    "parallel_tool_calls": [True],
+    "context_management": [[]],
+}
+SHOWN = ("instructions", "metadata", "max_output_tokens", "temperature", "top_p")  # in the response as in the request
+
+
+def read(body: Mapping[str, Any], style: Style) -> Ask:
+    """What a request asks. Raises Refused."""
+    tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
+    neutral = NEUTRAL if tools else {**NEUTRAL, "parallel_tool_calls": [True, False]}
+    fields.known(body, TAKEN, PASSED, neutral)
+    wanted = fields.mapping(body, "text")
+    fields.known(wanted, ["format"], [])
+    instructions = body.get("instructions")
+    rule(instructions is None or isinstance(instructions, str), "instructions", "must be text", instructions)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else fields.objects(given, "input")
+    rule(bool(items), "input", "must not be empty", given)
+    return Ask(
+        body=body,
+        messages=[*([{"role": "system", "content": instructions}] if instructions else []), *_messages(items)],
+        tools=chosen(body.get("tool_choice"), tools),
+        sampling={
+            **fields.sampling(body, most=["max_output_tokens"], stop="stop"),
+            **fields.schema(wanted.get("format"), "text"),
+        },
+        stream=fields.boolean(body, "stream"),
+    )
+
+
+def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, Any]:
+    """The response; its id is the interaction's."""
+    (x,) = done
+    stream = Stream(ask, [x.id], tokenizer)
+    for text, kind in ((x.answer.reasoning, "reasoning"), (x.answer.content, "message")):
+        if text:
+            list(stream.grow(kind, text))
+    for call in x.answer.tool_calls:
+        list(stream.piece(0, call))
+    return list(stream.end(done))[-1][1]["response"]
+
+
+class Stream:
+    """The events of a streamed response, in the order begin, piece..., end or failed.
+
+    A tool's arguments are one delta: a call is known to be one when it is complete.
+    """
+
+    def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
+        self._ask, self._id = ask, ids[0]
+        self._count: Callable[[str], int] = lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+        self._created = int(time.time())
+        self._items: list[dict[str, Any]] = []
+        self._open = ""
+        self._number = 0
+
+    def begin(self) -> Iterator[Event]:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+
+    def piece(self, i: int, piece: Piece) -> Iterator[Event]:
+        if not isinstance(piece, ToolCall):
+            yield from self.grow("reasoning" if piece.kind == "reasoning" else "message", piece.text)
+            return
+        item = {"type": "function_call", "call_id": piece.id, "name": piece.name, "arguments": ""}
+        yield from self._add(item)
+        yield self._at("response.function_call_arguments.delta", delta=piece.arguments)
+        yield self._at("response.function_call_arguments.done", arguments=piece.arguments)
+        self._items[-1]["arguments"] = piece.arguments
+        yield from self._close()
+
+    def grow(self, kind: str, text: str) -> Iterator[Event]:
+        """Adds text to the open item, or to a new one, if what is open is not of this `kind`."""
+        if self._open != kind:
+            part = _part(kind, "")
+            said = (
+                {"content": [part], "summary": []} if kind == "reasoning" else {"role": "assistant", "content": [part]}
+            )
+            yield from self._add({"type": kind, **said})
+            yield self._at("response.content_part.added", content_index=0, part=dict(part))
+        self._items[-1]["content"][0]["text"] += text
+        yield self._at(f"response.{_TEXT[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
+
+    def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
+        yield from self._close()
+        (x,) = done
+        response = self._response("completed" if x.completion.finish == "stop" else "incomplete")
+        if x.completion.finish != "stop":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        read, sampled = len(x.prompt), len(x.completion.tokens)
+        response["usage"] = {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": self._count(x.answer.reasoning)},
+            "total_tokens": read + sampled,
+        }
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, status: int, message: str) -> Iterator[Event]:
+        failure = {"code": "invalid_prompt" if status < 500 else "server_error", "message": message}
+        yield self._event("response.failed", response={**self._response("failed"), "error": failure})
+
+    def _add(self, item: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close()
+        names = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+        self._open = item["type"]
+        item |= {"id": f"{names[self._open]}_{self._id}_{len(self._items)}", "status": "in_progress"}
+        self._items.append(item)
+        empty = {**item, "content": []} if "content" in item else dict(item)
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=empty)
+
+    def _close(self) -> Iterator[Event]:
+        if not self._open:
+            return
+        item, kind = self._items[-1], self._open
+        if kind in _TEXT:
+            (part,) = item["content"]
+            yield self._at(f"response.{_TEXT[kind]}.done", content_index=0, text=part["text"], **_logprobs(kind))
+            yield self._at("response.content_part.done", content_index=0, part=dict(part))
+        self._open, item["status"] = "", "completed"
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
+
+    def _at(self, kind: str, **data: Any) -> Event:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **data)
+
+    def _event(self, kind: str, **data: Any) -> Event:
+        self._number += 1
+        return kind, {"type": kind, "sequence_number": self._number - 1, **data}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        body = self._ask.body
+        return {
+            **{name: body.get(name) for name in SHOWN},
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": body.get("model"),
+            "output": [dict(item) for item in self._items],
+            "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "parallel_tool_calls": True,
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "store": False,
+            "previous_response_id": None,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+
+
+_TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    return {"type": _TEXT[kind], "text": text} | ({"annotations": [], "logprobs": []} if kind == "message" else {})
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": []} if kind == "message" else {}
+
+
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages of OpenAI's chat API: reasoning, text and calls that one answer consists of become one."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's message that the next item may belong to
+    for item in items:
+        kind = item.get("type", "message")
+        mine = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
+        over = turn and (
+            (kind == "reasoning" and (turn["content"] or turn.get("tool_calls")))
+            or (kind == "message" and turn["content"] and not turn.get("tool_calls"))
+        )
+        if mine and (turn is None or over):
+            turn = {"role": "assistant", "content": ""}
+            messages.append(turn)
+        if not mine:
+            turn = None
+        if kind == "reasoning":
+            thought = _reasoning(item)
+            if thought and turn is not None:
+                turn["reasoning_content"] = thought
+        elif kind == "function_call":
+            made = fields.call(item.get("call_id"), item.get("name"), item.get("arguments"), "input")
+            assert turn is not None
+            turn.setdefault("tool_calls", []).append(made)
+        elif kind == "function_call_output":
+            rule(isinstance(item.get("call_id"), str), "input", "a result needs a call_id", item)
+            result = fields.text(item.get("output"), "input", ["input_text", "output_text", "text"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
+        elif kind == "message":
+            role = str(item.get("role"))
+            rule(role in ROLES and role != "tool", "input", "a role must be user, assistant, system or developer", role)
+            words = fields.text(
+                item.get("content"), "input", ["input_text", "output_text", "text", "refusal"], "" if mine else "\n"
+            )
+            if turn is not None:
+                turn["content"] += words
+            else:
+                messages.append({"role": ROLES[role], "content": words})
+        else:
+            rule(False, "input", "items must be messages, reasoning, function calls or their outputs", kind)
+    return messages
+
+
+def _reasoning(item: Mapping[str, Any]) -> str:
+    """The text of a reasoning item: its content, or else its summary."""
+    return fields.text(item.get("content"), "input", ["reasoning_text"], "") or fields.text(
+        item.get("summary"), "input", ["summary_text"]
+    )
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    rule(given.get("type") == "function", "tools", "a tool must be a function", given.get("type"))
+    return fields.tool(given.get("name"), given.get("description"), given.get("parameters"), "tools")
+
+
+__all__ = ["Stream", "answer", "error", "read"]

@@ -1,0 +1,246 @@
+"""The gateway: one address for agents, where a key is a session. `async with serve(tokenizer) as gateway: ...`.
+
+Routes: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages` (and its `count_tokens`) and
+`/v1/models` with a session's key; `/health` with none; those of `online` with the admin key or the session's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import ipaddress
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .. import parsers, template
+from ..conversation import Session
+from ..parsers import STYLES, Parser, Piece, Text
+from ..server import Part
+from ..trajectory import Interaction
+from ..types import Completion
+from . import chat, completions, errors, messages, responses, work
+from .fields import Ask, Refused
+from .listener import CLOSE, listen, read_json
+from .online import End, Online, Start
+from .sessions import Entry, Limits, Sessions
+
+APIS: dict[str, Any] = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
+Read = Callable[..., Awaitable[tuple[str, Part]]]
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    tokenizer: Any,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    admin_key: str = "",
+    style: str = "qwen",
+    reasoning: bool = True,
+    model: str = "areax",
+    limits: Limits = Limits(),  # noqa: B008 (frozen)
+    read: Read | None = None,
+    on_start: Start | None = None,
+    on_end: End | None = None,
+) -> AsyncIterator[Gateway]:
+    """Serves sessions in the running event loop while the block runs.
+
+    Args:
+      tokenizer: a Hugging Face tokenizer with a chat template: of the model that the sessions talk to.
+      port: 0 = any that is free.
+      admin_key: who has it may start sessions over HTTP, and do to each what its own key allows; "" = nobody may.
+      style: how the model writes calls of tools, a name in `parsers.STYLES`.
+      reasoning: text between <think> and </think> is kept apart from content.
+      model: the name that `/v1/models` gives; requests may give any.
+      read: `Fleet.read`, for log-probabilities of prompts; None = they are refused.
+      on_start: makes the session that `POST /sessions` asks for with a JSON object; ValueError refuses it, RuntimeError
+        asks to try again later.
+      on_end: called with a session started over HTTP once it has ended, by request or because its time is over.
+
+    Raises:
+      ValueError: the address cannot be had, or is not this machine's own and there is no admin_key.
+    """
+    if style not in STYLES:
+        raise ValueError(f"serve: style must be one of {', '.join(STYLES)}, got {style!r}")
+    if not admin_key and not _local(host):
+        raise ValueError(f"serve: an address that others can reach needs an admin_key, got host {host!r} and none")
+    sessions = Sessions(limits, admin_key)
+    online = Online(sessions, limits, on_start, on_end)
+    gateway = Gateway(tokenizer, sessions, limits, style, reasoning, model, read)
+    async with listen(_app([*gateway.routes(), *online.routes()], limits), host, port, limits) as gateway.url:
+        online.base_url = f"{gateway.url}/v1"
+        expiry = asyncio.create_task(online.expire())
+        try:
+            yield gateway
+        finally:
+            expiry.cancel()
+            await sessions.close_all()
+
+
+class Gateway:
+    """What `serve` gives.
+
+    Attributes:
+      url: its address, without a path.
+    """
+
+    def __init__(
+        self, tokenizer: Any, sessions: Sessions, limits: Limits, style: str, reasoning: bool, model: str,
+        read: Read | None,
+    ):  # fmt: skip
+        self.url = ""
+        self._tokenizer, self._sessions, self._limits = tokenizer, sessions, limits
+        self._style, self._reasoning, self._model, self._read = style, reasoning, model, read
+        self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+
+    def open(self, session: Session) -> str:
+        """A new key, under which agents talk to `session` until it is closed.
+
+        Raises:
+          ValueError: the session is open already.
+          RuntimeError: too many are.
+        """
+        return self._sessions.open(session, online=False)
+
+    async def close(self, key: str) -> None:
+        """Ends what runs under a key, which is then unknown."""
+        if entry := self._sessions.find(key):
+            await self._sessions.close(entry)
+
+    def routes(self) -> list[Route]:
+        post = lambda path, handle: Route(path, handle, methods=["POST"])
+        return [
+            *(post(path, functools.partial(self._chat, api)) for path, api in APIS.items()),
+            post("/v1/completions", self._completions),
+            post("/v1/messages/count_tokens", self._count_tokens),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/health", _health, methods=["GET"]),
+        ]
+
+    async def _chat(self, api: Any, http: Request) -> ASGIApp:
+        """A request to one of the APIS."""
+        entry = self._sessions.of(http)
+        ask = api.read(await self._body(http), STYLES[self._style])
+        opened = self._rendered(ask).rstrip().endswith(parsers.THINK)
+
+        async def generate(on_piece: Callable[[Piece], None]) -> Interaction:
+            options: dict[str, Any] = {
+                "tools": bool(ask.tools), "reasoning": self._reasoning, "opened": opened, "nonce": secrets.token_hex(8),
+            }  # fmt: skip
+            parse = functools.partial(parsers.parse, style=self._style, **options)
+            asked = functools.partial(
+                entry.session.ask, ask.messages, tools=ask.tools, template=ask.template, parse=parse, **ask.sampling
+            )
+            if not ask.stream:
+                return await asked()
+            parser = Parser(self._style, **options)
+
+            def on_text(text: str) -> None:
+                for piece in parser.push(text):
+                    on_piece(piece)
+
+            done = await asked(on_text=on_text)
+            for piece in parser.finish():
+                on_piece(piece)
+            return done
+
+        return await self._answered(http, entry, ask, [generate] * ask.n, api.Stream, api.answer)
+
+    async def _completions(self, http: Request) -> ASGIApp:
+        entry = self._sessions.of(http)
+        ask = completions.read(await self._body(http), self._tokenizer)
+        if completions.reads(ask) and self._read is None:
+            raise Refused("logprobs", "with echo, or above 0, cannot be honoured by this server; leave it out")
+        readings: dict[Interaction, completions.Reading] = {}
+
+        async def generate(prompt: Sequence[int], on_piece: Callable[[Piece], None]) -> Interaction:
+            if ask.sampling["max_new_tokens"]:
+                more: dict[str, Any] = {"on_text": lambda text: on_piece(Text("content", text))} if ask.stream else {}
+                done = await entry.session.complete(prompt, **ask.sampling, **more)
+            else:  # nothing is sampled, so the session has no part in it
+                nothing = Completion([], [], [], "length")
+                done = Interaction(prompt=tuple(prompt), temperature=1.0, completion=nothing)
+            if completions.reads(ask):
+                readings[done] = await self._reading(done.tokens, ask.body["logprobs"])
+            return done
+
+        jobs = [functools.partial(generate, prompt) for prompt in ask.prompts for _ in range(ask.n)]
+        answer = functools.partial(completions.answer, readings=readings)
+        return await self._answered(http, entry, ask, jobs, completions.Stream, answer)
+
+    async def _answered(
+        self, http: Request, entry: Entry, ask: Ask, jobs: Sequence[work.Job], stream: Any, answer: Any
+    ) -> ASGIApp:
+        most = self._limits.generations
+        if ask.stream:
+            ids = [f"{entry.session.id}-{secrets.token_hex(8)}" for _ in jobs]
+            return work.streamed(http, entry, jobs, most, ids, stream(ask, ids, self._tokenizer))
+        async with work.running(http, entry, jobs, most) as running:
+            return JSONResponse(answer(ask, await running.done(), self._tokenizer))
+
+    async def _reading(self, tokens: Sequence[int], top: int) -> completions.Reading:
+        assert self._read is not None
+        _, part = await self._read(tokens, top_k=top)
+        tops = part.input_top or [()] * len(part.inputs)
+        return [
+            (token, logp, {other: p for p, other, *_ in others or ()})
+            for (logp, token, *_), others in zip(part.inputs, tops, strict=True)
+        ]
+
+    async def _count_tokens(self, http: Request) -> Response:
+        self._sessions.of(http)
+        ask = messages.read_count(await self._body(http), STYLES[self._style])
+        return JSONResponse({"input_tokens": len(template.encode(self._tokenizer, self._rendered(ask)))})
+
+    async def _body(self, http: Request) -> dict[str, Any]:
+        return {"model": self._model, **await read_json(http, self._limits)}
+
+    def _rendered(self, ask: Ask) -> str:
+        for name, value in ask.template.items():  # a client must not bring a template of its own
+            if name in self._reserved or not isinstance(value, str | int | float | None):
+                raise Refused("chat_template_kwargs", f"{name!r:.80} must be a variable of the template, and a scalar")
+        return template.render(self._tokenizer, ask.messages, ask.tools, ask.template, ask=True)
+
+    async def _models(self, http: Request) -> Response:
+        if not self._sessions.admin(http):
+            self._sessions.of(http)
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "areax"}
+        return JSONResponse({"object": "list", "data": [card]})
+
+
+def _app(routes: Sequence[Route], limits: Limits) -> ASGIApp:
+    """All routes, behind a look at the headers."""
+    inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors.KINDS, errors.failed))
+    inner.router.redirect_slashes = False
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) <= limits.headers and size <= limits.header_bytes:
+            await inner(scope, receive, send)
+            return
+        refused = HTTPException(431, f"at most {limits.headers} headers of {limits.header_bytes} bytes", CLOSE)
+        await (await errors.failed(Request(scope), refused))(scope, receive, send)
+
+    return app
+
+
+async def _health(http: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+def _local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,130 @@
+"""The generations of one request, which end with it, and their answer as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..parsers import Piece
+from ..trajectory import Interaction
+from . import errors
+from .chat import Event
+from .sessions import Entry
+
+Job = Callable[[Callable[[Piece], None]], Awaitable[Interaction]]  # generates, and gives out pieces on the way
+
+
+@contextlib.asynccontextmanager
+async def running(http: Request, entry: Entry, jobs: Sequence[Job], most: int) -> AsyncIterator[Work]:
+    """Runs the jobs of a request while the block runs. Raises HTTPException where the session runs too many."""
+    if entry.closed:  # while the request's body was on its way
+        raise HTTPException(409, "the session has ended")
+    if len(entry.running) + len(jobs) > most:
+        raise HTTPException(429, f"at most {most} generations may run in a session at the same time")
+    work = Work(http, jobs)
+    entry.running.update(work.tasks)
+    try:
+        yield work
+    finally:
+        await work.stop()
+        entry.running.difference_update(work.tasks)
+        entry.used = time.monotonic()
+
+
+class Work:
+    """Jobs that run until they are done, one fails, their session ends, or the client goes.
+
+    Attributes:
+      tasks: of the jobs.
+    """
+
+    def __init__(self, http: Request, jobs: Sequence[Job]):
+        self._news: asyncio.Queue[tuple[int, Piece] | asyncio.Task] = asyncio.Queue()
+        self._watch = asyncio.create_task(_gone(http.receive))
+        self.tasks = [asyncio.create_task(self._run(i, job)) for i, job in enumerate(jobs)]
+        for task in (self._watch, *self.tasks):
+            task.add_done_callback(self._news.put_nowait)
+
+    async def _run(self, i: int, job: Job) -> Interaction:
+        return await job(lambda piece: self._news.put_nowait((i, piece)))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(job, piece) as they come, until all jobs are done. Raises what a job raised; ClientDisconnect."""
+        left = len(self.tasks)
+        while left:
+            news = await self._news.get()
+            if isinstance(news, tuple):
+                yield news
+            elif news is self._watch:
+                raise ClientDisconnect
+            elif news.cancelled():
+                raise HTTPException(409, "the session has ended")
+            else:  # all its pieces came before
+                news.result()
+                left -= 1
+
+    async def done(self) -> list[Interaction]:
+        """What the jobs returned. Raises as `pieces`."""
+        async for _ in self.pieces():
+            pass
+        return [task.result() for task in self.tasks]
+
+    async def stop(self) -> None:
+        for task in (self._watch, *self.tasks):
+            task.cancel()
+        await asyncio.gather(self._watch, *self.tasks, return_exceptions=True)
+
+
+def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: Sequence[str], stream: Any) -> ASGIApp:
+    """An answer that is sent as it comes; what fails before its first piece is answered as if it was not streamed.
+
+    Args:
+      ids: names that the interactions get.
+      stream: a `Stream` of one of the APIs.
+    """
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        async def emit(events: Iterable[Event]) -> None:
+            if body := b"".join(map(_encoded, events)):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        async with running(http, entry, jobs, most) as work:
+            pieces = work.pieces()
+            first = await anext(pieces, None)
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                await emit(stream.begin())
+                if first:
+                    await emit(stream.piece(*first))
+                async for news in pieces:
+                    await emit(stream.piece(*news))
+                done = [task.result() for task in work.tasks]
+                for x, id in zip(done, ids, strict=True):
+                    x.id = id  # the agent knows it by the name that the stream began with
+                await emit(stream.end(done))
+            except errors.KINDS as error:
+                await emit(stream.failed(*errors.report(http, error)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return respond
+
+
+def _encoded(event: Event) -> bytes:
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has gone; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

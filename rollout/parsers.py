@@ -1,0 +1,265 @@
+"""Generated text to reasoning, content and tool calls, whole or piece by piece, as four model families write them.
+
+What is not well-formed stays content: a call whose JSON is damaged, cut off, or not of the family's form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+THINK, THOUGHT = "<think>", "</think>"
+DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model made; `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one generation says."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """As a message of OpenAI's chat API."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+        ]
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.content, **reasoning, **({"tool_calls": calls} if calls else {})}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of reasoning or content, to be joined to the pieces before it."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model family writes tool calls.
+
+    Attributes:
+      open, close: markers around calls; without a `close` they last to the end of the text. The first `close` ends
+        them, even inside a JSON string.
+      read: from what stands between the markers to (name, arguments) of each call; ValueError if it is malformed.
+      bare: a message that begins with `{` is calls too, if it can be read as such.
+      switch: the variable by which chat templates of the family turn reasoning on and off.
+    """
+
+    open: str
+    close: str
+    read: Callable[[str], list[tuple[str, dict]]]
+    bare: bool = False
+    switch: str = "enable_thinking"
+
+
+Piece = Text | ToolCall
+
+
+def parse(text: str, style: str, **options: Any) -> Answer:
+    """The answer in a whole text; options as of `Parser`."""
+    parser = Parser(style, **options)
+    return collect(parser.push(text) + parser.finish())
+
+
+def collect(pieces: Iterable[Piece]) -> Answer:
+    """The pieces as one answer."""
+    pieces = list(pieces)
+    joined = lambda kind: "".join(p.text for p in pieces if isinstance(p, Text) and p.kind == kind)
+    calls = tuple(p for p in pieces if isinstance(p, ToolCall))
+    return Answer(content=joined("content"), reasoning=joined("reasoning"), tool_calls=calls)
+
+
+class Parser:
+    """Parses text as it comes; the pieces do not depend on where it was cut.
+
+    Text that may turn out to be part of a marker is held back until that is decided, a tool call until it is complete.
+    White space around reasoning and before a tool call belongs to the format and is dropped.
+
+    Args:
+      style: a name in STYLES.
+      tools: look for tool calls; without, they are content.
+      reasoning: text between <think> and </think> at the beginning is reasoning, in which no calls are looked for.
+      opened: the prompt already ends with <think>.
+      nonce: makes the ids of calls: the same text with the same nonce has the same ids.
+    """
+
+    def __init__(
+        self, style: str, *, tools: bool = True, reasoning: bool = True, opened: bool = False, nonce: str | None = None
+    ):
+        if style not in STYLES:
+            raise ValueError(f"style: must be one of {', '.join(STYLES)}, got {style!r}")
+        self._style, self._tools = STYLES[style], tools
+        self._nonce = secrets.token_hex(8) if nonce is None else nonce
+        self._state = "content" if not reasoning else "reasoning" if opened else "start"
+        self._buffer = ""  # not yet decided
+        self._gap = ""  # white space that is given out once text follows it
+        self._trim = self._state == "reasoning"  # drop white space up to the first text
+        self._said = False  # some content, or a call
+        self._calls = 0
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that `text` completes."""
+        self._buffer += text
+        return list(self._advance(final=False))
+
+    def finish(self) -> list[Piece]:
+        """The pieces held back, now that nothing follows."""
+        pieces = list(self._advance(final=True))
+        if self._state == "content" and self._gap and not self._calls:
+            pieces.append(Text("content", self._gap))
+        self._gap = ""
+        return pieces
+
+    def _advance(self, final: bool) -> Iterator[Piece]:
+        before = ""
+        while before != self._state:
+            before = self._state
+            if before == "start":
+                begun = self._buffer.lstrip()
+                if begun.startswith(THINK):
+                    self._state, self._trim, self._buffer = "reasoning", True, begun[len(THINK) :]
+                elif final or not THINK.startswith(begun):
+                    self._state = "content"
+            elif before == "reasoning":
+                text, ended = self._until(THOUGHT, final)
+                yield from self._say("reasoning", text)
+                if ended:
+                    self._state, self._trim, self._gap = "content", True, ""
+            elif before == "content":
+                if self._tools and self._style.bare and not self._said and self._buffer.lstrip().startswith("{"):
+                    self._state = "bare"
+                    continue
+                text, calling = self._until(self._style.open if self._tools else "", final)
+                yield from self._say("content", text)
+                if calling:
+                    self._state = "calls"
+            elif before == "calls":
+                close = self._style.close
+                inner, found, rest = self._buffer.partition(close) if close else (self._buffer, "", "")
+                if found or final:
+                    self._state, self._buffer = "content", rest
+                    well_formed = bool(found) or not close
+                    yield from self._called(inner if well_formed else None, self._style.open + inner + found)
+            elif before == "bare" and final:
+                raw, self._state, self._buffer = self._buffer, "content", ""
+                yield from self._called(raw, raw)
+
+    def _until(self, marker: str, final: bool) -> tuple[str, bool]:
+        """(what of the buffer comes before `marker` and cannot be part of it, whether it was found); both are taken."""
+        text, found, rest = self._buffer.partition(marker) if marker else (self._buffer, "", "")
+        if marker and not found and not final:
+            held = next(n for n in range(min(len(marker) - 1, len(text)), -1, -1) if text.endswith(marker[:n]))
+            text, rest = text[: len(text) - held], text[len(text) - held :]
+        self._buffer = rest
+        return text, bool(found)
+
+    def _say(self, kind: Literal["reasoning", "content"], text: str) -> Iterator[Piece]:
+        text = self._gap + text
+        if self._trim:
+            text = text.lstrip()
+        said = text.rstrip()
+        self._gap = text[len(said) :]
+        if said:
+            self._trim = False
+            self._said |= kind == "content"
+            yield Text(kind, said)
+
+    def _called(self, inner: str | None, raw: str) -> Iterator[Piece]:
+        """The calls in `inner`; if it is None or malformed, `raw` as content."""
+        try:
+            calls = [] if inner is None else self._style.read(inner)
+            texts = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+            "".join(map("".join, texts)).encode()  # half of a surrogate pair cannot be sent
+        except (ValueError, RecursionError):
+            texts = []
+        if not texts:
+            yield from self._say("content", raw)
+            return
+        self._gap, self._trim, self._said = "", False, True
+        for name, arguments in texts:
+            yield ToolCall(f"call_{self._nonce}{self._calls}", name, arguments)
+            self._calls += 1
+
+
+# -- what stands between the markers of each family -------------------------------------------------
+
+
+def _hermes(inner: str) -> list[tuple[str, dict]]:
+    """{"name": ..., "arguments": {...}}, the keys in any order (Qwen 2.5 and 3, Hermes 2 Pro and later)."""
+    return [_call(_json(inner), "arguments")]
+
+
+def _llama(inner: str) -> list[tuple[str, dict]]:
+    """{"name": ..., "parameters": {...}}, several separated by `;` (Llama 3.1 to 3.3).
+
+    The Python code and `tool.call(...)` of Llama's built-in tools have no schema, so they are content.
+    """
+    calls, rest = [], inner.strip()
+    while rest:
+        value, end = DECODER.raw_decode(rest)
+        calls.append(_call(value, "parameters", "arguments"))
+        rest = rest[end:].lstrip()
+        if rest and not rest.startswith(";"):
+            raise ValueError("calls must be separated by ;")
+        rest = rest[1:].lstrip()
+    return calls
+
+
+def _deepseek(inner: str) -> list[tuple[str, dict]]:
+    """Each call in markers of its own: `function<sep>name` and JSON in a fence (V3, R1), or `name<sep>JSON` (V3.1)."""
+    begin, separated, ended = DEEPSEEK
+    before, *parts = inner.split(begin)
+    if before.strip():
+        raise ValueError("text before the first call")
+    calls = []
+    for part in parts:
+        body, end, after = part.partition(ended)
+        head, separator, tail = body.partition(separated)
+        if not end or after.strip() or not separator:
+            raise ValueError("a call without its markers")
+        fenced = re.fullmatch(r"([^\n]+)\n```json\n(.*)\n```\s*", tail, re.DOTALL)
+        name, arguments = fenced.groups() if fenced and head.strip() == "function" else (head, tail)
+        calls.append(_call({"name": name.strip(), "arguments": _json(arguments)}, "arguments"))
+    return calls
+
+
+def _call(value: Any, *keys: str) -> tuple[str, dict]:
+    """(name, arguments) of a call; the arguments under the first of `keys` that is there."""
+    if isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"]:
+        arguments = next((value[key] for key in keys if key in value), None)
+        if isinstance(arguments, dict):
+            return value["name"], arguments
+    raise ValueError("not a call")
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_constant)
+_json = DECODER.decode
+STYLES = {
+    "qwen": Style("<tool_call>", "</tool_call>", _hermes),
+    "hermes": Style("<tool_call>", "</tool_call>", _hermes, switch="thinking"),
+    "llama": Style("<|python_tag|>", "", _llama, bare=True),
+    "deepseek": Style("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek, switch="thinking"),
+}
+MARKERS = frozenset({THINK, THOUGHT, *DEEPSEEK, *(part for s in STYLES.values() for part in (s.open, s.close))})

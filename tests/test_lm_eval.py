@@ -1,0 +1,63 @@
+"""lm-eval, unmodified, over the gateway and over transformers with the same model: same scores, same answers."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import servers
+import tiny
+
+from areax.adapters import tokenizer
+from areax.rollout import client
+from areax.rollout.conversation import Session
+from areax.rollout.gateway import server
+
+PROGRAM = Path(__file__).parent / "lm_program.py"
+
+
+async def evaluated(kind, model, folder, address="", key=""):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": key}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(PROGRAM), kind, str(model), address, str(folder), env=environment,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, said = await process.communicate()
+    assert process.returncode == 0, said.decode()[-3000:]
+    return json.loads(out.decode().rstrip().rpartition("\n")[2])
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_are_those_of_transformers(tmp_path):
+    model = tiny.model(tmp_path / "model", max_position_embeddings=128)
+    tokens = tokenizer.load(model)
+    rng = np.random.default_rng(0)
+    number = lambda: "".join(map(str, rng.integers(0, 9, rng.integers(2, 5))))
+    prompts = [f"{number()}+{number()}" for _ in range(24)]
+
+    async def main():
+        with servers.embedded(model, slots=8, context=128) as remote:
+            async with client.connect([remote.url]) as fleet, server.serve(tokens, read=fleet.read) as gateway:
+                rows = []
+                for i, prompt in enumerate(prompts):  # of half the rows the answer is what the model says
+                    own = await Session(fleet.generate, tokens).complete(
+                        tokens.encode(prompt), temperature=0.0, max_new_tokens=6, stop=("9",)
+                    )
+                    answer = own.text if i % 2 else number()
+                    rows.append(dict(prompt=prompt, answer=answer, choices=[number() for _ in range(3)], label=i % 3))
+                tiny.rows(tmp_path / "rows.jsonl", rows)
+                key = gateway.open(Session(fleet.generate, tokens))
+                here = await evaluated("api", model, tmp_path, f"{gateway.url}/v1", key)
+        return here, await evaluated("hf", model, tmp_path)
+
+    here, there = asyncio.run(main())
+    for how in ("plain", "chat"):
+        assert here[how]["continue"]["said"] == there[how]["continue"]["said"]
+    logp = lambda found: np.array([[float(x[0]) for x in row] for row in found["plain"]["choose"]["said"]])
+    np.testing.assert_allclose(logp(here), logp(there), atol=1e-3)
+    for how, task in (("plain", "continue"), ("plain", "choose"), ("chat", "continue")):
+        assert here[how][task]["score"] == there[how][task]["score"]
+    assert 0.5 <= there["plain"]["continue"]["score"] < 1 and 0 < there["plain"]["choose"]["score"] < 1
