@@ -81,6 +81,17 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
     return {"train": rows[: cut[0]], "dev": rows[cut[0] : cut[1]], "heldout": rows[cut[1] :]}
 
 
+def row(record: dict) -> dict:
+    """A row from a record with a "target" and its "nums" or "numbers": that of `splits`, without a solution."""
+    numbers, target = record.get("nums", record.get("numbers")), record.get("target")
+    if not (isinstance(numbers, list) and all(isinstance(n, int) for n in [target, *numbers])):
+        raise ValueError(
+            f"countdown: a record needs a whole number 'target' and a list of them 'nums', got {str(record)[:80]}"
+        )
+    made = _row(numbers, target, "", Task())
+    return {name: value for name, value in made.items() if name not in ("answer", "completion")}
+
+
 def _row(numbers, target, solution, task):
     shown = {
         "numbers": ",".join(map(str, numbers)),

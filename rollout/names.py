@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import xxhash
 
@@ -20,7 +21,18 @@ HOW = "write 'package.module:function' or 'path/to/file.py:function'"
 
 
 def resolve(name: str) -> Callable:
-    """The function that `name` stands for; the same object for the same name within a process.
+    """The function or class that `name` stands for; the same object for the same name within a process.
+
+    Raises:
+      ValueError: as `thing`, or it cannot be called.
+    """
+    if not callable(found := thing(name)):
+        raise ValueError(f"{name}: must be a function, got {type(found).__name__}")
+    return found
+
+
+def thing(name: str) -> Any:
+    """Whatever `name` stands for.
 
     Raises:
       ValueError: one line: a malformed name, a missing file, module or function, or a module that cannot be imported.
@@ -36,8 +48,6 @@ def resolve(name: str) -> Callable:
         near = difflib.get_close_matches(attribute, public, n=3) or sorted(public)[:5]
         hint = f"did you mean {', '.join(near)}?" if near else "it defines no functions"
         raise ValueError(f"{name}: there is no {attribute!r} in {place}; {hint}")
-    if not callable(function):
-        raise ValueError(f"{name}: must be a function, got {type(function).__name__}")
     return function
 
 

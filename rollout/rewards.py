@@ -1,91 +1,90 @@
 """Rewards in processes of their own: `async with pool("module:function") as reward: score = await reward(text, row)`.
 
-A reward is a plain function `reward(text, row)` that returns a number, a dict of numbers or None. It is sent to its
-workers by name, they load its module and nothing of JAX, and one that hangs or crashes costs its sample only.
+A reward is a plain function `reward(text, row)` that returns a number, a dict of numbers or None; `signatures.bind`
+says what else it may look like. It is sent to its workers by name, they load its module and nothing of JAX, and one
+that raises, hangs, crashes or leaks costs its sample at most. A reward of several is a dict, whose sum counts:
+
+    def reward(text, row):
+        return {"answer": gsm8k.reward(text, row), "form": 0.1 * match.form(text, row)}
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
+import itertools
 import logging
 import math
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from . import names
+from .reward_worker import Call, Worker
+from .signatures import Score, score
 
+__all__ = ["Pool", "Score", "none", "pool", "score"]
 log = logging.getLogger(__name__)
 
 AHEAD = 16  # calls written to a worker before it answers: hides the way there and back of cheap rewards
-START_S = 120.0  # to start Python and import the reward's module, on a busy machine
+CONCURRENT = 64  # calls of an `async def` that one worker runs at a time
+BATCH = 256  # most calls that a batched reward gets at once
+BLOCKED_S = 1.0  # after its time a coroutine has been cancelled, if its event loop still turns
+USELESS = 8  # failures without a single score: this reward does not work
+STARTS = 3  # attempts to replace a worker
 
 
-@dataclass(frozen=True)
-class Score:
-    """A reward and its named components; a NaN value means unscorable."""
-
-    value: float
-    components: Mapping[str, float] = field(default_factory=dict)
-
-
-def score(value: Any) -> Score:
-    """What a reward function returned, as a Score.
-
-    A number is the reward, None is unscorable (NaN), and a dict gives named components: its entry "reward" is the
-    total, or without that entry the sum of all.
-
-    Raises:
-      ValueError: anything else, or an infinite number.
-    """
-    if isinstance(value, Score):
-        return value
-    if value is None:
-        return Score(math.nan)
-    if not isinstance(value, Mapping):
-        return Score(_number(value))
-    if not value:
-        raise ValueError("a reward must be a number, a dict of numbers or None, got an empty dict")
-    components = {str(name): _number(part) for name, part in value.items()}
-    total = components.pop("reward", None)
-    return Score(sum(components.values()) if total is None else total, components)
-
-
-def _number(value: Any) -> float:
-    if not hasattr(type(value), "__float__"):
-        raise ValueError(f"a reward must be a number, a dict of numbers or None, got {value!r:.80}")
-    if math.isinf(number := float(value)):
-        raise ValueError(f"a reward must be finite, or NaN if it is unknown, got {number}")
-    return number
+def none(text: str, row: Any) -> float:
+    """No reward: 0, for runs in which a teacher alone teaches."""
+    return 0.0
 
 
 @contextlib.asynccontextmanager
-async def pool(name: str, *, workers: int = 2, timeout_s: float = 10.0) -> AsyncIterator[Pool]:
+async def pool(
+    name: str,
+    *,
+    workers: int = 2,
+    timeout_s: float = 10.0,
+    retries: int = 1,
+    failed: Literal["unscorable", "zero"] = "unscorable",
+    max_calls: int = 0,
+    max_growth: int = 1 << 30,
+) -> AsyncIterator[Pool]:
     """Worker processes that run the reward called `name`; yields `async reward(text, row) -> Score`.
 
-    A call that takes longer than `timeout_s`, or whose worker dies, is unscorable (NaN): that worker alone is killed
-    with all it started, replaced, and counted in `reward.counts`. A call that raises, or returns what is no reward,
-    raises a ValueError here: a bug must not become a reward of zero. An `async def` reward is awaited in its worker,
-    one call after the other. Rows must be picklable.
+    A call fails when it raises, returns what is no reward, takes longer than `timeout_s`, or its worker dies. It is
+    tried `retries` times more, then logged in one line, counted in `reward.counts`, and unscorable. A function that
+    has failed 8 times without a single score is a bug and no accident: its error is raised here, in every call.
+
+    A worker that hangs is killed with all it started, and replaced. Of calls that ran together when their worker died,
+    or in one batch that failed, each is tried again alone, so that only the guilty one counts as failed. A reward may
+    therefore see the same text twice. `async def` rewards run 64 at a time in each worker. Rows must be picklable.
+
+    Args:
+      timeout_s: seconds of one attempt, from when its worker turns to it.
+      retries: further attempts at a call that failed; on another worker, if the first died.
+      failed: what a failed call scores: NaN, which training leaves out, or 0.
+      max_calls: a worker is replaced after so many; 0 = never.
+      max_growth: bytes by which a worker may outgrow what it used after its first answer before it is replaced. What
+        one call takes meanwhile is not bounded; for code that must be, see `sandbox`.
 
     Raises:
-      ValueError: the name cannot be resolved in a worker; bad `workers` or `timeout_s`.
+      ValueError: the name cannot be resolved in a worker; a bad option; while running, a reward that never works.
+      RuntimeError: while running, workers that cannot be replaced.
     """
     if workers < 1 or not timeout_s > 0:
         raise ValueError(
             f"rewards.pool: workers must be at least 1 and timeout_s positive, got {workers} and {timeout_s}"
         )
-    reward = Pool(name, workers, timeout_s)
+    if min(retries, max_calls) < 0 or max_growth <= 0:
+        raise ValueError(
+            "rewards.pool: retries and max_calls must be at least 0 and max_growth positive, "
+            f"got {retries}, {max_calls} and {max_growth}"
+        )
+    if failed not in ("unscorable", "zero"):
+        raise ValueError(f"rewards.pool: failed must be 'unscorable' or 'zero', got {failed!r}")
+    reward = Pool(name, workers, timeout_s, retries, 0.0 if failed == "zero" else math.nan, max_calls, max_growth)
     try:
         await reward._start()
         yield reward
@@ -97,100 +96,179 @@ class Pool:
     """Calls waiting for a worker, and the workers; made by `pool`.
 
     Attributes:
-      counts: calls by outcome: scored (returned a reward), raised, late (killed at the timeout), died.
+      counts: calls by outcome: scored (returned a reward), raised, late, died; and of what it took: retried (attempts
+        after the first), recycled (workers replaced for their calls or their growth).
     """
 
-    def __init__(self, name: str, workers: int, timeout_s: float):
-        self.name, self.size, self.timeout_s = name, workers, timeout_s
-        self.counts = {"scored": 0, "raised": 0, "late": 0, "died": 0}
-        self._waiting: deque[_Call] = deque()
-        self._workers: list[_Worker] = []
+    def __init__(
+        self, name: str, size: int, timeout_s: float, retries: int, failed: float, max_calls: int, max_growth: int
+    ):
+        self.name, self.size, self.timeout_s, self.retries, self.failed = name, size, timeout_s, retries, failed
+        self.max_calls, self.max_growth = max_calls, max_growth
+        self.counts = {"scored": 0, "raised": 0, "late": 0, "died": 0, "retried": 0, "recycled": 0}
+        self._ids = itertools.count()
+        self._waiting: deque[Call] = deque()
+        self._workers: list[Worker] = []
         self._tasks: list[asyncio.Task] = []
+        self._feeding: asyncio.Handle | None = None
         self._broken: Exception | None = None
 
-    async def __call__(self, text: str, row: Mapping[str, Any]) -> Score:
+    async def __call__(
+        self,
+        text: str,
+        row: Mapping[str, Any],
+        *,
+        prompt: str | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        completion_ids: Sequence[int] | None = None,
+    ) -> Score:
+        """The reward of the completion `text`. Templated prompt and token ids are for rewards that ask for them."""
         if self._broken:
             raise self._broken
-        message = pickle.dumps((text, row), protocol=pickle.HIGHEST_PROTOCOL)
-        call = _Call(message, row, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
-        self._feed()
+        given = {"prompt": prompt, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        context = {name: given[name] for name in self._wants}
+        message = pickle.dumps((text, row, context), protocol=pickle.HIGHEST_PROTOCOL)
+        call = Call(next(self._ids), message, row, asyncio.get_running_loop().create_future())
+        self._queue([call])
         return await call.answer
 
     async def _start(self) -> None:
         self._tasks = [asyncio.create_task(self._launch()) for _ in range(self.size)]
-        await asyncio.gather(*self._tasks)
-        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        workers = await asyncio.gather(*self._tasks)
+        self._mode, self._wants = workers[0].mode, workers[0].wants
+        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in workers]
         self._tasks.append(asyncio.create_task(self._watch()))
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     async def _stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for call in [*self._waiting, *(call for worker in self._workers for call in worker.calls)]:
+        if self._feeding:
+            self._feeding.cancel()
+        self._broken = RuntimeError(f"reward {self.name}: its pool is closed")
+        for call in self._open():
             call.answer.cancel()
-        for worker in self._workers:
-            worker.kill()
-        await asyncio.gather(*(worker.writer.wait_closed() for worker in self._workers), return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in self._workers))
 
-    async def _launch(self) -> _Worker:
-        worker = await _Worker.start(self.name)
+    async def _launch(self) -> Worker:
+        worker = await Worker.start(self.name, self.timeout_s)
         self._workers.append(worker)
         return worker
 
-    def _feed(self) -> None:
-        """Hands waiting calls to the least busy worker, few at a time when there are few, so that none idles."""
-        busy = sum(len(worker.calls) for worker in self._workers)
-        while self._waiting and self._workers:
-            worker = min(self._workers, key=lambda worker: len(worker.calls))
-            share = (len(self._waiting) + busy) // (2 * len(self._workers))
-            if len(worker.calls) >= min(AHEAD, max(1, share)):
-                return
-            call = self._waiting.popleft()
-            if not call.answer.done():  # else its caller was cancelled
-                worker.send(call)
-                busy += 1
+    def _queue(self, calls: Iterable[Call]) -> None:
+        """Handed out when all that happens at this moment has happened, so that they can share a batch."""
+        self._waiting.extend(calls)
+        if not self._feeding:
+            self._feeding = asyncio.get_running_loop().call_soon(self._feed)
 
-    async def _keep(self, worker: _Worker) -> None:
+    def _feed(self) -> None:
+        self._feeding = None
+        while workers := [worker for worker in self._workers if not worker.retiring]:
+            worker = min(workers, key=lambda worker: len(worker.running))
+            if not (calls := self._next(worker)):
+                return
+            worker.send(calls)
+            worker.retiring = 0 < self.max_calls <= worker.sent
+
+    def _next(self, worker: Worker) -> list[Call]:
+        """Calls to send to the least busy worker, taken from those that wait; none if it has no room."""
+        while self._waiting and self._waiting[0].answer.done():  # its caller was cancelled
+            self._waiting.popleft()
+        running, waiting = len(worker.running), len(self._waiting)
+        if not waiting or (running and (self._waiting[0].alone or any(call.alone for call in worker.running.values()))):
+            return []
+        if self._mode == "batched":
+            if running:
+                return []
+            together = itertools.takewhile(lambda call: not call.alone, itertools.islice(self._waiting, BATCH))
+            return [self._waiting.popleft() for _ in range(max(1, sum(1 for _ in together)))]
+        if self._mode == "async":
+            room = CONCURRENT
+        else:  # few at a time when there are few, so that no worker idles
+            busy = sum(len(worker.running) for worker in self._workers)
+            room = min(AHEAD, max(1, (waiting + busy) // (2 * len(self._workers))))
+        return [self._waiting.popleft()] if running < room else []
+
+    async def _keep(self, worker: Worker) -> None:
         """Takes the answers of a worker, and of those that replace it."""
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                while True:
-                    self._settle(worker, *await worker.receive())
-                    self._feed()
-            worker.kill()
-            self._workers.remove(worker)
+                while worker.running or not worker.retiring:
+                    self._settle(worker, **await worker.receive())
+                self.counts["recycled"] += 1
+            worker.retiring = True
             self._lose(worker)
+            await worker.end()
+            self._workers.remove(worker)
+            worker = await self._replace()
+            self._queue([])
+
+    async def _replace(self) -> Worker:
+        for attempt in range(1, STARTS):
             try:
-                worker = await self._launch()
-            except (ValueError, RuntimeError) as error:  # it worked before: the machine is in trouble
-                self._broken = error
-                for call in self._waiting:
-                    call.settle(error)
-                self._waiting.clear()
-                return
-            self._feed()
+                return await self._launch()
+            except RuntimeError as error:  # it worked before: the machine is in trouble, perhaps for a moment
+                log.warning("%s; attempt %d of %d", error, attempt, STARTS)
+                await asyncio.sleep(attempt)
+        return await self._launch()
 
-    def _settle(self, worker: _Worker, failure: str | None, value: float, parts: dict) -> None:
-        call = worker.calls.popleft()
-        worker.since = asyncio.get_running_loop().time()
-        self.counts["raised" if failure else "scored"] += 1
-        if failure:
-            call.settle(ValueError(f"reward {self.name}: {failure}, on {names.row(call.row)}"))
-        else:
-            call.settle(Score(value, parts))
+    def _settle(self, worker: Worker, memory: int, answers: Sequence[tuple[int, str, Any, dict]]) -> None:
+        shared = self._mode == "batched" and len(answers) > 1
+        for id, outcome, value, parts in answers:
+            call = worker.running.pop(id)
+            if outcome == "scored":
+                self.counts["scored"] += 1
+                call.settle(Score(value, parts))
+            else:
+                self._fail(call, outcome, value, guilty=not shared)
+        if self._mode == "plain":
+            for call in worker.suspects():
+                call.since = asyncio.get_running_loop().time()
+        worker.memory = worker.memory or memory
+        worker.retiring = worker.retiring or memory - worker.memory > self.max_growth
+        self._queue([])
 
-    def _lose(self, worker: _Worker) -> None:
-        """The call that a dead worker was busy with is unscorable; those written ahead go to another worker."""
-        if not worker.calls:
+    def _lose(self, worker: Worker) -> None:
+        """Of several calls that a dead worker was busy with none is blamed; those not begun go elsewhere."""
+        suspects = worker.suspects()
+        if worker.late and worker.late not in suspects:  # its last answer was on the way
+            suspects = []
+        for call in suspects:
+            self._fail(call, "late" if worker.late else "died", "", guilty=len(suspects) == 1)
+        self._waiting.extendleft(reversed([call for call in worker.running.values() if call not in suspects]))
+        worker.running.clear()
+
+    def _fail(self, call: Call, outcome: str, message: str, *, guilty: bool) -> None:
+        if not guilty or call.failures < self.retries:
+            call.failures += guilty
+            call.alone = call.alone or not guilty
+            self.counts["retried"] += 1
+            self._queue([call])
             return
-        call = worker.calls.popleft()
-        self.counts["late" if worker.late else "died"] += 1
-        reason = f"took longer than {self.timeout_s:g} s" if worker.late else "killed its worker"
-        log.warning("reward %s %s, on %s", self.name, reason, names.row(call.row))
-        call.settle(Score(math.nan))
-        self._waiting.extendleft(reversed(worker.calls))
-        worker.calls.clear()
+        self.counts[outcome] += 1
+        how = {"late": f"took longer than {self.timeout_s:g} s", "died": "killed its worker", "raised": message}
+        log.warning("reward %s: %s, on %s", self.name, how[outcome], names.row(call.row))
+        if not self.counts["scored"] and sum(self.counts[name] for name in ("raised", "late", "died")) >= USELESS:
+            what = f"the first {USELESS} calls all failed, the last: {how[outcome]}, on {names.row(call.row)}"
+            self._break(ValueError(f"reward {self.name}: {what}"))
+        call.settle(self._broken or Score(self.failed))
+
+    def _break(self, error: Exception) -> None:
+        """No call will be answered any more: those that wait learn why."""
+        self._broken = error
+        for call in self._open():
+            call.settle(error)
+        self._waiting.clear()
+
+    def _open(self) -> list[Call]:
+        return [*self._waiting, *(call for worker in self._workers for call in worker.running.values())]
+
+    def _ended(self, task: asyncio.Task) -> None:
+        """Of a task that runs for as long as the pool does: an error there must not leave callers waiting."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._break(error)
 
     async def _watch(self) -> None:
         """Kills workers that are late; `_keep` then sees the end of their stream.
@@ -199,124 +277,11 @@ class Pool:
         not make a worker look late.
         """
         clock = asyncio.get_running_loop().time
+        patience = self.timeout_s + (BLOCKED_S if self._mode == "async" else 0.0)
         while True:
             await asyncio.sleep(min(self.timeout_s / 10, 0.5))
             for worker in self._workers:
-                if worker.calls and clock() - worker.since > self.timeout_s:
-                    worker.late = True
+                oldest = next(iter(worker.running.values()), None)
+                if oldest and clock() - oldest.since > patience:
+                    worker.late = oldest
                     worker.kill()
-
-
-@dataclass(eq=False)
-class _Call:
-    message: bytes
-    row: Mapping[str, Any]
-    answer: asyncio.Future
-
-    def settle(self, outcome: Score | Exception) -> None:
-        if self.answer.done():  # its caller was cancelled
-            return
-        if isinstance(outcome, Exception):
-            self.answer.set_exception(outcome)
-        else:
-            self.answer.set_result(outcome)
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A process that runs `serve`, and the calls written to it, the first of which it is busy with since `since`."""
-
-    process: subprocess.Popen
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    calls: deque[_Call] = field(default_factory=deque)
-    since: float = 0.0
-    late: bool = False
-
-    @classmethod
-    async def start(cls, name: str) -> _Worker:
-        """A fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
-        main script again, which may well import JAX; in a session of its own it sees no Ctrl-C, and is killed
-        together with its children."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = f"{theirs.fileno()}, {name!r}"
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({arguments})",
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        worker = cls(process, *await asyncio.open_connection(sock=ours))
-        try:
-            failure, *_ = await asyncio.wait_for(worker.receive(), START_S)
-            if failure:
-                raise ValueError(failure)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
-            worker.kill()
-            raise RuntimeError(
-                f"reward {name}: its worker did not start ({type(error).__name__}); see what it printed"
-            ) from error
-        except BaseException:
-            worker.kill()
-            raise
-        return worker
-
-    def send(self, call: _Call) -> None:
-        if not self.calls:
-            self.since = asyncio.get_running_loop().time()
-        self.calls.append(call)
-        self.writer.write(len(call.message).to_bytes(4, "little") + call.message)
-
-    async def receive(self) -> tuple[str | None, float, dict[str, float]]:
-        size = int.from_bytes(await self.reader.readexactly(4), "little")
-        return pickle.loads(await self.reader.readexactly(size))
-
-    def kill(self) -> None:
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.writer.close()
-
-
-def serve(handle: int, name: str) -> None:
-    """The life of a worker: resolves the reward, then answers one call after the other until the stream ends."""
-    with (
-        socket.socket(fileno=handle) as connection,
-        connection.makefile("rb") as calls,
-        asyncio.Runner() as runner,
-    ):
-
-        def answer(failure: str | None, value: float = math.nan, parts: Mapping = {}) -> None:  # noqa: B006
-            message = pickle.dumps((failure, value, dict(parts)), pickle.HIGHEST_PROTOCOL)
-            connection.sendall(len(message).to_bytes(4, "little") + message)
-
-        try:
-            function = names.resolve(name)
-        except BaseException as error:  # whatever it is, it must reach the process that waits
-            answer(f"reward {error}" if isinstance(error, ValueError) else f"reward {name}: {_line(error)}")
-            return
-        answer(None)
-        while len(size := calls.read(4)) == 4:
-            message = calls.read(int.from_bytes(size, "little"))
-            try:
-                result = function(*pickle.loads(message))
-                scored = score(runner.run(result) if inspect.iscoroutine(result) else result)
-            except BaseException as error:  # whatever it is, it must reach the process that waits
-                answer(_line(error, function))
-            else:
-                answer(None, scored.value, scored.components)
-
-
-def _line(error: BaseException, function: Any = None) -> str:
-    """An exception in one line: type, message, and the line of the function's file (or the last) that led to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = inspect.unwrap(function).__code__.co_filename if inspect.isfunction(function) else None
-    own = [frame for frame in frames if frame.filename == file] or frames
-    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

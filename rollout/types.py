@@ -50,10 +50,12 @@ class Sample:
       turn: i32[n], conversation turn.
       temperature: the sampling temperature.
       rewards: (index, value) pairs; NaN = unscorable (no gradient, outside the baseline).
-      components: named parts of the reward, for reports.
+      components: named parts of the reward, for reports and for objectives that compare them.
       finish: why generation ended.
       group, prompt, sample, rollout: globally unique ids; several rows may share one rollout.
       weight: of this row; rows of one rollout sum to 1.
+      pair, label: of preference data: samples of one pair have the same number, others -1; 1 = preferred, 0 = not, -1 =
+        neither, for a baseline.
       arrays: {name: ("input" | "target", ndarray[n, ...])}, packed along.
     """
 
@@ -99,10 +101,15 @@ class Sample:
 
 def supervised(prompt: Sequence[int], completion: Sequence[int], **fields) -> Sample:
     """A sample for SFT: learn `completion` given `prompt`."""
-    n = len(prompt) + len(completion)
+    return demonstration([*prompt, *completion], [False] * len(prompt) + [True] * len(completion), **fields)
+
+
+def demonstration(tokens: Sequence[int], mask: Sequence[bool], **fields) -> Sample:
+    """A sample for SFT: learn the tokens where `mask` is true."""
+    n = len(tokens)
     return Sample(
-        tokens=np.asarray([*prompt, *completion], np.int32),
-        mask=np.arange(n) >= len(prompt),
+        tokens=np.asarray(tokens, np.int32),
+        mask=np.asarray(mask, bool),
         logp=np.zeros(n, np.float32),
         version=np.full(n, -1, np.int32),
         turn=np.zeros(n, np.int32),

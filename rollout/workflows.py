@@ -54,7 +54,7 @@ async def single_turn(
     row: Mapping[str, Any],
     *,
     tokenizer: Any,
-    reward: Callable[[str, Mapping[str, Any]], Awaitable[Any]],
+    reward: Callable[..., Awaitable[Any]],
     sampling: Sampling,
 ) -> Sample:
     """One completion of the row's prompt, and its reward at the last token.
@@ -62,7 +62,8 @@ async def single_turn(
     Args:
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}).
       tokenizer: a Hugging Face tokenizer with a chat template.
-      reward: `rewards.pool`'s, or any coroutine function of (text, row); text is without special tokens.
+      reward: `rewards.pool`'s, or any coroutine function of (text, row, **context); text is without special tokens,
+        and the context is prompt (as templated), prompt_ids and completion_ids.
 
     Returns:
       A sample whose info holds the row and the texts `prompt` and `text`.
@@ -70,13 +71,14 @@ async def single_turn(
     Raises:
       ValueError: the row has no prompt, or the server refuses it (longer than the context, say).
     """
-    prompt, shown = _templated(tokenizer, json.dumps(_messages(row)))
+    prompt, shown = _templated(tokenizer, json.dumps(conversation(row)))
     try:
         done = await generate(list(prompt), **sampling.arguments())
     except ValueError as error:
         raise ValueError(f"single_turn: {error}; {names.row(row)}") from error
     text = tokenizer.decode(done.tokens, skip_special_tokens=True)
-    score = rewards.score(await reward(text, row))
+    context = {"prompt": shown, "prompt_ids": list(prompt), "completion_ids": list(done.tokens)}
+    score = rewards.score(await reward(text, row, **context))
     return sampled(
         prompt,
         done,
@@ -89,13 +91,20 @@ async def single_turn(
 
 def prompt_tokens(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
     """The row's prompt through the chat template, up to where the assistant is to speak."""
-    return tokenizer.apply_chat_template(_messages(row), add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tokenizer.apply_chat_template(
+        conversation(row), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
 
 
-def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The row's messages, or its prompt as what a user says; a list of its own.
+
+    Raises:
+      ValueError: the row has neither, or both.
+    """
     if ("prompt" in row) == ("messages" in row):
         raise ValueError(f"a row needs either 'prompt' or 'messages', got the fields {sorted(row)}; {names.row(row)}")
-    return row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
+    return list(row["messages"]) if "messages" in row else [{"role": "user", "content": row["prompt"]}]
 
 
 @functools.lru_cache(maxsize=4096)  # the episodes of a group ask for the same prompt, and templates are slow

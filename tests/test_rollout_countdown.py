@@ -120,3 +120,14 @@ def test_bad_tasks_are_refused(task, message):
     with pytest.raises(ValueError, match=message) as error:
         countdown.splits(task)
     assert "\n" not in str(error.value)
+
+
+def test_a_record_becomes_the_row_that_its_problem_has_here():
+    [made] = countdown.splits(Task(train=1, dev=0, heldout=0))["train"]
+    wanted = {name: value for name, value in made.items() if name not in ("answer", "completion")}
+    for name in ("nums", "numbers"):
+        read = countdown.row({"target": made["target"], name: made["numbers"]})
+        assert read == wanted and countdown.reward(made["completion"], read) == 1.0
+    for record in ({"nums": [1, 2]}, {"target": 3, "nums": "1 2"}, {"target": 3, "nums": [1.5, 2]}, {"target": 3}):
+        with pytest.raises(ValueError, match="needs a whole number 'target' and a list"):
+            countdown.row(record)

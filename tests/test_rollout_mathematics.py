@@ -42,3 +42,50 @@ def test_an_answer_beyond_computing_is_wrong(monkeypatch):
 def test_an_unreadable_gold_answer_is_the_rows_fault():
     with pytest.raises(ValueError, match="cannot be read, got ''"):
         mathematics.reward("7", {"answer": ""})
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        (r"so $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"first \boxed{1}, then \boxed{2}", "2"),
+        (r"\fbox{ x^{2^{3}} }", "x^{2^{3}}"),
+        (r"Thus $\boxed 7$ apples", "7"),
+        (r"$\boxed\frac12$", r"\frac12"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{[0, 1)\}}", r"[0, 1)\}"),
+        (r"\boxed{\begin{pmatrix}1\\{2}\\\end{pmatrix}}", r"\begin{pmatrix}1\\{2}\\\end{pmatrix}"),
+        (r"a \boxedtext{3}", None),
+        (r"\boxed{never closed", None),
+        ("no box", None),
+    ],
+)
+def test_what_a_solution_boxes(text, answer):
+    assert mathematics.boxed(text) == answer
+
+
+def test_a_record_of_math_becomes_a_row():
+    record = {"problem": "Find $x$.", "solution": r"It is $\boxed{\frac12}$.", "level": "Level 5", "type": "Algebra"}
+    read = mathematics.row(record)
+    assert read == {
+        "prompt": "Find $x$.\nReason step by step, and put the final answer into \\boxed{}.",
+        "answer": r"\frac12", "completion": record["solution"], "problem": "Find $x$.", "level": 5,
+        "subject": "Algebra",
+    }  # fmt: skip
+    assert mathematics.reward(read["completion"], read) == mathematics.reward("It is 0.5", read) == 1.0
+    other = mathematics.row({**record, "answer": 8, "level": 3, "subject": "Geometry"})
+    assert (other["answer"], other["level"], other["subject"]) == ("8", 3, "Geometry")
+    assert mathematics.row({**record, "level": "Level ?"})["level"] is None
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"question": "1"}, r"needs texts 'problem' and 'solution', got the fields \['question'\]"),
+        ({"problem": "1", "solution": "It is 2."}, r"no .boxed answer in the solution, got ...'It is 2.'"),
+        ({"problem": "1", "solution": r"\boxed{}"}, r"no .boxed answer"),
+    ],
+)
+def test_another_record_is_refused(record, message):
+    with pytest.raises(ValueError, match=message):
+        mathematics.row(record)

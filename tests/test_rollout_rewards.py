@@ -1,11 +1,14 @@
-"""Rewards in real processes: by name and by path, hanging, crashing, raising."""
+"""Rewards in real processes: by name and by path, hanging, crashing, raising, leaking."""
 
 import asyncio
+import json
 import math
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,11 +49,52 @@ def act(text, row):
         return 1 / 0
     if text == "pid":
         return os.getpid()
+    if text == "once":  # dies the first time
+        if not os.path.exists(row["seen"]):
+            open(row["seen"], "w").close()
+            os._exit(3)
+    if text == "leak":
+        KEPT.append(b"x" * 20_000_000)
+        return len(KEPT)
     return {"none": None, "string": "yes", "parts": {"format": 1, "answer": 0.5}}.get(text, 1.0)
+
+KEPT = []
 
 async def later(text, row):
     await asyncio.sleep(0.001)
     return len(text)
+
+async def wait(text, row):
+    await asyncio.sleep(float(text)) if text != "block" else time.sleep(100)
+    return float(os.getpid())
+
+async def later_act(text, row):
+    await asyncio.sleep(0.05)
+    return act(text, row)
+
+def batched(texts, rows):
+    """The size of the batch; as the texts say."""
+    if "short" in texts:
+        return [0.0]
+    for text, row in zip(texts, rows):
+        act(text, row)
+    return [{"size": len(texts), "pid": os.getpid(), "reward": row["i"]} for row in rows]
+
+def areal(prompt, completions, prompt_ids, completion_ids, answer, **row):
+    assert set(row) <= {"messages", "text", "row"}, row
+    return float(prompt == "<user>2+2" and completions == answer and prompt_ids == [1, 2] and completion_ids == [3])
+
+async def areal_strict(prompt, completions, prompt_ids, completion_ids, answer):
+    return float(completions == answer)
+
+def odd(completions, answer):
+    return 1.0
+
+def counted(text, row, completion_ids):
+    return len(completion_ids)
+
+def everything(text, row, **context):
+    return {name: len(value) for name, value in context.items()}
 
 def loaded(text, row):
     return {name: name in sys.modules for name in ("jax", "torch", "transformers", "numpy", "__mp_main__")}
@@ -79,11 +123,15 @@ def ask(name, texts, row=None, **options):
     return asyncio.run(main())
 
 
+def counted(**counts):
+    return dict(scored=0, raised=0, late=0, died=0, retried=0, recycled=0) | counts
+
+
 def test_a_reward_of_a_file_gets_rows_of_its_own_dataclass(file):
     row = names.resolve(f"{file}:Row")("41")
     out, counts = ask(f"{file}:exact", ["41", "31"] * 50, row)
     assert out == [Score(1.0), Score(0.0)] * 50
-    assert counts == dict(scored=100, raised=0, late=0, died=0)
+    assert counts == counted(scored=100)
 
 
 def test_components_unknown_values_and_async_rewards(file):
@@ -104,24 +152,50 @@ def test_work_is_spread_over_the_workers(file):
     assert len(pids) == 2 and os.getpid() not in pids
 
 
-def test_a_reward_that_raises_says_what_where_and_on_which_row(file):
+def test_a_reward_that_raises_is_unscorable_and_says_what_where_and_on_which_row(file, caplog):
     out, counts = ask(f"{file}:act", ["raise", "ok", "string", "exit", "ok"])
     assert out[1] == out[4] == Score(1.0)
-    assert [type(out[i]) for i in (0, 2, 3)] == [ValueError] * 3
+    assert all(math.isnan(out[i].value) for i in (0, 2, 3))
     line = FILE.splitlines().index("        return 1 / 0") + 1
-    assert str(out[0]) == (f"reward {file}:act: ZeroDivisionError: division by zero (mine.py:{line}), on row id 7")
-    assert "a reward must be a number, a dict of numbers or None, got 'yes'" in str(out[2])
-    assert "SystemExit: 1" in str(out[3])
-    assert counts == dict(scored=2, raised=3, late=0, died=0)
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert len(said) == 3 and not any("\n" in message for message in said)
+    assert f"reward {file}:act: ZeroDivisionError: division by zero (mine.py:{line}), on row id 7" in said
+    assert any("a reward must be a number, a dict of numbers or None, got 'yes'" in message for message in said)
+    assert any("SystemExit: 1" in message for message in said)
+    assert counts == counted(scored=2, raised=3, retried=3)
+
+
+def test_a_failure_may_be_zero(file):
+    out, counts = ask(f"{file}:act", ["raise", "ok", "die"], failed="zero", retries=0)
+    assert [score.value for score in out] == [0.0, 1.0, 0.0]
+    assert counts == counted(scored=1, raised=1, died=1)
+
+
+@pytest.mark.parametrize("text, what", [("raise", "ZeroDivisionError: .*"), ("die", "killed its worker")])
+def test_a_reward_that_never_works_is_a_bug(file, text, what):
+    out, counts = ask(f"{file}:act", [text] * 12, workers=1, retries=0)
+    assert [type(score) for score in out] == [Score] * 7 + [ValueError] * 5
+    with pytest.raises(ValueError, match=f"act: the first 8 calls all failed, the last: {what}, on row id 7$"):
+        raise out[-1]
+
+
+def test_one_score_is_enough_to_be_no_bug(file):
+    out, counts = ask(f"{file}:act", ["ok"] + ["raise"] * 20, workers=1, retries=0)
+    assert counts == counted(scored=1, raised=20) and not any(isinstance(score, Exception) for score in out)
+
+
+def test_a_second_attempt_succeeds(file, tmp_path):
+    out, counts = ask(f"{file}:act", ["once", "ok"], {"seen": tmp_path / "seen"})
+    assert out == [Score(1.0)] * 2 and counts == counted(scored=2, retried=1)
 
 
 def test_a_hanging_reward_is_killed_with_its_children_and_costs_one_sample(file, tmp_path):
     pids = tmp_path / "pids"
     texts = ["pid"] * 20 + ["hang"] + ["ok"] * 20
-    out, counts = ask(f"{file}:act", texts, {"pids": pids}, workers=2, timeout_s=1.0)
+    out, counts = ask(f"{file}:act", texts, {"pids": pids}, workers=2, timeout_s=1.0, retries=0)
     assert math.isnan(out[20].value)
     assert all(score.value > 0 for i, score in enumerate(out) if i != 20)
-    assert counts == dict(scored=40, raised=0, late=1, died=0)
+    assert counts == counted(scored=40, late=1)
     for pid in map(int, pids.read_text().split()):
         for _ in range(100):  # an orphan's end is reaped by init
             if not os.path.exists(f"/proc/{pid}") or "Z" == state(pid):
@@ -138,7 +212,7 @@ def state(pid):
 
 def test_other_workers_go_on_while_one_hangs(file, tmp_path):
     async def main():
-        async with rewards.pool(f"{file}:act", workers=2, timeout_s=1.5) as reward:
+        async with rewards.pool(f"{file}:act", workers=2, timeout_s=1.5, retries=0) as reward:
             row = {"pids": tmp_path / "pids"}
             hanging = asyncio.create_task(reward("hang", row))
             while not (tmp_path / "pids").exists():
@@ -159,7 +233,7 @@ def test_a_reward_that_kills_its_worker_is_unscorable(file):
     out, counts = ask(f"{file}:act", ["ok", "die", "ok", "die", "ok"], workers=1)
     assert [score.value for score in out[::2]] == [1.0] * 3
     assert math.isnan(out[1].value) and math.isnan(out[3].value)
-    assert counts == dict(scored=3, raised=0, late=0, died=2)
+    assert counts == counted(scored=3, died=2, retried=2)
 
 
 def test_the_clock_of_a_call_starts_when_its_worker_turns_to_it(file):
@@ -241,6 +315,7 @@ def test_the_main_script_is_not_run_again(file, tmp_path):
     script.write_text(
         f"""
 import asyncio
+import json
 from areax.rollout import rewards
 print("script")
 
@@ -262,3 +337,156 @@ def test_what_a_reward_may_return():
     for wrong in ("1.0", [1.0], {}, {"a": "b"}, float("inf"), {"a": -float("inf")}):
         with pytest.raises(ValueError, match="a reward must be"):
             score(wrong)
+
+
+def test_a_worker_is_replaced_after_its_calls(file):
+    out, counts = ask(f"{file}:act", ["pid"] * 40, workers=2, max_calls=5)
+    calls = Counter(int(score.value) for score in out)
+    assert set(calls.values()) == {5} and len(calls) == 8
+    assert counts["scored"] == 40 and counts["recycled"] >= 6
+
+
+def test_a_worker_that_grows_is_replaced(file):
+    async def main():
+        async with rewards.pool(f"{file}:act", workers=1, max_growth=100_000_000) as reward:
+            held = [(await reward("leak", {})).value for _ in range(15)]
+            return held, reward.counts
+
+    held, counts = asyncio.run(main())
+    assert 5 <= max(held) <= 8  # the first call does not count as growth
+    assert counts == counted(scored=15, recycled=counts["recycled"]) and counts["recycled"] in (1, 2)
+
+
+def test_async_rewards_run_together_in_one_worker(file):
+    start = time.monotonic()
+    out, counts = ask(f"{file}:wait", ["0.3"] * 40, workers=1)
+    assert time.monotonic() - start < 5 and len({score.value for score in out}) == 1 and counts == counted(scored=40)
+
+
+def test_an_async_reward_that_is_late_is_cancelled_alone(file):
+    out, counts = ask(f"{file}:wait", ["0.01", "100", "0.6"], workers=1, timeout_s=0.8, retries=0)
+    assert math.isnan(out[1].value) and out[0] == out[2]  # in the same process
+    assert counts == counted(scored=2, late=1)
+
+
+def test_an_async_reward_that_blocks_its_worker_costs_its_sample_only(file):
+    out, counts = ask(f"{file}:wait", ["0.2", "block", "0.4"], workers=1, timeout_s=0.5, retries=0)
+    assert math.isnan(out[1].value) and out[0].value > 0 and out[2].value > 0
+    assert counts == counted(scored=2, late=1, retried=counts["retried"]) and counts["retried"] >= 1
+
+
+def test_of_async_rewards_that_die_together_the_guilty_one_is_found(file):
+    out, counts = ask(f"{file}:later_act", ["ok"] * 4 + ["die"] + ["ok"] * 4, workers=2, retries=0)
+    assert [math.isnan(score.value) for score in out] == [False] * 4 + [True] + [False] * 4
+    assert counts["scored"] == 8 and counts["died"] == 1
+
+
+def test_a_batched_reward_gets_what_waits(file):
+    texts = ["ok"] * 30
+
+    async def main():
+        async with rewards.pool(f"{file}:batched", workers=1) as reward:
+            return await asyncio.gather(*(reward(text, {"i": i}) for i, text in enumerate(texts)))
+
+    out = asyncio.run(main())
+    assert [score.value for score in out] == list(range(30))
+    assert {score.components["size"] for score in out} == {30}
+
+
+@pytest.mark.parametrize("bad, outcome", [("raise", "raised"), ("die", "died"), ("short", "raised"), ("hang", "late")])
+def test_in_a_batch_that_fails_the_guilty_one_is_found(file, bad, outcome):
+    async def main():
+        async with rewards.pool(f"{file}:batched", workers=1, timeout_s=0.6, retries=0) as reward:
+            texts = ["ok"] * 3 + [bad] + ["ok"] * 3
+            row = {"pids": os.devnull}
+            out = await asyncio.gather(*(reward(text, {**row, "i": i}) for i, text in enumerate(texts)))
+            return [score.value for score in out], reward.counts
+
+    out, counts = asyncio.run(main())
+    if bad == "short":  # right for a batch of one
+        assert out == [0, 1, 2, 0, 4, 5, 6] and counts == counted(scored=7, retried=7)
+    else:
+        assert math.isnan(out.pop(3)) and out == [0, 1, 2, 4, 5, 6]
+        assert counts == counted(scored=6, retried=7, **{outcome: 1})
+
+
+AREAL = {"messages": [], "answer": "4", "prompt": "taken", "completions": "taken", "text": "mine", "row": 1}
+
+
+@pytest.mark.parametrize("name", ["areal", "areal_strict"])
+def test_a_reward_of_areal_runs_unchanged(file, name):
+    async def main():
+        async with rewards.pool(f"{file}:{name}", workers=1) as reward:
+            given = dict(prompt="<user>2+2", prompt_ids=[1, 2], completion_ids=[3])
+            return [await reward(text, AREAL, **given) for text in "45"]
+
+    assert asyncio.run(main()) == [Score(1.0), Score(0.0)]
+
+
+def test_a_reward_gets_the_context_that_it_asks_for(file):
+    async def main(name):
+        async with rewards.pool(f"{file}:{name}", workers=1) as reward:
+            return await reward("", {}, prompt="abc", prompt_ids=[1, 2], completion_ids=[3])
+
+    assert asyncio.run(main("counted")) == Score(1.0)
+    assert asyncio.run(main("everything")).components == {"prompt": 3, "prompt_ids": 2, "completion_ids": 1}
+
+
+def test_a_signature_that_is_half_areals_is_refused(file):
+    with pytest.raises(ValueError, match=r"mine.py:odd: with a parameter 'completions' it must begin with \(prompt, "):
+        ask(f"{file}:odd", [])
+
+
+def test_a_worker_that_is_killed_while_idle_is_replaced(file):
+    async def main():
+        async with rewards.pool(f"{file}:act", workers=1) as reward:
+            pid = int((await reward("pid", {})).value)
+            os.kill(pid, 9)
+            while int((await reward("pid", {})).value) == pid:
+                pass
+            assert sum(reward.counts[name] for name in ("raised", "late", "died")) == 0
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_replaced_is_told_to_all(tmp_path):
+    (tmp_path / "gone.py").write_text(FILE)
+
+    async def main():
+        async with rewards.pool(f"{tmp_path}/gone.py:act", workers=1, retries=0) as reward:
+            (tmp_path / "gone.py").unlink()
+            out = await asyncio.gather(*(reward(text, {}) for text in ("die", "ok")), return_exceptions=True)
+            assert math.isnan(out[0].value)
+            for error in (out[1], *await asyncio.gather(reward("ok", {}), return_exceptions=True)):
+                assert isinstance(error, ValueError) and "there is no such file" in str(error)
+
+    asyncio.run(main())
+
+
+def test_a_pool_that_was_left_answers_no_more(file):
+    async def main():
+        async with rewards.pool(f"{file}:act", workers=1) as reward:
+            pass
+        with pytest.raises(RuntimeError, match="its pool is closed"):
+            await reward("ok", {})
+
+    asyncio.run(main())
+    asyncio.run(main())  # in another loop
+
+
+def test_the_benchmark_in_small():
+    """10,000 calls in the original; here everything but the times is asserted."""
+    script = Path(__file__).parents[1] / "benchmarks" / "rewards.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--calls", "200", "--timeout", "4", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    counts = found["counts"]
+    stalled = counts["late"] - 2  # on a machine that stood still for so long; each costs its own call and no other
+    assert counts == counted(scored=194 - stalled, raised=2, late=2 + stalled, died=2, recycled=counts["recycled"])
+    assert found["answered"] == 200 and found["right"] == 200 - stalled and 0 <= stalled < 20
+    assert counts["recycled"] >= 1 and found["processes"] <= found["workers"]
+    assert found["parent_growth_mb"] < 30 and found["worker_growth_mb"] < 100

@@ -47,7 +47,8 @@ def answer(tokenizer, text, asked=None):
     return generate
 
 
-async def exact(text, row):
+async def exact(text, row, *, prompt, prompt_ids, completion_ids):
+    assert prompt.endswith("<assistant>") and len(prompt_ids) > 0 and len(completion_ids) > 0
     return {"exact": float(text == row["answer"]), "length": len(text) / 10}
 
 
@@ -71,7 +72,7 @@ def test_the_sample_is_prompt_completion_and_reward(tokenizer):
 
 
 def test_an_unscorable_completion_keeps_its_sample(tokenizer):
-    async def unknown(text, row):
+    async def unknown(text, row, **context):
         return Score(math.nan)
 
     workflow = single_turn(

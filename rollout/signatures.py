@@ -1,0 +1,104 @@
+"""What a reward function may look like, and what it may return."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # what a reward may ask for beside the text and the row
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward and its named components; a NaN value means unscorable."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+def score(value: Any) -> Score:
+    """What a reward function returned, as a Score.
+
+    A number is the reward, None is unscorable (NaN), and a dict gives named components: its entry "reward" is the
+    total, or without that entry the sum of all.
+
+    Raises:
+      ValueError: anything else, or an infinite number.
+    """
+    if isinstance(value, Score):
+        return value
+    if value is None:
+        return Score(math.nan)
+    if not isinstance(value, Mapping):
+        return Score(_number(value))
+    if not value:
+        raise ValueError("a reward must be a number, a dict of numbers or None, got an empty dict")
+    components = {str(name): _number(part) for name, part in value.items()}
+    total = components.pop("reward", None)
+    return Score(sum(components.values()) if total is None else total, components)
+
+
+def _number(value: Any) -> float:
+    if not hasattr(type(value), "__float__"):
+        raise ValueError(f"a reward must be a number, a dict of numbers or None, got {value!r:.80}")
+    if math.isinf(number := float(value)):
+        raise ValueError(f"a reward must be finite, or NaN if it is unknown, got {number}")
+    return number
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A reward function ready to be called.
+
+    Attributes:
+      mode: "plain" and "batched" run one call at a time, "async" many.
+      wants: the names in CONTEXT that it reads.
+      call: f(text, row, context) -> what the function returns; batched f(texts, rows). `context` has what it wants.
+    """
+
+    mode: Literal["plain", "async", "batched"]
+    wants: tuple[str, ...]
+    call: Callable[..., Any]
+
+
+def bind(function: Callable, name: str = "reward") -> Bound:
+    """Tells by the names of its parameters how a reward function is to be called.
+
+    - `texts` and `rows`: batched. f(texts, rows) -> a list of as many rewards; gets whatever waits.
+    - `completions`, as in AReaL: f(prompt, completions, prompt_ids, completion_ids, **row). `prompt` is the templated
+      text, `completions` the one completion. Row fields that are named like the first four are left out, and without
+      a ** parameter so are those that the function does not name.
+    - any other: f(text, row), with those of prompt=, prompt_ids=, completion_ids= that it has parameters for.
+
+    All three may be `async def`. What the caller of the pool did not give is None.
+
+    Raises:
+      ValueError: it has a parameter `completions`, but not AReaL's four in front.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return Bound("plain", (), lambda text, row, context: function(text, row))
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    later = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    mode: Literal["plain", "async"] = "async" if later else "plain"
+    if {"texts", "rows"} <= set(parameters):
+        return Bound("batched", (), function)
+    if "completions" in parameters:
+        first = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:4]
+        if len(first) < 4 or first[1] != "completions":
+            raise ValueError(
+                f"{name}: with a parameter 'completions' it must begin with (prompt, completions, prompt_ids, "
+                f"completion_ids), got ({', '.join(parameters)}); or write reward(text, row)"
+            )
+
+        def areal(text: str, row: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
+            fields = {k: v for k, v in row.items() if k not in first and (anything or k in parameters)}
+            return function(context["prompt"], text, context["prompt_ids"], context["completion_ids"], **fields)
+
+        return Bound(mode, CONTEXT, areal)
+    wants = tuple(name for name in CONTEXT if anything or name in parameters)
+    return Bound(mode, wants, lambda text, row, context: function(text, row, **context))
