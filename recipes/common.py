@@ -3,19 +3,21 @@
 import contextlib
 import ctypes
 import math
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import jax
 
 from areax import models
-from areax.adapters import datasets, hf
+from areax.adapters import datasets, hf, tokenizer
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
-from areax.rollout import names
+from areax.rollout import client, local, names
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MOST = 2**31 - 1
@@ -53,23 +55,74 @@ def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Me
     return mesh.make(layout)
 
 
-def open_model(path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh):
-    """(config, fp32 master weights over the mesh) of a Hugging Face directory; "random" needs its config.json alone."""
+def open_model(
+    path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32"
+):
+    """(config, weights over the mesh) of a Hugging Face directory; "random" needs its config.json alone.
+
+    Args:
+      dtype: of the weights: fp32 for masters; None = as they are stored, for those that do not train.
+    """
     if init == "checkpoint":
-        return hf.load(path, dtype="float32", mesh=on)
+        return hf.load(path, dtype=dtype, mesh=on)
     config = hf.read_config(path)
-    table = models.table(config)
-    draw = jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))
-    return config, draw(jax.random.key(seed))
+    return config, draw(models.table(config), seed, on)
 
 
-def read_rows(source: str, row: str = "", limit: int | None = None) -> list[dict]:
-    """The rows of a file, folder or hub name, each through the function that `row` names, if any."""
-    rows = datasets.rows(source, limit=limit)
+def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
+    """(config, weights over the mesh) of a model that teaches one with these tokens, in the dtype that it computes in.
+
+    Raises:
+      ValueError: a token of the student has another id in the teacher's tokenizer, or none.
+    """
+    ids = tokenizer.load(path).get_vocab()
+    for token, i in tokens.get_vocab().items():
+        if ids.get(token) != i:
+            raise ValueError(
+                f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
+                f"of {i}; choose a teacher of the same family"
+            )
+    return hf.load(path, dtype=run.dtype or "float32", mesh=on)
+
+
+def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
+    """New fp32 weights over the mesh."""
+    return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
+
+
+def read_rows(source: str, row: str = "", limit: int = 0, *, quiet: bool = False) -> list[dict]:
+    """The rows of a file, folder or hub name, each through the function that `row` names, if any.
+
+    Args:
+      row: gives None for a record to be left out.
+      limit: records to read; 0 = all.
+      quiet: how many are left out is not said.
+    """
+    records = datasets.rows(source, limit=limit or None)
     if not row:
-        return rows
-    convert = names.resolve(row)
-    return [convert(record) for record in rows]
+        return records
+    made = list(map(names.resolve(row), records))
+    return keep(made, lambda row: row is not None, f"by {row}", quiet=quiet)
+
+
+def keep(rows: list, fits: Callable[[dict], bool], why: str, *, quiet: bool = False) -> list[dict]:
+    """The rows that fit; a line on stderr says how many are left out, and why.
+
+    Raises:
+      ValueError: none is left.
+    """
+    kept = [row for row in rows if fits(row)]
+    if rows and not kept:
+        raise ValueError(f"rows: all {len(rows)} are left out, {why}; at least one is needed")
+    if len(kept) < len(rows) and not quiet:
+        print(f"{len(rows) - len(kept):,} of {len(rows):,} rows are left out, {why}", file=sys.stderr)
+    return kept
+
+
+def keep_short(rows: list[dict], tokens, most: int) -> list[dict]:
+    """The rows whose prompt has at most so many tokens, as `keep`; 0 = all of them."""
+    fits = lambda row: len(tokenizer.prompt(tokens, row)) <= most
+    return keep(rows, fits, f"longer than --max-prompt {most}") if most else rows
 
 
 @contextlib.contextmanager
@@ -104,3 +157,22 @@ def out_directory(out: str) -> Path:
         raise ValueError(f"--out must be a directory, got the file {out}; name another place")
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    urls: Sequence[str],
+    path: str | os.PathLike,
+    serve: local.Serve,
+    *,
+    concurrency: int,
+    log: str | os.PathLike = os.devnull,
+) -> AsyncIterator[client.Fleet]:
+    """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die."""
+    async with contextlib.AsyncExitStack() as stack:
+        if urls:
+            reached = client.connect(urls, concurrency=concurrency)
+        else:
+            own = await stack.enter_async_context(local.servers(path, serve, log))
+            reached = client.connect(own.urls, concurrency=concurrency, restart=own.restart)
+        yield await stack.enter_async_context(reached)

@@ -15,7 +15,7 @@ from pathlib import Path
 from areax import models
 from areax.adapters import report, tokenizer, tracker
 from areax.core.losses import GRPO
-from areax.core.optim import AdamW
+from areax.core.optim import Optimizer
 from areax.recipes import common, grpo, sft
 from areax.rollout import arithmetic
 from areax.rollout.local import Serve
@@ -118,7 +118,7 @@ def sft_config(config: Config, out: Path) -> sft.Config:
     return sft.Config(
         model=str(out / "base"), data=str(out / "data/demonstrations.jsonl"), out=str(out / "sft"), init="random",
         steps=config.sft_steps, batch=256, length=64, rows=28, seed=config.seed,
-        optim=AdamW(lr=config.sft_lr, schedule="cosine", warmup=20, floor=0.1),
+        optim=Optimizer(lr=config.sft_lr, schedule="cosine", warmup=20, floor=0.1),
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
         heldout=str(out / f"data/{config.rows}.jsonl"),
         reward="areax.rollout.arithmetic:reward", out=str(out / name), eta=config.eta, steps=config.rl_steps,
         groups=64, group_size=8, max_concurrent=192, sampling=Sampling(max_new_tokens=4), length=64, rows=40,
-        objective=GRPO(std="none"), optim=AdamW(lr=config.rl_lr, b2=0.99, warmup=10),
+        objective=GRPO(advantage={"std": "none"}), optim=Optimizer(lr=config.rl_lr, b2=0.99, warmup=10),
         serve=Serve(slots=128, context=64), evaluate_every=25, seed=config.seed,
     )  # fmt: skip
 

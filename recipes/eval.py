@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import functools
 from dataclasses import dataclass
 
 import numpy as np
 
 from areax.adapters import tokenizer
 from areax.recipes import common
-from areax.rollout import client, executor, local, names, rewards
+from areax.rollout import agents, binding, episodes, executor, local, names, rewards
 from areax.rollout.workflows import Sampling
 
 
@@ -20,17 +19,21 @@ class Config:
     Attributes:
       model: Hugging Face directory with weights and tokenizer; with `servers`, the tokenizer alone is read.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
-      row: `module:function` or `file.py:function` that turns a record of the data into a row; "" = records are rows.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
+        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
-      workflow: `module:function`, called as f(generate, row, tokenizer=, reward=, sampling=).
+      workflow: an episode: `module:function` that takes `generate` and a row, or an agent (`rollout.binding.bind`).
+      workflow_options: a JSON object of further arguments of the workflow.
+      agent: how agents are served that talk to the model as to OpenAI or Anthropic.
       servers: addresses of generation servers; none = one is started on this machine with `model`.
-      serve: of the server started here.
+      serve: of the servers started here.
       samples: completions a row.
-      limit: rows to evaluate; 0 = all.
+      limit: records to read; 0 = all.
+      max_prompt: most tokens of a prompt; rows with longer ones are left out, and counted. 0 = no limit.
       max_concurrent: most rows in flight.
       sampling: greedy unless told otherwise.
       reward_workers: processes that compute rewards.
-      reward_timeout_s: seconds that one may take; the completion then counts as unscorable.
+      reward_timeout_s: seconds that one may take; after a second attempt the completion is unscorable.
       seed: of sampling.
     """
 
@@ -39,10 +42,13 @@ class Config:
     reward: str
     row: str = ""
     workflow: str = "areax.rollout.workflows:single_turn"
+    workflow_options: str = ""
+    agent: agents.Options = agents.Options()
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
     samples: int = 1
     limit: int = 0
+    max_prompt: int = 0
     max_concurrent: int = 64
     sampling: Sampling = Sampling(temperature=0.0)
     reward_workers: int = 1
@@ -56,23 +62,32 @@ def main(config: Config) -> dict:
 
 
 async def evaluate(config: Config) -> dict:
-    tokens, rows = tokenizer.load(config.model), common.read_rows(config.data, config.row, config.limit or None)
-    workflow = names.resolve(config.workflow)
+    tokens = tokenizer.load(config.model)
+    rows = common.keep_short(common.read_rows(config.data, config.row, config.limit), tokens, config.max_prompt)
+    binding.find(config.workflow)
     names.resolve(config.reward)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        urls = config.servers or [await enter(local.server(config.model, config.serve))]
-        fleet = await enter(client.connect(urls, concurrency=config.max_concurrent * config.samples))
+        fleet = await enter(
+            common.fleet(config.servers, config.model, config.serve, concurrency=config.max_concurrent * config.samples)
+        )
         reward = await enter(
             rewards.pool(config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s)
         )
+        episode = await enter(
+            binding.bind(
+                config.workflow, tokenizer=tokens, reward=reward, sampling=config.sampling, agent=config.agent,
+                options=binding.options(config.workflow_options),
+            )
+        )  # fmt: skip
         groups = await executor.rollouts(
-            functools.partial(workflow, tokenizer=tokens, reward=reward, sampling=config.sampling),
-            fleet.generate, rows, group_size=config.samples, max_concurrent=config.max_concurrent,
+            episode, fleet.generate, rows, group_size=config.samples, max_concurrent=config.max_concurrent,
             seed=config.seed if fleet.seeded else None,
         )  # fmt: skip
     samples = [s for group in groups for s in group]
-    reward_R = np.array([np.nanmean([s.reward for s in g]) for g in groups if any(s.reward == s.reward for s in g)])
+    groups = [episodes.one_a_rollout(group) for group in groups]
+    values = [np.array([episodes.outcome(s) for s in group]) for group in groups]
+    reward_R = np.array([np.nanmean(x) for x in values if not np.isnan(x).all()])
     return {
         "accuracy": float(reward_R.mean()) if len(reward_R) else None,
         "stderr": float(reward_R.std(ddof=1) / len(reward_R) ** 0.5) if len(reward_R) > 1 else None,

@@ -1,4 +1,4 @@
-"""Asynchronous GRPO: prompts -> generation servers -> rewards -> groups -> one update -> weights back to the servers.
+"""Asynchronous policy gradients: prompts -> generation servers -> rewards -> groups -> one update -> weights back.
 
 With `eta` = 0 it is synchronous; with eta > 0 servers generate while the trainer trains, and no group is older than
 eta versions when it is trained on. Run it again with the same `out` and it goes on where it stopped.
@@ -7,63 +7,86 @@ eta versions when it is trained on. Run it again with the same `out` and it goes
 import asyncio
 import contextlib
 import functools
+import logging
 import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 
 from areax import models
 from areax.adapters import hf, state, tokenizer, tracker
-from areax.core import losses, metrics, packing, step
-from areax.core.balance import Balance, wrap
-from areax.core.optim import AdamW, adamw
-from areax.parallel import follow, place, processes, rules
+from areax.core import losses
+from areax.core.balance import Balance
+from areax.core.optim import Optimizer
+from areax.models.lora import Lora
+from areax.parallel import follow, processes
 from areax.parallel.mesh import Layout
-from areax.recipes import common
-from areax.rollout import client, executor, local, loop, names, publish, rewards
+from areax.recipes import common, describe, learner
+from areax.recipes.trainer import CriticOptions, Trainer, advance, build, restore, saved
+from areax.rollout import agents, binding, client, episodes, executor, local, loop, names, publish, rewards, teacher
+from areax.rollout.curriculum import Curriculum, ordered
 from areax.rollout.types import Sample
-from areax.rollout.workflows import Sampling
+from areax.rollout.workflows import Sampling, Workflow
 
-LENGTH_BINS = 32
+log = logging.getLogger(__name__)
+
+TOO_LONG = 16  # rows in a row that do not fit end the run
 
 
 @dataclass(frozen=True)
 class Config:
-    """Asynchronous GRPO.
+    """Asynchronous reinforcement learning by the objective named, GRPO if none is.
 
     Attributes:
       model: Hugging Face directory with weights and tokenizer.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
-      row: `module:function` or `file.py:function` that turns a record of the data into a row; "" = records are rows.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
+        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
-      out: the run's directory: checkpoint in `model/`, state, metrics, samples.
+      out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
+        state, metrics, samples.
       init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
+      curriculum: the order of the rows.
       heldout: rows evaluated greedily, never trained on; "" = none.
-      workflow: `module:function`, called as f(generate, row, tokenizer=, reward=, sampling=).
+      workflow: an episode: `module:function` that takes `generate` and a row, or an agent (`rollout.binding.bind`).
+      workflow_options: a JSON object of further arguments of the workflow.
+      agent: how agents are served that talk to the model as to OpenAI or Anthropic.
       servers: addresses of generation servers that can read `published`; none = one is started on this machine.
-      serve: of the server started here.
+      serve: of the servers started here.
       published: folder for versions of the weights; "" = a new one, in memory if there is room.
       eta: most versions between the admission of a group and its training; 0 = synchronous.
       steps: batches to train on.
       groups: prompts a batch.
       group_size: completions a prompt.
       minibatches: optimiser steps a batch, over equal parts of its groups.
+      epochs: passes over these.
       max_concurrent: most groups in flight.
+      max_prompt: most tokens of a prompt; rows with longer ones are left out, and counted. 0 = no limit.
       length: longest prompt and completion together, and tokens of a packed row.
       rows: packed rows of a microbatch.
+      lora: adapters to train in place of all weights; the model without them is the reference. Rank 0 = none.
+      teacher: directory of a model that teaches, by `objective.advantage.teacher` or `distill_coef`.
+      teachers: instead, addresses of servers that serve teachers: `http://...`, or `name=http://...` where rows name
+        theirs in "teacher".
+      distill, distill_coef: a divergence from the teacher beside the objective, on the samples; 0 = none.
+      critic: of objectives that have one, such as PPO.
+      reference_every: batches after which the reference of a KL term moves towards the policy; 0 = it stays.
+      reference_mix: how far: 1 = it becomes the policy.
       balance: terms that keep the experts of a mixture evenly used.
       mesh: devices along each axis; all of them together must be the machine's, or one.
       save_every: in batches; 0 = at the end alone.
       evaluate_every: in batches; 0 = before the first and after the last.
       samples_every: in batches, how often a group is written to samples.jsonl.
       reward_workers: processes that compute rewards.
-      reward_timeout_s: seconds that one may take; the completion then counts as unscorable.
+      reward_timeout_s: seconds that one may take.
+      reward_failed: what a completion scores whose reward raised, hung or crashed twice.
       shuffle_rewards: a control: rewards are permuted among the completions of a batch, so that they teach nothing.
       seed: of new weights, of the order of the prompts and of sampling.
     """
@@ -73,9 +96,13 @@ class Config:
     reward: str
     out: str = "runs/grpo"
     row: str = ""
+    limit: int = 0
     init: Literal["checkpoint", "random"] = "checkpoint"
+    curriculum: Curriculum = Curriculum()
     heldout: str = ""
     workflow: str = "areax.rollout.workflows:single_turn"
+    workflow_options: str = ""
+    agent: agents.Options = agents.Options()
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
     published: str = ""
@@ -84,10 +111,20 @@ class Config:
     groups: int = 32
     group_size: int = 8
     minibatches: int = 1
+    epochs: int = 1
     max_concurrent: int = 128
+    max_prompt: int = 0
     sampling: Sampling = Sampling()
     objective: losses.Policy = losses.GRPO()
-    optim: AdamW = AdamW(lr=1e-6, warmup=10)
+    optim: Optimizer = Optimizer(lr=1e-6, warmup=10)
+    lora: Lora = Lora()
+    teacher: str = ""
+    teachers: tuple[str, ...] = ()
+    distill: losses.Distill = losses.Distill()
+    distill_coef: float = 0.0
+    critic: CriticOptions = CriticOptions()
+    reference_every: int = 0
+    reference_mix: float = 1.0
     balance: Balance = Balance()
     run: models.Run = models.Run()
     mesh: Layout = Layout()
@@ -98,32 +135,64 @@ class Config:
     samples_every: int = 10
     reward_workers: int = 1
     reward_timeout_s: float = 10.0
+    reward_failed: Literal["unscorable", "zero"] = "unscorable"
     shuffle_rewards: bool = False
     seed: int = 0
 
     def __post_init__(self):
+        binding.options(self.workflow_options)
+        if self.workflow == binding.ONLINE and (self.heldout or self.objective.advantage.mean not in ("batch", "none")):
+            raise ValueError(
+                "--workflow online: users' sessions are no group to be compared, nor can they be evaluated; take "
+                f"--objective.advantage.mean batch without --heldout, got {self.objective.advantage.mean} and "
+                f"{self.heldout or 'none'}"
+            )
+        for option, holds, rule in (
+            ("minibatches", self.minibatches >= 1, "at least 1"),
+            ("epochs", self.epochs >= 1, "at least 1"),
+            ("distill_coef", self.distill_coef >= 0, "at least 0"),
+            ("reference_every", self.reference_every >= 0, "at least 0"),
+            ("reference_every", not self.reference_every or self.objective.needs_reference,
+             "0 without a reference, which --objective.kl.coef above 0 has"),
+            ("reference_mix", 0 < self.reference_mix <= 1, "above 0 and at most 1"),
+        ):  # fmt: skip
+            if not holds:
+                raise ValueError(f"--{option.replace('_', '-')} must be {rule}, got {getattr(self, option)}")
+        if self.critic != CriticOptions() and not self.objective.needs_values:
+            raise ValueError(f"{self.objective.name} has no critic, got {self.critic}; take ppo, or leave it out")
+        if self.critic.warmup >= self.steps and self.objective.needs_values:
+            raise ValueError(
+                f"--critic.warmup must be below --steps {self.steps}, for the policy to train at all, got "
+                f"{self.critic.warmup}"
+            )
         if self.groups % self.minibatches:
             raise ValueError(f"--minibatches must divide --groups {self.groups}, got {self.minibatches}")
+        if self.lora.rank and self.reference_every:
+            raise ValueError(
+                f"--reference-every {self.reference_every} would move the weights under the adapters, which stay with "
+                f"--lora.rank {self.lora.rank}; leave out one of them"
+            )
+        taught = self.objective.advantage.teacher or self.distill_coef
+        if (len(self.teacher) > 0) + (len(self.teachers) > 0) != (taught != 0):
+            raise ValueError(
+                "name one of --teacher and --teachers where --objective.advantage.teacher or --distill-coef is not 0, "
+                f"and neither elsewhere, got {self.teacher!r} and {self.teachers}"
+            )
+        if self.teachers and self.objective.advantage.teacher and self.sampling.temperature != 1:
+            raise ValueError(
+                "--teachers give log-probabilities at temperature 1, got --sampling.temperature "
+                f"{self.sampling.temperature:g}; take --teacher, a directory"
+            )
+        if self.teachers and self.distill_coef and (not self.distill.top_k or self.distill.temperature != 1):
+            raise ValueError(
+                "--teachers give log-probabilities of --distill.top-k tokens at temperature 1, got "
+                f"{self.distill.top_k} and --distill.temperature {self.distill.temperature:g}; or take --teacher"
+            )
         if self.eta and not self.objective.corrects:
             raise ValueError(
                 f"--eta {self.eta} lets samples be older than the weights, which {self.objective.name} with proximal "
-                '"behaviour" does not correct for; take --objective.proximal recompute, or --eta 0'
+                '"behaviour" does not correct for; take --objective.correction.proximal recompute, or --eta 0'
             )
-
-
-@dataclass
-class Trainer:
-    """The state in hand and the compiled functions that move it: what `update` closes over."""
-
-    config: Config
-    settings: models.dense.Config
-    mesh: jax.sharding.Mesh
-    state: step.State
-    scores: Callable
-    prepare: Callable
-    step: Callable
-    reference: Any = None
-    report: dict = field(default_factory=dict)
 
 
 def main(config: Config) -> dict:
@@ -135,21 +204,21 @@ def main(config: Config) -> dict:
     began = time.monotonic()
     common.keep_memory()
     with processes.job() as index:
-        inputs = read(config) if index == 0 else ()
-        out, tokens = common.out_directory(config.out), tokenizer.load(config.model)
+        tokens = tokenizer.load(config.model)
+        inputs = read(config, tokens) if index == 0 else ()
+        out = common.out_directory(config.out)
         processes.same("options", config)
         trainer = build(config)
         with state.open_store(out / "state") as store:
-            start, cursor = store.latest or 0, None
-            if start:
-                trainer.state, cursor = store.restore(trainer.state)
-            params = lambda: (trainer.settings, trainer.state.params)
+            cursor = restore(trainer, store)
+            start, policy = trainer.version, trainer.policy
+            params = lambda: (policy.settings, learner.weights(policy))
             work: dict[str, Callable] = {
                 "advance": functools.partial(advance, trainer),
-                "save": lambda v, at: store.save(v, trainer.state, at),
+                "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
                 "host_copy": lambda: hf.host_copy(*params()),
                 "publish": lambda root, v: hf.write_published(root, v, *params(), tokenizer=tokens),
-                "export": lambda: hf.save(out / "model", *params(), tokenizer=tokens),
+                "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
             }
             if index > 0:
                 follow.follow(work)
@@ -161,15 +230,17 @@ def main(config: Config) -> dict:
                 return summary
 
 
-def read(config: Config) -> tuple:
-    """(rows, held-out rows, workflow), and sees that there is a reward."""
+def read(config: Config, tokens) -> tuple:
+    """(prompts, held-out rows), and sees that there are a reward and a workflow."""
     names.resolve(config.reward)
-    rows = common.read_rows(config.data, config.row)
+    binding.find(config.workflow)
+    rows = common.read_rows(config.data, config.row, config.limit)
     heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
-    return rows, heldout, names.resolve(config.workflow)
+    rows, heldout = (common.keep_short(some, tokens, config.max_prompt) for some in (rows, heldout))
+    return ordered(rows, config.curriculum, seed=config.seed), heldout
 
 
-async def train(config: Config, trainer: Trainer, do: Callable, start: int, cursor, tokens, rows, heldout, workflow):
+async def train(config: Config, trainer: Trainer, do: Callable, start: int, cursor, tokens, prompts, heldout):
     """The loop, from version `start` on, and its summary; `do(name, ...)` does a piece of `work` in all processes."""
     out = Path(config.out)
     async with contextlib.AsyncExitStack() as stack:
@@ -178,38 +249,55 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         run = enter(tracker.open_run(out, config=config, keep=keep))
         tick = enter(tracker.progress("grpo", config.steps, start=start))
         root = enter(published_root(config, trainer))
-        write = functools.partial(hf.write_published, root, config=trainer.settings, tokenizer=tokens)
+        write = functools.partial(hf.write_published, root, config=trainer.policy.settings, tokenizer=tokens)
         do("publish", root, start)
-        urls = config.servers or [await enter_async(local.server(root / str(start), config.serve, out / "server.log"))]
-        fleet = await enter_async(client.connect(urls, concurrency=config.max_concurrent * config.group_size))
+        fleet = await enter_async(
+            common.fleet(
+                config.servers, root / str(start), config.serve, log=out / "server.log",
+                concurrency=config.max_concurrent * config.group_size,
+            )
+        )  # fmt: skip
         reward = await enter_async(
-            rewards.pool(config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s)
-        )
-        episode = functools.partial(workflow, tokenizer=tokens, reward=reward, sampling=config.sampling)
-        greedy = functools.partial(
-            workflow,
-            tokenizer=tokens,
-            reward=reward,
-            sampling=replace(config.sampling, temperature=0.0, routed_experts=False),
-        )
+            rewards.pool(
+                config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s,
+                failed=config.reward_failed,
+            )
+        )  # fmt: skip
+        play = functools.partial(
+            binding.bind, config.workflow, tokenizer=tokens, reward=reward, agent=config.agent,
+            options=binding.options(config.workflow_options),
+        )  # fmt: skip
+        episode = fitting(await enter_async(play(sampling=config.sampling)), config)
+        plain = replace(config.sampling, temperature=0.0, routed_experts=False)
+        asked = heldout or config.objective.advantage.mean == "greedy"
+        greedy = await enter_async(play(sampling=plain)) if asked else episode
+        if config.teachers:
+            fleets = {
+                name: await enter_async(client.connect(own)) for name, own in teacher.named(config.teachers).items()
+            }
+            top_k = config.distill.top_k if config.distill_coef else 0
+            vocabulary = trainer.policy.settings.vocab
+            say = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
+            episode = functools.partial(teacher.taught, episode, say)
         rollout = await enter_async(
             executor.Executor(
-                episode, fleet.generate, executor.Prompts(rows, seed=config.seed),
+                episode, fleet.generate, prompts,
                 group_size=config.group_size, groups_per_batch=config.groups, eta=config.eta,
                 max_concurrent=config.max_concurrent, seed=config.seed if fleet.seeded else None,
+                accept=varied if config.objective.shaping.dynamic_sampling else None,
+                baseline=greedy if config.objective.advantage.mean == "greedy" else None,
                 batches=config.steps, cursor=cursor,
             )
         )  # fmt: skip
         accuracy: dict[int, float] = {}
+        refused = [rollout.counts["rejected"]]
         pushes: list[publish.PushReport] = []
 
         def hand_out(v: int) -> loop.Push:
             host = do("host_copy")
 
             async def push():
-                directory = root / str(v)
-                if not directory.exists():
-                    await asyncio.to_thread(write, v, params=host)
+                directory = await asyncio.to_thread(whole, root / str(v), functools.partial(write, v, params=host))
                 pushes.append(await publish.push(fleet, directory, publish.version_string(directory / "manifest.json")))
                 await asyncio.to_thread(publish.prune, root, 2, fleet.labels)
 
@@ -217,18 +305,20 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
 
         async def evaluate(v: int):
             groups = await executor.rollouts(greedy, fleet.generate, heldout, max_concurrent=config.max_concurrent)
-            values = np.array([sample.reward for group in groups for sample in group])
+            values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
             accuracy[v] = float(np.nanmean(values))
             run.log("eval", v, accuracy=accuracy[v], rows=len(values), server_version=fleet.version)
 
         def on_step(v: int, report: dict, seconds: dict[str, float]):
-            groups = report.pop("groups")
+            groups, before = report.pop("groups"), refused.pop()
+            refused.append(rollout.counts["rejected"])
+            report["refused"] = refused[0] - before
             pushed = {"push_pause_s": pushes[-1].pause_s, "push_load_s": pushes[-1].load_s} if pushes else {}
             beside = {name: seconds.pop(name) for name in loop.BESIDE}
             run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside, **pushed)
             tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy.get(max(accuracy, default=-1)))
             if config.samples_every and v % config.samples_every == 0:
-                show(run, tokens, v, groups[0])
+                describe.show(run, tokens, v, groups[0])
 
         seconds = await interruptible(
             loop.run(
@@ -238,9 +328,9 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
                 evaluate_every=config.evaluate_every or config.steps, on_step=on_step,
             )
         )  # fmt: skip
-        done = int(trainer.state.step) // config.minibatches
-        served = sorted({server.label for server in fleet.usable})
-        counts = {**rollout.counts, **fleet.counts}
+        done = trainer.version
+        served = sorted({server.label for server in fleet.healthy})
+        counts = {**rollout.counts, **fleet.counts, "rewards": reward.counts}
     checkpoint = do("export")
     return {
         "checkpoint": str(checkpoint),
@@ -256,120 +346,59 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
     }
 
 
-def build(config: Config) -> Trainer:
-    """Model, optimiser and compiled functions."""
-    mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
-    settings, params = common.open_model(config.model, config.init, config.seed, mesh)
-    score = functools.partial(models.score, config=settings, run=config.run, temperature=config.sampling.temperature)
-    spec = replace(config.optim, steps=config.optim.steps or config.steps * config.minibatches)
-    optimizer = adamw(spec, models.table(settings))
-    shardings = rules.of_state(optimizer, models.table(settings), mesh)
-    objective = wrap(config.objective, config.balance)
-    trainer = Trainer(
-        config, settings, mesh, step.init(params, optimizer, shardings), step.make_scores(score),
-        jax.jit(objective.prepare), step.make_step(score, objective, optimizer, shardings),
-    )  # fmt: skip
-    if config.objective.kl_coef:
-        trainer.reference = common.open_model(config.model, config.init, config.seed, mesh)[1]
-    return trainer
+def whole(directory: Path, write: Callable[[], object]) -> Path:
+    """The published directory, once its files are what its manifest says; one that is damaged is written again.
 
-
-def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
-    """One batch: scores at the weights before it, then an optimiser step a minibatch. Returns what to log."""
-    config, version = trainer.config, int(trainer.state.step) // trainer.config.minibatches
-    if config.shuffle_rewards:
-        groups = shuffled(groups, seed=(config.seed, version))
-    size = len(groups) // config.minibatches
-    samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
-    batches = [packing.pack(part, config.length, rows=config.rows) for part in samples]
-    with jax.set_mesh(trainer.mesh):
-        report, logp = learn(trainer, [place.batch(b, trainer.mesh) for b in batches])
-    own = [packing.unpack(x_MBT, b, part) for x_MBT, b, part in zip(logp, batches, samples, strict=True)]
-    flat, logps = [s for part in samples for s in part], [x for part in own for x in part]
-    agreement = agree(flat, logps, version)
-    for name, value in agreement.items():  # of the whole run, for the summary
-        trainer.report[name] = max(trainer.report.get(name, 0.0), value)
-    traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
-    return {**metrics.to_dict(report), **describe(flat, version), **agreement, "groups": [traced]}
-
-
-def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
-    """An optimiser step a batch; returns merged metrics, and the log-probabilities of each before the first step."""
-    # One at a time: gloo, which connects processes on the CPU, hangs when many computations wait.
-    scores = [jax.block_until_ready(trainer.scores(trainer.state.params, b)) for b in batches]
-    if trainer.reference is not None:
-        refs = [jax.block_until_ready(trainer.scores(trainer.reference, b).logp_BT) for b in batches]
-        batches = [b.replace(ref_BT=ref) for b, ref in zip(batches, refs, strict=True)]
-    report: dict = {}
-    for batch, score in zip(batches, scores, strict=True):
-        trainer.state, new = trainer.step(trainer.state, trainer.prepare(batch, score))
-        report = jax.block_until_ready(common.merge(report, new) if report else new)
-    return report, [place.host(score.logp_BT) for score in scores]
-
-
-def shuffled(groups: list[list[Sample]], seed) -> list[list[Sample]]:
-    """The same samples, each with the rewards of another one drawn at random from the batch."""
-    flat = [s for group in groups for s in group]
-    order = np.random.default_rng(seed).permutation(len(flat))
-    take = lambda s, other: s.replace(rewards=tuple((len(s.tokens) - 1, value) for _, value in other.rewards))
-    mixed = iter([take(s, flat[i]) for s, i in zip(flat, order, strict=True)])
-    return [[next(mixed) for _ in group] for group in groups]
-
-
-def agree(samples: list[Sample], logps: list[np.ndarray], version: int) -> dict[str, float]:
-    """How far trainer and sampler differ on tokens that the current version sampled: max |d logp| and mean k3, float64.
-
-    k3 = exp(d) - 1 - d with d = trainer - sampler estimates KL(sampler || trainer).
+    Raises ValueError if that did not help.
     """
-    now = [s.version == version for s in samples]
-    gap = np.concatenate(
-        [(x.astype(np.float64) - s.logp)[here] for x, s, here in zip(logps, samples, now, strict=True)]
-    )
-    if not len(gap):
-        return {}
-    return {"max_logp_diff": float(np.abs(gap).max()), "mismatch_k3_now": float(np.mean(np.expm1(gap) - gap))}
+    if directory.exists():
+        try:
+            hf.verify(directory)
+            return directory
+        except ValueError as error:
+            log.warning("%s", error)
+            shutil.rmtree(directory)
+    write()
+    hf.verify(directory)
+    return directory
 
 
-def describe(samples: list[Sample], version: int) -> dict:
-    """Rewards, lengths and ages of a batch."""
-    reward = np.array([s.reward for s in samples])
-    length = np.array([int(s.mask.sum()) for s in samples])
-    age = np.concatenate([version - s.version[s.mask] for s in samples])
-    by_group: dict[int, list[float]] = {}
-    for s in samples:
-        by_group.setdefault(s.group, []).append(s.reward)
-    values = [np.array(r) for r in by_group.values()]
-    edges = np.unique(np.linspace(0, max(1, length.max()) + 1, LENGTH_BINS + 1).astype(int))
-    return {
-        "reward": float(np.nanmean(reward)) if not np.isnan(reward).all() else None,
-        "reward_std": float(np.nanstd(reward)) if not np.isnan(reward).all() else None,
-        "solved_all": float(np.mean([(v == v[0]).all() and v[0] > 0 for v in values])),
-        "solved_none": float(np.mean([(v == v[0]).all() and v[0] <= 0 for v in values])),
-        "length": float(length.mean()),
-        "truncated": float(np.mean([s.finish == "length" for s in samples])),
-        "staleness": float(age.mean()),
-        "staleness_max": float(age.max()),
-        "samples": len(samples),
-        "tokens": int(sum(len(s.tokens) for s in samples)),
-        "version": version,
-        "length_hist": {"edges": edges.tolist(), "counts": np.histogram(length, edges)[0].tolist()},
-        "staleness_hist": {
-            "edges": list(range(int(max(age.max(), 0)) + 2)),
-            "counts": np.bincount(np.maximum(age, 0)).tolist(),
-        },
-    }
+def fitting(episode: Workflow, config: Config) -> Workflow:
+    """The episode without rows that are longer than a packed one, which are told of; at the run's temperature.
+
+    The workflow raises ValueError where TOO_LONG rows in a row did not fit, or the temperature is another one.
+    """
+    long: list[int] = []
+
+    async def fits(generate, row):
+        samples = await episode(generate, row)
+        samples = samples if isinstance(samples, list) else [samples] if samples else []
+        kept = [s for s in samples if len(s.tokens) <= config.length]
+        if len(kept) < len(samples):
+            long.extend(len(s.tokens) for s in samples if len(s.tokens) > config.length)
+            log.warning("a row of %d tokens is left out: longer than --length; %s", long[-1], names.row(row))
+        if kept:
+            long.clear()
+        if len(long) >= TOO_LONG:
+            raise ValueError(
+                f"what is sampled must fit in a row of {config.length} tokens, got {TOO_LONG} in a row that do not, of "
+                f"up to {max(long)}; raise --length, or lower --sampling.max-new-tokens or --max-prompt"
+            )
+        for s in kept:
+            if s.temperature != config.sampling.temperature:
+                raise ValueError(
+                    f"--workflow {config.workflow}: must sample at --sampling.temperature "
+                    f"{config.sampling.temperature:g}, at which the trainer computes, got {s.temperature:g}"
+                )
+        return kept or None
+
+    return fits
 
 
-def show(run: tracker.Run, tokens, v: int, traced: list[tuple[Sample, np.ndarray]]) -> None:
-    """Writes a group to samples.jsonl, token by token."""
-    for sample, logp in traced:
-        new = sample.mask
-        run.sample(
-            v, version=v - 1, prompt=sample.info.get("prompt", ""), text=sample.info.get("text", ""),
-            reward=sample.reward, finish=sample.finish, tokens=[tokens.decode([t]) for t in sample.tokens[new]],
-            logp=sample.logp[new].tolist(), version_of_token=sample.version[new].tolist(),
-            trainer_logp=logp[new].tolist(),
-        )  # fmt: skip
+def varied(samples: list[Sample]) -> bool:
+    """Whether the rewards of a group differ, unscorable ones apart: else it teaches nothing."""
+    rewards = np.array([episodes.outcome(s) for s in episodes.one_a_rollout(samples)], np.float32)
+    return len(set(rewards[~np.isnan(rewards)].tolist())) > 1
 
 
 @contextlib.contextmanager
@@ -380,7 +409,7 @@ def published_root(config: Config, trainer: Trainer):
         root.mkdir(parents=True, exist_ok=True)
         yield root
         return
-    size = sum(x.nbytes for x in jax.tree.leaves(trainer.state.params))
+    size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(trainer.policy)))
     root = local.folder(publish.choose_root(size), "weights")
     try:
         yield root

@@ -1,26 +1,35 @@
 """GRPO as a user runs it: a real server process, real rewards, weights pushed live."""
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import servers
 import tiny
 
 from areax import models
-from areax.adapters import cli, hf, tokenizer, tracker
+from areax.adapters import cli, hf, peft, tokenizer, tracker
 from areax.core import losses, param
 from areax.core.losses import GRPO
-from areax.core.optim import AdamW
+from areax.core.optim import Optimizer
+from areax.models import lora
+from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import grpo
-from areax.rollout import arithmetic
+from areax.recipes import describe, grpo, trainer
+from areax.rollout import arithmetic, local
+from areax.rollout.curriculum import Curriculum
 from areax.rollout.local import Serve
+from areax.rollout.types import Completion, sampled
 from areax.rollout.workflows import Sampling
 
 
@@ -47,7 +56,8 @@ def config(place, out, **changes):
     base = grpo.Config(
         model=str(place / "model"), data=str(place / "rows.jsonl"), reward=f"{place}/rewards.py:score",
         out=str(place / out), steps=3, groups=4, group_size=4, max_concurrent=8, length=32, rows=4, eta=0,
-        sampling=Sampling(max_new_tokens=4), objective=GRPO(std="none"), optim=AdamW(lr=1e-2, b2=0.99),
+        sampling=Sampling(max_new_tokens=4), objective=GRPO(advantage={"std": "none"}),
+        optim=Optimizer(lr=1e-2, b2=0.99),
         serve=Serve(slots=8, context=64), samples_every=1,
     )  # fmt: skip
     return replace(base, **changes)
@@ -76,6 +86,88 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
+def test_a_curriculum_is_saved_and_resumed(place, capsys):
+    """Of rows, one of them too long, those are drawn that are solved sometimes; a run in two parts draws the same."""
+    (place / "digit.py").write_text("def score(text, row):\n    return float(text[:1] in '012')\n")
+    rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "id": i} for i in range(6)]
+    tiny.rows(place / "few.jsonl", [*rows, {"prompt": "1+" * 9 + "1", "answer": "10", "id": 6}])
+    own = dict(
+        data=str(place / "few.jsonl"), reward=f"{place}/digit.py:score", curriculum=Curriculum(order="success"),
+        max_prompt=20, groups=3, steps=3,
+    )  # fmt: skip
+    grpo.main(config(place, "curriculum", **own))
+    assert "1 of 7 rows are left out, longer than --max-prompt 20" in capsys.readouterr().err.splitlines()
+    grpo.main(config(place, "curriculum-parts", **{**own, "steps": 1}))
+    grpo.main(config(place, "curriculum-parts", **own))
+    shown = [
+        [(line["step"], line["prompt"], line["text"]) for line in tracker.read_lines(place / out / "samples.jsonl")]
+        for out in ("curriculum", "curriculum-parts")
+    ]
+    assert shown[0] == shown[1] and len(shown[0]) == 12
+    for a, b in zip(leaves(place / "curriculum/model"), leaves(place / "curriculum-parts/model"), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_critic_is_saved_and_resumed(place):
+    """Two models train, the first batch the critic alone; a run in two parts gives the same policy."""
+    ppo = dict(objective=losses.PPO(), critic=grpo.CriticOptions(warmup=1), minibatches=2, epochs=2)
+    whole = grpo.main(config(place, "critic", **ppo))
+    grpo.main(config(place, "critic-parts", steps=2, **ppo))
+    grpo.main(config(place, "critic-parts", **ppo))
+    for a, b in zip(leaves(place / "critic/model"), leaves(place / "critic-parts/model"), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert whole["complete"] and whole["steps"] == 3
+    lines = [x for x in tracker.read_lines(place / "critic/metrics.jsonl") if x["kind"] == "grpo"]
+    assert "ppo_kl" not in lines[0] and all(x["critic_grad_norm"] > 0 for x in lines)
+    assert lines[0]["value_max"] > 0 and abs(lines[1]["ppo_kl"]) > 0  # the second pass is off policy
+
+
+@pytest.mark.slow
+def test_adapters_with_a_reference_and_a_teacher(place):
+    """The model without its adapters is the reference; a teacher is in the advantages and beside the objective."""
+    objective = GRPO(advantage={"std": "none", "teacher": 0.1}, kl={"coef": 0.1, "target": 0.01})
+    done = grpo.main(
+        config(
+            place, "taught", steps=2, lora=Lora(rank=2), objective=objective, teacher=str(place / "model"),
+            distill_coef=0.5,
+        )
+    )  # fmt: skip
+    first, second = (x for x in tracker.read_lines(place / "taught/metrics.jsonl") if x["kind"] == "grpo")
+    assert done["complete"] and done["max_logp_diff"] <= 1e-4
+    for name in ("kl", "divergence"):  # policy, reference and teacher begin as one
+        assert abs(first[name]) < 1e-9 < second[name], name
+    assert first["kl_coef"] == 0.1 and second["kl_coef"] == pytest.approx(0.1 * (1 - 0.2 / 10))
+    spec, adapters = peft.load(place / "taught/adapter", hf.read_config(place / "model"))
+    base = hf.load(place / "model")[1]
+    merged = lora.merge(base, adapters, spec)
+    for a, b in zip(jax.tree.leaves(merged), leaves(place / "taught/model"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_served_teachers_and_greedy_baselines(place):
+    """What a server says of each sample, and the reward of a greedy completion, travel with the samples."""
+    with servers.embedded(place / "model", slots=8, context=64) as remote:
+        done = grpo.main(
+            config(
+                place, "served", steps=2, eta=1, teachers=(remote.url,), distill=losses.Distill(top_k=4),
+                distill_coef=0.1, objective=losses.ReMax(advantage={"teacher": 0.1}),
+            )
+        )  # fmt: skip
+    lines = [x for x in tracker.read_lines(place / "served/metrics.jsonl") if x["kind"] == "grpo"]
+    assert done["complete"] and all(x["unusable_fraction"] == 0 for x in lines)
+    assert abs(lines[0]["divergence"]) < 1e-5 < lines[1]["divergence"] and "reward_greedy" in lines[0]
+
+
+def test_groups_of_equal_rewards_are_sampled_anew(place):
+    (place / "rare.py").write_text("def score(text, row):\n    return float(text[:1] in '01')\n")
+    run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2)
+    done = grpo.main(run)
+    lines = [x for x in tracker.read_lines(place / "dynamic/metrics.jsonl") if x["kind"] == "grpo"]
+    assert all(x["groups_that_teach"] == 4 for x in lines)
+    assert done["counts"]["rejected"] == sum(x["refused"] for x in lines) > 0
+
+
 @pytest.mark.mesh
 def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
     """The first batch is sampled from the same weights with the same seeds, so both learn from the same tokens."""
@@ -89,17 +181,34 @@ def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", losses.POLICIES)
+@pytest.mark.parametrize("name", ["sft", "distill", *losses.POLICIES, *losses.PREFERENCES])
 def test_every_algorithm_trains_from_the_command_line(place, name):
-    out = place / f"algorithm-{name}"
-    options = {
-        "model": place / "model", "data": place / "rows.jsonl", "reward": f"{place}/rewards.py:score", "out": out,
-        "steps": 3, "groups": 4, "group-size": 4, "max-concurrent": 8, "length": 32, "rows": 4,
-        "sampling.max-new-tokens": 4, "serve.slots": 8, "serve.context": 64, "optim.lr": 1e-2,
-    }  # fmt: skip
+    out, options = place / f"algorithm-{name}", {"model": place / "model", "steps": 3, "length": 32, "rows": 4}
+    if name in losses.POLICIES:
+        options |= {
+            "data": place / "rows.jsonl", "reward": f"{place}/rewards.py:score", "groups": 4, "group-size": 4,
+            "max-concurrent": 8, "sampling.max-new-tokens": 4, "serve.slots": 8, "serve.context": 64,
+        }  # fmt: skip
+    else:
+        answers = list(map(json.loads, (place / "rows.jsonl").read_text().splitlines()))
+        made = [
+            {
+                "prompt": row["prompt"],
+                "completion": row["answer"],
+                "chosen": row["answer"],
+                "rejected": "0",
+                "label": i % 2,
+            }
+            for i, row in enumerate(answers)
+        ]
+        options |= {"data": tiny.rows(place / "offline.jsonl", made), "batch": 8}
+        options |= {"teacher": place / "model"} if name == "distill" else {}
+    options |= {"out": out, "optim.lr": 1e-2}
     assert cli.main(["train", name.lower(), *(str(w) for k, v in options.items() for w in (f"--{k}", v))]) == 0
-    lines = [x for x in tracker.read_lines(out / "metrics.jsonl") if x["kind"] == "grpo"]
-    assert len(lines) == 3 and all(x["grad_norm"] > 0 and x["skipped"] == 0 for x in lines)
+    lines = [x for x in tracker.read_lines(out / "metrics.jsonl") if "grad_norm" in x]
+    assert len(lines) == 3 and all(x["skipped"] == 0 for x in lines)
+    # The distilled student starts as its teacher: nothing to learn.
+    assert all(x["grad_norm"] > 0 for x in lines[name == "distill" and 3 :])
 
 
 @pytest.mark.mesh
@@ -107,8 +216,8 @@ def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
     """A mixture is served, what it reports travels with the samples, and the trainer's scores agree."""
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
     tiny.model(place / "mixture", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
-    packed, pack = [], grpo.packing.pack
-    monkeypatch.setattr(grpo.packing, "pack", lambda *args, **more: packed.append(pack(*args, **more)) or packed[-1])
+    packed, pack = [], trainer.packing.pack
+    monkeypatch.setattr(trainer.packing, "pack", lambda *args, **more: packed.append(pack(*args, **more)) or packed[-1])
     sampling = Sampling(max_new_tokens=4, routed_experts=True)
     done = grpo.main(config(place, "experts", model=str(place / "mixture"), steps=2, eta=1, sampling=sampling))
     assert done["complete"] and done["max_logp_diff"] <= 1e-4
@@ -126,6 +235,45 @@ def test_asynchronous_keeps_the_bound(place):
     assert [x["version"] for x in lines] == [0, 1, 2, 3, 4]
     assert max(x["staleness_max"] for x in lines) <= 2
     assert done["max_logp_diff"] <= 1e-4
+
+
+def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path):
+    config = models.config_from_hf({**tiny.HF, "vocab_size": 16})
+    params = tiny.weights(models.table(config), 0.2)
+    write = lambda: hf.write_published(tmp_path, 3, config, params)
+    directory = write()
+    label = (directory / "manifest.json").read_bytes()
+    assert grpo.whole(directory, None) == directory
+    [shard] = directory.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    grpo.whole(directory, write)
+    assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_started_again_and_changes_no_number(place, monkeypatch):
+    """The samples are a function of the weights and the seeds, whichever server draws them, and when."""
+    plain = grpo.main(config(place, "plain", steps=8))
+
+    def kill():
+        lines = place / "killed/metrics.jsonl"
+        while not lines.exists() or not list(tracker.read_lines(lines)):
+            time.sleep(0.005)
+        os.kill(next(iter(started[0].running.values())).pid, signal.SIGKILL)
+
+    started = []
+    start = local.Local.start
+    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    killer = threading.Thread(target=kill)
+    killer.start()
+    done = grpo.main(config(place, "killed", steps=8))
+    killer.join()
+    assert done["counts"]["dead"] == done["counts"]["restarted"] == done["counts"]["recovered"] == 1
+    assert done["complete"] and done["server_version"] == plain["server_version"]
+    for a, b in zip(leaves(done["checkpoint"]), leaves(plain["checkpoint"]), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_recipe_by_path_runs_under_spawn(place):
@@ -167,6 +315,7 @@ def test_a_reward_that_raises_ends_the_run_with_one_line(place):
         ({"reward": "areax.rollout.gsm8k:rewrad"}, "did you mean reward"),
         ({"model": "nowhere"}, "nowhere"),
         ({"length": 8}, "must fit in a row of 8"),
+        ({"objective": GRPO(advantage={"components": ("style",)})}, "every sample needs the component style"),
         ({"sampling": Sampling(max_new_tokens=4, top_p=0.9)}, "top_p"),
     ],
 )
@@ -194,8 +343,8 @@ def test_two_steps_on_gsm8k(place):
 
 
 def test_shuffled_rewards_keep_the_multiset(place):
-    samples = [[_sample(10 * g + i) for i in range(3)] for g in range(4)]
-    mixed = grpo.shuffled(samples, seed=(0, 1))
+    samples = [[_sample(10 * g + i).replace(rollout=3 * g + i) for i in range(3)] for g in range(4)]
+    mixed = describe.shuffled(samples, seed=(0, 1))
     flat = lambda groups: [s.reward for group in groups for s in group]
     assert sorted(flat(mixed)) == sorted(flat(samples)) and flat(mixed) != flat(samples)
     assert [len(g) for g in mixed] == [3] * 4
@@ -205,3 +354,24 @@ def _sample(reward):
     from areax.rollout.types import Completion, sampled
 
     return sampled([1, 2], Completion([3, 4], [-1.0, -1.0], [0, 0], "stop"), temperature=1.0, reward=reward)
+
+
+def test_rows_that_do_not_fit_are_left_out_and_temperatures_are_compared(caplog):
+    row = lambda n, temperature=1.0: sampled(
+        [5], Completion([6] * n, [-1.0] * n, [0] * n, "stop"), temperature=temperature, reward=1.0
+    )
+    config = grpo.Config(model="m", data="d", reward="r", length=8)
+
+    def played(result):
+        async def episode(generate, row):
+            return result
+
+        return asyncio.run(grpo.fitting(episode, config)(None, {"id": 7}))
+
+    assert [len(s.tokens) for s in played([row(3), row(8), row(7)])] == [4, 8]
+    assert "a row of 9 tokens is left out: longer than --length; row id 7" in caplog.text
+    assert played([row(9)]) is None and played(None) is None and len(played(row(2))) == 1
+    with pytest.raises(ValueError, match="must fit in a row of 8 tokens, got 16 in a row that do not, of up to 9"):
+        played([row(8)] * grpo.TOO_LONG)
+    with pytest.raises(ValueError, match="must sample at --sampling.temperature 1, .* got 0.7"):
+        played([row(2, 0.7)])

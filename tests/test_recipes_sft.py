@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import tiny
 
-from areax.adapters import hf, state, tracker
+from areax.adapters import hf, peft, state, tracker
 from areax.core.balance import Balance
-from areax.core.optim import AdamW
+from areax.core.optim import Optimizer
+from areax.models import lora
+from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import sft
+from areax.recipes import common, sft
 from areax.rollout import arithmetic
 
 
@@ -33,7 +35,7 @@ def place(tmp_path_factory):
 def config(place, out, **changes):
     base = sft.Config(
         model=str(place / "model"), data=str(place / "rows.jsonl"), out=str(place / out), steps=6, batch=8, length=64,
-        rows=4, optim=AdamW(lr=1e-2),
+        rows=4, optim=Optimizer(lr=1e-2),
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -51,6 +53,20 @@ def test_resumed_equals_uninterrupted(place):
         np.testing.assert_array_equal(x, y)
     steps = [line["step"] for line in tracker.read_lines(place / "parts/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_with_an_average_exports_it(place):
+    """And goes on from the weights themselves."""
+    load = lambda out: jax.tree.leaves(hf.load(place / out)[1])
+    for out, ema in (("raw", 0.0), ("average", 0.75)):
+        sft.main(config(place, out, steps=1, optim=Optimizer(lr=1e-2, ema=ema)))
+    once = [0.75 * a + 0.25 * b for a, b in zip(load("model"), load("raw/model"), strict=True)]
+    for wanted, got in zip(once, load("average/model"), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-6)
+    for out, ema in (("raw", 0.0), ("average", 0.75)):
+        sft.main(config(place, out, steps=2, optim=Optimizer(lr=1e-2, ema=ema)))
+    for a, b, got in zip(once, load("raw/model"), load("average/model"), strict=True):
+        np.testing.assert_allclose(got, 0.75 * a + 0.25 * b, atol=1e-6)
 
 
 @pytest.mark.mesh
@@ -80,6 +96,32 @@ def test_experts_can_be_balanced(place):
     assert told["balance_load"] > 0 and told["expert_load"] >= 1
 
 
+def test_adapters_train_over_weights_that_stay(place):
+    """Resumed as uninterrupted; the model written is the base with the adapters written merged into it."""
+    tiny.model(place / "half", torch_dtype="bfloat16")
+    spec = Lora(rank=4, alpha=8, targets=("q", "down"))
+    heldout = str(place / "rows.jsonl")
+    adapting = config(place, "adapted", model=str(place / "half"), steps=4, lora=spec, heldout=heldout)
+    whole = sft.main(adapting)
+    losses = [line["loss"] for line in tracker.read_lines(place / "adapted/metrics.jsonl") if "loss" in line]
+    assert losses[-1] < losses[0] and whole["heldout_nll"] > 0
+    sft.main(replace(adapting, out=str(place / "halves"), steps=2))
+    sft.main(replace(adapting, out=str(place / "halves")))
+    settings, base = hf.load(place / "half", dtype=None)
+    assert {x.dtype.name for x in jax.tree.leaves(base)} == {"bfloat16"}
+    read, adapters = peft.load(place / "adapted/adapter", settings)
+    assert read == spec
+    again = peft.load(place / "halves/adapter", settings)[1]
+    written = hf.load(place / "adapted/model", dtype=None)[1]
+    merged = lora.merge(base, adapters, spec)
+    for one, other in ((adapters, again), (merged, written)):
+        for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+            np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(written["embed"], base["embed"])
+    with pytest.raises(ValueError, match="the state saved must fit the model and optimiser"):
+        sft.main(replace(adapting, out=str(place / "halves"), lora=replace(spec, rank=2)))
+
+
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     out = place / "stopped"
     command = [
@@ -99,6 +141,48 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     assert stopped >= 3
     done = sft.main(config(place, "stopped", steps=stopped + 1))
     assert done["steps"] == stopped + 1 and done["complete"]
+
+
+def test_all_turns_of_a_conversation_are_learnt(place):
+    """In one sequence each, at the loss that the turns have one by one."""
+    say = lambda *texts: [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, texts, strict=False)
+    ]
+    talks = [say("1+1", "2", "2+2", "4"), say("3+4", "7", "1+7", "8", "0+0", "0"), say("5+5", "10")]
+    tiny.rows(place / "talks.jsonl", [{"messages": talk} for talk in talks])
+    parts = [{"messages": talk[:i]} for talk in talks for i in range(2, len(talk) + 1, 2)]
+    tiny.rows(place / "turns.jsonl", parts)
+    runs = {}
+    for name, learn in (("talks", "all"), ("turns", "last"), ("talks", "last")):
+        data = str(place / f"{name}.jsonl")
+        run = config(place, f"{name}-{learn}", data=data, heldout=data, learn=learn, steps=1, batch=6, length=128)
+        runs[name, learn] = sft.main(replace(run, optim=Optimizer(lr=0.0)))["heldout_nll"]
+    # 6 answers, of as many tokens either way; answers that are not the last count for nothing under "last"
+    assert runs["talks", "all"] == pytest.approx(runs["turns", "last"], rel=1e-5)
+    assert abs(runs["talks", "last"] - runs["talks", "all"]) > 1e-3
+
+
+def test_rows_that_do_not_fit_are_refused_or_left_out(place, capsys):
+    tiny.rows(place / "long.jsonl", [{"prompt": "1+1", "completion": "2" * n} for n in (1, 30, 2, 40)])
+    long = config(place, "long", data=str(place / "long.jsonl"), length=24, steps=2, batch=4)
+    with pytest.raises(ValueError, match="must fit in a row of 24 tokens, got 52 in sample"):
+        sft.main(replace(long, out=str(place / "refused")))
+    assert sft.main(replace(long, too_long="drop"))["complete"]
+    assert capsys.readouterr().err.splitlines()[0] == "2 of 4 rows are left out, longer than --length 24"
+    with pytest.raises(ValueError, match="all 4 are left out, longer than --length 8; at least one is needed"):
+        sft.main(replace(long, too_long="drop", length=8))
+
+
+def test_a_row_function_may_leave_records_out(place, capsys):
+    (place / "own.py").write_text("def row(record):\n    return None if record['prompt'] == '1' else record\n")
+    tiny.rows(place / "some.jsonl", [{"prompt": str(i), "completion": "2"} for i in range(5)])
+    rows = common.read_rows(str(place / "some.jsonl"), f"{place}/own.py:row", 3)
+    assert [row["prompt"] for row in rows] == ["0", "2"]
+    assert capsys.readouterr().err == f"1 of 3 rows are left out, by {place}/own.py:row\n"
+    assert len(common.read_rows(str(place / "some.jsonl"), f"{place}/own.py:row", quiet=True)) == 4
+    assert capsys.readouterr().err == ""
+    made = common.read_rows(str(place / "some.jsonl"), "areax.adapters.formats:auto")
+    assert made[0] == {"prompt": "0", "completion": "2", "answer": "2"}
 
 
 def test_bad_input_is_one_line(place):

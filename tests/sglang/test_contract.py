@@ -15,6 +15,7 @@ import servers
 from areax.rollout import client, publish
 
 PROMPT = [5, 17, 42, 100, 61]
+CONTEXT = 4096  # of the servers
 OTHER = [200, 7, 7, 31]
 TOLERANCE = 1e-4
 
@@ -474,6 +475,27 @@ def test_a_flushed_cache_changes_no_answer(server, versions):
 
 
 # -- through our client --------------------------------------------------------------------------
+
+
+def test_our_client_streams(server, versions):
+    """Tokens come one after the other, and the answer is that of a request that is not streamed."""
+    load(server, versions, 0)
+
+    async def main():
+        async with client.connect([server.url]) as fleet:
+            seen = []
+            ask = lambda **more: fleet.generate(PROMPT, temperature=0.0, max_new_tokens=200, ignore_eos=True, **more)
+            streamed, whole = await ask(on_tokens=lambda tokens: seen.append(list(tokens))), await ask()
+            long = [3] * (CONTEXT + 1)
+            with pytest.raises(ValueError, match="(?i)context|long"):
+                await fleet.generate(long, max_new_tokens=4, on_tokens=seen.append)
+            return seen, streamed, whole
+
+    seen, streamed, whole = asyncio.run(main())
+    assert (streamed.tokens, streamed.finish, streamed.version) == (whole.tokens, "length", [0] * 200)
+    np.testing.assert_allclose(streamed.logp, whole.logp, atol=TOLERANCE)
+    assert len(seen[0]) < 200 and seen[-1] == whole.tokens
+    assert all(whole.tokens[: len(part)] == part for part in seen)
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract"])

@@ -1,0 +1,169 @@
+"""Distillation: a student learns a teacher's next-token distributions on rows with a prompt and a completion.
+
+The teacher is a local model, or models behind generation servers of which each row names one. Run it again with the
+same `out` and it goes on where it stopped.
+"""
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+from areax import models
+from areax.adapters import tokenizer
+from areax.core import losses
+from areax.core.balance import Balance
+from areax.core.optim import Optimizer
+from areax.models import teacher
+from areax.models.lora import Lora
+from areax.parallel.mesh import Layout
+from areax.recipes import common, learner, offline
+from areax.rollout import client
+from areax.rollout import teacher as served
+from areax.rollout.types import Sample
+
+
+@dataclass(frozen=True)
+class Config:
+    """Distillation.
+
+    Attributes:
+      model: Hugging Face directory of the student, with weights and tokenizer.
+      data: rows with "prompt" (or "messages") and "completion": a JSONL or Parquet file, a folder, or a hub name.
+      teacher: Hugging Face directory of a local teacher, with the student's tokenizer.
+      teachers: instead, addresses of servers that serve teachers: `http://...`, or `name=http://...` where rows name
+        theirs in "teacher"; equal names share the work. They need --objective.top-k.
+      objective: the divergence, on what it is computed, and what goes beside it.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
+        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
+      out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics, report.
+      init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
+      heldout: rows whose divergence is reported, never trained on; "" = none.
+      steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
+      batch: rows a step.
+      length: longest sequence, and tokens of a packed row.
+      too_long: what becomes of rows longer than that: "refuse" ends the run when one comes, "drop" leaves them out of
+        data and held-out rows, and says how many.
+      rows: packed rows of a microbatch.
+      lora: adapters to train in place of all weights; rank 0 = none.
+      balance: terms that keep the experts of a mixture evenly used; `load` costs one more forward pass a step.
+      run: how student and local teacher are computed; the teacher's weights are kept in `run.dtype`.
+      mesh: devices along each axis; all of them together must be the machine's, or one.
+      save_every: in steps; 0 = at the end alone.
+      evaluate_every: in steps; 0 = at the end alone.
+      seed: of new weights and of the order of the rows.
+    """
+
+    model: str
+    data: str
+    teacher: str = ""
+    teachers: tuple[str, ...] = ()
+    objective: losses.Distill = losses.Distill(divergence="forward")
+    out: str = "runs/distill"
+    row: str = ""
+    limit: int = 0
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    heldout: str = ""
+    steps: int = 100
+    batch: int = 64
+    length: int = 1024
+    too_long: Literal["refuse", "drop"] = "refuse"
+    rows: int = 8
+    optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
+    lora: Lora = Lora()
+    balance: Balance = Balance()
+    run: models.Run = models.Run()
+    mesh: Layout = Layout()
+    save_every: int = 0
+    evaluate_every: int = 0
+    seed: int = 0
+
+
+def main(config: Config) -> dict:
+    """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "divergence", "seconds", ...}.
+
+    Of several processes each trains on its part of every batch; the first alone writes, the others return {}.
+    """
+    return offline.run(train, config)
+
+
+def train(config: Config, quiet: bool = False) -> dict:
+    """The run itself, the same in every process; `quiet` keeps its reports from being shown and written."""
+    check(config)
+    began = time.monotonic()
+    tokens = tokenizer.load(config.model)
+    sample = offline.sampler(tokens)
+
+    def samples(rows: list[dict]) -> list[Sample]:
+        made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
+        return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
+
+    rows, heldout = (offline.fitting(config, some, samples, quiet) for some in offline.read(config, quiet))
+    mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
+    settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+    local = common.open_teacher(config.teacher, tokens, config.run, mesh) if config.teacher else None
+    score = functools.partial(
+        teacher.score, objective=config.objective, config=settings, teacher_config=local and local[0],
+        run=learner.computed(config.run),
+    )  # fmt: skip
+    own = learner.make(
+        settings, params, score, config.objective, config.optim, mesh, updates=config.steps, balance=config.balance,
+        adapters=config.lora, frozen=local[1:] if local else (), seed=config.seed,
+    )  # fmt: skip
+    with served_teachers(config, settings.vocab) as annotate:
+        return offline.fit(
+            "distill", config, mesh, own, rows, heldout, samples=lambda rows: annotate(samples(rows)), tokens=tokens,
+            began=began, quiet=quiet,
+        )  # fmt: skip
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for options that do not go together."""
+    spec = config.objective
+    if bool(config.teacher) == bool(config.teachers):
+        both = "both" if config.teacher else "none"
+        raise ValueError(f"distill: name either --teacher, a directory, or --teachers, servers, got {both}")
+    if config.teachers and not spec.top_k:
+        raise ValueError(
+            "distill: --teachers give the likeliest tokens got --objective.top-k 0; say how many, or take --teacher"
+        )
+    if config.teachers and spec.temperature != 1:
+        raise ValueError(
+            "distill: --teachers give log-probabilities at temperature 1, got --objective.temperature "
+            f"{spec.temperature:g}; leave it out, or take --teacher"
+        )
+    if config.teachers and jax.process_count() > 1:
+        raise ValueError(
+            f"distill: --teachers need a job of one process, got {jax.process_count()}; take --teacher for several"
+        )
+
+
+@contextlib.contextmanager
+def served_teachers(config: Config, vocabulary: int) -> Iterator[Callable[[list[Sample]], list[Sample]]]:
+    """A function from samples to those with what `config.teachers` say of them; without any they stay as they are."""
+    urls = served.named(config.teachers)
+    if not urls:
+        yield lambda samples: samples
+        return
+    stack = contextlib.AsyncExitStack()
+
+    async def connect():
+        return {name: await stack.enter_async_context(client.connect(own)) for name, own in urls.items()}
+
+    with asyncio.Runner() as runner:
+        fleets = runner.run(connect())
+
+        def annotate(samples: list[Sample]) -> list[Sample]:
+            top_k = config.objective.top_k
+            return runner.run(served.annotate(samples, fleets, top_k=top_k, vocabulary=vocabulary))
+
+        try:
+            yield annotate
+        finally:
+            runner.run(stack.aclose())

@@ -1,0 +1,191 @@
+"""Learning from preferences: pairs of completions, or single ones called good or bad -> a Hugging Face checkpoint.
+
+The objective says which: DPO, IPO, SimPO and ORPO and KTO train a policy, RewardModel a scalar head that scores
+completions. Run it again with the same `out` and it goes on where it stopped.
+"""
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+
+from areax import models
+from areax.adapters import hf, tokenizer
+from areax.core import losses, preference, step
+from areax.core.balance import Balance
+from areax.core.optim import Optimizer
+from areax.models.lora import Lora
+from areax.parallel.mesh import Layout
+from areax.recipes import common, learner, offline
+from areax.rollout.types import Sample
+
+Objective = losses.Preference | losses.KTO | losses.RewardModel
+
+
+@dataclass(frozen=True)
+class Config:
+    """Learning from preferences.
+
+    Attributes:
+      model: Hugging Face directory with weights and tokenizer, also the reference of objectives that have one.
+      data: rows with "prompt" (or "messages"), "chosen" and "rejected", for KTO "completion" and a "label" true or
+        false: a JSONL or Parquet file, a folder, or a hub name.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
+        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
+      out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics; "" = runs/ and
+        the objective's name.
+      init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
+      heldout: rows of which loss and accuracy are reported, never trained on; "" = none.
+      steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
+      batch: rows a step; each is two sequences.
+      length: longest sequence, and tokens of a packed row.
+      too_long: what becomes of rows longer than that: "refuse" ends the run when one comes, "drop" leaves them out of
+        data and held-out rows, and says how many. KTO's completions also stand beside the prompt of another row.
+      rows: packed rows of a microbatch.
+      lora: adapters to train in place of all weights; the model without them is the reference. Rank 0 = none. A reward
+        model has none: its new head has to train.
+      balance: terms that keep the experts of a mixture evenly used; `load` costs one more forward pass a step.
+      mesh: devices along each axis; all of them together must be the machine's, or one.
+      save_every: in steps; 0 = at the end alone.
+      evaluate_every: in steps; 0 = at the end alone.
+      seed: of new weights and of the order of the rows.
+    """
+
+    model: str
+    data: str
+    out: str = ""
+    row: str = ""
+    limit: int = 0
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    heldout: str = ""
+    steps: int = 100
+    batch: int = 32
+    length: int = 1024
+    too_long: Literal["refuse", "drop"] = "refuse"
+    rows: int = 8
+    objective: Objective = losses.DPO()
+    optim: Optimizer = Optimizer(lr=1e-6, warmup=10)
+    lora: Lora = Lora()
+    balance: Balance = Balance()
+    run: models.Run = models.Run()
+    mesh: Layout = Layout()
+    save_every: int = 0
+    evaluate_every: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.lora.rank and isinstance(self.objective, losses.RewardModel):
+            raise ValueError(f"--lora.rank must be 0 for a reward model, whose head trains, got {self.lora.rank}")
+        if self.batch < 2 and isinstance(self.objective, losses.KTO):
+            raise ValueError(f"--batch must be at least 2, KTO compares a row with others, got {self.batch}")
+
+
+def main(config: Config) -> dict:
+    """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "preference_accuracy", "seconds", ...}.
+
+    Of several processes each trains on its part of every batch; the first alone writes, the others return {}.
+    """
+    return offline.run(train, replace(config, out=config.out or f"runs/{config.objective.name.lower()}"))
+
+
+def train(config: Config, quiet: bool = False) -> dict:
+    """The run itself, the same in every process; `quiet` keeps its reports from being shown and written."""
+    began, plain = time.monotonic(), config.objective
+    tokens = tokenizer.load(config.model)
+    rows, heldout = offline.read(config, quiet)
+    for row in [*rows, *heldout]:
+        check(row, plain)
+    samples = functools.partial(pairs, offline.sampler(tokens), plain)
+    rows, heldout = (offline.fitting(config, some, samples, quiet) for some in (rows, heldout))
+    mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
+    settings, params = open_model(config, tokens, mesh)
+    score = functools.partial(models.score, config=settings, run=learner.computed(config.run))
+    own = learner.make(
+        settings, params, score, plain, config.optim, mesh, updates=config.steps, balance=config.balance,
+        adapters=config.lora, seed=config.seed,
+    )  # fmt: skip
+    beside: Callable = lambda batch: batch
+    if plain.needs_reference:
+        reference = own.frozen[0] if own.adapters else open_model(config, tokens, mesh)[1]
+        scores = step.make_scores(score) if own.adapters else own.scores
+        beside = lambda batch: batch.replace(ref_BT=jax.block_until_ready(scores(reference, batch).logp_BT))
+    return offline.fit(
+        "preference", config, mesh, own, rows, heldout, samples=samples, beside=beside, tokens=tokens, began=began,
+        quiet=quiet,
+    )  # fmt: skip
+
+
+def check(row: dict, objective: Objective) -> None:
+    """Raises for a row that the objective cannot learn from."""
+    kto, fields = isinstance(objective, losses.KTO), f"got the fields {sorted(row)}"
+    wanted = ("completion",) if kto else ("chosen", "rejected")
+    if not (isinstance(row.get("prompt"), str) or row.get("messages")):
+        raise ValueError(f"{objective.name}: every row needs a 'prompt' or 'messages', {fields}")
+    for name in wanted:
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{objective.name}: every row needs a text {name!r}, {fields}; --row can make it")
+    if kto and not (isinstance(row.get("label"), bool | int) and row["label"] in (0, 1)):
+        raise ValueError(f"KTO: every row needs a 'label' true or false, got {row.get('label')!r}; {fields}")
+    if getattr(objective, "margin", False):
+        margin = row.get("margin")
+        if not (isinstance(margin, float | int) and math.isfinite(margin)):
+            raise ValueError(f"{objective.name}: every row needs a number 'margin', got {margin!r}; {fields}")
+
+
+def pairs(sample: Callable[[dict, str], Sample], objective: Objective, rows: list[dict]) -> list[Sample]:
+    """The samples of a batch: chosen and rejected of each row, the margin as the chosen one's reward.
+
+    For KTO each row's completion, and for the baseline its prompt with the completion of the row before, in a circle.
+    """
+    if isinstance(objective, losses.KTO):
+        others = [rows[i - 1]["completion"] for i in range(len(rows))] if len(rows) > 1 else []
+        made = [sample(row, row["completion"]).replace(label=float(row["label"])) for row in rows]
+        made += [
+            sample(row, other).replace(label=float(preference.BASELINE))
+            for row, other in zip(rows, others, strict=False)
+        ]
+    else:
+        made = []
+        for i, row in enumerate(rows):
+            chosen, rejected = (sample(row, row[name]).replace(pair=i) for name in ("chosen", "rejected"))
+            reward = (len(chosen.tokens) - 1, float(row.get("margin") or 0))
+            made += [chosen.replace(label=1.0, rewards=(reward,)), rejected.replace(label=0.0)]
+    return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
+
+
+def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
+    """(config, weights) to start from; of a reward model with a score head, new if there is none, and no other."""
+    if not isinstance(config.objective, losses.RewardModel):
+        return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
+    if config.init == "random":
+        settings = replace(hf.read_config(config.model), value_head=True, tied=True)
+        params = common.draw(models.table(settings), config.seed, mesh)
+    else:
+        settings, params = hf.load(config.model, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
+        settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}
+    return replace(settings, source=json.dumps({**json.loads(settings.source), "pad_token_id": pad_id(tokens)})), params
+
+
+def pad_id(tokens) -> int:
+    """The token that fills up sequences, also set in the tokenizer.
+
+    transformers reads a score at the last token that is not this one, so it must not be the end of turn.
+
+    Raises:
+      ValueError: there is no other special token.
+    """
+    end = tokenizer.end_of_turn(tokens)
+    if tokens.pad_token_id in (None, end):
+        others = [id for id in sorted(tokens.all_special_ids) if id != end]
+        if not others:
+            raise ValueError(
+                "RewardModel: the tokenizer needs a special token beside its end of turn, got none; set its pad_token"
+            )
+        tokens.pad_token = tokens.convert_ids_to_tokens(others[0])
+    return tokens.pad_token_id

@@ -1,0 +1,32 @@
+"""The guides of docs/ as skills for coding agents: front matter, then the page. `make skills` writes them."""
+
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, SKILLS = ROOT / "docs", ROOT / ".agents" / "skills"
+
+
+def skill(file: Path) -> str:
+    """What a SKILL.md must hold: its own front matter, and the page of its folder's name with links to the same places.
+
+    Raises:
+      ValueError: it has no front matter.
+    """
+    matter = re.match(r"---\n.*?\n---\n", file.read_text(), re.S)
+    if not matter:
+        raise ValueError(f"{file}: must begin with front matter between lines of ---")
+
+    def there(link: re.Match) -> str:
+        target = DOCS / link[1]
+        return f"]({os.path.relpath(target, file.parent)})" if target.exists() else link[0]
+
+    page = (DOCS / f"{file.parent.name}.md").read_text()
+    linked = re.sub(r"\]\(([^)]+)\)", there, page)
+    return f"{matter[0]}\n{linked}"
+
+
+if __name__ == "__main__":
+    for file in sorted(SKILLS.glob("*/SKILL.md")):
+        file.write_text(skill(file))

@@ -1,0 +1,115 @@
+"""Distillation from files to files: the student comes to say what its teacher says, resumes, and says what is wrong."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import servers
+import tiny
+
+from areax.adapters import cli, hf, tokenizer, tracker
+from areax.core.losses import Distill
+from areax.core.optim import Optimizer
+from areax.models import Run
+from areax.parallel.mesh import Layout
+from areax.recipes import distill
+from areax.rollout import arithmetic
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("distill")
+    tiny.model(path / "student")
+    tiny.model(path / "teacher", seed=1, hidden_size=48, num_hidden_layers=1, tie_word_embeddings=False)
+    rows = list(itertools.islice(arithmetic.demonstrations(arithmetic.splits()["train"]), 200))
+    tiny.rows(path / "rows.jsonl", rows)
+    tiny.rows(path / "named.jsonl", [{**row, "teacher": "sums"} for row in rows])
+    return path
+
+
+def config(place, out, **changes):
+    base = distill.Config(
+        model=str(place / "student"), data=str(place / "rows.jsonl"), out=str(place / out), steps=12, batch=8,
+        length=64, rows=2, optim=Optimizer(lr=1e-2), teacher=str(place / "teacher"),
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(place):
+    held = str(place / "rows.jsonl")
+    whole = distill.main(config(place, "whole", heldout=held))
+    lines = [line for line in tracker.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
+    assert whole["complete"] and len(lines) == 12
+    assert lines[-1]["divergence"] < 0.5 * lines[0]["divergence"]
+    assert whole["heldout_divergence"] < 0.5 * lines[0]["divergence"]
+    np.testing.assert_allclose(lines[-1]["loss"], lines[-1]["divergence"], rtol=1e-5)
+    assert lines[-1]["unusable_fraction"] == 0
+    assert distill.main(config(place, "parts", steps=5))["steps"] == 5
+    distill.main(config(place, "parts"))
+    a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+def test_a_served_teacher_gives_the_numbers_of_a_local_one(place):
+    spec = Distill("js", top_k=6)
+    local = distill.main(config(place, "local", steps=3, objective=spec))
+    with servers.embedded(place / "teacher", slots=8, context=64) as remote:
+        asked = config(
+            place, "asked", steps=3, objective=spec, teacher="", teachers=(f"other={remote.url}", f"sums={remote.url}"),
+            data=str(place / "named.jsonl"),
+        )  # fmt: skip
+        served = distill.main(asked)
+        with pytest.raises(ValueError, match="'teacher' must be one of other, sums, got None; row {'prompt'"):
+            distill.main(replace(asked, data=str(place / "rows.jsonl"), out=str(place / "unnamed")))
+    for name in ("loss", "divergence", "nll"):
+        np.testing.assert_allclose(served[name], local[name], rtol=1e-4)
+
+
+@pytest.mark.mesh
+def test_a_mesh_changes_nothing(place):
+    one = distill.main(config(place, "one", steps=3, rows=4))
+    many = distill.main(config(place, "many", steps=3, rows=4, mesh=Layout(fsdp=2, cp=2, tp=2), run=Run(cp="ring")))
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-4)
+
+
+def test_options_that_do_not_go_together_are_one_line(place):
+    url = ("http://127.0.0.1:1",)
+    for words, changes in (
+        ("name either --teacher, a directory, or --teachers, servers, got none", dict(teacher="")),
+        ("name either --teacher, .* got both", dict(teachers=url)),
+        ("got --objective.top-k 0", dict(teacher="", teachers=url)),
+        ("got --objective.temperature 2", dict(teacher="", teachers=url, objective=Distill(top_k=4, temperature=2.0))),
+    ):
+        with pytest.raises(ValueError, match=words):
+            distill.main(config(place, "bad", **changes))
+
+
+def test_teachers_of_other_tokenizers_and_vocabularies_are_refused(place):
+    tiny.model(place / "other")
+    tokenizer.save(tokenizer.character("0123456789*"), place / "other")
+    with pytest.raises(
+        ValueError, match="must have the student's tokenizer, got id .*; choose a teacher of the same family"
+    ):
+        distill.main(config(place, "bad", teacher=str(place / "other")))
+    source = hf.read_config(place / "teacher")
+    tiny.model(place / "small", vocab_size=source.vocab - 1)
+    with pytest.raises(ValueError, match=f"vocabulary of at least {source.vocab} entries, got {source.vocab - 1}"):
+        distill.main(config(place, "bad", teacher=str(place / "small")))
+    tiny.rows(place / "no.jsonl", [{"prompt": "1+1"}])
+    with pytest.raises(ValueError, match="distill: every row needs a 'completion'"):
+        distill.main(config(place, "bad", data=str(place / "no.jsonl")))
+
+
+def test_the_command_line_has_it(place, capsys, monkeypatch):
+    words = ["--model", str(place / "student"), "--data", "rows", "--teachers", "a=http://x", "b=http://y"]
+    words += ["--objective.divergence", "js", "--objective.beta", "0.3"]
+    seen = []
+    monkeypatch.setattr(distill, "main", seen.append)
+    assert cli.main(["train", "distill", *words]) == 0
+    assert seen[0].objective == Distill("js", beta=0.3) and seen[0].teachers == ("a=http://x", "b=http://y")
+    assert cli.main(["plan", "distill", *words]) == 2
+    assert "no formulas for the weights and work of a teacher" in capsys.readouterr().err
