@@ -26,7 +26,7 @@ def topr(monkeypatch):
     exec(preset + place, dict(vars(losses)))
     exec(oracle, paper := {"torch": torch})
     others = oracles.gain
-    choose = lambda x, r, A, o: paper["topr"](r, x, A) if o.surrogate == "topr" else others(x, r, A, o)
+    choose = lambda x, r, A, old, o: paper["topr"](r, x, A) if o.surrogate == "topr" else others(x, r, A, old, o)
     monkeypatch.setattr(oracles, "gain", choose)
     return losses.POLICIES["TOPR"]
 
@@ -34,9 +34,10 @@ def topr(monkeypatch):
 def test_the_algorithm_of_the_guide(topr, monkeypatch):
     monkeypatch.setitem(policies.EVERY, "TOPR", topr())
     monkeypatch.setitem(policies.PRESETS, "TOPR", topr())
-    policies.test_value_and_gradient_are_those_of_the_papers("TOPR")
-    policies.test_at_ratio_1_every_gradient_is_that_of_reinforce("TOPR")
-    policies.test_bad_numbers_teach_nothing_and_are_counted("TOPR")
+    case = policies.Case(policies.samples())
+    policies.test_value_and_gradient_are_those_of_the_papers("TOPR", case)
+    policies.test_at_ratio_1_every_gradient_is_that_of_reinforce("TOPR", case)
+    policies.test_bad_numbers_teach_nothing_and_are_counted("TOPR", "behaviour", case)
     assert "gain = A log pi, times stop(min(r, 1)) if A < 0" in str(topr())
     assert "not as in the paper: the ratio is the token's" in str(topr())
 

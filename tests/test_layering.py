@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("core", "parallel", "models", "rollout", "rollout/engine", "adapters", "recipes")
+FOLDERS = ("core", "parallel", "models", "rollout", "rollout/engine", "rollout/gateway", "adapters", "recipes")
 FILES = [file for folder in FOLDERS for file in sorted((ROOT / folder).glob("*.py"))]
-ROLLOUT = sorted((ROOT / "rollout").glob("*.py"))
+WORKERS = ("rollout", "rollout/gateway")
 
 ANYTHING = {"core", "parallel", "models", "rollout", "adapters", "recipes"}
 MAY_IMPORT = {  # folder or file -> folders and modules of ours; a file's own entry comes first
@@ -19,8 +19,10 @@ MAY_IMPORT = {  # folder or file -> folders and modules of ours; a file's own en
     "models": {"models", "core", "parallel"},
     "rollout/types.py": set(),
     "rollout": {"rollout"},
+    "rollout/gateway": {"rollout"},
     "rollout/engine": {
         "rollout.engine",
+        "rollout.text",
         "rollout.types",
         "core",
         "parallel",
@@ -34,7 +36,7 @@ MAY_IMPORT = {  # folder or file -> folders and modules of ours; a file's own en
 }
 VERSION = {"", "__version__"}  # the root itself, which imports nothing
 ENGINE = "rollout.engine"  # inside the folder rollout, yet forbidden to it: it needs jax
-HEAVY = {"torch", "transformers", "datasets", "tokenizers", "orbax", "sglang"}
+HEAVY = {"torch", "transformers", "datasets", "tokenizers", "orbax", "sglang", "peft"}
 NEVER_IN_ROLLOUT = HEAVY | {"jax", "jaxlib", "flax", "optax"}
 
 
@@ -90,10 +92,10 @@ def broken(name, source):
     for line, module, on_import in imports(source, package):
         top, _, rest = module.partition(".")
         if top == "areax":
-            into_engine = folder == "rollout" and within(rest, {ENGINE})
+            into_engine = folder in WORKERS and within(rest, {ENGINE})
             if into_engine or not within(rest, allowed | VERSION):
                 yield f"{name}:{line}: {folder} may not import {module}"
-        elif folder == "rollout" and top in NEVER_IN_ROLLOUT:
+        elif folder in WORKERS and top in NEVER_IN_ROLLOUT:
             yield f"{name}:{line}: rollout runs without {top}"
         elif on_import and top in HEAVY:
             yield f"{name}:{line}: import {top} inside the function that needs it"
@@ -164,7 +166,8 @@ def test_a_lawful_import_passes(name, source):
 
 def test_rollout_loads_no_accelerator_library():
     """Rollout workers run on machines that have neither JAX nor torch."""
-    names = ["areax.rollout"] + [f"areax.rollout.{file.stem}" for file in ROLLOUT]
+    files = [file for file in FILES if file.parent.relative_to(ROOT).as_posix() in WORKERS]
+    names = [".".join(("areax", *file.relative_to(ROOT).with_suffix("").parts)) for file in files]
     program = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"

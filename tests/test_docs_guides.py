@@ -1,0 +1,197 @@
+"""The guides that touch nothing in the library, followed to the letter; the skills that are made of all guides."""
+
+import contextlib
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import servers
+import skills
+import tiny
+import yaml
+
+from areax import models
+from areax.adapters import cli, hf, tokenizer, tracker
+from areax.rollout import local
+
+BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.S)
+NAMED = re.compile(r"`([\w/]+\.(?:py|jsonl))`")
+# Hypothesis then has no deadline, which a busy machine misses.
+ENVIRONMENT = {**os.environ, "CI": "true", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model that reads and writes any bytes."""
+    tokens = tokenizer.byte_level()
+    config = models.config_from_hf(
+        {**tiny.HF, "max_position_embeddings": 1024, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
+    )
+    path = tmp_path_factory.mktemp("guides") / "model"
+    return hf.save(path, config, tiny.weights(models.table(config), 0.2), tokenizer=tokens)
+
+
+@pytest.fixture(scope="module")
+def url(model):
+    with servers.embedded(model) as server:
+        yield server.url
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, model, url):
+    """An empty folder, but for the model. Commands that would start a server share one: the start takes the longest."""
+
+    @contextlib.asynccontextmanager
+    async def shared(*_):
+        yield types.SimpleNamespace(urls=[url], restart=None)
+
+    monkeypatch.setattr(local, "servers", shared)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    shutil.copytree(model, "model")
+
+
+def page(name):
+    return (skills.DOCS / f"{name}.md").read_text()
+
+
+def follow(name):
+    """Does what a page says: a block with a language goes into the file that was named last, one without is run."""
+    text, at, file = page(name), 0, ""
+    for block in BLOCK.finditer(text):
+        language, content = block.groups()
+        file = ([file] + NAMED.findall(text[at : block.start()]))[-1]
+        at = block.end()
+        if language:
+            assert not Path(file).exists(), file
+            Path(file).write_text(content)
+        else:
+            for line in content.replace("\\\n", "").splitlines():
+                run(line)
+
+
+def run(line):
+    """Runs a line of shell that must succeed; `areax` runs in this process."""
+    words = shlex.split(line)
+    with pytest.MonkeyPatch.context() as patch:
+        if words[0] == "PYTHONPATH=.":
+            patch.syspath_prepend(str(Path.cwd()))
+            words = words[1:]
+        if words[0] == "areax":
+            assert cli.main(words[1:]) == 0, line
+            return
+    assert words[:3] == ["python", "-m", "pytest"], line
+    done = pytest_(*words[3:])
+    assert done.returncode == 0, done.stdout
+
+
+def pytest_(*arguments):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error", *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def test_what_new_writes_works_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for kind in ("workflow", "reward", "dataset", "recipe"):
+        assert cli.main(["new", kind, f"my_{kind}", "--out", "mine"]) == 0
+        out = capsys.readouterr().out
+        assert f"wrote mine/my_{kind}.py\nwrote mine/test_my_{kind}.py\n" in out
+        assert f"python -m pytest mine/test_my_{kind}.py" in out and f" mine/my_{kind}.py" in out
+    assert len(list(Path("mine").iterdir())) == 8
+    body = Path("mine/my_workflow.py").read_text().partition("async def my_workflow(")[2]
+    assert body.count("\n") <= 25
+    done = pytest_("-q", "mine")
+    assert done.returncode == 0, done.stdout
+
+
+def test_new_overwrites_nothing_and_refuses_what_cannot_be_imported(tmp_path, capsys):
+    def refused(*words):
+        assert cli.main(["new", *words, "--out", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    (tmp_path / "test_mine.py").write_text("# mine")
+    assert "test_mine.py is there already" in refused("reward", "mine")
+    for name in ("my-reward", "1st", "class", "json", "areax", "../up"):
+        assert f"got {name!r}; take my_reward, say" in refused("reward", name)
+    assert "'recipe'" in refused("metric", "mine")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["# mine"]
+
+
+def scored(out, run=""):
+    """That both rows of the evaluation have a reward, and each step of the run; and that its model was written."""
+    assert '"samples": 2,\n  "unscorable": 0,' in out
+    if run:
+        steps = [line for line in tracker.read_lines(f"{run}/metrics.jsonl") if line["kind"] == "grpo"]
+        assert [math.isfinite(step["reward"]) for step in steps] == [True] * 2
+        assert Path(f"{run}/model").is_dir()
+
+
+def test_a_workflow(here, capfd):
+    follow("add-a-workflow")
+    scored(capfd.readouterr().out, "runs/guess")
+    assert Path("runs/guess/report.html").is_file()
+
+
+def test_a_reward(here, capfd):
+    follow("add-a-reward")
+    scored(capfd.readouterr().out)
+
+
+def test_a_data_set(here, capfd):
+    follow("add-a-data-set")
+    assert "1 of 3 rows are left out, by desk.py:row" in capfd.readouterr().err
+    assert Path("runs/desk/model").is_dir()
+
+
+def test_an_agent(here, capfd):
+    follow("train-an-agent")
+    scored(capfd.readouterr().out, "runs/clerk")
+
+
+def test_tests(tmp_path, monkeypatch):
+    """The page's test passes, and fails with each of the faults that the page names."""
+    monkeypatch.chdir(tmp_path)
+    follow("write-tests")
+    own, faults = Path("whiten.py"), re.findall(r"^\| `(.*)` \| `(.*)` \|$", page("write-tests"), re.M)
+    right = own.read_text()
+    assert len(faults) == 5
+
+    def broken(found, fault):
+        assert right.count(found) == 1, found
+        folder = Path(tempfile.mkdtemp(dir="."))
+        shutil.copy("test_whiten.py", folder)
+        (folder / own).write_text(right.replace(found, fault))
+        return folder
+
+    folders = [broken(*fault) for fault in faults]
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(lambda folder: pytest_("-q", "-x", str(folder)).returncode, folders))
+    assert ends == [1] * 5
+
+
+@pytest.mark.parametrize("file", sorted(skills.SKILLS.glob("*/SKILL.md")), ids=lambda file: file.parent.name)
+def test_a_skill_is_its_page(file):
+    text = file.read_text()
+    assert text == skills.skill(file), "run `make skills`"
+    matter = yaml.safe_load(text.split("---\n")[1])
+    assert matter.keys() == {"name", "description"} and matter["name"] == file.parent.name
+    assert 0 < len(matter["description"]) <= 1024
+    for link in re.findall(r"\]\(([^):#]+)\)", BLOCK.sub("", text)):
+        assert (file.parent / link).exists(), link
+
+
+def test_every_guide_is_a_skill_and_is_named_where_people_look():
+    guides = {file.stem for file in skills.DOCS.glob("*.md") if re.match(r"(add|train|write)-", file.name)}
+    assert guides == {file.parent.name for file in skills.SKILLS.glob("*/SKILL.md")}
+    for file in ("README.md", "AGENTS.md"):
+        text = (skills.ROOT / file).read_text()
+        assert not [guide for guide in guides if f"(docs/{guide}.md)" not in text], file
