@@ -14,6 +14,7 @@ sglang := .venv-sglang
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes; files stay together but where one helps the other at the end
+fast = --xla_backend_optimization_level=0# compiles in a third of the time; what then runs slower is tiny
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: help
@@ -50,16 +51,26 @@ demo-holds: $(runtime) ## whether the last demo, and its controls, did what the 
 	$(py) tests/demo_holds.py
 
 .PHONY: test
+test: export XLA_FLAGS += $(fast)
 test: $(dev) ## the tests, under 10 minutes on two cores
 	$(py) -m pytest -q $(both)
 
 .PHONY: test-slow
-test-slow: $(dev) ## the tests that take minutes each
-	$(py) -m pytest -q -m slow
+test-slow: $(dev) ## every algorithm from the command line, three steps each; TRL and PEFT in full
+	$(py) -m pytest -q -m slow $(both)
 
 .PHONY: test-mesh
+test-mesh: export XLA_FLAGS += $(fast)
 test-mesh: $(dev) ## every family on every kind of mesh beside one device, several processes, what ends them
 	$(py) -m pytest -q -m mesh $(both)
+
+.PHONY: test-learning
+test-learning: $(dev) ## each way of learning takes a small task to a stated level, under 20 minutes
+	$(py) -m pytest -q -m learning $(both)
+
+.PHONY: test-agents
+test-agents: $(dev) ## an agent of each SDK learns from the command line which tool a question wants
+	$(py) -m pytest -q -m agents
 
 .PHONY: test-kernels
 test-kernels: $(dev) ## kernels for GPUs and TPUs, interpreted, beside the reference
@@ -83,14 +94,16 @@ $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 # The wheel gets an environment of its own, which borrows the other packages of .venv by a path file: such a
 # file does not run the editable hook over there, so `areax` can only be the installed copy.
 .PHONY: test-wheel
-test-wheel: $(dev) ## build the wheel and run the tests against the installed copy, from another directory
+test-wheel: $(dev) ## build the wheel and run what a wheel can break against the installed copy, from another directory
 	@rm -rf build dist $(wheel)
 	@$(py) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@$(py) -m venv --without-pip $(wheel)
 	@$(py) -m pip --python $(wheel)/bin/python install --quiet --disable-pip-version-check --no-deps dist/*.whl
 	@$(py) $(purelib) > "$$($(wheel)/bin/python $(purelib))/borrowed.pth"
 	cd "$$(mktemp -d)" && AREAX_EXPECT_INSTALLED=1 "$(CURDIR)/$(wheel)/bin/python" -m pytest -q \
-	  -c "$(CURDIR)/pyproject.toml" --rootdir "$(CURDIR)" -p no:cacheprovider $(both) "$(CURDIR)/tests"
+	  -c "$(CURDIR)/pyproject.toml" --rootdir "$(CURDIR)" -p no:cacheprovider $(both) \
+	  "$(CURDIR)"/tests/test_adapters_*.py "$(CURDIR)"/tests/test_recipes_*.py "$(CURDIR)"/tests/test_rollout_*.py \
+	  "$(CURDIR)"/tests/test_docs_*.py "$(CURDIR)/tests/test_package.py"
 
 .PHONY: bench
 bench: $(dev) ## speed beside transformers on the same models and work; writes benchmarks/results.json
@@ -109,6 +122,10 @@ lint: $(dev) .dev/areax ## ruff and mypy
 	$(venv)/bin/ruff check .
 	$(venv)/bin/ruff format --check .
 	$(venv)/bin/mypy
+
+.PHONY: skills
+skills: ## the guides of docs/ as skills for coding agents, in .agents/skills
+	$(PYTHON) tests/skills.py
 
 .dev/areax: # mypy wants a folder of the package's name, whatever the checkout is called
 	@mkdir -p .dev

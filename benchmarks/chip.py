@@ -71,7 +71,7 @@ def measure(chip: str, shape: str, length: int, attention: str, remat: str) -> d
         planned = plan.plan(Config(folder, length, run), options)["figures"]
     config = models.config_from_hf(SHAPES[shape])
     table, objective = models.table(config), losses.SFT()
-    optimizer = optim.adamw(optim.AdamW(), table)
+    optimizer = optim.make_optimizer(optim.Optimizer(), table)
     update = step.make_step(partial(models.score, config=config, run=run), objective, optimizer)
     state = step.init(jax.jit(lambda key: param.init(key, table))(jax.random.key(0)), optimizer)
     token_ST = np.random.default_rng(0).integers(0, config.vocab, (SEQUENCES, length // SEQUENCES))

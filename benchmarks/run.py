@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CASES = ("train", "logprob", "generate", "varlen_random", "push")
+CASES = ("train", "logprob", "generate", "varlen_random", "push", "objective")
 SIDES = ("ours", "theirs")
 REPETITIONS = {"S": 15, "M": 7, None: 15}
 QUICK = 3

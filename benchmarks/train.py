@@ -38,7 +38,7 @@ def packed(folder, rows, length, count):
 
     common.keep_memory()  # as the recipes do
     config, params = hf.load(folder)
-    optimizer = optim.adamw(optim.AdamW(**ADAM, clip=CLIP), models.table(config))
+    optimizer = optim.make_optimizer(optim.Optimizer(**ADAM, clip=CLIP), models.table(config))
     objective = losses.SFT()
     update = step.make_step(partial(models.score, config=config, run=models.Run(remat="dots")), objective, optimizer)
     prepare = jax.jit(objective.prepare)
