@@ -1,0 +1,256 @@
+"""OpenAI's chat completions, responses and completions over a gateway, by the SDKs, unchanged."""
+
+import asyncio
+import json
+
+import agents
+import pytest
+from gateways import CALL, FUNCTION, TOKENS, USER, extends, served
+
+from areax.rollout.server import Part
+
+
+def test_chat():
+    async def test(place):
+        place.engine.say("<think>\nHm.\n</think>\n\nHi, you.", "Again.", "no", "yes")
+        async with place.openai() as client:
+            messages = [
+                {"role": "developer", "content": "Be kind."},
+                {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]},
+            ]
+            first = await client.chat.completions.create(
+                model="gpt-x", messages=messages, temperature=0.5, max_completion_tokens=99, stop="###", logprobs=True,
+                metadata={"a": "b"}, user="me", store=False, service_tier="auto", extra_body={"top_k": 5},
+            )  # fmt: skip
+            (choice,) = first.choices
+            assert choice.message.content == "Hi, you."
+            assert choice.message.reasoning_content == "Hm."
+            assert (choice.finish_reason, first.model) == ("stop", "gpt-x")
+            x = place.session.interactions[0]
+            n = len(x.completion.tokens)
+            assert first.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
+                "prompt_tokens": len(x.prompt), "completion_tokens": n, "total_tokens": len(x.prompt) + n,
+            }  # fmt: skip
+            assert [t.logprob for t in choice.logprobs.content] == x.completion.logp
+            assert "".join(t.token for t in choice.logprobs.content).startswith("<think>\nHm.")
+            assert place.engine.texts[0].startswith(
+                "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nOne\ntwo"
+            )
+            assert place.engine.asked[0] == {"temperature": 0.5, "max_new_tokens": 99, "stop": ("###",), "top_k": 5}
+            place.session.set_reward(2, first.id)
+            assert x.score.value == 2
+
+            messages += [choice.message, {"role": "user", "content": "Once more."}]
+            await client.chat.completions.create(model="m", messages=messages, temperature=0.5, max_tokens=9)
+            assert extends(place)
+
+            both = await client.chat.completions.create(model="m", messages=USER, n=2)
+            assert sorted(c.message.content for c in both.choices) == ["no", "yes"]
+            place.engine.say("cut o", finish="length")
+            cut = await client.chat.completions.create(model="m", messages=USER, seed=1, temperature=0)
+            assert (cut.choices[0].finish_reason, cut.choices[0].message.content) == ("length", "cut o")
+
+    served(test)
+
+
+def test_chat_tools():
+    async def test(place):
+        place.engine.say(f"I add.{CALL}{CALL}", "It is 3.5.", CALL)
+        tools = [{"type": "function", "function": FUNCTION | {"strict": True}}]
+        async with place.openai() as client:
+            first = await client.chat.completions.create(model="m", messages=USER, tools=tools)
+            message = first.choices[0].message
+            assert (message.content, first.choices[0].finish_reason) == ("I add.", "tool_calls")
+            a, b = message.tool_calls
+            assert a.id != b.id and a.function.name == "add" and json.loads(a.function.arguments) == {"a": 1, "b": 2.5}
+            assert json.dumps({"type": "function", "function": FUNCTION}) in place.engine.texts[0]
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "3.5"} for call in (a, b)]
+            second = await client.chat.completions.create(
+                model="m", messages=[*USER, message.model_dump(), *results], tools=tools, tool_choice="auto"
+            )
+            assert second.choices[0].message.content == "It is 3.5."
+            assert extends(place) and place.engine.texts[1].count("<|im_start|>tool\n3.5") == 2
+            third = await client.chat.completions.create(model="m", messages=USER, tools=tools, tool_choice="none")
+            assert (third.choices[0].message.tool_calls, third.choices[0].message.content) == (None, CALL)
+            assert "add" not in place.engine.texts[2]
+
+    served(test)
+
+
+def test_chat_streamed():
+    async def test(place):
+        place.engine.say(f"<think>Hm…</think>Hi 😀 you{CALL}")
+        place.engine.hold = asyncio.Event()
+        async with place.openai() as client:
+            stream = await client.chat.completions.create(
+                model="m", messages=USER, tools=[{"type": "function", "function": FUNCTION}], stream=True,
+                stream_options={"include_usage": True}, logprobs=True,
+            )  # fmt: skip
+            thought, said, calls, last = "", "", [], None
+            async for chunk in stream:
+                if not chunk.choices:
+                    assert chunk.usage.completion_tokens == len(place.session.interactions[0].completion.tokens)
+                    continue
+                (last,) = chunk.choices
+                thought += getattr(last.delta, "reasoning_content", None) or ""
+                said += last.delta.content or ""
+                calls += last.delta.tool_calls or []
+                if said == "Hi 😀 you":
+                    place.engine.hold.set()  # had nothing come before the end, this would never be
+            assert (thought, last.finish_reason, chunk.id) == ("Hm…", "tool_calls", place.session.interactions[0].id)
+            assert [call.function.arguments for call in calls] == ['{"a": 1, "b": 2.5}']
+            assert len(last.logprobs.content) == len(place.session.interactions[0].completion.tokens)
+            place.session.set_reward(1, chunk.id)
+
+            place.engine.say("no", "yes")
+            async with client.chat.completions.stream(model="m", messages=USER, n=2) as stream:
+                both = await stream.get_final_completion()
+            assert sorted(choice.message.content for choice in both.choices) == ["no", "yes"]
+
+    served(test)
+
+
+TOOL = {"type": "function", **FUNCTION, "strict": True}
+
+
+def test_responses():
+    async def test(place):
+        place.engine.say(f"<think>Hm.</think>I add.{CALL}", "It is 3.5.")
+        async with place.openai() as client:
+            first = await client.responses.create(
+                model="m", input="1 + 2.5?", instructions="Add.", tools=[TOOL], max_output_tokens=50,
+                include=["reasoning.encrypted_content"], store=False,
+            )  # fmt: skip
+            reasoning, message, call = first.output
+            assert reasoning.content[0].text == "Hm." and first.output_text == message.content[0].text == "I add."
+            assert json.loads(call.arguments) == {"a": 1, "b": 2.5} and first.status == "completed"
+            x = place.session.interactions[0]
+            assert (first.id, first.usage.input_tokens, first.usage.output_tokens_details.reasoning_tokens) == (
+                x.id, len(x.prompt), 3,
+            )  # fmt: skip
+            assert (
+                place.engine.texts[0].startswith("<|im_start|>system\n[{") and "system\nAdd." in place.engine.texts[0]
+            )
+            items = [
+                {"role": "user", "content": [{"type": "input_text", "text": "1 + 2.5?"}]},
+                *(item.model_dump(exclude_none=True) for item in first.output),
+                {"type": "function_call_output", "call_id": call.call_id, "output": "3.5"},
+            ]
+            second = await client.responses.create(model="m", input=items, instructions="Add.", tools=[TOOL])
+            assert second.output_text == "It is 3.5." and extends(place)
+            place.engine.say("cut o", finish="length")
+            cut = await client.responses.create(model="m", input="x", text={"format": {"type": "text"}})
+            assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+    served(test)
+
+
+def test_responses_streamed():
+    async def test(place):
+        place.engine.say(f"<think>Hm.</think>I add.{CALL}")
+        async with place.openai() as client:
+            async with client.responses.stream(model="m", input="1 + 2.5?", tools=[TOOL]) as stream:
+                events = [event async for event in stream]
+                final = await stream.get_final_response()
+            assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+            assert final.output_text == "I add." and final.id == place.session.interactions[0].id
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            joined = lambda kind: "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
+            assert (joined("reasoning_text"), joined("output_text")) == ("Hm.", "I add.")
+            assert json.loads(joined("function_call_arguments")) == {"a": 1, "b": 2.5}
+            assert events[-1].type == "response.completed" and events[-1].response.usage.total_tokens > 0
+
+            place.engine.say(f"<think>Hm.</think>I add.{CALL}")
+            whole = await client.responses.parse(model="m", input="1 + 2.5?", tools=[TOOL])
+            names = {"id", "call_id", "parsed_arguments"}
+            plain = lambda response: [item.model_dump(exclude=names, exclude_none=True) for item in response.output]
+            assert plain(final) == plain(whole)
+
+    served(test)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("kind", [agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel])
+def test_an_agent_of_openai_agents(kind, streamed):
+    agents.set_tracing_disabled(True)
+    seen = []
+
+    @agents.function_tool
+    def add(a: float, b: float) -> str:
+        """Adds two numbers."""
+        seen.append(("add", a, b))
+        return str(a + b)
+
+    @agents.function_tool
+    def lookup(word: str) -> str:
+        """Looks a word up."""
+        seen.append(("lookup", word))
+        return f"{word} is a word"
+
+    async def test(place):
+        look = '<tool_call>\n{"name": "lookup", "arguments": {"word": "été"}}\n</tool_call>'
+        place.engine.say(f"<think>\nHm.\n</think>\n\nFirst.{CALL}\n{look}", look, "All done.")
+        async with place.openai() as client:
+            agent = agents.Agent("a", instructions="Use tools.", tools=[add, lookup], model=kind("m", client))
+            if streamed:
+                result = agents.Runner.run_streamed(agent, "Go.")
+                assert [event async for event in result.stream_events()]
+            else:
+                result = await agents.Runner.run(agent, "Go.")
+        assert result.final_output == "All done."
+        assert seen == [("add", 1, 2.5), ("lookup", "été"), ("lookup", "été")]
+        assert len(place.session.interactions) == 3 and extends(place)
+        place.session.set_reward(1)
+        (row,) = place.session.samples()
+        assert row.mask.sum() == sum(len(x.completion.tokens) for x in place.session.interactions)
+
+    served(test)
+
+
+async def reading(tokens, *, top_k=0):
+    """Says of token t at place i that its log-probability is -(t + i) / 1000, and that token 40 is likelier."""
+    inputs = [[None if i == 0 else -(t + i) / 1000, t, None] for i, t in enumerate(tokens)]
+    tops = [None if i == 0 else [[-0.01, 40, None], [-9.0, 41, None]][:top_k] for i in range(len(tokens))]
+    return "url", Part([], [], [], "length", "", {}, inputs=inputs, input_top=tops if top_k else ())
+
+
+def test_completions():
+    async def test(place):
+        place.engine.say(" there", "a", "b", "c", "streamed 😀")
+        async with place.openai() as client:
+            one = await client.completions.create(model="m", prompt="Hello", stop=["\n"], max_tokens=7)
+            assert (one.choices[0].text, one.choices[0].finish_reason) == (" there", "stop")
+            assert place.engine.asked[0] == {"max_new_tokens": 7, "stop": ("\n",)}
+            prompts = [[5, 6], [7, 8]]
+            two = await client.completions.create(model="m", prompt=prompts, logprobs=0, echo=False)
+            assert [choice.text for choice in two.choices] == ["a", "b"] and place.engine.prompts[1:] == prompts
+            assert two.choices[0].logprobs.token_logprobs == [-1 / 8, -2 / 8]
+            assert two.usage.prompt_tokens == 4
+            await client.completions.create(model="m", prompt="x", seed=0, temperature=0)
+            stream = await client.completions.create(model="m", prompt="x", stream=True)
+            assert "".join([chunk.choices[0].text async for chunk in stream]) == "streamed 😀"
+
+    served(test)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_loglikelihoods_of_a_prompt(most):
+    """As lm-eval's local-completions asks for them."""
+
+    async def test(place):
+        place.engine.say("c")
+        prompt = TOKENS.encode("abc")
+        async with place.openai() as client:
+            done = await client.completions.create(
+                model="m", prompt=[prompt], temperature=0, max_tokens=most, logprobs=1, seed=1234, echo=True
+            )
+        found = done.choices[0].logprobs
+        sampled = place.session.interactions[0].completion.tokens if most else []
+        ids = [*prompt, *sampled]
+        assert found.token_logprobs == [None] + [-(t + i) / 1000 for i, t in enumerate(ids)][1:]
+        assert found.top_logprobs == [None] + [{TOKENS.decode([40]): -0.01}] * (len(ids) - 1)
+        assert found.tokens == [TOKENS.decode([t]) for t in ids]
+        assert done.choices[0].text == TOKENS.decode(prompt) + ("c" if most else "")
+        assert len(place.session.interactions) == most
+
+    served(test, read=reading)
