@@ -15,6 +15,8 @@ sglang := .venv-sglang
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes; files stay together but where one helps the other at the end
 fast = --xla_backend_optimization_level=0# compiles in a third of the time; what then runs slower is tiny
+# Commands, files that travel with the code, and processes that start the installed copy.
+installed = package adapters_cli adapters_chat adapters_report recipes_sft rollout_loop rollout_rewards rollout_sandbox
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: help
@@ -64,6 +66,11 @@ test-mesh: export XLA_FLAGS += $(fast)
 test-mesh: $(dev) ## every family on every kind of mesh beside one device, several processes, what ends them
 	$(py) -m pytest -q -m mesh $(both)
 
+.PHONY: test-product
+test-product: export XLA_FLAGS += $(fast)
+test-product: $(dev) ## the meshes of test-mesh with every objective, where that has one of two
+	$(py) -m pytest -q -m product $(both)
+
 .PHONY: test-learning
 test-learning: $(dev) ## each way of learning takes a small task to a stated level, under 20 minutes
 	$(py) -m pytest -q -m learning $(both)
@@ -102,8 +109,7 @@ test-wheel: $(dev) ## build the wheel and run what a wheel can break against the
 	@$(py) $(purelib) > "$$($(wheel)/bin/python $(purelib))/borrowed.pth"
 	cd "$$(mktemp -d)" && AREAX_EXPECT_INSTALLED=1 "$(CURDIR)/$(wheel)/bin/python" -m pytest -q \
 	  -c "$(CURDIR)/pyproject.toml" --rootdir "$(CURDIR)" -p no:cacheprovider $(both) \
-	  "$(CURDIR)"/tests/test_adapters_*.py "$(CURDIR)"/tests/test_recipes_*.py "$(CURDIR)"/tests/test_rollout_*.py \
-	  "$(CURDIR)"/tests/test_docs_*.py "$(CURDIR)/tests/test_package.py"
+	  $(foreach name,$(installed),"$(CURDIR)/tests/test_$(name).py")
 
 .PHONY: bench
 bench: $(dev) ## speed beside transformers on the same models and work; writes benchmarks/results.json

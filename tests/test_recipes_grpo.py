@@ -1,4 +1,7 @@
-"""GRPO as a user runs it: a real server process, real rewards, weights pushed live."""
+"""GRPO as a user runs it: a real server process, real rewards, weights pushed live.
+
+Most runs share one server, which each gives its own weights first; those with `servers=()` start theirs.
+"""
 
 import asyncio
 import json
@@ -49,7 +52,9 @@ def place(tmp_path_factory):
         "    digits = Digits(sum(c.isdigit() for c in text) / 4)\n"
         "    return {'digits': digits.share, 'exact': float(text == row['answer'])}\n"
     )
-    return path
+    with servers.embedded(path / "model", slots=8, context=64) as remote:
+        (path / "url").write_text(remote.url)
+        yield path
 
 
 def config(place, out, **changes):
@@ -58,7 +63,7 @@ def config(place, out, **changes):
         out=str(place / out), steps=3, groups=4, group_size=4, max_concurrent=8, length=32, rows=4, eta=0,
         sampling=Sampling(max_new_tokens=4), objective=GRPO(advantage={"std": "none"}),
         optim=Optimizer(lr=1e-2, b2=0.99),
-        serve=Serve(slots=8, context=64), samples_every=1,
+        servers=((place / "url").read_text(),), serve=Serve(slots=8, context=64), samples_every=1,
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -69,7 +74,7 @@ def leaves(path):
 
 def test_synchronous_runs_are_identical_and_resume_exactly(place):
     """Two runs with eta = 0 give the same parameters, and so does a run in two parts."""
-    first = grpo.main(config(place, "first", heldout=str(place / "heldout.jsonl")))
+    first = grpo.main(config(place, "first", servers=(), heldout=str(place / "heldout.jsonl")))
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
     assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
     assert first["max_logp_diff"] <= 1e-4 and first["mismatch_k3_now"] < 1e-9
@@ -187,7 +192,7 @@ def test_every_algorithm_trains_from_the_command_line(place, name):
     if name in losses.POLICIES:
         options |= {
             "data": place / "rows.jsonl", "reward": f"{place}/rewards.py:score", "groups": 4, "group-size": 4,
-            "max-concurrent": 8, "sampling.max-new-tokens": 4, "serve.slots": 8, "serve.context": 64,
+            "max-concurrent": 8, "sampling.max-new-tokens": 4, "servers": (place / "url").read_text(),
         }  # fmt: skip
     else:
         answers = list(map(json.loads, (place / "rows.jsonl").read_text().splitlines()))
@@ -219,7 +224,9 @@ def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
     packed, pack = [], trainer.packing.pack
     monkeypatch.setattr(trainer.packing, "pack", lambda *args, **more: packed.append(pack(*args, **more)) or packed[-1])
     sampling = Sampling(max_new_tokens=4, routed_experts=True)
-    done = grpo.main(config(place, "experts", model=str(place / "mixture"), steps=2, eta=1, sampling=sampling))
+    done = grpo.main(
+        config(place, "experts", servers=(), model=str(place / "mixture"), steps=2, eta=1, sampling=sampling)
+    )
     assert done["complete"] and done["max_logp_diff"] <= 1e-4
     for batch in packed:
         chosen_MBTX = np.asarray(batch.input["routed_experts"])
@@ -268,7 +275,7 @@ def test_a_server_that_dies_is_started_again_and_changes_no_number(place, monkey
     monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
     killer = threading.Thread(target=kill)
     killer.start()
-    done = grpo.main(config(place, "killed", steps=8))
+    done = grpo.main(config(place, "killed", steps=8, servers=()))
     killer.join()
     assert done["counts"]["dead"] == done["counts"]["restarted"] == done["counts"]["recovered"] == 1
     assert done["complete"] and done["server_version"] == plain["server_version"]
@@ -334,7 +341,7 @@ def test_two_steps_on_gsm8k(place):
     hf.save(place / "bytes", settings, param.init(jax.random.key(0), models.table(settings)), tokenizer=tokens)
     done = grpo.main(
         config(
-            place, "gsm8k", model=str(place / "bytes"), data=str(folder / "train.jsonl"),
+            place, "gsm8k", servers=(), model=str(place / "bytes"), data=str(folder / "train.jsonl"),
             row="areax.rollout.gsm8k:row", reward="areax.rollout.gsm8k:reward", steps=2, groups=2, group_size=2,
             length=1024, rows=2, eta=1, sampling=Sampling(max_new_tokens=16), serve=Serve(slots=4, context=1024),
         )

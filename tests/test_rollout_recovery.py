@@ -111,11 +111,12 @@ def test_a_version_that_comes_meanwhile_is_the_one_it_gets(tmp_path):
             a.refuse["/update_weights_from_disk"] = loads
             await until(lambda: not a.refuse)  # it loads V1 again
             assert (await publish.push(fleet, tmp_path, V2)).loaded == (b.url,)
-            slow.set()
-            await until(lambda: a.label == V1)
             assert states(fleet) == ["poisoned", "healthy"]
+            slow.set()
             await until(lambda: states(fleet) == ["healthy", "healthy"])
             assert (a.label, fleet.version) == (V2, 2)
+            given = [body["weight_version"] for path, body in a.calls if path == "/update_weights_from_disk"]
+            assert given == [V1, V1, V2]
 
     run(main)
 
