@@ -145,7 +145,11 @@ class Worker:
         """Kills it with all it started, and waits: the end of a large process takes a while."""
         self.kill()
         self.writer.close()
-        await asyncio.to_thread(self.process.wait)
+        try:
+            await asyncio.to_thread(self.process.wait)
+        except asyncio.CancelledError:  # perhaps before a thread took it up
+            self.process.wait()
+            raise
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()
 
