@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -69,15 +68,16 @@ async def run(
     whole: int | None = start  # the version of the state in hand; None while an update consumes it
     saved, position = start, cursor()  # newest version saved; where the data stands for `whole`
     behind: asyncio.Task | None = None
-    mark = time.perf_counter()  # when the step began
+    now = asyncio.get_running_loop().time
+    mark = now()  # when the step began
 
     @contextlib.contextmanager
     def spent(part: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began = now()
         try:
             yield
         finally:
-            seconds[part] += time.perf_counter() - began
+            seconds[part] += now() - began
 
     async def bring(v: int, push: Push | None) -> None:
         if push:
@@ -111,9 +111,9 @@ async def run(
 
     def account() -> dict[str, float]:
         nonlocal seconds, mark
-        now = time.perf_counter()
-        step, seconds = {**seconds, "step_s": now - mark}, dict.fromkeys(seconds, 0.0)
-        mark = now
+        at = now()
+        step, seconds = {**seconds, "step_s": at - mark}, dict.fromkeys(seconds, 0.0)
+        mark = at
         for name, value in step.items():
             total[name] += value
         return step

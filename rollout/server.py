@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -110,18 +109,19 @@ class Server:
         Raises Unreached where nothing came of it, RuntimeError or ValueError where a part failed: the server may then
         be paused, or hold new weights under an old name.
         """
-        paused = time.perf_counter()
+        now = asyncio.get_running_loop().time
+        paused = now()
         await self.pause(mode, reach_s=REACH_S)
         self.labels.append(weights.label)  # what is sampled from here on may carry it
-        loading = time.perf_counter()
+        loading = now()
         await self.update_weights_from_disk(weights.directory, weights.label)
-        load_s = time.perf_counter() - loading
+        load_s = now() - loading
         reported = await self.weight_label()
         if reported != weights.label:
             raise RuntimeError(f"{self.url}: reports weights {reported!r} instead of {weights.label!r}")
         self.admitted = len(self.labels) - 1
         await self.resume()
-        return time.perf_counter() - paused, load_s
+        return now() - paused, load_s
 
     async def health(self, *, timeout_s: float = 20.0) -> bool:
         """Whether it answers and generates; False while it starts and while generation is paused."""
