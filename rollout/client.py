@@ -348,7 +348,7 @@ class Fleet:
     async def _acquire(self) -> Server:
         while True:
             self.hope()
-            ready = [server for server in self.healthy if server.load < self._concurrency]
+            ready = [server for server in self.healthy if server.load < self._concurrency and not server.draining]
             if ready:
                 server = min(ready, key=lambda s: s.load)
                 server.load += 1
@@ -369,6 +369,18 @@ class Fleet:
                 waiter.set_result(None)
                 if not everyone:
                     return
+
+    @contextlib.asynccontextmanager
+    async def drained(self, server: Server) -> AsyncIterator[None]:
+        """Begins once `server` has finished what it runs; it gets nothing new before the end."""
+        server.draining = True
+        try:
+            while server.running:
+                await asyncio.wait(server.running)
+            yield
+        finally:
+            server.draining = False
+            self._wake(everyone=True)
 
     def miss(self, server: Server, why: str) -> None:
         """A connection to `server` failed: it gets no more requests until it has answered; what it runs may go on."""

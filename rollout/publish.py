@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import xxhash
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # at a push that fails everywhere
 POLL_S = 0.05
+Mode = Literal["retract", "abort", "drain"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ async def push(
     directory: str | os.PathLike,
     label: str,
     *,
-    mode: Literal["retract", "abort"] = "retract",
+    mode: Mode = "retract",
 ) -> PushReport:
     """Gives every healthy server the weights in `directory`, under the name `label`.
 
@@ -81,8 +82,9 @@ async def push(
 
     Args:
       directory: as the servers see it, too (same machine or shared file system).
-      mode: what the pause does to running requests. Both recompute the cache under the new weights;
-        `retract` leaves them on the server, `abort` returns them, and the client resumes them.
+      mode: what happens to running requests. `retract` leaves them on the server, `abort` returns them, and the client
+        resumes them; both recompute the cache under the new weights. `drain` lets them end first, so that each
+        completion is of one version, while the slots of those that have ended stand empty.
 
     Raises ValueError before anything is paused, RuntimeError if no server loaded the weights or none is left.
     """
@@ -91,8 +93,8 @@ async def push(
         raise ValueError(f"push: the directory to push must exist, got {path}")
     if versions.number(label) < 0:
         raise ValueError(f"push: a label must be '<version>-<8 hex digits>', got {label!r}")
-    if mode not in ("retract", "abort"):  # in_place would go on with keys and values of old weights
-        raise ValueError(f"push: mode must be 'retract' or 'abort', got {mode!r}")
+    if mode not in get_args(Mode):  # in_place would go on with keys and values of old weights
+        raise ValueError(f"push: mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     now = asyncio.get_running_loop().time
     start = now()
     weights = Published(str(path), label)
@@ -141,6 +143,13 @@ async def _ready(fleet: Fleet) -> None:
 
 async def _push(fleet: Fleet, server: Server, weights: Published, mode: str) -> tuple[float, float] | str:
     """Its seconds, as `Server.load_weights`, or why it did not take the weights."""
+    if mode != "drain":
+        return await _load(fleet, server, weights, mode)
+    async with fleet.drained(server):
+        return await _load(fleet, server, weights, "retract") if server.state == "healthy" else server.why
+
+
+async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> tuple[float, float] | str:
     try:
         return await fleet.on(server, server.load_weights(weights, mode))
     except asyncio.CancelledError:

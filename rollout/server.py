@@ -84,6 +84,7 @@ class Server:
       why: what took it out of `healthy` last.
       tending: what brings it back, while it is not healthy.
       restarts: when it was restarted lately.
+      draining: it gets no new requests until it has new weights.
       load: requests of ours that it holds; `running` are their tasks.
     """
 
@@ -96,6 +97,7 @@ class Server:
     why: str = ""
     tending: asyncio.Task | None = None
     restarts: list[float] = field(default_factory=list)
+    draining: bool = False
     load: int = 0
     running: set[asyncio.Task] = field(default_factory=set)
 

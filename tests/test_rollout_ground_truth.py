@@ -7,7 +7,7 @@ import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.rollout import client, executor, publish, recovery, server
+from areax.rollout import client, clock, executor, publish, recovery, server
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
@@ -41,7 +41,7 @@ def unlimited():
 @given(
     events=events,
     eta=st.integers(0, 3),
-    mode=st.sampled_from(["retract", "abort"]),
+    mode=st.sampled_from(["retract", "abort", "drain"]),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     train_s=st.floats(0.0, 3.0),
     max_concurrent=st.integers(1, 8),
@@ -64,7 +64,7 @@ def test_every_label_is_right_and_nothing_is_lost(
         urls = [network.start(0.01 * (1 + i)) for i in range(3)]
 
         async def restart(url, weights):
-            network.engines[url].die()
+            network.servers[url].die()
             await asyncio.sleep(2.0)
             return network.start(0.02)
 
@@ -80,7 +80,7 @@ def test_every_label_is_right_and_nothing_is_lost(
         async def happen():
             for wait_s, what, which, how in events:
                 await asyncio.sleep(wait_s)
-                engine = list(network.engines.values())[which % len(network.engines)]
+                engine = list(network.servers.values())[which % len(network.servers)]
                 if what in ("die", "die for good") and engine.alive:
                     engine.die()
                     if what == "die" or not restarts:
@@ -133,7 +133,7 @@ def test_every_label_is_right_and_nothing_is_lost(
         await fleet.close()
         return counts
 
-    counts = virtual.run(asyncio.wait_for(main(), 2000.0))
+    counts = clock.run(asyncio.wait_for(main(), 2000.0))
 
     seen = set()
     for v, groups in enumerate(batches):
@@ -150,6 +150,8 @@ def test_every_label_is_right_and_nothing_is_lost(
                 assert (s.logp[first:] == -s.version[first:]).all()  # the label names what sampled it
                 assert (0 <= s.version[first:]).all() and (s.version[first:] <= v).all()
                 assert v - eta <= s.info["admitted"] <= v
+                if mode == "drain":
+                    assert len(set(s.version[first:])) == 1
                 if eta == 0:
                     assert (s.version[first:] == v).all()
     # no prompt is passed over, and none is dropped for its age

@@ -1,46 +1,13 @@
-"""A virtual clock, and generation servers that live by it and know which weights sampled each token.
-
-Time passes only while everybody waits. Who would wait for ever is told so: that is a deadlock.
-"""
+"""Generation servers under a virtual clock, which fail on cue and know which weights sampled each token."""
 
 import asyncio
-import contextlib
 import json
-import selectors
 import types
 
 import aiohttp
 from scripted import reply
 
-from areax.rollout import versions
-
-
-class _Jump(selectors.DefaultSelector):
-    loop = None
-
-    def select(self, timeout=None):
-        if timeout is None:
-            raise RuntimeError("deadlock: everybody waits, and nothing will happen")
-        if timeout > 0:
-            self.loop.now += timeout
-        return super().select(0)
-
-
-class Loop(asyncio.SelectorEventLoop):
-    def __init__(self):
-        self.now = 0.0
-        jump = _Jump()
-        jump.loop = self
-        super().__init__(jump)
-
-    def time(self):
-        return self.now
-
-
-def run(main):
-    """Runs a coroutine under the virtual clock, in no time."""
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(main)
+from areax.rollout import clock, versions
 
 
 def token_at(index):
@@ -81,6 +48,9 @@ class Engine:
 
     async def answer(self, path, body):
         """(status, text); what ends a connection is raised as aiohttp raises it."""
+        if not self.alive:
+            where = types.SimpleNamespace(ssl=True, host="engine", port=0)
+            raise aiohttp.ClientConnectorError(where, OSError("refused"))
         epoch = self.epoch
         work = asyncio.ensure_future(self._answer(path, body))
         try:
@@ -145,26 +115,10 @@ class Engine:
         return reply(ids, truth, labels, finish)
 
 
-class Network:
-    """Stands where an `aiohttp.ClientSession` does: requests to `engines`, by address."""
-
-    def __init__(self):
-        self.engines = {}
+class Network(clock.Network):
+    """Reaches engines; `start` adds one."""
 
     def start(self, step_s):
-        url = f"http://engine{len(self.engines)}"
-        self.engines[url] = Engine(step_s)
+        url = f"http://engine{len(self.servers)}"
+        self.servers[url] = Engine(step_s)
         return url
-
-    @contextlib.asynccontextmanager
-    async def request(self, method, where, json=None):
-        url, _, path = where.rpartition("/")
-        engine = self.engines[url]
-        if not engine.alive:
-            raise aiohttp.ClientConnectorError(types.SimpleNamespace(ssl=True, host=url, port=0), OSError("refused"))
-        status, text = await engine.answer("/" + path, json)
-
-        async def read():
-            return text
-
-        yield types.SimpleNamespace(status=status, text=read)
