@@ -66,10 +66,10 @@ test-mesh: export XLA_FLAGS += $(fast)
 test-mesh: $(dev) ## every family on every kind of mesh beside one device, several processes, what ends them
 	$(py) -m pytest -q -m mesh $(both)
 
-.PHONY: test-product
-test-product: export XLA_FLAGS += $(fast)
-test-product: $(dev) ## the meshes of test-mesh with every objective, where that has one of two
-	$(py) -m pytest -q -m product $(both)
+.PHONY: test-wide
+test-wide: export XLA_FLAGS += $(fast)
+test-wide: $(dev) ## more of test-mesh: every family with every objective on every mesh, every recipe over processes
+	$(py) -m pytest -q -m wide $(both)
 
 .PHONY: test-learning
 test-learning: $(dev) ## each way of learning takes a small task to a stated level, under 20 minutes

@@ -134,14 +134,21 @@ def sgd_step(family, layout, dispatch="gather"):
 one_device = cache(lambda family: sgd_step(family, mesh.Layout()))
 
 
-@pytest.mark.mesh
+OFTEN = [
+    ("qwen3", "dp2 cp2 tp2", "gather"),
+    ("qwen3_moe", "fsdp2 ep4", "gather"),
+    ("qwen3_moe", "cp2 ep2 tp2", "all_to_all"),
+]
+MESHES = [
+    *(("qwen3", name, "gather") for name in ("fsdp8", "fsdp2 tp4", "dp2 cp2 tp2")),
+    *(("qwen3_moe", name, "gather") for name in LAYOUTS),
+    *((family, "cp2 ep2 tp2", "all_to_all") for family in ("qwen3_moe", "qwen2_moe")),
+]
+
+
 @pytest.mark.parametrize(
     "family, name, dispatch",
-    [
-        *(("qwen3", name, "gather") for name in ("fsdp8", "fsdp2 tp4", "dp2 cp2 tp2")),
-        *(("qwen3_moe", name, "gather") for name in LAYOUTS),
-        *((family, "cp2 ep2 tp2", "all_to_all") for family in ("qwen3_moe", "qwen2_moe")),
-    ],
+    [pytest.param(*case, marks=pytest.mark.mesh if case in OFTEN else pytest.mark.wide) for case in MESHES],
 )
 def test_a_mesh_changes_nothing(family, name, dispatch):
     loss, params = sgd_step(family, LAYOUTS[name], dispatch)

@@ -141,7 +141,7 @@ def compare(got, wanted, start):
 
 
 def cases():
-    """Family, layout, objective: each two of the three meet under `mesh`, all three under `product`.
+    """Family, layout, objective: each two of the three meet under `mesh`, all three under `wide`.
 
     One layout with three axes is in the everyday suite.
     """
@@ -156,10 +156,10 @@ def cases():
         for (j, layout), (k, objective) in itertools.product(enumerate(layouts), enumerate(objectives)):
             case = family, layout, objective
             often = () if case == ("qwen3", "dp2 cp2 tp2 ring", "grpo") else pytest.mark.mesh
-            yield pytest.param(*case, marks=often if (i + j + k) % len(objectives) == 0 else pytest.mark.product)
+            yield pytest.param(*case, marks=often if (i + j + k) % len(objectives) == 0 else pytest.mark.wide)
 
 
-@pytest.mark.parametrize("family, layout, objective", cases())
+@pytest.mark.parametrize("family, layout, objective", list(cases()))
 def test_a_step_equals_that_of_one_device(family, layout, objective):
     [got] = sgd_steps(family, OBJECTIVES[objective], layout, 1)
     [wanted] = one_device(family, objective, 1)

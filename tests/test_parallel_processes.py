@@ -27,6 +27,11 @@ from areax.rollout import arithmetic
 PROGRAM = str(Path(job_program.__file__))
 
 
+def marked(**values):
+    """Parameters, by the mark of those that are named with it."""
+    return [pytest.param(value, marks=getattr(pytest.mark, mark)) for mark in values for value in values[mark]]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("jobs")
@@ -121,8 +126,13 @@ def test_four_processes_of_two_devices_train_as_one(place, alone):
     assert agree(alone / "model", place / "four/model", place / "model") == 1
 
 
-@pytest.mark.mesh
-@pytest.mark.parametrize("count, devices, layout", [(2, 2, {"fsdp": 2, "tp": 2}), (4, 1, {"fsdp": 4})])
+@pytest.mark.parametrize(
+    "count, devices, layout",
+    [
+        pytest.param(2, 2, {"fsdp": 2, "tp": 2}, marks=pytest.mark.mesh),
+        pytest.param(4, 1, {"fsdp": 4}, marks=pytest.mark.wide),
+    ],
+)
 def test_grpo_steps_on_groups_that_process_0_hands_out(place, count, devices, layout):
     wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / "grpo-alone"))
     out = place / f"grpo-{count}"
@@ -133,8 +143,7 @@ def test_grpo_steps_on_groups_that_process_0_hands_out(place, count, devices, la
     assert agree(place / "grpo-alone", out, place / "model") == 1
 
 
-@pytest.mark.mesh
-@pytest.mark.parametrize("beside", ["critic", "teacher", "adapters", "moving reference"])
+@pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters"], wide=["teacher", "moving reference"]))
 def test_what_stands_beside_the_policy_is_split_too(place, beside):
     wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / f"{beside} alone"), beside)
     out = place / beside
@@ -146,8 +155,7 @@ def test_what_stands_beside_the_policy_is_split_too(place, beside):
     assert changed > (0.5 if beside == "adapters" else 0.99)
 
 
-@pytest.mark.mesh
-@pytest.mark.parametrize("recipe", ["dpo", "kto", "distill"])
+@pytest.mark.parametrize("recipe", marked(mesh=["dpo"], wide=["kto", "distill"]))
 def test_preferences_and_teachers_of_two_processes(place, recipe):
     """What learns from given rows: pairs, labels, or a teacher beside the student."""
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
