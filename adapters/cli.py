@@ -201,6 +201,21 @@ def new(
     return 0
 
 
+def simulate(*options: str) -> int:
+    """Say what a step of asynchronous RL would take, and which eta and split of devices are best: no devices needed."""
+    from ..rollout import simulate
+    from . import tracker
+
+    config = _parse(simulate.Config, options, "areax simulate")
+    every, outcomes = simulate.settings(config), []
+    with tracker.progress("simulate", len(every)) as tick:
+        for setting, eta in every:
+            outcomes.append(simulate.simulate(setting, eta))
+            tick(len(outcomes))
+    print(json.dumps(simulate.report(outcomes), indent=2) if config.json else simulate.show(config, outcomes))
+    return 0
+
+
 def launch(*options: str) -> int:
     """Run several processes of one command on this machine: areax launch --processes 4 -- train sft ..."""
     from . import launch
@@ -213,9 +228,9 @@ def launch(*options: str) -> int:
 
 
 COMMANDS: dict[str, Callable] = {
-    f.__name__: f for f in (train, plan, demo, serve, convert, check, eval, report, new, launch)
+    f.__name__: f for f in (train, plan, simulate, demo, serve, convert, check, eval, report, new, launch)
 }
-FORWARDING = (train, plan, demo, eval, launch)  # these parse their options by the recipe's own Config
+FORWARDING = (train, plan, simulate, demo, eval, launch)  # these parse their options by the recipe's own Config
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,140 @@
+"""What asynchrony and interruption are worth: the real controller over real sockets, servers and trainer simulated.
+
+    python benchmarks/asynchronous.py [--json]
+
+Servers are processes that answer at the speed of a rate model (areax.rollout.rates); lengths are lognormal with a
+coefficient of variation of 1.2. The trainer sleeps for as long as the servers need for the tokens of a batch with every
+slot taken, so that both have the same resources. Prints seconds a step with eta = 0, with eta = 4, and with eta = 4
+where a push waits for the end of what runs; beside them what `areax simulate` says of the same settings, and the bound:
+no step can be shorter than the trainer's own time.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+
+import numpy as np
+
+SETTINGS = {  # name: (eta, push)
+    "eta 0": (0, "retract"), "eta 4": (4, "retract"), "eta 4, no interruption": (4, "drain"),
+}  # fmt: skip
+
+
+def config():
+    """Two servers of 32 slots; a batch of 128 episodes; the trainer as fast as the servers."""
+    from areax.rollout import simulate
+    from areax.rollout.rates import Rates
+
+    rates = Rates(slots=32, step_s=0.002, request_s=0.00005, read_tokens_s=1e6, load_s=0.05)
+    made = simulate.Config(
+        servers=2, server=rates, groups=16, group_size=8, prompt=16, new=200.0, cv=1.2, longest=4000, steps=18,
+        publish_s=0.01,
+    )  # fmt: skip
+    generated = float(np.mean(simulate.lengths(made, 100_000)))
+    share = (generated + made.prompt) / generated  # the trainer reads prompts too
+    return dataclasses.replace(made, train_tokens_s=made.servers * rates.full() * share)
+
+
+def serve() -> None:
+    """A server in this process; prints its address."""
+    from aiohttp import web
+
+    from areax.rollout.rates import Rates, Server
+
+    async def main():
+        server = Server(Rates(**json.loads(sys.argv[2])))
+
+        async def answer(request):
+            if request.path == "/busy":
+                return web.json_response(server.busy())
+            body = await request.json() if request.can_read_body else None
+            return web.json_response(await server.reply(request.path, body or {}))
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        print(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def servers(rates, count: int):
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, __file__, "serve", json.dumps(dataclasses.asdict(rates))]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(count)]
+        for process in started:
+            stack.callback(process.kill)
+        yield [process.stdout.readline().strip() for process in started]
+
+
+def measure(made, eta: int, push: str):
+    """What the controller achieves, by the clock."""
+    from areax.rollout import client, simulate
+
+    made = dataclasses.replace(made, push=push)
+    with servers(made.server, made.servers) as urls:
+
+        def busy():
+            return [json.loads(urllib.request.urlopen(f"{url}/busy").read()) for url in urls]
+
+        async def main():
+            most = made.max_concurrent * made.group_size
+            async with client.connect(urls, concurrency=most) as fleet:
+                return await simulate.play(made, eta, fleet, time.sleep, busy)
+
+        return asyncio.run(main())
+
+
+def main() -> None:
+    from areax.rollout import simulate
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    made = config()
+    rows = {}
+    for name, (eta, push) in SETTINGS.items():
+        real = measure(made, eta, push)
+        simulated = simulate.simulate(dataclasses.replace(made, push=push), eta)
+        rows[name] = {
+            "step_s": real.step_s, "simulated_step_s": simulated.step_s, "idle": real.idle, "busy": real.busy,
+            "staleness": real.mean_staleness,
+        }  # fmt: skip
+        if not given.json:
+            print(
+                f"{name:24} {real.step_s:6.3f} s a step (simulated {simulated.step_s:6.3f}), trainer idle "
+                f"{real.idle:5.1%}, servers busy {real.busy:5.1%}, staleness {real.mean_staleness:.2f}",
+                flush=True,
+            )
+    generated = float(np.mean(simulate.lengths(made, 100_000)))
+    bound = made.groups * made.group_size * (generated + made.prompt) / made.train_tokens_s
+    found = {
+        "rows": rows, "bound_s": bound,
+        "asynchrony": rows["eta 0"]["step_s"] / rows["eta 4"]["step_s"],
+        "ideal": rows["eta 0"]["step_s"] / bound,
+        "interruption": rows["eta 4, no interruption"]["step_s"] / rows["eta 4"]["step_s"] - 1,
+    }  # fmt: skip
+    if given.json:
+        print(json.dumps(found))
+        return
+    print(
+        f"eta 4 against eta 0: {found['asynchrony']:.2f} x; ideal {found['ideal']:.2f} x (the trainer never idle, "
+        f"{bound:.3f} s a step), {found['asynchrony'] / found['ideal']:.0%} of it reached; "
+        f"interruption on against off: {found['interruption']:+.1%}"
+    )
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:2] == ["serve"] else main()
