@@ -42,7 +42,9 @@ class Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor, func: Callable, *args):
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         """Runs `func` here; its result is there once the seconds that it said it would `spend` have passed."""
         self._spent = 0.0
         work = self.create_future()

@@ -170,8 +170,8 @@ class Server:
             request.since = self._progress
             heapq.heappush(self._running, (self._progress + left, next(self._order), request))
         if self._running:
-            left = max(0.0, self._running[0][0] - self._progress)
-            delay = self._reading + left * self.rates.step(len(self._running))
+            soonest = max(0.0, self._running[0][0] - self._progress)
+            delay = self._reading + soonest * self.rates.step(len(self._running))
             self._timer = asyncio.get_running_loop().call_later(delay, self._due)
 
     def _due(self) -> None:

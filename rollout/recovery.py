@@ -57,7 +57,7 @@ async def tend(fleet: Fleet, server: Server) -> None:
                 if failed % RELOADS == 0 or not fleet.published:
                     fleet.turn(server, "dead", str(error))
         if server.state == "dead" and fleet.restart:
-            await _restarted(fleet, server)
+            await _restarted(fleet, server, fleet.restart)
         await asyncio.sleep(_pause(failed))
 
 
@@ -90,7 +90,7 @@ async def _reloaded(fleet: Fleet, server: Server) -> bool:
         return True
 
 
-async def _restarted(fleet: Fleet, server: Server) -> None:
+async def _restarted(fleet: Fleet, server: Server, restart: Restart) -> None:
     """Restarts a dead server until that succeeds: then it is stale; or its budget is used up: then it stays dead."""
     now = asyncio.get_running_loop().time
     while True:
@@ -102,7 +102,7 @@ async def _restarted(fleet: Fleet, server: Server) -> None:
         await asyncio.sleep(_pause(len(server.restarts)))
         server.restarts.append(now())
         try:
-            server.url = await fleet.restart(server.url, fleet.published)
+            server.url = await restart(server.url, fleet.published)
         except (OSError, RuntimeError, ValueError) as error:
             server.why = f"{server.url}: the restart failed: {error}"
             log.warning("%s", server.why)

@@ -11,7 +11,7 @@ import functools
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from .rates import Rates
 from .rates import Server as Simulated
 from .server import Server
 from .types import Sample, sampled
+from .workflows import Generate
 
 BEST = 0.02  # of two step times that lie so close together the one with less staleness is better
 
@@ -178,7 +179,7 @@ async def play(
     now = asyncio.get_running_loop().time
     labels = lambda v: f"{v}-{v:08x}"
 
-    async def workflow(generate, row: dict) -> Sample:
+    async def workflow(generate: Generate, row: Mapping[str, Any]) -> Sample:
         n = int(next(row["tokens"]))
         return sampled(prompt, await generate(prompt, max_new_tokens=n), temperature=1.0, reward=float(n))
 
