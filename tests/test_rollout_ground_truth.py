@@ -11,6 +11,7 @@ from areax.rollout import client, clock, executor, publish, recovery, server
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
+ANSWER = 51  # stands between two turns
 PATHS = ["/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation", "/generate"]
 
 events = st.lists(
@@ -46,18 +47,29 @@ def unlimited():
     train_s=st.floats(0.0, 3.0),
     max_concurrent=st.integers(1, 8),
     restarts=st.booleans(),
+    turns=st.integers(1, 3),
+    refused=st.sampled_from([0, 3]),  # every third group is
 )
 def test_every_label_is_right_and_nothing_is_lost(
-    tmp_path_factory, events, eta, mode, lengths, train_s, max_concurrent, restarts
+    tmp_path_factory, events, eta, mode, lengths, train_s, max_concurrent, restarts, turns, refused
 ):
     directory = tmp_path_factory.getbasetemp()  # whatever exists: these engines read no files
     batches, fleets = [], []
 
     async def workflow(generate, row):
+        """Several turns; the prompt of each is all that came before it, and a token that answers."""
         i = row["i"]
-        prompt = [i] * (1 + i % 3)
-        done = await generate(prompt, max_new_tokens=lengths[i % len(lengths)])
-        return sampled(prompt, done, temperature=1.0, reward=float(i), info={"row": i})
+        samples, context = [], [i] * (1 + i % 3)
+        for turn in range(turns):
+            done = await generate(context, max_new_tokens=lengths[(i + turn) % len(lengths)])
+            info = {"row": i, "turn": turn}
+            samples.append(sampled(context, done, temperature=1.0, reward=float(i), info=info))
+            context = [*context, *done.tokens, ANSWER]
+            await asyncio.sleep(0.1 * (i % 2))
+        return samples
+
+    def accept(samples):
+        return not refused or samples[0].info["row"] % refused != 0
 
     async def main():
         network = virtual.Network()
@@ -118,7 +130,7 @@ def test_every_label_is_right_and_nothing_is_lost(
         prompts = executor.Prompts([{"i": i} for i in range(1000)], shuffle=False)
         async with executor.Executor(
             workflow, fleet.generate, prompts, group_size=SIZE, groups_per_batch=G, eta=eta,
-            max_concurrent=max_concurrent, seed=None, batches=BATCHES,
+            max_concurrent=max_concurrent, seed=None, batches=BATCHES, accept=accept,
         ) as rollout:  # fmt: skip
             for v in range(BATCHES):
                 if v:
@@ -139,14 +151,18 @@ def test_every_label_is_right_and_nothing_is_lost(
     for v, groups in enumerate(batches):
         assert len(groups) == G
         for samples in groups:
-            assert len(samples) == SIZE and len({s.group for s in samples}) == 1
+            assert len(samples) == SIZE * turns and len({s.group for s in samples}) == 1
+            assert len({s.rollout for s in samples}) == SIZE and accept(samples)
             assert samples[0].group not in seen
             seen.add(samples[0].group)
             for s in samples:
                 i = s.info["row"]
                 assert s.group == s.prompt == i and s.rollout // SIZE == i
-                first, n = 1 + i % 3, lengths[i % len(lengths)]
-                assert s.tokens.tolist() == [i] * first + [virtual.token_at(first + k) for k in range(n)]
+                tokens = [i] * (1 + i % 3)
+                for turn in range(s.info["turn"] + 1):
+                    first, n = len(tokens), lengths[(i + turn) % len(lengths)]
+                    tokens += [virtual.token_at(first + k) for k in range(n)] + [ANSWER]
+                assert s.tokens.tolist() == tokens[:-1]
                 assert (s.logp[first:] == -s.version[first:]).all()  # the label names what sampled it
                 assert (0 <= s.version[first:]).all() and (s.version[first:] <= v).all()
                 assert v - eta <= s.info["admitted"] <= v
@@ -155,5 +171,7 @@ def test_every_label_is_right_and_nothing_is_lost(
                 if eta == 0:
                     assert (s.version[first:] == v).all()
     # no prompt is passed over, and none is dropped for its age
-    assert len(set(range(max(seen) + 1)) - seen) == counts["failed"]
-    assert counts["accepted"] == G * BATCHES and counts["running"] == counts["rejected"] == counts["dropped"] == 0
+    missed = set(range(max(seen) + 1)) - seen
+    assert len({i for i in missed if not refused or i % refused}) == counts["failed"]
+    assert counts["accepted"] == G * BATCHES and counts["dropped"] == counts["running"] == 0
+    assert counts["rejected"] >= sum(1 for i in missed if refused and i % refused == 0)
