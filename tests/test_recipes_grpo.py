@@ -28,12 +28,13 @@ from areax.core.optim import Optimizer
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import describe, grpo, trainer
-from areax.rollout import arithmetic, local
+from areax.recipes import describe, grpo, learner, trainer
+from areax.rollout import arithmetic, local, names
 from areax.rollout.curriculum import Curriculum
+from areax.rollout.episodes import sampling_seed
 from areax.rollout.local import Serve
 from areax.rollout.types import Completion, sampled
-from areax.rollout.workflows import Sampling
+from areax.rollout.workflows import Sampling, prompt_tokens
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,35 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
     assert all(x["staleness_max"] == 0 and x["samples"] == 16 and abs(x["ratio"] - 1) < 1e-5 for x in lines)
     shown = list(tracker.read_lines(place / "first/samples.jsonl"))
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
+
+
+def test_with_eta_0_it_is_the_synchronous_loop(place):
+    """By hand, one request after the other and nothing beside it, come the same parameters, to the bit."""
+    grpo.main(config(place, "loop"))
+    own, path = config(place, "by hand"), place / "by hand"
+    tokens = tokenizer.load(own.model)
+    (prompts, _), state = grpo.read(own, tokens), trainer.build(own)
+    server = servers.Remote(int(own.servers[0].rpartition(":")[2]))
+    reward = names.resolve(own.reward)
+
+    def sample(row, prompt, i):
+        ids = prompt_tokens(tokens, row)
+        seed = sampling_seed(own.seed, prompt, i, 0)
+        answer = server.generate(ids, temperature=1.0, max_new_tokens=4, ignore_eos=False, sampling_seed=seed)
+        rows, finish = answer["meta_info"]["output_token_logprobs"], answer["meta_info"]["finish_reason"]["type"]
+        done = Completion([t for _, t, _ in rows], [logp for logp, _, _ in rows], [state.version] * len(rows), finish)
+        value = sum(reward(tokens.decode(done.tokens, skip_special_tokens=True), row).values())
+        made = sampled(ids, done, temperature=1.0, reward=value)
+        return made.replace(group=prompt, prompt=prompt, rollout=4 * prompt + i, sample=4 * prompt + i)
+
+    for v in range(own.steps):
+        hf.write_published(path, v, state.policy.settings, learner.weights(state.policy))
+        server.ok("/update_weights_from_disk", {"model_path": str(path / str(v)), "weight_version": f"{v}-00000000"})
+        groups = [[sample(prompts[p], p, i) for i in range(4)] for p in range(4 * v, 4 * v + 4)]
+        trainer.advance(state, groups)
+    hand = [np.asarray(x) for x in jax.tree.leaves(learner.weights(state.policy))]
+    for a, b in zip(leaves(place / "loop/model"), hand, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_curriculum_is_saved_and_resumed(place, capsys):
