@@ -1,12 +1,12 @@
 """What asynchrony and interruption are worth: the real controller over real sockets, servers and trainer simulated.
 
-    python benchmarks/asynchronous.py [--json]
+    python benchmarks/asynchronous.py [--write]
 
-Servers are processes that answer at the speed of a rate model (areax.rollout.rates); lengths are lognormal with a
-coefficient of variation of 1.2. The trainer sleeps for as long as the servers need for the tokens of a batch with every
-slot taken, so that both have the same resources. Prints seconds a step with eta = 0, with eta = 4, and with eta = 4
-where a push waits for the end of what runs; beside them what `areax simulate` says of the same settings, and the bound:
-no step can be shorter than the trainer's own time.
+Servers are processes that answer at the speed of a rate model (areax.rollout.rates); lengths are lognormal, cut at 1200
+tokens, with a coefficient of variation above 1. The trainer sleeps for as long as the servers need for the tokens of a
+batch with every slot taken, so that both have the same resources. Prints seconds a step with eta = 0, with eta = 4, and
+with eta = 4 where a push waits for the end of what runs; beside them what `areax simulate` says of the same settings,
+and the bound: no step can be shorter than the trainer's own time. With --write it is the case `async` of results.json.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import time
 import urllib.request
 
 import numpy as np
+import run
 
 SETTINGS = {  # name: (eta, push)
     "eta 0": (0, "retract"), "eta 4": (4, "retract"), "eta 4, no interruption": (4, "drain"),
@@ -33,7 +34,7 @@ def config():
 
     rates = Rates(slots=32, step_s=0.002, request_s=0.00005, read_tokens_s=1e6, load_s=0.05)
     made = simulate.Config(
-        servers=2, server=rates, groups=16, group_size=8, prompt=16, new=200.0, cv=1.2, longest=4000, steps=18,
+        servers=2, server=rates, groups=16, group_size=8, prompt=16, new=200.0, cv=1.2, longest=1200, steps=30,
         publish_s=0.01,
     )  # fmt: skip
     generated = float(np.mean(simulate.lengths(made, 100_000)))
@@ -101,9 +102,13 @@ def main() -> None:
     from areax.rollout import simulate
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     made = config()
+    drawn = simulate.lengths(made, 100_000)
+    print(
+        f"{drawn.mean():.0f} tokens an episode, coefficient of variation {drawn.std() / drawn.mean():.2f}", flush=True
+    )
     rows = {}
     for name, (eta, push) in SETTINGS.items():
         real = measure(made, eta, push)
@@ -112,28 +117,27 @@ def main() -> None:
             "step_s": real.step_s, "simulated_step_s": simulated.step_s, "idle": real.idle, "busy": real.busy,
             "staleness": real.mean_staleness,
         }  # fmt: skip
-        if not given.json:
-            print(
-                f"{name:24} {real.step_s:6.3f} s a step (simulated {simulated.step_s:6.3f}), trainer idle "
-                f"{real.idle:5.1%}, servers busy {real.busy:5.1%}, staleness {real.mean_staleness:.2f}",
-                flush=True,
-            )
-    generated = float(np.mean(simulate.lengths(made, 100_000)))
-    bound = made.groups * made.group_size * (generated + made.prompt) / made.train_tokens_s
+        print(
+            f"{name:24} {real.step_s:6.3f} s a step (simulated {simulated.step_s:6.3f}), trainer idle "
+            f"{real.idle:5.1%}, servers busy {real.busy:5.1%}, staleness {real.mean_staleness:.2f}",
+            flush=True,
+        )
+    bound = made.groups * made.group_size * (float(drawn.mean()) + made.prompt) / made.train_tokens_s
     found = {
         "rows": rows, "bound_s": bound,
         "asynchrony": rows["eta 0"]["step_s"] / rows["eta 4"]["step_s"],
         "ideal": rows["eta 0"]["step_s"] / bound,
         "interruption": rows["eta 4, no interruption"]["step_s"] / rows["eta 4"]["step_s"] - 1,
     }  # fmt: skip
-    if given.json:
-        print(json.dumps(found))
-        return
     print(
         f"eta 4 against eta 0: {found['asynchrony']:.2f} x; ideal {found['ideal']:.2f} x (the trainer never idle, "
         f"{bound:.3f} s a step), {found['asynchrony'] / found['ideal']:.0%} of it reached; "
         f"interruption on against off: {found['interruption']:+.1%}"
     )
+    if given.write:
+        ours, theirs = (1 / rows[name]["step_s"] for name in ("eta 4", "eta 0"))
+        row = {"case": "async", "model": None, "peer": "sync", "ours": ours, "theirs": theirs, "unit": "steps/s"}
+        run.store([row | {"ratio": ours / theirs, "details": found} | run.origin("plain")])
 
 
 if __name__ == "__main__":

@@ -103,10 +103,16 @@ def measure(case: str, model: str | None, folder: str, repetitions: int) -> dict
             details["limit_gflops"] = max(limits[name])
             details["limit_share"] = flops / details["seconds"] / 1e9 / details["limit_gflops"]
         row[f"{name}_details"] = details
-    row["versions"] = {name: importlib.metadata.version(name) for name in ("areax", "jax", *PACKAGES[module.PEER])}
-    row["date"] = time.strftime("%Y-%m-%d")
-    row["machine"] = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
-    return row
+    return row | origin(module.PEER)
+
+
+def origin(peer: str) -> dict:
+    """What a row says of where it was measured."""
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in ("areax", "jax", *PACKAGES[peer])},
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}",
+    }
 
 
 def agreement(a, b) -> float:
@@ -156,8 +162,11 @@ def origins(rows) -> dict[str, list[str]]:
     return found
 
 
-def write(rows) -> None:
+def store(rows) -> None:
+    """Puts rows into results.json, and those of two sides that took turns into the table of RESULTS.md."""
+    rows = merged(rows)
     (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    rows = [row for row in rows if "ours_details" in row]
     page = HERE / "RESULTS.md"
     begin, end = TABLE
     before, rest = page.read_text().split(begin)
@@ -184,7 +193,7 @@ def main(arguments) -> None:
                 print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
     if not quick:
-        write(merged(rows))
+        store(rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from . import recovery, versions
+from . import depot, recovery, versions
 from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Part, Published, Server, State, Unreached
 from .types import Completion
 
@@ -42,6 +43,7 @@ async def connect(
     timeout_s: float = 600.0,
     ready_s: float = 30.0,
     restart: recovery.Restart | None = None,
+    stagers: Sequence[str] = (),
 ) -> AsyncIterator[Fleet]:
     """The servers at `urls` as a Fleet, once each has said which weights it serves.
 
@@ -50,20 +52,30 @@ async def connect(
       timeout_s: total seconds of a `generate`: waiting, repeats, pauses and resumptions included.
       ready_s: how long a server may take to answer for the first time.
       restart: ends a dead server's process and starts another; without it a dead server is only waited for.
+      stagers: for servers that do not see the trainer's files, the addresses of what fetches versions beside each
+        (stager.py), in the same order. The key is AREAX_STAGER_KEY, as it is for them.
 
-    Raises RuntimeError if a server does not answer.
+    Raises RuntimeError if a server does not answer, ValueError for addresses that cannot be right.
     """
-    urls = [url.rstrip("/") for url in urls]
+    urls, stagers = ([url.rstrip("/") for url in some] for some in (urls, stagers))
     if not urls or len(set(urls)) != len(urls):
         raise ValueError(f"connect: urls must name one or more different servers, got {urls}")
+    if stagers and len(stagers) != len(urls):
+        raise ValueError(f"connect: stagers must be one a server, in their order, got {len(stagers)} for {len(urls)}")
     if concurrency < 1:
         raise ValueError(f"connect: concurrency must be at least 1, got {concurrency}")
     # Idle connections are dropped before the server does so (uvicorn: after 5 s), which could
     # otherwise meet a request half-way.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
         servers = [Server(url, http) for url in urls]
+        if stagers:
+            here = await stack.enter_async_context(depot.serve(depot.towards(stagers[0])))
+            key = os.environ.get(depot.KEY, "")
+            for server, url in zip(servers, stagers, strict=True):
+                server.stager = depot.Stager(url, http, here, key)
         await asyncio.gather(*(_introduce(server, ready_s) for server in servers))
         fleet = Fleet(servers, concurrency, timeout_s, restart)
         watching = asyncio.create_task(recovery.watch(fleet))

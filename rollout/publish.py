@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import xxhash
 
@@ -42,6 +42,7 @@ class PushReport:
       failed: url -> reason of the servers that did not take it, and get no requests before they have a version.
       pause_s: generation stood still, from the pause call to the answer of continue; holds load_s.
       load_s: `/update_weights_from_disk` alone.
+      stage_s: to bring the weights to where the server reads them, beside generation.
       total_s: the whole push.
     """
 
@@ -50,7 +51,16 @@ class PushReport:
     failed: Mapping[str, str]
     pause_s: float
     load_s: float
+    stage_s: float
     total_s: float
+
+
+class Times(NamedTuple):
+    """Seconds of one server."""
+
+    stage_s: float
+    pause_s: float
+    load_s: float
 
 
 def version_string(manifest_path: str | os.PathLike) -> str:
@@ -111,17 +121,16 @@ async def push(
         label=label,
         loaded=tuple(loaded),
         failed=failed,
-        pause_s=max(pause_s for pause_s, _ in loaded.values()),
-        load_s=max(load_s for _, load_s in loaded.values()),
+        pause_s=max(times.pause_s for times in loaded.values()),
+        load_s=max(times.load_s for times in loaded.values()),
+        stage_s=max(times.stage_s for times in loaded.values()),
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)
     return report
 
 
-async def _everywhere(
-    fleet: Fleet, weights: Published, mode: str
-) -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
+async def _everywhere(fleet: Fleet, weights: Published, mode: str) -> tuple[dict[str, Times], dict[str, str]]:
     """What loading took on each server that took the weights, and why the others did not."""
     await _ready(fleet)
     async with fleet.publishing:
@@ -141,17 +150,28 @@ async def _ready(fleet: Fleet) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _push(fleet: Fleet, server: Server, weights: Published, mode: str) -> tuple[float, float] | str:
-    """Its seconds, as `Server.load_weights`, or why it did not take the weights."""
-    if mode != "drain":
-        return await _load(fleet, server, weights, mode)
-    async with fleet.drained(server):
-        return await _load(fleet, server, weights, "retract") if server.state == "healthy" else server.why
-
-
-async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> tuple[float, float] | str:
+async def _push(fleet: Fleet, server: Server, weights: Published, mode: str) -> Times | str:
+    """Its seconds, or why it did not take the weights."""
+    now = asyncio.get_running_loop().time
+    begun = now()
     try:
-        return await fleet.on(server, server.load_weights(weights, mode))
+        await fleet.on(server, server.stage(weights))
+    except (ValueError, RuntimeError) as error:
+        why = f"the version {weights.label} did not get there: {error}"
+        if server.state == "healthy":  # it lacks the version and nothing else
+            fleet.fail(server, "stale", f"{server.url}: {why}")
+        return why
+    stage_s = now() - begun
+    if mode != "drain":
+        return await _load(fleet, server, weights, mode, stage_s)
+    async with fleet.drained(server):
+        return await _load(fleet, server, weights, "retract", stage_s) if server.state == "healthy" else server.why
+
+
+async def _load(fleet: Fleet, server: Server, weights: Published, mode: str, stage_s: float) -> Times | str:
+    try:
+        pause_s, load_s = await fleet.on(server, server.load_weights(weights, mode))
+        return Times(stage_s, pause_s, load_s)
     except asyncio.CancelledError:
         fleet.fail(server, "poisoned", f"{server.url}: the push of {weights.label} was interrupted")
         raise

@@ -12,18 +12,15 @@ import argparse
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import logging
 import os
-import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from . import sandbox
+from . import sandbox, serving
 from .sandbox import Limits, Result
 
 if TYPE_CHECKING:
@@ -173,44 +170,11 @@ def serve(*, host: str = "127.0.0.1", port: int = 8080, places: int = 4, key: st
       ValueError: the address cannot be had, or it can be reached from elsewhere and there is no key.
       RuntimeError: there can be no sandbox here.
     """
-    import uvicorn
-
-    if places < 1 or key == "":
-        raise ValueError(f"sandbox: places must be at least 1 and a key not empty, got {places} and {key!r}")
-    if key is None and not _loopback(host):
-        raise ValueError(f"sandbox: {host} can be reached from other machines; set {KEY}")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        sock = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"sandbox: cannot serve at {host}:{port} ({error})") from error
-    with sock:
-        shown = f"[{host}]" if ":" in host else host
-        ready = f"http://{shown}:{sock.getsockname()[1]} runs {places} programs at a time, {sandbox.isolation()}"
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises once more what ended it: no error
-            signal.signal(number, lambda *_: None)
-        config = uvicorn.Config(
-            app(places=places, key=key), log_level="warning", access_log=False, proxy_headers=False,
-            server_header=False, timeout_graceful_shutdown=1,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
-
-        async def run() -> None:
-            running = asyncio.create_task(server.serve(sockets=[sock]))
-            while not (server.started or running.done()):
-                await asyncio.sleep(0.01)
-            if server.started:
-                print(ready, flush=True)
-            await running
-
-        asyncio.run(run())
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    if places < 1:
+        raise ValueError(f"sandbox: places must be at least 1, got {places}")
+    with serving.listening(host, port, key=key, variable=KEY, what="sandbox") as sock:
+        ready = f"{serving.address(sock)} runs {places} programs at a time, {sandbox.isolation()}"
+        serving.serve(app(places=places, key=key), sock, ready)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import aiohttp
 import numpy as np
@@ -70,6 +70,12 @@ class Published:
     label: str
 
 
+class Stages(Protocol):
+    """Brings a version to where a server can read it (`depot.Stager`)."""
+
+    async def stage(self, weights: Published) -> str: ...
+
+
 @dataclass(eq=False)
 class Server:
     """One server: its address, and what the fleet knows of it.
@@ -79,6 +85,7 @@ class Server:
       labels: weight labels it may report, in the order they were given to it.
       admitted: index in `labels` of the newest one that was verified.
       seeded: it honours `sampling_seed`.
+      stager: fetches versions to where it can read them; None where it sees the trainer's files.
       state: healthy; suspect (a connection failed); poisoned (a push failed half-way); stale (it has other weights);
         dead (it does not answer); restarting; leaving.
       why: what took it out of `healthy` last.
@@ -93,6 +100,7 @@ class Server:
     labels: list[str] = field(default_factory=list)
     admitted: int = 0
     seeded: bool = False
+    stager: Stages | None = None
     state: State = "healthy"
     why: str = ""
     tending: asyncio.Task | None = None
@@ -105,6 +113,10 @@ class Server:
     def label(self) -> str:
         return self.labels[self.admitted]
 
+    async def stage(self, weights: Published) -> str:
+        """The directory of `weights` as this server sees it, once they are there; it goes on serving meanwhile."""
+        return await self.stager.stage(weights) if self.stager else weights.directory
+
     async def load_weights(self, weights: Published, mode: str) -> tuple[float, float]:
         """Pause, load, see that it reports exactly this label, continue: (seconds paused, seconds of the load alone).
 
@@ -112,11 +124,12 @@ class Server:
         be paused, or hold new weights under an old name.
         """
         now = asyncio.get_running_loop().time
+        directory = await self.stage(weights)
         paused = now()
         await self.pause(mode, reach_s=REACH_S)
         self.labels.append(weights.label)  # what is sampled from here on may carry it
         loading = now()
-        await self.update_weights_from_disk(weights.directory, weights.label)
+        await self.update_weights_from_disk(directory, weights.label)
         load_s = now() - loading
         reported = await self.weight_label()
         if reported != weights.label:

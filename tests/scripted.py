@@ -153,3 +153,7 @@ def run(main):
 def controls(server):
     ignored = ("/generate", "/server_info", "/health")
     return [path for path, _ in server.calls[2:] if path not in ignored]  # after connect's two
+
+
+def states(fleet):
+    return [one.state for one in fleet.servers]

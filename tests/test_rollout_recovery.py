@@ -6,7 +6,7 @@ import functools
 import random
 
 import pytest
-from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, serving, until
+from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, serving, states, until
 
 from areax.rollout import client, publish, recovery, server
 
@@ -25,10 +25,6 @@ def port(place):
 
 async def never(request, body):
     await asyncio.sleep(60)
-
-
-def states(fleet):
-    return [one.state for one in fleet.servers]
 
 
 async def spread(fleet, n=8):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import ipaddress
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from .. import parsers, template
 from ..conversation import Session
 from ..parsers import STYLES, Parser, Piece, Text
 from ..server import Part
+from ..serving import loopback
 from ..trajectory import Interaction
 from ..types import Completion
 from . import chat, completions, errors, messages, responses, work
@@ -72,7 +72,7 @@ async def serve(
     """
     if style not in STYLES:
         raise ValueError(f"serve: style must be one of {', '.join(STYLES)}, got {style!r}")
-    if not admin_key and not _local(host):
+    if not admin_key and not loopback(host):
         raise ValueError(f"serve: an address that others can reach needs an admin_key, got host {host!r} and none")
     sessions = Sessions(limits, admin_key)
     online = Online(sessions, limits, on_start, on_end)
@@ -237,10 +237,3 @@ def _app(routes: Sequence[Route], limits: Limits) -> ASGIApp:
 
 async def _health(http: Request) -> Response:
     return JSONResponse({"status": "ok"})
-
-
-def _local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
