@@ -167,11 +167,12 @@ async def fleet(
     *,
     concurrency: int,
     log: str | os.PathLike = os.devnull,
+    stagers: Sequence[str] = (),
 ) -> AsyncIterator[client.Fleet]:
     """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die."""
     async with contextlib.AsyncExitStack() as stack:
         if urls:
-            reached = client.connect(urls, concurrency=concurrency)
+            reached = client.connect(urls, concurrency=concurrency, stagers=stagers)
         else:
             own = await stack.enter_async_context(local.servers(path, serve, log))
             reached = client.connect(own.urls, concurrency=concurrency, restart=own.restart)

@@ -36,6 +36,7 @@ from areax.rollout.workflows import Sampling, Workflow
 
 log = logging.getLogger(__name__)
 
+PUSHED = ("pause_s", "load_s", "stage_s")  # of a push, in the metrics
 TOO_LONG = 16  # rows in a row that do not fit end the run
 
 
@@ -58,7 +59,9 @@ class Config:
       workflow: an episode: `module:function` that takes `generate` and a row, or an agent (`rollout.binding.bind`).
       workflow_options: a JSON object of further arguments of the workflow.
       agent: how agents are served that talk to the model as to OpenAI or Anthropic.
-      servers: addresses of generation servers that can read `published`; none = one is started on this machine.
+      servers: addresses of generation servers; none = some are started on this machine.
+      stagers: where servers do not see `published`, the addresses of what fetches versions beside each of them
+        (docs/servers.md), in their order; none = they see it.
       serve: of the servers started here.
       published: folder for versions of the weights; "" = a new one, in memory if there is room.
       eta: most versions between the admission of a group and its training; 0 = synchronous.
@@ -104,6 +107,7 @@ class Config:
     workflow_options: str = ""
     agent: agents.Options = agents.Options()
     servers: tuple[str, ...] = ()
+    stagers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
     published: str = ""
     eta: int = 1
@@ -158,6 +162,11 @@ class Config:
         ):  # fmt: skip
             if not holds:
                 raise ValueError(f"--{option.replace('_', '-')} must be {rule}, got {getattr(self, option)}")
+        if self.stagers and len(self.stagers) != len(self.servers):
+            raise ValueError(
+                f"--stagers must be one a server, in the order of --servers, got {len(self.stagers)} for "
+                f"{len(self.servers)}"
+            )
         if self.critic != CriticOptions() and not self.objective.needs_values:
             raise ValueError(f"{self.objective.name} has no critic, got {self.critic}; take ppo, or leave it out")
         if self.critic.warmup >= self.steps and self.objective.needs_values:
@@ -254,7 +263,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         fleet = await enter_async(
             common.fleet(
                 config.servers, root / str(start), config.serve, log=out / "server.log",
-                concurrency=config.max_concurrent * config.group_size,
+                concurrency=config.max_concurrent * config.group_size, stagers=config.stagers,
             )
         )  # fmt: skip
         reward = await enter_async(
@@ -313,7 +322,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             groups, before = report.pop("groups"), refused.pop()
             refused.append(rollout.counts["rejected"])
             report["refused"] = refused[0] - before
-            pushed = {"push_pause_s": pushes[-1].pause_s, "push_load_s": pushes[-1].load_s} if pushes else {}
+            pushed = {f"push_{name}": getattr(pushes[-1], name) for name in PUSHED} if pushes else {}
             beside = {name: seconds.pop(name) for name in loop.BESIDE}
             run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside, **pushed)
             tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy.get(max(accuracy, default=-1)))

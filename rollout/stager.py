@@ -4,8 +4,9 @@
 
 POST /stage {"key", "label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version
 `label` of the depot at `source` (depot.py) lies in `path`, whole and verified; meanwhile the server goes on serving.
-What breaks off is resumed where it stopped. Where the depot has a delta from the newest version here, that is fetched
-in place of the tensors. The newest two versions are kept. GET /health -> {"versions"}, to anyone.
+What breaks off is resumed where it stopped. Where the depot has a delta from the newest version here, and deltas have
+been faster than whole versions, that is fetched in place of the tensors. The newest two versions are kept.
+GET /health -> {"versions"}, to anyone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 import hmac
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -52,7 +54,7 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    one_at_a_time = asyncio.Lock()
+    one_at_a_time, speeds = asyncio.Lock(), dict[str, float]()
 
     async def stage(request: Request) -> Response:
         body = b""
@@ -71,7 +73,7 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
             return refused(400, f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
         try:
             async with one_at_a_time:
-                return JSONResponse(await fetch_version(root, label, source, source_key))
+                return JSONResponse(await fetch_version(root, label, source, source_key, speeds))
         except ValueError as error:
             return refused(400, str(error))
         except OSError as error:
@@ -90,8 +92,14 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
     return Starlette(routes=[Route("/stage", stage, methods=["POST"]), Route("/health", health)])
 
 
-async def fetch_version(root: Path, label: str, source: str, source_key: str) -> dict[str, Any]:
+async def fetch_version(
+    root: Path, label: str, source: str, source_key: str, speeds: dict[str, float] | None = None
+) -> dict[str, Any]:
     """Brings version `label` to `root/label`, which appears by rename; what is there already is not fetched again.
+
+    Args:
+      speeds: bytes of a version a second, by how the last ones came: "delta" or "all". Over a fast connection all of a
+        version is here sooner than its delta is made; without a figure for both a delta is tried.
 
     Raises:
       ValueError: the depot refuses, or has no such version.
@@ -102,6 +110,8 @@ async def fetch_version(root: Path, label: str, source: str, source_key: str) ->
     said = {"path": str(root / label), "bytes": 0, "resumed": 0, "delta": False}
     if not (root / label).is_dir():
         kept = [path.name for path in _kept(root)]
+        speeds = {} if speeds is None else speeds
+        base = kept[-1] if kept and speeds.get("delta", math.inf) >= speeds.get("all", 0.0) else ""
         part = root / f".{label}.part"
         part.mkdir(exist_ok=True)
         for other in root.glob(".*.part"):  # a version that was given up
@@ -112,9 +122,9 @@ async def fetch_version(root: Path, label: str, source: str, source_key: str) ->
         try:
             async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as http:
                 fetch = _Fetch(http, f"{source}/{label}", said)
-                listing = await fetch.listing(kept[-1] if kept else "")
+                listing = await fetch.listing(base)
                 files = _checked(listing, label)
-                made = await _from_delta(fetch, listing["delta"], root / kept[-1], part, files) if kept else set()
+                made = await _from_delta(fetch, listing["delta"], root / base, part, files) if base else set()
                 for name in files.keys() - made:
                     await fetch.file(name, part / name, files[name])
         except OSError as error:
@@ -122,6 +132,8 @@ async def fetch_version(root: Path, label: str, source: str, source_key: str) ->
                 await asyncio.to_thread(shutil.rmtree, part)
             raise
         os.rename(part, root / label)
+        total = sum(entry["bytes"] for entry in files.values())
+        speeds["delta" if said["delta"] else "all"] = total / (time.monotonic() - begun)
         for old in _kept(root)[:-KEEP]:
             await asyncio.to_thread(shutil.rmtree, old.rename(root / f".{old.name}.part"))
     return said | {"seconds": time.monotonic() - begun}

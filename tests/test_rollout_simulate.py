@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +85,13 @@ def test_the_command_line(capsys):
         steps=6, groups=2, group_size=2, new=20.0, eta=(0, 1), devices=3, server=Rates(slots=8)
     ))[0][0], 0).step_s  # fmt: skip
     assert found["outcomes"][0]["step_s"] == pytest.approx(step_s)
+
+
+def test_the_guide_shows_what_it_prints(capsys):
+    page = (Path(__file__).parents[1] / "docs/simulate.md").read_text()
+    command, shown = re.search(r"\$ areax (simulate .*)\n((?:.*\n)*?)```", page).groups()
+    assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize(

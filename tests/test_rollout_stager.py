@@ -81,6 +81,22 @@ def test_versions_arrive_whole_and_later_ones_as_deltas(place, weights):
     run(main)
 
 
+def test_over_a_fast_connection_deltas_are_left_alone(place, weights):
+    async def main():
+        async with depot.serve("127.0.0.1") as here:
+            speeds, ways = {}, []
+            for v, told in enumerate(({}, {}, {"delta": 1.0, "all": 2.0}, {"delta": 2.0, "all": 1.0})):
+                speeds |= told
+                one = published(place / "trainer", v, weights[v % 3])
+                here.offer(one)
+                said = await stager.fetch_version(place / "server", one.label, here.url, here.key, speeds)
+                ways.append(said["delta"])
+                assert contents(said["path"]) == contents(one.directory)
+            assert ways == [False, True, False, True] and speeds["delta"] > 100  # as measured
+
+    run(main)
+
+
 @contextlib.asynccontextmanager
 async def between(here, cut=(), damage=()):
     """A depot's address behind which answers break off, or have a byte flipped.

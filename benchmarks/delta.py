@@ -1,0 +1,154 @@
+"""Bringing a version to a server on another machine: the difference of bits beside all of it.
+
+    python benchmarks/delta.py [--gb 1] [--changed 0.03] [--link 125] [--write]
+
+A depot serves two versions of a bf16 model that differ in 3 % of their weights, by one step of the last place. A stager
+process fetches the second: once where it has the first, once where it has nothing, in turns. Between them lies a proxy
+that lets `--link` MB/s through (125 is 1 Gbit/s; 0 = no proxy, the loopback itself). Seconds are those from the request
+to the version in its place, verified; making and applying the delta are among them. With --write it is the case `delta`
+of results.json.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import run
+
+TURNS = 3
+PIECE = 256 << 10  # bytes the proxy takes at a time
+
+
+def versions(root: Path, gb: float, changed: float) -> list:
+    """Two published versions."""
+    from areax.adapters import safetensors
+    from areax.rollout import publish
+    from areax.rollout.server import Published
+
+    rng = np.random.default_rng(0)
+    rows = int(gb * 1e9 / 2 / 8 / 8192)
+    tensors = {f"layer.{i}": rng.standard_normal((rows, 8192), np.float32) * 0.02 for i in range(8)}
+    tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()}
+    made = []
+    for v in range(2):
+        path = root / str(v)
+        path.mkdir()
+        described = safetensors.write(path, tensors, tensors.values())
+        (path / "manifest.json").write_text(json.dumps({"version": v, "tensors": described}))
+        (path / "config.json").write_text("{}")
+        made.append(Published(str(path), publish.version_string(path / "manifest.json")))
+        for x in tensors.values():
+            bits = x.view(np.uint16)
+            bits += (rng.random(bits.shape, np.float32) < changed) * rng.choice(np.array([1, 65535], np.uint16))
+    return made
+
+
+@contextlib.asynccontextmanager
+async def link(url: str, mb_s: float):
+    """The address of a proxy to `url` that lets so much through."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+
+    async def through(reader, writer, limited: bool):
+        free_at = time.perf_counter()
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(PIECE):
+                if limited:
+                    free_at = max(free_at, time.perf_counter()) + len(piece) / (mb_s * 1e6)
+                    await asyncio.sleep(free_at - time.perf_counter())
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    async def accepted(reader, writer):
+        there_reader, there_writer = await asyncio.open_connection(host, int(port), limit=2 * PIECE)
+        await asyncio.gather(through(reader, there_writer, False), through(there_reader, writer, True))
+
+    async with await asyncio.start_server(accepted, "127.0.0.1", 0, limit=2 * PIECE) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
+    import aiohttp
+
+    from areax.rollout import depot
+
+    (root / "trainer").mkdir()
+    first, second = versions(root / "trainer", gb, changed)
+    own = root / "server"
+    command = [sys.executable, "-m", "areax.rollout.stager", "--port", "0", "--root", str(own)]
+    found: dict[str, list] = {"delta": [], "all": []}
+    async with aiohttp.ClientSession() as http, depot.serve("127.0.0.1") as here, contextlib.AsyncExitStack() as stack:
+        source = await stack.enter_async_context(link(here.url, mb_s)) if mb_s else here.url
+
+        async def stage(stager, weights):
+            here.offer(weights)
+            body = {"key": "", "label": weights.label, "source": source, "source_key": here.key}
+            begun = time.perf_counter()
+            async with http.post(f"{stager}/stage", json=body, timeout=aiohttp.ClientTimeout(3600)) as reply:
+                said = await reply.json()
+            assert reply.status == 200, said
+            return said | {"seconds": time.perf_counter() - begun}
+
+        for turn in range(1 + TURNS):  # the first is not counted
+            for name in found:
+                shutil.rmtree(own, ignore_errors=True)
+                here._listings.clear()  # hashing and the delta are part of a push
+                here._deltas.clear()
+                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as there:
+                    try:
+                        stager = there.stdout.readline().split()[0]
+                        if name == "delta":
+                            await stage(stager, first)
+                        said = await stage(stager, second)
+                    finally:
+                        there.kill()
+                assert said["delta"] == (name == "delta")
+                if turn:
+                    found[name].append(said)
+    return {
+        name: {
+            "seconds": statistics.median(one["seconds"] for one in many),
+            "seconds_all": [round(one["seconds"], 2) for one in many],
+            "mb": many[0]["bytes"] / 1e6,
+        }
+        for name, many in found.items()
+    }
+
+
+def main() -> None:
+    from areax.rollout import publish
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--changed", type=float, default=0.03)
+    parser.add_argument("--link", type=float, default=125.0)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=publish.choose_root(int(given.gb * 1e9))) as folder:
+        found = asyncio.run(measure(Path(folder), given.gb, given.changed, given.link))
+    ours, theirs = found["delta"], found["all"]
+    print(
+        f"{given.gb:g} GB, {given.changed:.0%} changed, {given.link:g} MB/s: delta {ours['seconds']:.2f} s "
+        f"{ours['seconds_all']}, {ours['mb']:.1f} MB; all {theirs['seconds']:.2f} s {theirs['seconds_all']}, "
+        f"{theirs['mb']:.1f} MB: {ours['seconds'] / theirs['seconds']:.2f} of the time, "
+        f"{ours['mb'] / theirs['mb']:.3f} of the bytes"
+    )
+    if given.write:
+        row = {"case": "delta", "model": None, "peer": "plain", "unit": "versions/s"}
+        row |= {"ours": 1 / ours["seconds"], "theirs": 1 / theirs["seconds"]}
+        details = found | {"bytes_share": ours["mb"] / theirs["mb"], "link_mb_s": given.link}
+        run.store([row | {"ratio": row["ours"] / row["theirs"], "details": details} | run.origin("plain")])
+
+
+if __name__ == "__main__":
+    main()
