@@ -36,7 +36,7 @@ from areax.rollout.workflows import Sampling, Workflow
 
 log = logging.getLogger(__name__)
 
-PUSHED = ("pause_s", "load_s", "stage_s")  # of a push, in the metrics
+PUSHED = ("pause_s", "load_s", "stage_s", "stage_bytes")  # of a push, in the metrics
 TOO_LONG = 16  # rows in a row that do not fit end the run
 
 

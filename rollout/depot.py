@@ -26,7 +26,7 @@ import aiohttp.web
 import xxhash
 
 from . import delta
-from .server import Published, Server
+from .server import Published, Server, Staged
 
 log = logging.getLogger(__name__)
 
@@ -145,17 +145,18 @@ class Stager:
         self._there = Server(url, http)
         self._depot, self._key = depot, key
 
-    async def stage(self, weights: Published, *, timeout_s: float = STAGE_S) -> str:
-        """The directory of `weights` on the server's machine, once every file is there and verified.
+    async def stage(self, weights: Published, *, timeout_s: float = STAGE_S) -> Staged:
+        """`weights` on the server's machine, once every file is there and verified.
 
         Raises ValueError where the stager refuses, RuntimeError where it cannot be reached or failed.
         """
         self._depot.offer(weights)
         body = {"key": self._key, "label": weights.label, "source": self._depot.url, "source_key": self._depot.key}
         answer = await self._there.call("POST", "/stage", body, timeout_s=timeout_s, reach_s=30.0)
-        if not isinstance(path := answer.get("path"), str):
-            raise RuntimeError(f"{self._there.url}/stage: no path in the answer {answer}")
-        return path
+        try:
+            return Staged(str(answer["path"]), int(answer["bytes"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RuntimeError(f"{self._there.url}/stage: not an answer of a stager: {answer}") from error
 
 
 def listing(directory: Path) -> dict[str, dict]:

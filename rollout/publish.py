@@ -8,6 +8,7 @@ tensors' hashes: two runs that both reached version 7 have different labels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -43,6 +44,7 @@ class PushReport:
       pause_s: generation stood still, from the pause call to the answer of continue; holds load_s.
       load_s: `/update_weights_from_disk` alone.
       stage_s: to bring the weights to where the server reads them, beside generation.
+      stage_bytes: fetched for that, by all servers together.
       total_s: the whole push.
     """
 
@@ -52,12 +54,14 @@ class PushReport:
     pause_s: float
     load_s: float
     stage_s: float
+    stage_bytes: int
     total_s: float
 
 
 class Times(NamedTuple):
-    """Seconds of one server."""
+    """What a push took on one server."""
 
+    stage_bytes: int
     stage_s: float
     pause_s: float
     load_s: float
@@ -124,6 +128,7 @@ async def push(
         pause_s=max(times.pause_s for times in loaded.values()),
         load_s=max(times.load_s for times in loaded.values()),
         stage_s=max(times.stage_s for times in loaded.values()),
+        stage_bytes=sum(times.stage_bytes for times in loaded.values()),
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)
@@ -155,23 +160,23 @@ async def _push(fleet: Fleet, server: Server, weights: Published, mode: str) -> 
     now = asyncio.get_running_loop().time
     begun = now()
     try:
-        await fleet.on(server, server.stage(weights))
+        staged = await fleet.on(server, server.stage(weights))
     except (ValueError, RuntimeError) as error:
         why = f"the version {weights.label} did not get there: {error}"
         if server.state == "healthy":  # it lacks the version and nothing else
             fleet.fail(server, "stale", f"{server.url}: {why}")
         return why
     stage_s = now() - begun
-    if mode != "drain":
-        return await _load(fleet, server, weights, mode, stage_s)
-    async with fleet.drained(server):
-        return await _load(fleet, server, weights, "retract", stage_s) if server.state == "healthy" else server.why
+    async with fleet.drained(server) if mode == "drain" else contextlib.nullcontext():
+        times = await _load(fleet, server, weights, "retract" if mode == "drain" else mode)
+    return times if isinstance(times, str) else Times(staged.bytes, stage_s, *times)
 
 
-async def _load(fleet: Fleet, server: Server, weights: Published, mode: str, stage_s: float) -> Times | str:
+async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> tuple[float, float] | str:
+    if server.state != "healthy":  # it fell out of traffic while the weights were on their way
+        return server.why
     try:
-        pause_s, load_s = await fleet.on(server, server.load_weights(weights, mode))
-        return Times(stage_s, pause_s, load_s)
+        return await fleet.on(server, server.load_weights(weights, mode))
     except asyncio.CancelledError:
         fleet.fail(server, "poisoned", f"{server.url}: the push of {weights.label} was interrupted")
         raise

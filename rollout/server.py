@@ -70,10 +70,18 @@ class Published:
     label: str
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A version where a server can read it: the directory, and how many bytes were fetched to bring it there."""
+
+    directory: str
+    bytes: int = 0
+
+
 class Stages(Protocol):
     """Brings a version to where a server can read it (`depot.Stager`)."""
 
-    async def stage(self, weights: Published) -> str: ...
+    async def stage(self, weights: Published) -> Staged: ...
 
 
 @dataclass(eq=False)
@@ -113,9 +121,9 @@ class Server:
     def label(self) -> str:
         return self.labels[self.admitted]
 
-    async def stage(self, weights: Published) -> str:
-        """The directory of `weights` as this server sees it, once they are there; it goes on serving meanwhile."""
-        return await self.stager.stage(weights) if self.stager else weights.directory
+    async def stage(self, weights: Published) -> Staged:
+        """`weights` as this server sees them, once they are there; it goes on serving meanwhile."""
+        return await self.stager.stage(weights) if self.stager else Staged(weights.directory)
 
     async def load_weights(self, weights: Published, mode: str) -> tuple[float, float]:
         """Pause, load, see that it reports exactly this label, continue: (seconds paused, seconds of the load alone).
@@ -124,7 +132,7 @@ class Server:
         be paused, or hold new weights under an old name.
         """
         now = asyncio.get_running_loop().time
-        directory = await self.stage(weights)
+        directory = (await self.stage(weights)).directory
         paused = now()
         await self.pause(mode, reach_s=REACH_S)
         self.labels.append(weights.label)  # what is sampled from here on may carry it

@@ -119,6 +119,17 @@ def embedded(path, *, environment=None, **options):
 
 
 @contextlib.contextmanager
+def stager(root):
+    """The address of a stager in a process of its own, which keeps versions in `root`."""
+    command = [sys.executable, "-m", "areax.rollout.stager", "--port", "0", "--root", str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process.stdout.readline().split()[0]
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
 def sglang(path, python, log, *options):
     """The real SGLang server on the CPU; `python` is that of its environment, `options` words for its command line."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:

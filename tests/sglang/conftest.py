@@ -31,7 +31,9 @@ HF = {
 
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory):
-    """Two policy versions as directories, with their labels, and what our own forward pass says of them.
+    """Policy versions as directories, with their labels, and what our own forward pass says of them.
+
+    Versions 0 and 1 have nothing in common; 2 is version 0 with 3 % of its weights changed.
 
     `logp(v, tokens, temperature)` is [T, V]: row t holds the log-probabilities of the token at index t + 1;
     `greedy(v, tokens, n)` are the n likeliest next tokens; `ending` is a prompt after which that soon is a stop token.
@@ -46,7 +48,12 @@ def versions(tmp_path_factory):
         noise = iter(jax.random.split(key, 100))
         return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), weights)
 
+    def near(weights):
+        rng = np.random.default_rng(0)
+        return jax.tree.map(lambda x: jnp.where(rng.random(x.shape) < 0.03, 1.5 * x, x), weights)
+
     params = [perturb(jax.random.key(v)) for v in range(2)]
+    params.append(near(params[0]))
 
     def logp(v, ids, temperature=1.0):
         length = next(n for n in (128, 1024, CONTEXT) if n >= len(ids))  # three shapes, three compilations
