@@ -16,7 +16,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes; files stay together but where one helps the other at the end
 fast = --xla_backend_optimization_level=0# compiles in a third of the time; what then runs slower is tiny
 # Commands, files that travel with the code, and processes that start the installed copy.
-installed = package adapters_cli adapters_chat adapters_report recipes_sft rollout_loop rollout_rewards rollout_sandbox
+installed = package adapters_cli adapters_chat adapters_report recipes_sft rollout_loop rollout_rewards rollout_remote_sandbox
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: help

@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 import html
 import json
-import os
 import pathlib
 import statistics
 from collections.abc import Mapping
 
-from . import glossary, page, svg, tracker
+from . import glossary, page, svg, trace, tracker
 
 TOKEN_BUDGET = 200_000  # tokens of samples on the page: about 6 MB
 RESERVED = set(tracker.OURS)
@@ -18,6 +17,8 @@ RESERVED = set(tracker.OURS)
 
 def report(run_dir, out=None) -> pathlib.Path:
     """Writes the page of a run directory (see `tracker`) and returns its path; any part of the data may lack.
+
+    Where there is a journal, `trace.json` appears beside it.
 
     Args:
       out: where to; None means report.html in the run directory.
@@ -31,10 +32,8 @@ def report(run_dir, out=None) -> pathlib.Path:
     out = pathlib.Path(out) if out is not None else run_dir / "report.html"
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"report: out must be a file in a directory that exists, got {out}")
-    text = _page(run_dir)
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, out)
+    trace.write(run_dir)
+    tracker.write_text(out, _page(run_dir))
     return out
 
 
@@ -45,7 +44,7 @@ def _page(run_dir: pathlib.Path) -> str:
         ("summary", "Summary", _summary(summary, table)),
         *_curves(table),
         ("distributions", "Distributions", _distributions(table)),
-        ("time", "Where the time goes", _time(table)),
+        ("time", "Where the time goes", _time(table) + _servers(run_dir / trace.JOURNAL)),
         ("samples", "Samples", _samples(run_dir / tracker.SAMPLES)),
         ("numbers", "Every number", _numbers(table)),
         ("configuration", "Configuration", _configuration(config)),
@@ -301,6 +300,18 @@ def _time(table) -> str:
         parts.append(_time_of(kind, spent, known))
     lead = '<p class="lead">What the trainer did, and what it waited for.</p>'
     return lead + "".join(parts) if parts else ""
+
+
+def _servers(path: pathlib.Path) -> str:
+    """How much each server had to do, and where to see all of it."""
+    if not path.is_file():
+        return ""
+    busy = trace.in_flight(tracker.read_lines(path))
+    rows = "".join(f"<tr><td>{_escape(url)}</td><td>{svg.number(round(n, 2))}</td></tr>" for url, n in busy.items())
+    table = f"<table><tr><th>Server</th><th>Completions at a time, mean</th></tr>{rows}</table>" if busy else ""
+    return (
+        table + f"<p>{trace.TRACE} in the run's directory shows every part, push and completion: ui.perfetto.dev.</p>"
+    )
 
 
 def _place(name: str) -> int:

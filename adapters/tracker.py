@@ -57,8 +57,11 @@ def plain(value):
 
 def write_json(path, value) -> None:
     """Writes `value` (see `plain`) to path: the whole of it, or the file stays as it was."""
-    path = pathlib.Path(path)
-    text = json.dumps(plain(value), indent=2) + "\n"
+    write_text(pathlib.Path(path), json.dumps(plain(value), indent=2) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file: the whole of it, or it stays as it was."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import hf, state, tokenizer, tracker
+from areax.adapters import hf, state, tokenizer, trace, tracker
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
@@ -29,7 +29,20 @@ from areax.parallel import follow, processes
 from areax.parallel.mesh import Layout
 from areax.recipes import common, describe, learner
 from areax.recipes.trainer import CriticOptions, Trainer, advance, build, restore, saved
-from areax.rollout import agents, binding, client, episodes, executor, local, loop, names, publish, rewards, teacher
+from areax.rollout import (
+    agents,
+    binding,
+    client,
+    episodes,
+    executor,
+    journal,
+    local,
+    loop,
+    names,
+    publish,
+    rewards,
+    teacher,
+)
 from areax.rollout.curriculum import Curriculum, ordered
 from areax.rollout.types import Sample
 from areax.rollout.workflows import Sampling, Workflow
@@ -256,6 +269,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         enter, enter_async = stack.enter_context, stack.enter_async_context
         keep = {kind: start for kind in ("grpo", "eval")}
         run = enter(tracker.open_run(out, config=config, keep=keep))
+        enter(journal.writing(out / trace.JOURNAL))
         tick = enter(tracker.progress("grpo", config.steps, start=start))
         root = enter(published_root(config, trainer))
         write = functools.partial(hf.write_published, root, config=trainer.policy.settings, tokenizer=tokens)
@@ -313,7 +327,8 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             return push
 
         async def evaluate(v: int):
-            groups = await executor.rollouts(greedy, fleet.generate, heldout, max_concurrent=config.max_concurrent)
+            with journal.about(of="evaluation"):
+                groups = await executor.rollouts(greedy, fleet.generate, heldout, max_concurrent=config.max_concurrent)
             values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
             accuracy[v] = float(np.nanmean(values))
             run.log("eval", v, accuracy=accuracy[v], rows=len(values), server_version=fleet.version)

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from . import depot, recovery, versions
+from . import depot, journal, recovery, versions
 from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Part, Published, Server, State, Unreached
-from .types import Completion
+from .types import Completion, Finish
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -249,6 +249,7 @@ class Fleet:
         on_tokens: Callable[[list[int]], None] | None,
     ) -> Completion:
         self.counts["requests"] += 1
+        begun = asyncio.get_running_loop().time()
         most, least = sampling["max_new_tokens"], sampling["min_new_tokens"]
         reach = max((len(word.encode()) for word in sampling.get("stop", ())), default=1) - 1
         tokens: list[int] = []
@@ -289,11 +290,17 @@ class Fleet:
             if idle:  # a server that aborts at once must not be asked in a tight loop
                 await asyncio.sleep(_delay(idle - 1))
         self.counts["tokens"] += len(tokens)
+        version = [versions.number(label) for label in labels]
+        finish: Finish = "length" if part.finish == "abort" else part.finish
+        journal.note(
+            "call", begun=begun, url=server.url, prompt_tokens=len(prompt), tokens=len(tokens),
+            versions=journal.runs(version), finish=finish, resumed=resumed,
+        )  # fmt: skip
         return Completion(
             tokens=tokens,
             logp=logp,
-            version=[versions.number(label) for label in labels],
-            finish="length" if part.finish == "abort" else part.finish,
+            version=version,
+            finish=finish,
             text="" if resumed else part.text,
             routed=routed,
             info={**part.info, "url": server.url, "resumed": resumed},
@@ -417,6 +424,8 @@ class Fleet:
                 self.counts[state] += 1
                 log.warning("a server is %s: %s", state, why)
             server.why = why
+        if state != server.state:
+            journal.note("server", url=server.url, state=state, why=why)
         server.state = state
         if state not in ("healthy", "suspect", "leaving"):
             _stop(server.running)

@@ -37,12 +37,12 @@ def write(path: Path, base: Path, new: Path, names: Iterable[str], labels: tuple
     Raises:
       ValueError: a file is missing in one of them, or differs in size.
     """
-    sizes = []
+    sizes: list[tuple[str, int]] = []
     for name in names:
         now, then = ((folder / name).stat().st_size if (folder / name).is_file() else None for folder in (new, base))
         if now is None or now != then:
             raise ValueError(f"delta: {name} must be of one size in both versions, got {then} and {now} bytes")
-        sizes.append([name, now])
+        sizes.append((name, now))
     header = json.dumps({"base": labels[0], "label": labels[1], "files": sizes}).encode()
     with open(path, "wb") as file, concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         file.write(MAGIC + len(header).to_bytes(4, "little") + header)

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from . import names
+from . import journal, names
 from .types import Sample
 from .workflows import Generate, Workflow
 
@@ -79,6 +79,15 @@ async def group(
 
 
 async def _episode(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
+    """Its samples; a task of its own, whose events say which episode they are of."""
+    begun = asyncio.get_running_loop().time()
+    with journal.about(prompt=prompt, episode=index):
+        samples = await _played(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
+        journal.note("episode", begun=begun, rows=samples)
+    return samples
+
+
+async def _played(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
     for attempt in itertools.count(1):
         turns = itertools.count()  # from 0 in each attempt: a second one draws the same tokens
         try:

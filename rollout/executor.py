@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from . import journal
 from .curriculum import Adaptive, EasyFirst, success
 from .curriculum import Prompts as Prompts
 from .episodes import group, of_server, stop
@@ -141,6 +142,7 @@ class Executor:
                 self._batch += 1
                 groups = {prompt: self._ready.pop(prompt)[1] for prompt in oldest}
                 self._tell(groups)
+                journal.note("batch", version=v, prompts=oldest)
                 return list(groups.values())
             self._changed.clear()
             await self._changed.wait()
@@ -248,9 +250,12 @@ class Executor:
         self._total["retries"] += 1
 
     def _finish(self, prompt: int, task: asyncio.Task) -> None:
-        if self._running.pop(prompt, None) is None:  # closed
+        running = self._running.pop(prompt, None)
+        if running is None:  # closed
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        outcome = "failed" if error is not None else "accepted" if task.result()[1] else "rejected"
+        journal.note("group", prompt=prompt, admitted=running[0], outcome=outcome)
         samples, accepted = ([], False) if error is not None else task.result()
         if not accepted:
             self._left_out[prompt] = success(samples)

@@ -16,13 +16,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import xxhash
 
-from . import versions
+from . import journal, versions
 from .client import Fleet, Moved
 from .server import Published, Server, Unreached
 
@@ -132,6 +132,7 @@ async def push(
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)
+    journal.note("push", begun=start, **asdict(report))
     return report
 
 

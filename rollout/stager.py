@@ -145,11 +145,13 @@ def _kept(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)  # a new run begins with small numbers again
 
 
-def _checked(listing: Any, label: str) -> dict[str, dict]:
+def _checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
     """The files of a listing, if it is one and its manifest is the one that gave the label its name."""
     try:
-        files = {str(name): {"bytes": int(f["bytes"]), "xxh3_128": str(f["xxh3_128"])}
-                 for name, f in listing["files"].items()}  # fmt: skip
+        files: dict[str, dict[str, Any]] = {
+            str(name): {"bytes": int(told["bytes"]), "xxh3_128": str(told["xxh3_128"])}
+            for name, told in listing["files"].items()
+        }
         manifest = files["manifest.json"]["xxh3_128"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RuntimeError(f"stager: the listing of {label} is not one ({error!r})") from error
@@ -188,8 +190,8 @@ class _Fetch:
     def __init__(self, http: aiohttp.ClientSession, url: str, said: dict[str, Any]):
         self.http, self.url, self.said = http, url, said
 
-    async def listing(self, base: str) -> dict:
-        async def once():
+    async def listing(self, base: str) -> dict[str, Any]:
+        async def once() -> dict[str, Any]:
             timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
             async with self.http.get(self.url, params={"base": base} if base else {}, timeout=timeout) as reply:
                 return json.loads(await _agreed(self.url, reply))
