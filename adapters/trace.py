@@ -72,11 +72,15 @@ def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
 def in_flight(events: Iterable[dict]) -> dict[str, float]:
     """Of each server, by address: completions that it generated at a time, the mean from its first to its last."""
     busy: dict[str, list[float]] = {}
+    offset = 0.0
     for event in events:
+        if event["kind"] == "open":
+            offset = event["time"] - event["at"]
         if event["kind"] == "call":
-            total = busy.setdefault(event["url"], [0.0, event["begun"], event["at"]])
-            total[0] += event["at"] - event["begun"]
-            total[1:] = min(total[1], event["begun"]), max(total[2], event["at"])
+            begun, ended = event["begun"] + offset, event["at"] + offset
+            total = busy.setdefault(event["url"], [0.0, begun, ended])
+            total[0] += ended - begun
+            total[1:] = min(total[1], begun), max(total[2], ended)
     return {url: total / (last - first) for url, (total, first, last) in busy.items() if last > first}
 
 

@@ -3,6 +3,7 @@
     config.json     what the run was told
     metrics.jsonl   a line a measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
     samples.jsonl   a line a sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
+    journal.jsonl   of RL, a line an event (rollout/journal.py)
     summary.json    what came out
 
 Every line is standard JSON: a number that is not finite is written as null and spelled out in the line's

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -73,23 +74,25 @@ def memory() -> float:
 
 
 async def ours(url: str, episodes: int, concurrent: int, tokens: int, note) -> None:
-    """Executor, fleet, episodes and samples, as a training run has them; the batches are thrown away."""
-    from areax.rollout import client, executor
+    """Executor, fleet, episodes, samples and journal, as a training run has them; the batches are thrown away."""
+    from areax.rollout import client, executor, journal
     from areax.rollout.types import sampled
 
     async def workflow(generate, row):
         return sampled(PROMPT, await generate(PROMPT, max_new_tokens=tokens), temperature=1.0, reward=1.0)
 
     eta = 1 + concurrent // (GROUPS * SIZE)
-    async with client.connect([url], concurrency=concurrent) as fleet:
-        async with executor.Executor(
-            workflow, fleet.generate, executor.Prompts([{"i": i} for i in range(1000)]), group_size=SIZE,
-            groups_per_batch=GROUPS, eta=eta, max_concurrent=concurrent // SIZE, seed=None,
-        ) as rollout:  # fmt: skip
-            for v in range(episodes // (GROUPS * SIZE)):
-                rollout.admit(v)
-                await rollout.batch(v)
-                note((v + 1) * GROUPS * SIZE)
+    prompts = executor.Prompts([{"i": i} for i in range(1000)])
+    with tempfile.NamedTemporaryFile() as file, journal.writing(file.name):
+        async with client.connect([url], concurrency=concurrent) as fleet:
+            async with executor.Executor(
+                workflow, fleet.generate, prompts, group_size=SIZE, groups_per_batch=GROUPS, eta=eta,
+                max_concurrent=concurrent // SIZE, seed=None,
+            ) as rollout:  # fmt: skip
+                for v in range(episodes // (GROUPS * SIZE)):
+                    rollout.admit(v)
+                    await rollout.batch(v)
+                    note((v + 1) * GROUPS * SIZE)
 
 
 async def bare(url: str, episodes: int, concurrent: int, tokens: int, note) -> None:
