@@ -1,23 +1,28 @@
-"""A fleet of three real server processes that are killed, stopped and given damaged weights, in the middle of things.
+"""A fleet of three real server processes that are killed, stopped and given damaged weights, in the middle of things,
+and whose answers are damaged on their way.
 
 Every token's log-probability is compared with our own forward pass of the weights that its label names.
 """
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
 import types
 
+import aiohttp
 import jax
 import numpy as np
 import pytest
 import tiny
+from aiohttp import web
 
 from areax import models
 from areax.adapters import hf, tokenizer
-from areax.rollout import client, local, publish, recovery
+from areax.rollout import client, episodes, local, publish, recovery
+from areax.rollout.types import sampled
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[5 + i % 7, 6, 7 + i % 3] for i in range(18)]
@@ -156,3 +161,101 @@ def test_damaged_weights_are_refused_and_undone(versions, tmp_path):
             assert set(one.version) == {2}
 
     fault(versions, main)
+
+
+# ---------------------------------------------------------------- answers that are damaged on their way
+
+
+class Between:
+    """Stands before a server; `faults` holds what happens to the next answer of a path, and `met` those that did."""
+
+    def __init__(self, url):
+        self.behind, self.faults, self.met = url, {}, []
+
+    async def forward(self, request):
+        async with self.http.request(request.method, self.behind + request.path, data=await request.read()) as reply:
+            status, body = reply.status, await reply.read()
+        fault = self.faults.pop(request.path, None)
+        if not fault:
+            return web.Response(status=status, body=body, content_type="application/json")
+        self.met.append((request.path, fault))
+        if fault == "garbage":
+            return web.Response(body=bytes(b ^ 0x55 for b in body), content_type="application/json")
+        if fault == "refused":
+            return web.Response(status=500, text="{}")
+        if fault == "wrong version":
+            known = json.loads(body)
+            if "weight_version" in known:
+                known["weight_version"] = "77-77777777"
+            for span in known.get("meta_info", {}).get("weight_versions", ()):
+                span["version"] = "77-77777777"
+            return web.json_response(known)
+        answer = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+        await answer.prepare(request)
+        for piece in (body[:1], body[1:20], body[20:]):
+            await answer.write(piece)
+            if fault == "cut off":
+                request.transport.close()
+                break
+            await asyncio.sleep(0.3)  # slow
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def serve(self):
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", self.forward)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as self.http:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            try:
+                yield self
+            finally:
+                await runner.cleanup()
+
+
+FAULTS = ["slow", "cut off", "garbage", "refused", "wrong version"]
+PATHS = ["/generate", "/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
+    """One server after the other, at one path after the other; requests run meanwhile, and none is lost."""
+    monkeypatch.setattr(recovery, "PAUSE_S", 0.05)
+    monkeypatch.setattr(episodes, "PAUSE_S", 0.05)
+
+    async def play(generate, row):
+        done = await generate(row["prompt"], max_new_tokens=150, ignore_eos=True)
+        check(versions, row["prompt"], done, 150)
+        return sampled(row["prompt"], done, temperature=1.0, info={"versions": set(done.version)})
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            own = await stack.enter_async_context(
+                local.servers(versions.paths[0], local.Serve(count=3, slots=4, context=256))
+            )
+            gates = [await stack.enter_async_context(Between(url).serve()) for url in own.urls]
+            fleet = await stack.enter_async_context(client.connect([gate.url for gate in gates]))
+            await publish.push(fleet, versions.paths[0], versions.labels[0])
+            rows = [{"prompt": prompt} for prompt in PROMPTS]
+            for turn, path in enumerate(PATHS):
+                old, new = turn % 2, (turn + 1) % 2
+                gate = gates[turn % 3]
+                gate.faults[path] = fault
+                running = asyncio.create_task(episodes.rollouts(play, fleet.generate, rows, seed=turn))
+                while sum(server.load for server in fleet.servers) < len(rows):
+                    await asyncio.sleep(0)
+                report = await publish.push(fleet, versions.paths[new], versions.labels[new])
+                assert len(report.loaded) >= 2
+                done = [sample for [sample] in await running]
+                assert len(done) == len(rows) and all(one.info["versions"] <= {old, new} for one in done)
+                await until(lambda: healthy(fleet))
+                if fault == "wrong version" and path not in ("/generate", "/model_info"):
+                    gate.faults.clear()  # no version is in its answers
+                assert not gate.faults and fleet.version == new
+                after = await episodes.rollouts(play, fleet.generate, rows, seed=99)
+                assert all(sample.info["versions"] == {new} for [sample] in after)
+            assert len({met for gate in gates for met in gate.met}) == len(PATHS)
+
+    asyncio.run(asyncio.wait_for(main(), 200))
