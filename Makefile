@@ -58,6 +58,7 @@ test: $(dev) ## the tests, under 10 minutes on two cores
 	$(py) -m pytest -q $(both)
 
 .PHONY: test-slow
+test-slow: export XLA_FLAGS += $(fast)
 test-slow: $(dev) ## every algorithm from the command line, three steps each; TRL and PEFT in full
 	$(py) -m pytest -q -m slow $(both)
 
@@ -101,6 +102,7 @@ $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 # The wheel gets an environment of its own, which borrows the other packages of .venv by a path file: such a
 # file does not run the editable hook over there, so `areax` can only be the installed copy.
 .PHONY: test-wheel
+test-wheel: export XLA_FLAGS += $(fast)
 test-wheel: $(dev) ## build the wheel and run what a wheel can break against the installed copy, from another directory
 	@rm -rf build dist $(wheel)
 	@$(py) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -320,7 +320,8 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             host = do("host_copy")
 
             async def push():
-                directory = await asyncio.to_thread(whole, root / str(v), functools.partial(write, v, params=host))
+                once = functools.partial(whole, root / str(v), functools.partial(write, v, params=host))
+                directory = await publish.written(once, root, lambda: fleet.labels)
                 pushes.append(await publish.push(fleet, directory, publish.version_string(directory / "manifest.json")))
                 await asyncio.to_thread(publish.prune, root, 2, fleet.labels)
 

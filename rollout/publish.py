@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -29,6 +30,7 @@ from .server import Published, Server, Unreached
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # at a push that fails everywhere
+ROOMS = 6  # more attempts on a full disk, after 1, 2, 4 ... seconds
 POLL_S = 0.05
 Mode = Literal["retract", "abort", "drain"]
 
@@ -190,6 +192,26 @@ async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> 
         why = f"the push of {weights.label} failed: {error}"
         fleet.fail(server, "poisoned", why)
         return why
+
+
+async def written(write: Callable[[], Path], root: Path, in_use: Callable[[], Collection[str]]) -> Path:
+    """The directory that `write`, in a thread, has written; on a full disk older versions go, and it is tried again.
+
+    Args:
+      in_use: labels of versions under `root` that must stay.
+
+    Raises OSError where there is no room after a minute.
+    """
+    for attempt in itertools.count():
+        try:
+            return await asyncio.to_thread(write)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == ROOMS:
+                raise
+            log.warning("%s: no room for a version (%s); older ones go, and it is tried again", root, error.strerror)
+        await asyncio.to_thread(prune, root, 1, in_use())
+        await asyncio.sleep(2.0**attempt)
+    raise AssertionError
 
 
 def choose_root(size: int = 0) -> Path:

@@ -1,5 +1,7 @@
 """Labels, spans and the folder of published versions."""
 
+import asyncio
+import errno
 import json
 import pathlib
 import tempfile
@@ -9,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areax.rollout import publish, versions
+from areax.rollout import clock, publish, versions
 
 labels = st.builds("{}-{:08x}".format, st.integers(0, 10**6), st.integers(0, 2**32 - 1))
 
@@ -85,3 +87,35 @@ def test_choose_root_takes_memory_only_if_three_versions_fit():
     disk = pathlib.Path(tempfile.gettempdir())
     assert publish.choose_root() in (pathlib.Path("/dev/shm"), disk)
     assert publish.choose_root(2**60) == disk
+
+
+def test_a_full_disk_is_waited_for_and_older_versions_go(tmp_path):
+    for v in range(3):
+        put(tmp_path, str(v), v)
+    label = publish.version_string(tmp_path / "0/manifest.json")
+    errors = [OSError(errno.ENOSPC, "No space left on device")] * 3
+
+    def write():
+        if errors:
+            raise errors.pop()
+        return put(tmp_path, "3", 3)
+
+    async def main():
+        done = await publish.written(write, tmp_path, lambda: {label})
+        return done, asyncio.get_running_loop().time()
+
+    assert clock.run(main()) == (tmp_path / "3", 1.0 + 2.0 + 4.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2", "3"]
+
+
+@pytest.mark.parametrize("number, attempts", [(errno.ENOSPC, 7), (errno.EDQUOT, 7), (errno.EACCES, 1)])
+def test_a_disk_that_stays_full_ends_the_run(tmp_path, number, attempts):
+    tried = []
+
+    def write():
+        tried.append(1)
+        raise OSError(number, "no")
+
+    with pytest.raises(OSError, match="no"):
+        clock.run(publish.written(write, tmp_path, set))
+    assert len(tried) == attempts
