@@ -12,7 +12,6 @@ import asyncio
 import collections
 import contextlib
 import logging
-import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -73,9 +72,8 @@ async def connect(
         servers = [Server(url, http) for url in urls]
         if stagers:
             here = await stack.enter_async_context(depot.serve(depot.towards(stagers[0])))
-            key = os.environ.get(depot.KEY, "")
             for server, url in zip(servers, stagers, strict=True):
-                server.stager = depot.Stager(url, http, here, key)
+                server.stager = depot.Stager(url, http, here)
         await asyncio.gather(*(_introduce(server, ready_s) for server in servers))
         fleet = Fleet(servers, concurrency, timeout_s, restart)
         watching = asyncio.create_task(recovery.watch(fleet))
@@ -437,8 +435,11 @@ class Fleet:
         finally:
             server.tending = None
 
-    async def join(self, url: str, *, ready_s: float = 30.0) -> None:
+    async def join(self, url: str, *, stager: str = "", ready_s: float = 30.0) -> None:
         """Adds the server at `url`, which gets requests once it has the newest published version.
+
+        Args:
+          stager: as of `connect`, where the other servers have one.
 
         Raises:
           ValueError: it is here already, or does not honour seeds as the others do.
@@ -447,7 +448,11 @@ class Fleet:
         url = url.rstrip("/")
         if any(server.url == url for server in self.servers):
             raise ValueError(f"join: {url} is in the fleet already")
-        server = Server(url, self.servers[0].http)
+        server, others = Server(url, self.servers[0].http), self.servers[0].stager
+        if (others is None) != (stager == ""):
+            raise ValueError(f"join: a server has a stager where the others have one, got {stager!r} for {url}")
+        if others:
+            server.stager = others.beside(stager.rstrip("/"))
         await _introduce(server, ready_s)
         if self.seeded and not server.seeded:
             raise ValueError(

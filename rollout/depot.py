@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import shutil
 import socket
@@ -26,7 +27,7 @@ import aiohttp.web
 import xxhash
 
 from . import delta
-from .server import Published, Server, Staged
+from .server import REACH_S, Published, Server, Staged
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +142,12 @@ class Depot:
 class Stager:
     """What fetches versions for a server that does not see the trainer's files; its address, and where it fetches."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, depot: Depot, key: str):
-        self._there = Server(url, http)
-        self._depot, self._key = depot, key
+    def __init__(self, url: str, http: aiohttp.ClientSession, depot: Depot):
+        self._there, self._depot = Server(url, http), depot
+
+    def beside(self, url: str) -> Stager:
+        """One at another address, which fetches from the same depot."""
+        return Stager(url, self._there.http, self._depot)
 
     async def stage(self, weights: Published, *, timeout_s: float = STAGE_S) -> Staged:
         """`weights` on the server's machine, once every file is there and verified.
@@ -151,8 +155,13 @@ class Stager:
         Raises ValueError where the stager refuses, RuntimeError where it cannot be reached or failed.
         """
         self._depot.offer(weights)
-        body = {"key": self._key, "label": weights.label, "source": self._depot.url, "source_key": self._depot.key}
-        answer = await self._there.call("POST", "/stage", body, timeout_s=timeout_s, reach_s=30.0)
+        body = {
+            "key": os.environ.get(KEY, ""),
+            "label": weights.label,
+            "source": self._depot.url,
+            "source_key": self._depot.key,
+        }
+        answer = await self._there.call("POST", "/stage", body, timeout_s=timeout_s, reach_s=REACH_S)
         try:
             return Staged(str(answer["path"]), int(answer["bytes"]))
         except (KeyError, TypeError, ValueError) as error:

@@ -83,6 +83,8 @@ class Stages(Protocol):
 
     async def stage(self, weights: Published) -> Staged: ...
 
+    def beside(self, url: str) -> Stages: ...
+
 
 @dataclass(eq=False)
 class Server:

@@ -323,6 +323,12 @@ def test_a_fleet_pushes_to_servers_that_see_no_files_of_ours(place, weights, mon
                     with process(place / "b", port=second.rpartition(":")[2]):
                         await until(lambda: states(fleet) == ["healthy", "healthy"])
                     assert b.label == three.label and controls(b)[-1] == "/continue_generation"
+                    async with serving(V0) as c:
+                        with pytest.raises(ValueError, match="a server has a stager where the others have one"):
+                            await fleet.join(c.url)
+                        await fleet.join(c.url, stager=first)
+                        await until(lambda: states(fleet)[2] == "healthy")
+                        assert c.label == three.label
 
     asyncio.run(asyncio.wait_for(main(), 120))
 
