@@ -23,7 +23,7 @@ import numpy as np
 import zstandard
 
 MAGIC = b"areaxd1\n"
-BLOCK = 8 << 20
+BLOCK = 1 << 20  # small enough that its memory is used again
 LEVEL = 1  # of zstd: on XORed weights higher ones take longer and gain little
 WORKERS = min(8, os.cpu_count() or 1)  # numpy and zstd let go of Python's lock
 
@@ -76,10 +76,9 @@ def apply(path: Path, base: Path, out: Path, label: str) -> list[str]:
             if Path(name).name != name or not (base / name).is_file() or (base / name).stat().st_size != size:
                 raise ValueError(f"{path}: {name!r} must be a file of {size} bytes in {base}")
             with open(out / name, "wb") as new:
-                work = ((base / name, *cut, frame) for cut, frame in zip(_cuts(size), _frames(file), strict=False))
-                for block in _mapped(pool, _unpack, work):
-                    new.write(block)
-                if new.tell() != size:
+                cuts = zip(_cuts(size), _frames(file), strict=False)
+                work = ((base / name, new.fileno(), *cut, frame) for cut, frame in cuts)
+                if sum(_mapped(pool, _unpack, work)) != size:
                     raise ValueError(f"{path}: ends within {name}")
         return [name for name, _ in sizes]
 
@@ -123,7 +122,8 @@ def _pack(base: Path, new: Path, start: int, size: int) -> bytes:
     return zstandard.ZstdCompressor(LEVEL).compress(planes.data)
 
 
-def _unpack(base: Path, start: int, size: int, frame: bytes) -> np.ndarray:
+def _unpack(base: Path, new: int, start: int, size: int, frame: bytes) -> int:
+    """Writes a block where it belongs: with a file in memory most of the time goes into its fresh pages."""
     try:
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame, max_output_size=size), np.uint8)
     except zstandard.ZstdError as error:
@@ -135,4 +135,4 @@ def _unpack(base: Path, start: int, size: int, frame: bytes) -> np.ndarray:
     bits[0 : 2 * half : 2] ^= planes[:half]
     bits[1 : 2 * half : 2] ^= planes[half : 2 * half]
     bits[2 * half :] ^= planes[2 * half :]
-    return bits
+    return os.pwrite(new, bits.data, start)
