@@ -124,7 +124,7 @@ async def fetch_version(
                 fetch = _Fetch(http, f"{source}/{label}", said)
                 listing = await fetch.listing(base)
                 files = _checked(listing, label)
-                made = await _from_delta(fetch, listing["delta"], root / base, part, files) if base else set()
+                made = await _from_delta(fetch, listing.get("delta"), root / base, part, files) if base else set()
                 for name in files.keys() - made:
                     await fetch.file(name, part / name, files[name])
         except OSError as error:
