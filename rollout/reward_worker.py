@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -19,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
 from . import names
 from .signatures import Bound, Score, bind, score
@@ -87,15 +88,23 @@ class Worker:
         main script again, which may well import JAX; in a session of its own it sees no Ctrl-C, and is killed
         together with its children."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            reader, writer = await asyncio.open_connection(sock=ours)
-            arguments = f"{theirs.fileno()}, {name!r}, {timeout_s!r}"
+        # Answers come by a pipe: a socket whose other end dies with calls unread forgets the answers under way as well.
+        answers, out = os.pipe()
+        with theirs, open(out, "wb", buffering=0), contextlib.ExitStack() as opened:
+            pipe = opened.enter_context(open(answers, "rb", buffering=0))
+            _, writer = await asyncio.open_connection(sock=ours)
+            opened.callback(writer.close)
+            reader = asyncio.StreamReader()
+            protocol = functools.partial(asyncio.StreamReaderProtocol, reader)
+            await asyncio.get_running_loop().connect_read_pipe(protocol, pipe)
+            opened.pop_all()  # the two transports close them from here on
+            arguments = f"{theirs.fileno()}, {out}, {name!r}, {timeout_s!r}"
             program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({arguments})"
             try:
                 process = subprocess.Popen(
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), out],
                     start_new_session=True,
                 )
             except OSError as error:
@@ -154,25 +163,25 @@ class Worker:
             await self.writer.wait_closed()
 
 
-def serve(handle: int, name: str, timeout_s: float) -> None:
+def serve(handle: int, answers: int, name: str, timeout_s: float) -> None:
     """The life of a worker: resolves the reward, then answers calls until their stream ends."""
-    with socket.socket(fileno=handle) as connection:
+    with socket.socket(fileno=handle) as connection, open(answers, "wb", buffering=0) as out:
         try:
             function = names.resolve(name)
             bound = bind(function, name)
         except BaseException as error:  # whatever it is, it must reach the process that waits
             text = str(error) if isinstance(error, ValueError) else f"{name}: {line(error)}"
-            connection.sendall(_frame({"error": f"reward {text}"}))
+            _put(out, _frame({"error": f"reward {text}"}))
             return
-        connection.sendall(_frame({"mode": bound.mode, "wants": bound.wants}))
+        _put(out, _frame({"mode": bound.mode, "wants": bound.wants}))
         if bound.mode == "async":
-            asyncio.run(_many(connection, bound, function, timeout_s))
+            asyncio.run(_many(connection, out, bound, function, timeout_s))
         else:
             with connection.makefile("rb") as stream, asyncio.Runner() as runner:
                 while len(size := stream.read(4)) == 4:
                     calls = pickle.loads(stream.read(int.from_bytes(size, "little")))
-                    answers = _batch if bound.mode == "batched" else _plain
-                    connection.sendall(_answers(answers(bound, function, calls, runner)))
+                    answer = _batch if bound.mode == "batched" else _plain
+                    _put(out, _answers(answer(bound, function, calls, runner)))
 
 
 def _plain(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Runner) -> list[tuple]:
@@ -196,9 +205,9 @@ def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
         return [(id, "raised", line(error, function), {}) for id, _ in calls]
 
 
-async def _many(connection: socket.socket, bound: Bound, function: Callable, timeout_s: float) -> None:
+async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function: Callable, timeout_s: float) -> None:
     """Calls of an `async def`, all at once; one that takes too long is cancelled, and ends alone."""
-    reader, writer = await asyncio.open_connection(sock=connection)
+    reader, _writer = await asyncio.open_connection(sock=connection)
 
     async def one(id: int, message: bytes) -> None:
         try:
@@ -208,7 +217,7 @@ async def _many(connection: socket.socket, bound: Bound, function: Callable, tim
             raise
         except BaseException as error:  # whatever it is, it must reach the process that waits
             answer = (id, "late", "", {}) if limit.expired() else (id, "raised", line(error, function), {})
-        writer.write(_answers([answer]))
+        _put(out, _answers([answer]))
 
     tasks = set()
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -226,6 +235,12 @@ def _scored(result: Any) -> tuple[str, float, Mapping[str, float]]:
 
 def _answers(answers: Sequence[tuple]) -> bytes:
     return _frame({"memory": _memory(), "answers": answers})
+
+
+def _put(out: BinaryIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[out.write(left) :]
 
 
 def _frame(content: Mapping[str, Any]) -> bytes:

@@ -474,6 +474,27 @@ def test_a_pool_that_was_left_answers_no_more(file):
     asyncio.run(main())  # in another loop
 
 
+def test_answers_before_a_death_are_not_lost(tmp_path):
+    """They arrived while our event loop was busy, which then sends more calls before it reads them."""
+    (tmp_path / "own.py").write_text(
+        "import os\ndef reward(text, row):\n    if row['id'] == 3:\n        os._exit(1)\n    return row['id']\n"
+    )
+
+    async def main():
+        async with rewards.pool(f"{tmp_path}/own.py:reward", workers=1, retries=0) as reward:
+            calls = [asyncio.create_task(reward("", {"id": i})) for i in range(8)]
+            for _ in range(10):
+                await asyncio.sleep(0)  # some of them are sent
+            calls += [asyncio.create_task(reward("", {"id": i})) for i in range(8, 24)]
+            await asyncio.sleep(0)  # they are about to be
+            time.sleep(1.0)
+            return [one.value for one in await asyncio.gather(*calls)], reward.counts
+
+    values, counts = asyncio.run(main())
+    assert counts == counted(scored=23, died=1)
+    assert [i for i, value in enumerate(values) if value != i] == [3]
+
+
 def test_the_benchmark_in_small():
     """10,000 calls in the original; here everything but the times is asserted."""
     script = Path(__file__).parents[1] / "benchmarks" / "rewards.py"
