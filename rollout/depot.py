@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import aiohttp.web
 import xxhash
 
-from . import delta
+from . import delta, serving
 from .server import REACH_S, Published, Server, Staged
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ async def serve(host: str) -> AsyncIterator[Depot]:
     await runner.setup()
     try:
         await aiohttp.web.TCPSite(runner, host, 0).start()
-        shown = f"[{host}]" if ":" in host else host
-        depot.url = f"http://{shown}:{runner.addresses[0][1]}"
+        depot.url = serving.address(runner.addresses[0])
         yield depot
     finally:
         await runner.cleanup()
@@ -149,7 +148,7 @@ class Stager:
         """One at another address, which fetches from the same depot."""
         return Stager(url, self._there.http, self._depot)
 
-    async def stage(self, weights: Published, *, timeout_s: float = STAGE_S) -> Staged:
+    async def stage(self, weights: Published) -> Staged:
         """`weights` on the server's machine, once every file is there and verified.
 
         Raises ValueError where the stager refuses, RuntimeError where it cannot be reached or failed.
@@ -161,7 +160,7 @@ class Stager:
             "source": self._depot.url,
             "source_key": self._depot.key,
         }
-        answer = await self._there.call("POST", "/stage", body, timeout_s=timeout_s, reach_s=REACH_S)
+        answer = await self._there.call("POST", "/stage", body, timeout_s=STAGE_S, reach_s=REACH_S)
         try:
             return Staged(str(answer["path"]), int(answer["bytes"]))
         except (KeyError, TypeError, ValueError) as error:

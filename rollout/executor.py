@@ -254,9 +254,9 @@ class Executor:
         if running is None:  # closed
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        outcome = "failed" if error is not None else "accepted" if task.result()[1] else "rejected"
-        journal.note("group", prompt=prompt, admitted=running[0], outcome=outcome)
         samples, accepted = ([], False) if error is not None else task.result()
+        outcome = "accepted" if accepted else "rejected" if error is None else "failed"
+        journal.note("group", prompt=prompt, admitted=running[0], outcome=outcome)
         if not accepted:
             self._left_out[prompt] = success(samples)
         if accepted:

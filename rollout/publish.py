@@ -97,7 +97,7 @@ async def push(
     is pushed again, ATTEMPTS times in all.
 
     Args:
-      directory: as the servers see it, too (same machine or shared file system).
+      directory: seen by the servers under the same path (same machine, shared file system), unless they have stagers.
       mode: what happens to running requests. `retract` leaves them on the server, `abort` returns them, and the client
         resumes them; both recompute the cache under the new weights. `drain` lets them end first, so that each
         completion is of one version, while the slots of those that have ended stand empty.
@@ -202,7 +202,8 @@ async def written(write: Callable[[], Path], root: Path, in_use: Callable[[], Co
 
     Raises OSError where there is no room after a minute.
     """
-    for attempt in itertools.count():
+    attempt = 0
+    while True:
         try:
             return await asyncio.to_thread(write)
         except OSError as error:
@@ -211,7 +212,7 @@ async def written(write: Callable[[], Path], root: Path, in_use: Callable[[], Co
             log.warning("%s: no room for a version (%s); older ones go, and it is tried again", root, error.strerror)
         await asyncio.to_thread(prune, root, 1, in_use())
         await asyncio.sleep(2.0**attempt)
-    raise AssertionError
+        attempt += 1
 
 
 def choose_root(size: int = 0) -> Path:

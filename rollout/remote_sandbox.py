@@ -173,7 +173,7 @@ def serve(*, host: str = "127.0.0.1", port: int = 8080, places: int = 4, key: st
     if places < 1:
         raise ValueError(f"sandbox: places must be at least 1, got {places}")
     with serving.listening(host, port, key=key, variable=KEY, what="sandbox") as sock:
-        ready = f"{serving.address(sock)} runs {places} programs at a time, {sandbox.isolation()}"
+        ready = f"{serving.address(sock.getsockname())} runs {places} programs at a time, {sandbox.isolation()}"
         serving.serve(app(places=places, key=key), sock, ready)
 
 

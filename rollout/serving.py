@@ -32,9 +32,9 @@ def listening(host: str, port: int, *, key: str | None, variable: str, what: str
         raise ValueError(f"{what}: cannot serve at {host}:{port} ({error})") from error
 
 
-def address(sock: socket.socket) -> str:
-    """The URL of a listening socket."""
-    host, port = sock.getsockname()[:2]
+def address(place: tuple) -> str:
+    """The URL of a place where a socket listens, as `getsockname` gives it."""
+    host, port = place[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

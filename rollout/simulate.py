@@ -177,7 +177,7 @@ async def play(
     begun = config.steps // 3
     marks: list[tuple[float, list[float]]] = []
     now = asyncio.get_running_loop().time
-    labels = lambda v: f"{v}-{v:08x}"
+    label = lambda v: f"{v}-{v:08x}"
 
     async def workflow(generate: Generate, row: Mapping[str, Any]) -> Sample:
         n = int(next(row["tokens"]))
@@ -190,7 +190,7 @@ async def play(
 
     def hand_out(v: int) -> loop.Push:
         spend(config.publish_s)
-        return functools.partial(publish.push, fleet, folder, labels(v), mode=config.push)
+        return functools.partial(publish.push, fleet, folder, label(v), mode=config.push)
 
     def on_step(v: int, groups: list[list[Sample]], seconds: dict[str, float]) -> None:
         if v in (begun, config.steps):

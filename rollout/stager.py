@@ -266,7 +266,7 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
     except OSError as error:
         raise ValueError(f"stager: {folder} cannot be made ({error})") from error
     with serving.listening(host, port, key=key, variable=KEY, what="stager") as sock:
-        serving.serve(app(folder, key=key), sock, f"{serving.address(sock)} stages versions in {folder}")
+        serving.serve(app(folder, key=key), sock, f"{serving.address(sock.getsockname())} stages versions in {folder}")
 
 
 def main() -> None:
