@@ -301,6 +301,8 @@ METRICS = {
     "prob_pearson": "correlation of the trainer's and the sampler's probabilities of tokens",
     "push_load_s": "seconds that the server took to load the new weights",
     "push_pause_s": "seconds that generation stood still for new weights",
+    "push_probe_diff": "difference of a server's log-probabilities of a known prompt, mean nats a token",
+    "push_prove_s": "seconds after a push until servers were seen to hold the new weights",
     "push_s": "seconds of a push of weights, writing included, beside the step",
     "ratio": "new / proximal probability of a token; 1 before the first update on a batch",
     "ratio_min": "smallest new / proximal probability of a token",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import base64
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -43,6 +45,31 @@ def from_state_dict(config, state_dict: Mapping[str, Tensor], dtype="float32", i
     """
     tensors = {key: _to_numpy(tensor) for key, tensor in state_dict.items()}
     return hf.from_tensors(config, tensors, "from_state_dict", dtype, init_missing=init_missing)
+
+
+def messages(config, params, size: int = 256 << 20) -> Iterator[tuple[str, bool]]:
+    """(message, whether it is the last) of the parameters, for SGLang's `/update_weights_from_tensor`: tensors by their
+    checkpoint keys in the dtype that `hf.save` would write, pickled by value and in base64.
+
+    Args:
+      params: jax or numpy arrays (`hf.host_copy`).
+      size: bytes of tensors in a message; a larger tensor has one to itself.
+    """
+    specs, arrays = hf.to_tensors(config, params, hf.save_dtype(config, params))
+    part: list[tuple[str, Tensor]] = []
+    held = 0
+    for key, x in zip(specs, arrays, strict=True):
+        if part and held + x.nbytes > size:
+            yield _pickled(part), False
+            part, held = [], 0
+        part.append((key, _to_torch(x)))
+        held += x.nbytes
+    yield _pickled(part), True
+
+
+def _pickled(part: list[tuple[str, Tensor]]) -> str:
+    # The plain pickler writes values; torch's own would hand over a file descriptor, which ends the server.
+    return base64.b64encode(pickle.dumps(part)).decode()
 
 
 def _to_torch(x) -> Tensor:

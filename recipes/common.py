@@ -18,6 +18,7 @@ from areax.adapters import datasets, hf, tokenizer
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
 from areax.rollout import client, local, names
+from areax.rollout.server import Handover
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MOST = 2**31 - 1
@@ -168,11 +169,12 @@ async def fleet(
     concurrency: int,
     log: str | os.PathLike = os.devnull,
     stagers: Sequence[str] = (),
+    handover: Handover | None = None,
 ) -> AsyncIterator[client.Fleet]:
     """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die."""
     async with contextlib.AsyncExitStack() as stack:
         if urls:
-            reached = client.connect(urls, concurrency=concurrency, stagers=stagers)
+            reached = client.connect(urls, concurrency=concurrency, stagers=stagers, handover=handover)
         else:
             own = await stack.enter_async_context(local.servers(path, serve, log))
             reached = client.connect(own.urls, concurrency=concurrency, restart=own.restart)

@@ -27,7 +27,7 @@ from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel import follow, processes
 from areax.parallel.mesh import Layout
-from areax.recipes import common, describe, learner
+from areax.recipes import common, describe, learner, probe
 from areax.recipes.trainer import CriticOptions, Trainer, advance, build, restore, saved
 from areax.rollout import (
     agents,
@@ -42,14 +42,16 @@ from areax.rollout import (
     publish,
     rewards,
     teacher,
+    tensors,
 )
 from areax.rollout.curriculum import Curriculum, ordered
+from areax.rollout.proof import Probe
 from areax.rollout.types import Sample
 from areax.rollout.workflows import Sampling, Workflow
 
 log = logging.getLogger(__name__)
 
-PUSHED = ("pause_s", "load_s", "stage_s", "stage_bytes")  # of a push, in the metrics
+PUSHED = ("pause_s", "load_s", "prove_s", "probe_diff", "stage_s", "stage_bytes")  # of a push, in the metrics
 TOO_LONG = 16  # rows in a row that do not fit end the run
 
 
@@ -76,6 +78,7 @@ class Config:
       stagers: where servers do not see `published`, the addresses of what fetches versions beside each of them
         (docs/servers.md), in their order; none = they see it.
       serve: of the servers started here.
+      push: how versions of the weights get to the servers.
       published: folder for versions of the weights; "" = a new one, in memory if there is room.
       eta: most versions between the admission of a group and its training; 0 = synchronous.
       steps: batches to train on.
@@ -122,6 +125,7 @@ class Config:
     servers: tuple[str, ...] = ()
     stagers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
+    push: publish.Push = publish.Push()
     published: str = ""
     eta: int = 1
     steps: int = 100
@@ -179,6 +183,11 @@ class Config:
             raise ValueError(
                 f"--stagers must be one a server, in the order of --servers, got {len(self.stagers)} for "
                 f"{len(self.servers)}"
+            )
+        if self.push.way == "tensors" and (self.stagers or not self.servers):
+            raise ValueError(
+                "--push.way tensors is for SGLang servers at --servers, without --stagers, got "
+                f"{self.servers or 'none'} and {self.stagers or 'none'}; servers started here read the files"
             )
         if self.critic != CriticOptions() and not self.objective.needs_values:
             raise ValueError(f"{self.objective.name} has no critic, got {self.critic}; take ppo, or leave it out")
@@ -239,6 +248,7 @@ def main(config: Config) -> dict:
                 "advance": functools.partial(advance, trainer),
                 "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
                 "host_copy": lambda: hf.host_copy(*params()),
+                "probe": probe.make(policy, config.run, trainer.mesh),
                 "publish": lambda root, v: hf.write_published(root, v, *params(), tokenizer=tokens),
                 "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
             }
@@ -278,6 +288,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             common.fleet(
                 config.servers, root / str(start), config.serve, log=out / "server.log",
                 concurrency=config.max_concurrent * config.group_size, stagers=config.stagers,
+                handover=handover(config, trainer),
             )
         )  # fmt: skip
         reward = await enter_async(
@@ -316,13 +327,22 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         refused = [rollout.counts["rejected"]]
         pushes: list[publish.PushReport] = []
 
+        ids = probe.prompt(tokens, prompts.rows, config.length) if config.push.tolerance else ()
+
         def hand_out(v: int) -> loop.Push:
             host = do("host_copy")
+            known = Probe(ids, tuple(do("probe", ids)), config.push.tolerance) if ids else None
 
             async def push():
                 once = functools.partial(whole, root / str(v), functools.partial(write, v, params=host))
                 directory = await publish.written(once, root, lambda: fleet.labels)
-                pushes.append(await publish.push(fleet, directory, publish.version_string(directory / "manifest.json")))
+                label = publish.version_string(directory / "manifest.json")
+                pushes.append(
+                    await publish.push(
+                        fleet, directory, label, mode=config.push.mode, at_once=config.push.at_once, arrays=host,
+                        probe=known,
+                    )
+                )  # fmt: skip
                 await asyncio.to_thread(publish.prune, root, 2, fleet.labels)
 
             return push
@@ -369,6 +389,15 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         "counts": counts,
         **trainer.report,
     }
+
+
+def handover(config: Config, trainer: Trainer):
+    """What gives servers the weights without files, or None."""
+    if config.push.way == "disk":
+        return None
+    from areax.adapters import torch
+
+    return tensors.handover(functools.partial(torch.messages, trainer.policy.settings))
 
 
 def whole(directory: Path, write: Callable[[], object]) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import json
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -20,13 +21,14 @@ import aiohttp
 import numpy as np
 
 from . import depot, journal, recovery, versions
-from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Part, Published, Server, State, Unreached
+from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Handover, Part, Published, Server, State, Unreached
 from .types import Completion, Finish
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 REPEATS = 2  # of a request whose connection broke: one that kills its server must not kill them all
+LAYOUT = ("dtype", "quantization", "tp_size", "pp_size", "ep_size", "load_format", "version")  # of /server_info
 IDLE_ABORTS = 8  # aborts in a row that brought no token
 
 
@@ -43,6 +45,7 @@ async def connect(
     ready_s: float = 30.0,
     restart: recovery.Restart | None = None,
     stagers: Sequence[str] = (),
+    handover: Handover | None = None,
 ) -> AsyncIterator[Fleet]:
     """The servers at `urls` as a Fleet, once each has said which weights it serves.
 
@@ -53,6 +56,8 @@ async def connect(
       restart: ends a dead server's process and starts another; without it a dead server is only waited for.
       stagers: for servers that do not see the trainer's files, the addresses of what fetches versions beside each
         (stager.py), in the same order. The key is AREAX_STAGER_KEY, as it is for them.
+      handover: gives servers the arrays of a push that has some (`tensors.handover`); they then need no files, except
+        to come back after a failure.
 
     Raises RuntimeError if a server does not answer, ValueError for addresses that cannot be right.
     """
@@ -69,7 +74,7 @@ async def connect(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
-        servers = [Server(url, http) for url in urls]
+        servers = [Server(url, http, handover=handover) for url in urls]
         if stagers:
             here = await stack.enter_async_context(depot.serve(depot.towards(stagers[0])))
             for server, url in zip(servers, stagers, strict=True):
@@ -89,6 +94,8 @@ async def _introduce(server: Server, ready_s: float) -> None:
     server.labels = [await server.weight_label(timeout_s=ready_s)]
     info = await server.server_info(timeout_s=ready_s)
     server.seeded = info.get("enable_deterministic_inference") is True
+    server.ranks = int(info.get("tp_size") or 1)
+    server.layout = json.dumps([info.get(name) for name in LAYOUT])
 
 
 class Fleet:
@@ -311,7 +318,7 @@ class Fleet:
             server = await self._acquire()
             oldest = server.admitted
             try:
-                part = await self.on(server, server.generate(body, on_tokens))
+                part = await self.on(server, self._believed(server, body, on_tokens))
             except Busy as error:
                 trouble.append(str(error))
                 self.counts["busy"] += 1
@@ -348,6 +355,13 @@ class Fleet:
                 self._wake()
             await asyncio.sleep(_delay(busy))
             busy += 1
+
+    async def _believed(self, server: Server, body: dict, on_tokens: Callable | None) -> Part:
+        """The server's answer, once what it had loaded before it answered is proved."""
+        # Weights of other versions share no prefix: what a push in place leaves in the cache is not found again.
+        part = await server.generate({**body, "extra_key": server.label}, on_tokens)
+        await server.proved.wait()
+        return part
 
     async def on(self, server: Server, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which talks to `server`; Moved if the server is taken out of traffic before."""
@@ -448,7 +462,8 @@ class Fleet:
         url = url.rstrip("/")
         if any(server.url == url for server in self.servers):
             raise ValueError(f"join: {url} is in the fleet already")
-        server, others = Server(url, self.servers[0].http), self.servers[0].stager
+        others = self.servers[0].stager
+        server = Server(url, self.servers[0].http, handover=self.servers[0].handover)
         if (others is None) != (stager == ""):
             raise ValueError(f"join: a server has a stager where the others have one, got {stager!r} for {url}")
         if others:

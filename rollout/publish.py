@@ -17,22 +17,47 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import xxhash
 
 from . import journal, versions
 from .client import Fleet, Moved
-from .server import Published, Server, Unreached
+from .proof import Probe
+from .server import Loaded, Published, Server, Unreached
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # at a push that fails everywhere
 ROOMS = 6  # more attempts on a full disk, after 1, 2, 4 ... seconds
 POLL_S = 0.05
-Mode = Literal["retract", "abort", "drain"]
+Mode = Literal["retract", "abort", "drain", "in_place"]
+
+
+@dataclass(frozen=True)
+class Push:
+    """How versions of the weights get to the servers.
+
+    Attributes:
+      mode: what happens to running requests, which go on afterwards: `retract` computes their caches anew, on the
+        server, `abort` likewise, through the client; `drain` waits for their end; `in_place` goes on over the cache of
+        the old weights: the shortest pause, and tokens of neither version's distribution.
+      at_once: servers that get the weights at a time, while the others generate; 0 = all of them.
+      way: servers read files of the published directory (`disk`), or SGLang gets tensors over HTTP (`tensors`).
+      tolerance: most that a server's log-probabilities of a known prompt may differ from the trainer's, in nats a token
+        on average; a server beyond that does not have the weights. 0 = not compared.
+    """
+
+    mode: Mode = "retract"
+    at_once: int = 0
+    way: Literal["disk", "tensors"] = "disk"
+    tolerance: float = 0.2
+
+    def __post_init__(self):
+        if self.at_once < 0 or not self.tolerance >= 0:
+            raise ValueError(f"push: at_once and tolerance must be at least 0, got {self.at_once} and {self.tolerance}")
 
 
 @dataclass(frozen=True)
@@ -44,7 +69,10 @@ class PushReport:
       loaded: servers that now report it and generate.
       failed: url -> reason of the servers that did not take it, and get no requests before they have a version.
       pause_s: generation stood still, from the pause call to the answer of continue; holds load_s.
-      load_s: `/update_weights_from_disk` alone.
+      load_s: of that, to load.
+      prove_s: after it, until the server was seen to hold these weights; what it answers is kept back so long.
+      probe_diff: largest mean absolute difference of a server's log-probabilities of the probe from the trainer's, in
+        nats a token; NaN without a probe.
       stage_s: to bring the weights to where the server reads them, beside generation.
       stage_bytes: fetched for that, by all servers together.
       total_s: the whole push.
@@ -55,18 +83,19 @@ class PushReport:
     failed: Mapping[str, str]
     pause_s: float
     load_s: float
+    prove_s: float
+    probe_diff: float
     stage_s: float
     stage_bytes: int
     total_s: float
 
 
-class Times(NamedTuple):
+class Taken(NamedTuple):
     """What a push took on one server."""
 
     stage_bytes: int
     stage_s: float
-    pause_s: float
-    load_s: float
+    loaded: Loaded
 
 
 def version_string(manifest_path: str | os.PathLike) -> str:
@@ -87,20 +116,28 @@ async def push(
     label: str,
     *,
     mode: Mode = "retract",
+    at_once: int = 0,
+    arrays: Any = None,
+    probe: Probe | None = None,
 ) -> PushReport:
     """Gives every healthy server the weights in `directory`, under the name `label`.
 
-    Each server by itself: pause, load, see that it reports exactly this label, continue. A server where any of that
-    fails, or is cancelled half-way, is poisoned: it may be paused, or hold new weights under an old name; what it runs
-    moves to others, and it gets no request before it has loaded a published version in full. One that cannot be reached
-    is suspect. The version counts as published if one server has it; if none has, all go back to the one before, and it
-    is pushed again, ATTEMPTS times in all.
+    Each server by itself: pause, load, see that it reports exactly this label, continue, see that it holds these
+    weights (proof.py). A server where any of that fails, or is cancelled half-way, is poisoned: it may be paused, or
+    hold new weights under an old name; what it runs moves to others, and it gets no request before it has loaded a
+    published version in full. One that cannot be reached is suspect. The version counts as published if one server has
+    it; if none has, all go back to the one before, and it is pushed again, ATTEMPTS times in all.
 
     Args:
       directory: seen by the servers under the same path (same machine, shared file system), unless they have stagers.
       mode: what happens to running requests. `retract` leaves them on the server, `abort` returns them, and the client
         resumes them; both recompute the cache under the new weights. `drain` lets them end first, so that each
-        completion is of one version, while the slots of those that have ended stand empty.
+        completion is of one version, while the slots of those that have ended stand empty. `in_place` goes on over the
+        cache of the old weights: the shortest pause, but the tokens that follow are neither version's, though they
+        carry the new one's name; later requests do not find that cache, for its key has the old name.
+      at_once: servers that are given the weights at a time, so that the others go on generating; 0 = all of them.
+      arrays: the weights, for servers with a `handover`; the directory is for those that come back later.
+      probe: what the trainer says of a prompt under these weights; a server that differs too much does not have them.
 
     Raises ValueError before anything is paused, RuntimeError if no server loaded the weights or none is left.
     """
@@ -109,13 +146,15 @@ async def push(
         raise ValueError(f"push: the directory to push must exist, got {path}")
     if versions.number(label) < 0:
         raise ValueError(f"push: a label must be '<version>-<8 hex digits>', got {label!r}")
-    if mode not in get_args(Mode):  # in_place would go on with keys and values of old weights
+    if mode not in get_args(Mode):
         raise ValueError(f"push: mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    if at_once < 0:
+        raise ValueError(f"push: at_once must be at least 0, got {at_once}")
     now = asyncio.get_running_loop().time
     start = now()
-    weights = Published(str(path), label)
+    weights = Published(str(path), label, arrays=arrays, probe=probe)
     for attempt in itertools.count(1):
-        loaded, failed = await _everywhere(fleet, weights, mode)
+        loaded, failed = await _everywhere(fleet, weights, mode, at_once)
         if loaded:
             break
         fleet.counts["undone"] += 1
@@ -123,14 +162,14 @@ async def push(
         if attempt == ATTEMPTS:
             raise RuntimeError(why)
         log.warning("%s; attempt %d of %d", why, attempt, ATTEMPTS)
+    took = list(loaded.values())
     report = PushReport(
         label=label,
         loaded=tuple(loaded),
         failed=failed,
-        pause_s=max(times.pause_s for times in loaded.values()),
-        load_s=max(times.load_s for times in loaded.values()),
-        stage_s=max(times.stage_s for times in loaded.values()),
-        stage_bytes=sum(times.stage_bytes for times in loaded.values()),
+        **{name: max(getattr(one.loaded, name) for one in took) for name in Loaded._fields},
+        stage_s=max(one.stage_s for one in took),
+        stage_bytes=sum(one.stage_bytes for one in took),
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)
@@ -138,16 +177,19 @@ async def push(
     return report
 
 
-async def _everywhere(fleet: Fleet, weights: Published, mode: str) -> tuple[dict[str, Times], dict[str, str]]:
-    """What loading took on each server that took the weights, and why the others did not."""
+async def _everywhere(
+    fleet: Fleet, weights: Published, mode: str, at_once: int
+) -> tuple[dict[str, Taken], dict[str, str]]:
+    """What the push took on each server that took the weights, and why the others did not."""
     await _ready(fleet)
     async with fleet.publishing:
         servers = fleet.healthy
-        times = await asyncio.gather(*(_push(fleet, server, weights, mode) for server in servers))
-        ended = [(server.url, t) for server, t in zip(servers, times, strict=True)]
-        loaded = {url: t for url, t in ended if not isinstance(t, str)}
+        turn = asyncio.Semaphore(at_once or len(servers))
+        ends = await asyncio.gather(*(_push(fleet, server, weights, mode, turn) for server in servers))
+        ended = [(server.url, end) for server, end in zip(servers, ends, strict=True)]
+        loaded = {url: end for url, end in ended if not isinstance(end, str)}
         if loaded:
-            fleet.published = weights
+            fleet.published = replace(weights, arrays=None)  # which would stay in memory for nobody
         return loaded, {url: why for url, why in ended if isinstance(why, str)}
 
 
@@ -158,8 +200,8 @@ async def _ready(fleet: Fleet) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _push(fleet: Fleet, server: Server, weights: Published, mode: str) -> Times | str:
-    """Its seconds, or why it did not take the weights."""
+async def _push(fleet: Fleet, server: Server, weights: Published, mode: str, turn: asyncio.Semaphore) -> Taken | str:
+    """What it took, or why the server did not take the weights."""
     now = asyncio.get_running_loop().time
     begun = now()
     try:
@@ -170,12 +212,12 @@ async def _push(fleet: Fleet, server: Server, weights: Published, mode: str) -> 
             fleet.fail(server, "stale", f"{server.url}: {why}")
         return why
     stage_s = now() - begun
-    async with fleet.drained(server) if mode == "drain" else contextlib.nullcontext():
-        times = await _load(fleet, server, weights, "retract" if mode == "drain" else mode)
-    return times if isinstance(times, str) else Times(staged.bytes, stage_s, *times)
+    async with turn, fleet.drained(server) if mode == "drain" else contextlib.nullcontext():
+        loaded = await _load(fleet, server, weights, "retract" if mode == "drain" else mode)
+    return loaded if isinstance(loaded, str) else Taken(staged.bytes, stage_s, loaded)
 
 
-async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> tuple[float, float] | str:
+async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> Loaded | str:
     if server.state != "healthy":  # it fell out of traffic while the weights were on their way
         return server.why
     try:

@@ -77,6 +77,7 @@ async def _reloaded(fleet: Fleet, server: Server) -> bool:
     async with fleet.publishing:
         weights = fleet.published
     if weights:
+        await server.resume()  # a push that failed left it paused: there SGLang keeps requests that are told to end
         await server.load_weights(weights, "abort")
     elif server.state == "poisoned" or await server.weight_label(timeout_s=PATIENCE_S) != server.label:
         raise RuntimeError(f"{server.why}, and no version was published that it could load")

@@ -10,14 +10,15 @@ import asyncio
 import base64
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import aiohttp
 import numpy as np
 
-from . import versions
+from . import proof, versions
+from .proof import Probe
 from .types import Finish
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
@@ -64,10 +65,19 @@ State = Literal["healthy", "suspect", "poisoned", "stale", "dead", "restarting",
 
 @dataclass(frozen=True)
 class Published:
-    """A published version: its directory, as servers see it, and its weight label."""
+    """A published version: its directory, as servers see it, and its weight label.
+
+    Attributes:
+      arrays: the weights themselves, for servers with a `handover`; None = from the directory.
+      probe: what the trainer says of a known prompt.
+      seen: checksums of those that proved to have it, by the layout of their weights.
+    """
 
     directory: str
     label: str
+    arrays: Any = field(default=None, compare=False, repr=False)
+    probe: Probe | None = field(default=None, compare=False, repr=False)
+    seen: dict[str, list] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,32 @@ class Staged:
     bytes: int = 0
 
 
+class Loaded(NamedTuple):
+    """Seconds that generation stood still, of them those of the load, and those until the weights were proved; the
+    probe's difference."""
+
+    pause_s: float
+    load_s: float
+    prove_s: float
+    probe_diff: float
+
+
 class Stages(Protocol):
     """Brings a version to where a server can read it (`depot.Stager`)."""
 
     async def stage(self, weights: Published) -> Staged: ...
 
     def beside(self, url: str) -> Stages: ...
+
+
+# Gives a server the arrays of a version, under its label; the last argument: whether it forgets what it has cached.
+Handover = Callable[["Server", Published, bool], Awaitable[None]]
+
+
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass(eq=False)
@@ -95,7 +125,12 @@ class Server:
       labels: weight labels it may report, in the order they were given to it.
       admitted: index in `labels` of the newest one that was verified.
       seeded: it honours `sampling_seed`.
+      ranks: processes that share its weights, each of which is given them.
+      layout: how it holds weights (dtype, quantisation, parallelism): servers alike have the same checksums.
       stager: fetches versions to where it can read them; None where it sees the trainer's files.
+      handover: gives it the arrays of a version that has some; None = it reads the directory.
+      checker: it may have checksums of its weights.
+      proved: set unless it has weights that are yet to be proved; its answers wait for that.
       state: healthy; suspect (a connection failed); poisoned (a push failed half-way); stale (it has other weights);
         dead (it does not answer); restarting; leaving.
       why: what took it out of `healthy` last.
@@ -110,7 +145,12 @@ class Server:
     labels: list[str] = field(default_factory=list)
     admitted: int = 0
     seeded: bool = False
+    ranks: int = 1
+    layout: str = ""
     stager: Stages | None = None
+    handover: Handover | None = None
+    checker: bool = True
+    proved: asyncio.Event = field(default_factory=_set)
     state: State = "healthy"
     why: str = ""
     tending: asyncio.Task | None = None
@@ -127,26 +167,33 @@ class Server:
         """`weights` as this server sees them, once they are there; it goes on serving meanwhile."""
         return await self.stager.stage(weights) if self.stager else Staged(weights.directory)
 
-    async def load_weights(self, weights: Published, mode: str) -> tuple[float, float]:
-        """Pause, load, see that it reports exactly this label, continue: (seconds paused, seconds of the load alone).
+    async def load_weights(self, weights: Published, mode: str) -> Loaded:
+        """Pause, load, see that it reports exactly this label, continue, see that it holds these weights.
 
         Raises Unreached where nothing came of it, RuntimeError or ValueError where a part failed: the server may then
-        be paused, or hold new weights under an old name.
+        be paused, or hold new weights under an old name, and what it answers after that is not let through.
         """
         now = asyncio.get_running_loop().time
         directory = (await self.stage(weights)).directory
         paused = now()
         await self.pause(mode, reach_s=REACH_S)
+        self.proved.clear()
         self.labels.append(weights.label)  # what is sampled from here on may carry it
         loading = now()
-        await self.update_weights_from_disk(directory, weights.label)
+        if self.handover and weights.arrays is not None:
+            await self.handover(self, weights, mode != "in_place")
+        else:
+            await self.update_weights_from_disk(directory, weights.label, flush_cache=mode != "in_place")
         load_s = now() - loading
         reported = await self.weight_label()
         if reported != weights.label:
             raise RuntimeError(f"{self.url}: reports weights {reported!r} instead of {weights.label!r}")
         self.admitted = len(self.labels) - 1
         await self.resume()
-        return now() - paused, load_s
+        pause_s, going = now() - paused, now()
+        difference = await proof.prove(self, weights)
+        self.proved.set()
+        return Loaded(pause_s, load_s, now() - going, difference)
 
     async def health(self, *, timeout_s: float = 20.0) -> bool:
         """Whether it answers and generates; False while it starts and while generation is paused."""

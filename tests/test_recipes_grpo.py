@@ -88,6 +88,7 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
     lines = [x for x in tracker.read_lines(place / "first/metrics.jsonl") if x["kind"] == "grpo"]
     assert [x["step"] for x in lines] == [1, 2, 3]
     assert all(x["staleness_max"] == 0 and x["samples"] == 16 and abs(x["ratio"] - 1) < 1e-5 for x in lines)
+    assert all(0 < x["push_probe_diff"] <= 1e-5 and x["push_prove_s"] > 0 for x in lines)
     shown = list(tracker.read_lines(place / "first/samples.jsonl"))
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 

@@ -472,10 +472,11 @@ PUSH = [
     "/update_weights_from_disk",
     "/model_info",
     "/continue_generation",
+    "/weights_checker",
 ]
 
 
-@pytest.mark.parametrize("mode", ["retract", "abort"])
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
 def test_push_in_the_middle_of_generation(tmp_path, mode):
     async def main():
         async with (
@@ -494,8 +495,9 @@ def test_push_in_the_middle_of_generation(tmp_path, mode):
                 assert bodies["/update_weights_from_disk"] == {
                     "model_path": str(tmp_path),
                     "weight_version": V1,
-                    "flush_cache": True,
+                    "flush_cache": mode != "in_place",
                 }
+                assert all(body["extra_key"] == V0 for body in server.generated()[:3])  # the key of its cache
             for n, task in enumerate(tasks, 1):
                 done = await task
                 check(done, [1] * n, 60)
@@ -582,8 +584,8 @@ def test_push_refuses_before_anything_is_paused(tmp_path):
                 await publish.push(fleet, tmp_path / "none", V1)
             with pytest.raises(ValueError, match="a label must be .* got 'default'"):
                 await publish.push(fleet, tmp_path, "default")
-            with pytest.raises(ValueError, match="mode must be .* got 'in_place'"):
-                await publish.push(fleet, tmp_path, V1, mode="in_place")
+            with pytest.raises(ValueError, match="mode must be .* got 'kill'"):
+                await publish.push(fleet, tmp_path, V1, mode="kill")
             assert controls(a) == []
 
     run(main)

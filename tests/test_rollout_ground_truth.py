@@ -7,19 +7,22 @@ import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.rollout import client, clock, executor, publish, recovery, server
+from areax.rollout import client, clock, executor, proof, publish, recovery, server
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
 ANSWER = 51  # stands between two turns
-PATHS = ["/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation", "/generate"]
+PATHS = [
+    "/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation", "/weights_checker",
+    "/generate",
+]  # fmt: skip
 
 events = st.lists(
     st.tuples(
         st.floats(0.05, 4.0),  # seconds until it happens
         st.sampled_from(["die", "die for good", "hang", "forget", "busy", "join", "leave", *PATHS]),
         st.integers(0, 5),  # to which engine
-        st.sampled_from(["refuse", "late", "lie", "cut"]),
+        st.sampled_from(["refuse", "late", "lie", "half", "cut"]),
     ),
     max_size=14,
 )
@@ -42,7 +45,8 @@ def unlimited():
 @given(
     events=events,
     eta=st.integers(0, 3),
-    mode=st.sampled_from(["retract", "abort", "drain"]),
+    mode=st.sampled_from(["retract", "abort", "drain", "in_place"]),
+    at_once=st.integers(0, 2),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     train_s=st.floats(0.0, 3.0),
     max_concurrent=st.integers(1, 8),
@@ -51,7 +55,7 @@ def unlimited():
     refused=st.sampled_from([0, 3]),  # every third group is
 )
 def test_every_label_is_right_and_nothing_is_lost(
-    tmp_path_factory, events, eta, mode, lengths, train_s, max_concurrent, restarts, turns, refused
+    tmp_path_factory, events, eta, mode, at_once, lengths, train_s, max_concurrent, restarts, turns, refused
 ):
     directory = tmp_path_factory.getbasetemp()  # whatever exists: these engines read no files
     batches, fleets = [], []
@@ -110,7 +114,7 @@ def test_every_label_is_right_and_nothing_is_lost(
                     side.append(
                         asyncio.create_task(quietly(fleet.leave(fleet.servers[which % len(fleet.servers)].url)))
                     )
-                elif what in PATHS and not (what == "/generate" and how in ("lie", "late")):
+                elif what in PATHS and not (what == "/generate" and how in ("lie", "half", "late")):
                     engine.faults[what] = how
 
         async def unhang(engine, after_s):
@@ -124,8 +128,13 @@ def test_every_label_is_right_and_nothing_is_lost(
             except (ValueError, RuntimeError):  # the last one may not leave; nobody to join
                 pass
 
+        async def push(v):
+            known = proof.Probe((0, 1), (-float(v),))
+            report = await publish.push(fleet, directory, label(v), mode=mode, at_once=at_once, probe=known)
+            assert report.probe_diff == 0.0
+
         side = [asyncio.create_task(recovery.watch(fleet))]
-        await publish.push(fleet, directory, label(0), mode=mode)
+        await push(0)
         side.append(asyncio.create_task(happen()))
         prompts = executor.Prompts([{"i": i} for i in range(1000)], shuffle=False)
         async with executor.Executor(
@@ -134,7 +143,7 @@ def test_every_label_is_right_and_nothing_is_lost(
         ) as rollout:  # fmt: skip
             for v in range(BATCHES):
                 if v:
-                    await publish.push(fleet, directory, label(v), mode=mode)
+                    await push(v)
                 rollout.admit(v)
                 batches.append(await rollout.batch(v))
                 await asyncio.sleep(train_s)

@@ -24,7 +24,7 @@ class Engine:
       weights, label: what it samples with, and what it says; they differ after a load that went wrong.
       alive, hung: whether connections are made, and whether anything is answered.
       faults: of the next calls, by path: "refuse" (an error, nothing done), "late" (done, but an error is answered),
-        "lie" (done, under the old name), "cut" (done, the connection breaks).
+        "lie" (done, under the old name), "half" (not done, but called so), "cut" (done, the connection breaks).
       busy: how many /generate calls are answered 503 first.
     """
 
@@ -77,14 +77,14 @@ class Engine:
                 return 503, "busy"
             answer = await self._generate(body)
         else:
-            answer = await self._control(path, body, lies=fault == "lie")
+            answer = await self._control(path, body, fault)
         if fault == "late":
             return 500, "{}"
         if fault == "cut":
             raise aiohttp.ClientPayloadError("cut off")
         return 200, json.dumps(answer)
 
-    async def _control(self, path, body, lies):
+    async def _control(self, path, body, fault):
         if path == "/pause_generation":
             self.paused = True
             self.aborts += body["mode"] == "abort"
@@ -92,11 +92,13 @@ class Engine:
             self.paused = False
         if path == "/update_weights_from_disk":
             await asyncio.sleep(0.5)
-            self.weights = body["weight_version"]
-            self.label = self.label if lies else self.weights
+            self.weights = self.weights if fault == "half" else body["weight_version"]
+            self.label = self.label if fault == "lie" else body["weight_version"]
         self.tick()
         if path == "/model_info":
             return {"weight_version": self.label}
+        if path == "/weights_checker":
+            return {"ranks": [{"checksums": {"all.joined": self.weights}}]}
         return {"success": True, "message": "done"}
 
     async def _generate(self, body):
@@ -112,7 +114,11 @@ class Engine:
             ids.append(token_at(index))
             labels.append(self.label)
             truth.append(-float(versions.number(self.weights)))
-        return reply(ids, truth, labels, finish)
+        answer = reply(ids, truth, labels, finish)
+        if "logprob_start_len" in body:  # of the prompt the weights of now
+            known = [[-float(versions.number(self.weights)), token, None] for token in body["input_ids"][1:]]
+            answer["meta_info"]["input_token_logprobs"] = [[None, body["input_ids"][0], None], *known]
+        return answer
 
 
 class Network(clock.Network):

@@ -14,9 +14,9 @@ import pytest
 import servers
 
 from areax import models
-from areax.adapters import hf, tokenizer
+from areax.adapters import hf, tokenizer, torch
 from areax.core import param
-from areax.rollout import publish
+from areax.rollout import proof, publish, tensors
 
 PYTHON = os.environ.get("AREAX_SGLANG_PYTHON")
 collect_ignore = [] if PYTHON else ["test_real.py"]
@@ -37,6 +37,7 @@ def versions(tmp_path_factory):
 
     `logp(v, tokens, temperature)` is [T, V]: row t holds the log-probabilities of the token at index t + 1;
     `greedy(v, tokens, n)` are the n likeliest next tokens; `ending` is a prompt after which that soon is a stop token.
+    `probe(v)` is what a push compares; `handover` gives SGLang `params[v]` in messages of two or three tensors.
     """
     root = tmp_path_factory.mktemp("published")
     tokens = tokenizer.byte_level()
@@ -74,9 +75,16 @@ def versions(tmp_path_factory):
     config = dataclasses.replace(config, eos=(*config.eos, stop))
     paths = [hf.write_published(root, v, config, p, tokenizer=tokens) for v, p in enumerate(params)]
     labels = [publish.version_string(path / "manifest.json") for path in paths]
+    handover = tensors.handover(lambda arrays: torch.messages(config, arrays, size=50_000))
+
+    def probe(v):
+        logp_TV = logp(v, PROMPT)
+        return proof.Probe(tuple(PROMPT), tuple(float(logp_TV[t, id]) for t, id in enumerate(PROMPT[1:])), 1e-4)
+
     return types.SimpleNamespace(
-        config=config, tokenizer=tokens, paths=paths, labels=labels, logp=logp, greedy=greedy, ending=ending
-    )
+        config=config, tokenizer=tokens, paths=paths, labels=labels, logp=logp, greedy=greedy, ending=ending,
+        params=params, probe=probe, handover=handover,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ Left out are those that end the whole server: a token id outside the vocabulary,
 file cut short, with a misshapen tensor or with an unknown load_format.
 """
 
+import asyncio
 import json
 import shutil
 import time
@@ -12,6 +13,10 @@ import numpy as np
 import pytest
 import servers
 from safetensors.numpy import load_file, save_file
+
+from areax.adapters import torch
+from areax.rollout import client, publish, tensors
+from areax.rollout.server import Server
 
 PROMPT = [5, 17, 42, 100, 61]
 
@@ -136,3 +141,50 @@ def test_an_update_under_an_in_place_pause_fails_and_happens(real, versions):
         real.ok("/continue_generation", {})
         real.ok("/abort_request", {"rid": "in-place"})
         list(events)
+
+
+@pytest.mark.parametrize("kind", ["in place with a flush", "half a checkpoint", "names that it does not know"])
+def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, monkeypatch, kind):
+    """What runs meanwhile is answered by the version before, loaded again in full."""
+    monkeypatch.setattr(publish, "ATTEMPTS", 1)
+    mode, path, handover = "retract", versions.paths[1], None
+    if kind == "in place with a flush":
+        mode, load = "in_place", Server.update_weights_from_disk
+        flushing = lambda self, path, label, **_: load(self, path, label)
+        monkeypatch.setattr(Server, "update_weights_from_disk", flushing)
+    elif kind == "half a checkpoint":
+        path = altered(lambda them: [them.pop(name) for name in list(them) if "layers.1." in name])
+    else:
+        wrong = lambda params: torch._pickled([("model.layers.0.nope.weight", torch._to_torch(params["norm"]))])
+        handover = tensors.handover(lambda params: iter([(wrong(params), True)]))
+
+    async def run():
+        async with client.connect([real.url], handover=handover) as fleet:
+            await publish.push(fleet, versions.paths[0], versions.labels[0], probe=versions.probe(0))
+            begun = asyncio.Event()
+            look = lambda tokens: len(tokens) >= 4 and begun.set()
+            ask = fleet.generate(PROMPT, max_new_tokens=100, ignore_eos=True, on_tokens=look)
+            running = asyncio.create_task(ask)
+            await begun.wait()
+            arrays = versions.params[1] if handover else None
+            with pytest.raises(RuntimeError, match="no server took version 1-"):
+                await publish.push(fleet, path, versions.labels[1], mode=mode, arrays=arrays, probe=versions.probe(1))
+            return await running, fleet
+
+    done, fleet = asyncio.run(run())
+    assert (done.version, fleet.counts["poisoned"], fleet.counts["recovered"]) == ([0] * 100, 1, 1)
+    logp_TV = versions.logp(0, [*PROMPT, *done.tokens])[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(done.logp, [logp_TV[i, id] for i, id in enumerate(done.tokens)], atol=1e-4)
+
+
+def test_a_session_that_somebody_left_open_is_closed(real, versions):
+    """A trainer that ended in the midst of its tensors does not keep the next from pushing."""
+    real.ok("/begin_weight_update", {})
+
+    async def run():
+        async with client.connect([real.url], handover=versions.handover) as fleet:
+            return await publish.push(
+                fleet, versions.paths[1], versions.labels[1], arrays=versions.params[1], probe=versions.probe(1)
+            )
+
+    assert asyncio.run(run()).loaded == (real.url,)
