@@ -308,6 +308,7 @@ METRICS = {
     "ratio_min": "smallest new / proximal probability of a token",
     "refused": "groups of the step that were generated but not trained on, such as those of equal rewards",
     "repetition": "share of runs of four tokens that stood in the same answer before",
+    "rest_s": "seconds until servers had released their memory to the trainer",
     "return": "what a critic learns: advantage + value of a token",
     "reward": "reward of the samples of the step",
     "reward_chosen": "score of the chosen side: beta log(policy / reference), or a reward model's",

@@ -218,15 +218,28 @@ def save(
         hf = _config_json(config, dtype)
         if config.eos:
             generation["eos_token_id"] = hf["eos_token_id"]
-        manifest = {
-            "version": version,
-            "base": None,
-            "bytes": sum(safetensors.size(entry) for entry in described.values()),
-            "tensors": described,
-        }
+        manifest = _manifest(version, described)
         for name, value in (("generation_config.json", generation), ("config.json", hf), (MANIFEST, manifest)):
-            safetensors.write_bytes(directory / name, (json.dumps(value, indent=2) + "\n").encode())
+            safetensors.write_bytes(directory / name, json_bytes(value))
     return Path(path)
+
+
+def manifest(config, params, dtype=None, version: int | None = None) -> dict:
+    """The manifest.json that `save` would write beside these parameters; nothing is written."""
+    specs, arrays = to_tensors(config, params, save_dtype(config, params, dtype))
+    pairs = zip(specs.items(), arrays, strict=True)
+    hashed = lambda name, spec, x: {**safetensors.describe(name, spec), "xxh3_128": safetensors.digest(x)}
+    return _manifest(version, {name: hashed(name, spec, x) for (name, spec), x in pairs})
+
+
+def _manifest(version: int | None, described: dict[str, dict]) -> dict:
+    total = sum(safetensors.size(entry) for entry in described.values())
+    return {"version": version, "base": None, "bytes": total, "tensors": described}
+
+
+def json_bytes(value: dict) -> bytes:
+    """An object as the file that `save` writes."""
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def write_published(

@@ -18,6 +18,7 @@ from areax.adapters import datasets, hf, tokenizer
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
 from areax.rollout import client, local, names
+from areax.rollout.engine import inside
 from areax.rollout.server import Handover
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -39,6 +40,15 @@ def keep_memory() -> None:
     # Setting the second alone would fix the first where it starts, at 128 KiB. Older versions take 32 MiB at most.
     if hasattr(libc, "mallopt") and (libc.mallopt(MMAP_THRESHOLD, MOST) or libc.mallopt(MMAP_THRESHOLD, 1 << 25)):
         libc.mallopt(TRIM_THRESHOLD, MOST)
+
+
+def share_devices() -> None:
+    """Lets this process and servers that it starts give GPU memory back; to be called before JAX computes anything.
+
+    By default JAX reserves most of a GPU and keeps what it once had; its "platform" allocator takes what a computation
+    needs and frees it afterwards. What the environment says already is left as it is.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 
 def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:
@@ -170,12 +180,24 @@ async def fleet(
     log: str | os.PathLike = os.devnull,
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
+    first: Callable[[], tuple[str, inside.Weights]] | None = None,
 ) -> AsyncIterator[client.Fleet]:
-    """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die."""
+    """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die.
+
+    Args:
+      first: gives label and weights that a server inside this process begins with, in place of the checkpoint's.
+    """
     async with contextlib.AsyncExitStack() as stack:
         if urls:
             reached = client.connect(urls, concurrency=concurrency, stagers=stagers, handover=handover)
+        elif serve.inside:
+            one = inside.serving(os.fspath(path), first, slots=serve.slots, context=serve.context, dtype=serve.dtype)
+            url, handover = stack.enter_context(one)
+            reached = client.connect([url], concurrency=concurrency, handover=handover)
         else:
             own = await stack.enter_async_context(local.servers(path, serve, log))
             reached = client.connect(own.urls, concurrency=concurrency, restart=own.restart)
-        yield await stack.enter_async_context(reached)
+        fleet = await stack.enter_async_context(reached)
+        for server in fleet.servers:
+            server.handover = handover
+        yield fleet

@@ -40,11 +40,13 @@ from areax.rollout import (
     loop,
     names,
     publish,
+    rest,
     rewards,
     teacher,
     tensors,
 )
 from areax.rollout.curriculum import Curriculum, ordered
+from areax.rollout.engine import inside
 from areax.rollout.proof import Probe
 from areax.rollout.types import Sample
 from areax.rollout.workflows import Sampling, Workflow
@@ -79,6 +81,8 @@ class Config:
         (docs/servers.md), in their order; none = they see it.
       serve: of the servers started here.
       push: how versions of the weights get to the servers.
+      colocated: servers and trainer share devices in turns: servers release their memory while the trainer updates, and
+        take it again with the next version. Needs eta 0 (docs/colocated.md).
       published: folder for versions of the weights; "" = a new one, in memory if there is room.
       eta: most versions between the admission of a group and its training; 0 = synchronous.
       steps: batches to train on.
@@ -126,6 +130,7 @@ class Config:
     stagers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
     push: publish.Push = publish.Push()
+    colocated: bool = False
     published: str = ""
     eta: int = 1
     steps: int = 100
@@ -179,6 +184,17 @@ class Config:
         ):  # fmt: skip
             if not holds:
                 raise ValueError(f"--{option.replace('_', '-')} must be {rule}, got {getattr(self, option)}")
+        if self.colocated and self.eta:
+            raise ValueError(
+                "--colocated has servers rest while the trainer updates, so that nothing is generated ahead: it needs "
+                f"--eta 0, got {self.eta}"
+            )
+        for option in ("servers", "published") if self.serve.inside else ():
+            if getattr(self, option):
+                raise ValueError(
+                    f"--serve.inside starts a server in this process and hands it versions in memory; leave out "
+                    f"--{option}, got {getattr(self, option)}"
+                )
         if self.stagers and len(self.stagers) != len(self.servers):
             raise ValueError(
                 f"--stagers must be one a server, in the order of --servers, got {len(self.stagers)} for "
@@ -234,7 +250,11 @@ def main(config: Config) -> dict:
     """
     began = time.monotonic()
     common.keep_memory()
+    if config.colocated and not config.serve.inside:
+        common.share_devices()
     with processes.job() as index:
+        if config.serve.inside and jax.process_count() > 1:
+            raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
         tokens = tokenizer.load(config.model)
         inputs = read(config, tokens) if index == 0 else ()
         out = common.out_directory(config.out)
@@ -281,14 +301,17 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         run = enter(tracker.open_run(out, config=config, keep=keep))
         enter(journal.writing(out / trace.JOURNAL))
         tick = enter(tracker.progress("grpo", config.steps, start=start))
-        root = enter(published_root(config, trainer))
-        write = functools.partial(hf.write_published, root, config=trainer.policy.settings, tokenizer=tokens)
-        do("publish", root, start)
+        if config.serve.inside:
+            path, first = Path(config.model), lambda: in_memory(trainer, start, do("host_copy"))
+        else:
+            root, first = enter(published_root(config, trainer)), None
+            write = functools.partial(hf.write_published, root, config=trainer.policy.settings, tokenizer=tokens)
+            path = do("publish", root, start)
         fleet = await enter_async(
             common.fleet(
-                config.servers, root / str(start), config.serve, log=out / "server.log",
+                config.servers, path, config.serve, log=out / "server.log",
                 concurrency=config.max_concurrent * config.group_size, stagers=config.stagers,
-                handover=handover(config, trainer),
+                handover=handover(config, trainer), first=first,
             )
         )  # fmt: skip
         reward = await enter_async(
@@ -325,6 +348,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         )  # fmt: skip
         accuracy: dict[int, float] = {}
         refused = [rollout.counts["rejected"]]
+        rested: list[float] = []
         pushes: list[publish.PushReport] = []
 
         ids = probe.prompt(tokens, prompts.rows, config.length) if config.push.tolerance else ()
@@ -332,6 +356,10 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         def hand_out(v: int) -> loop.Push:
             host = do("host_copy")
             known = Probe(ids, tuple(do("probe", ids)), config.push.tolerance) if ids else None
+
+            async def hand_over():
+                label, weights = await asyncio.to_thread(in_memory, trainer, v, host)
+                pushes.append(await publish.push(fleet, "", label, mode=config.push.mode, arrays=weights, probe=known))
 
             async def push():
                 once = functools.partial(whole, root / str(v), functools.partial(write, v, params=host))
@@ -345,7 +373,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
                 )  # fmt: skip
                 await asyncio.to_thread(publish.prune, root, 2, fleet.labels)
 
-            return push
+            return hand_over if config.serve.inside else push
 
         async def evaluate(v: int):
             with journal.about(of="evaluation"):
@@ -354,11 +382,18 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             accuracy[v] = float(np.nanmean(values))
             run.log("eval", v, accuracy=accuracy[v], rows=len(values), server_version=fleet.version)
 
+        async def batch(v: int):
+            groups = await rollout.batch(v)
+            if config.colocated:
+                rested.append(await rest.rest(fleet))
+            return groups
+
         def on_step(v: int, report: dict, seconds: dict[str, float]):
             groups, before = report.pop("groups"), refused.pop()
             refused.append(rollout.counts["rejected"])
             report["refused"] = refused[0] - before
             pushed = {f"push_{name}": getattr(pushes[-1], name) for name in PUSHED} if pushes else {}
+            pushed |= {"rest_s": rested[-1]} if rested else {}
             beside = {name: seconds.pop(name) for name in loop.BESIDE}
             run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside, **pushed)
             tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy.get(max(accuracy, default=-1)))
@@ -367,7 +402,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
 
         seconds = await interruptible(
             loop.run(
-                rollout.batch, functools.partial(do, "advance"), hand_out, functools.partial(do, "save"),
+                batch, functools.partial(do, "advance"), hand_out, functools.partial(do, "save"),
                 evaluate if heldout else None, eta=config.eta, steps=config.steps, start=start, admit=rollout.admit,
                 cursor=rollout.cursor, save_every=config.save_every,
                 evaluate_every=config.evaluate_every or config.steps, on_step=on_step,
@@ -398,6 +433,17 @@ def handover(config: Config, trainer: Trainer):
     from areax.adapters import torch
 
     return tensors.handover(functools.partial(torch.messages, trainer.policy.settings))
+
+
+def in_memory(trainer: Trainer, version: int, params) -> tuple[str, inside.Weights]:
+    """(label, arrays) of a version that is not written: the label is that of the directory that would be.
+
+    Args:
+      params: a host copy, so that the trainer may donate its own.
+    """
+    settings = trainer.policy.settings
+    manifest = hf.manifest(settings, params, version=version)
+    return publish.label_of(hf.json_bytes(manifest)), inside.Weights(settings, params, manifest)
 
 
 def whole(directory: Path, write: Callable[[], object]) -> Path:

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from . import depot, journal, recovery, versions
-from .server import FIRST_DELAY_S, MAX_DELAY_S, Broken, Busy, Handover, Part, Published, Server, State, Unreached
+from . import depot, journal, recovery, rest, versions
+from .server import FIRST_DELAY_S, MAX_DELAY_S, SOUND, Broken, Busy, Part, Published, Server, State, Unreached
+from .server import Handover as Handover
 from .types import Completion, Finish
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ async def _introduce(server: Server, ready_s: float) -> None:
     server.seeded = info.get("enable_deterministic_inference") is True
     server.ranks = int(info.get("tp_size") or 1)
     server.layout = json.dumps([info.get(name) for name in LAYOUT])
+    server.released = any(state.get("released") for state in info.get("internal_states") or ())  # by a run that died
 
 
 class Fleet:
@@ -105,6 +107,7 @@ class Fleet:
       servers: all of them; those whose `state` is healthy take requests.
       published: the newest version that was pushed; what a server that comes back loads.
       publishing: held while a version is brought to the servers: none becomes healthy with another one meanwhile.
+      awake: not so while servers rest (`rest.rest`): then none is brought back either.
       restart: ends a dead server's process and starts another, where somebody can.
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens taken
         back for a stop string), `busy` (503), `refused`, `broken`, `rerouted` (its server was taken out of
@@ -118,6 +121,8 @@ class Fleet:
         self.servers = list(servers)
         self.published: Published | None = None
         self.publishing = asyncio.Lock()
+        self.awake = asyncio.Event()
+        self.awake.set()
         self.restart = restart
         self.counts: collections.Counter[str] = collections.Counter()
         self._concurrency, self._timeout_s = concurrency, timeout_s
@@ -415,7 +420,7 @@ class Fleet:
 
     def miss(self, server: Server, why: str) -> None:
         """A connection to `server` failed: it gets no more requests until it has answered; what it runs may go on."""
-        if server.state == "healthy":
+        if server.state in SOUND:
             self.fail(server, "suspect", why)
 
     def fail(self, server: Server, state: State, why: str) -> None:
@@ -428,9 +433,9 @@ class Fleet:
             server.tending = asyncio.create_task(self._tend(server))
 
     def turn(self, server: Server, state: State, why: str) -> None:
-        """Changes the state; what runs on a server that is neither healthy nor suspect moves to others."""
-        if state == "healthy":
-            log.info("%s is healthy", server.url)
+        """Changes the state; what runs on a server that is neither healthy, resting nor suspect moves to others."""
+        if state in SOUND:
+            log.info("%s is %s", server.url, state)
         else:
             if state != server.state:
                 self.counts[state] += 1
@@ -439,7 +444,7 @@ class Fleet:
         if state != server.state:
             journal.note("server", url=server.url, state=state, why=why)
         server.state = state
-        if state not in ("healthy", "suspect", "leaving"):
+        if state not in (*SOUND, "suspect", "leaving"):
             _stop(server.running)
         self._wake(everyone=True)
 
@@ -499,7 +504,8 @@ class Fleet:
         self.counts["left"] += 1
 
     async def close(self) -> None:
-        """Ends what is still running; `connect` calls it."""
+        """Ends what is still running, and the rest of those that rest; `connect` calls it."""
+        await rest.end(self)
         tasks = [t for s in self.servers for t in (*s.running, *([s.tending] if s.tending else []))]
         _stop(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,16 +25,23 @@ class Serve:
     """How servers run.
 
     Attributes:
+      inside: one server, in the process of the run itself, on its first device; it is handed new weights in memory.
       count: servers, each a process with weights of its own; one that dies is started again.
       slots: sequences that a server generates at a time.
       context: longest sequence, prompt and completion; the model's own limit if that is lower.
       dtype: of weights and computation.
     """
 
+    inside: bool = False
     count: int = 1
     slots: int = 16
     context: int = 2048
     dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.count < 1 or self.inside and self.count > 1:
+            one = "1 with --serve.inside" if self.inside else "at least 1"
+            raise ValueError(f"--serve.count must be {one}, got {self.count}")
 
 
 class Local:
@@ -117,11 +124,8 @@ async def servers(
     What they say is appended to the file `log`.
 
     Raises:
-      ValueError: a count below 1.
       RuntimeError: a server ended before it was ready, with what it said.
     """
-    if options.count < 1:
-        raise ValueError(f"--serve.count must be at least 1, got {options.count}")
     with open(log, "a", buffering=1, encoding="utf-8") as file:
         local = Local(path, options, file)
         try:

@@ -80,7 +80,7 @@ async def _checksums(server: Server, weights: Published) -> None:
 
 def _manifest(directory: str) -> dict[str, str]:
     path = Path(directory) / "manifest.json"
-    manifest = json.loads(path.read_bytes()) if path.exists() else {}
+    manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
     return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
 
 

@@ -26,7 +26,7 @@ import xxhash
 from . import journal, versions
 from .client import Fleet, Moved
 from .proof import Probe
-from .server import Loaded, Published, Server, Unreached
+from .server import SOUND, Loaded, Published, Server, Unreached
 
 log = logging.getLogger(__name__)
 
@@ -100,14 +100,18 @@ class Taken(NamedTuple):
 
 def version_string(manifest_path: str | os.PathLike) -> str:
     """The weight label of the published version whose manifest this is."""
-    data = Path(manifest_path).read_bytes()
+    return label_of(Path(manifest_path).read_bytes(), manifest_path)
+
+
+def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
+    """The weight label of the version that a manifest.json with this content belongs to; errors name `where`."""
     try:
-        version = json.loads(data)["version"]
+        version = json.loads(manifest)["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{manifest_path}: a manifest needs a version ({error!r})") from error
+        raise ValueError(f"{where}: a manifest needs a version ({error!r})") from error
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-        raise ValueError(f"{manifest_path}: version must be a number from 0 on, got {version!r}")
-    return f"{version}-{xxhash.xxh3_128_hexdigest(data)[:8]}"
+        raise ValueError(f"{where}: version must be a number from 0 on, got {version!r}")
+    return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
 
 
 async def push(
@@ -120,7 +124,7 @@ async def push(
     arrays: Any = None,
     probe: Probe | None = None,
 ) -> PushReport:
-    """Gives every healthy server the weights in `directory`, under the name `label`.
+    """Gives every healthy or resting server the weights in `directory`, under the name `label`.
 
     Each server by itself: pause, load, see that it reports exactly this label, continue, see that it holds these
     weights (proof.py). A server where any of that fails, or is cancelled half-way, is poisoned: it may be paused, or
@@ -136,13 +140,15 @@ async def push(
         cache of the old weights: the shortest pause, but the tokens that follow are neither version's, though they
         carry the new one's name; later requests do not find that cache, for its key has the old name.
       at_once: servers that are given the weights at a time, so that the others go on generating; 0 = all of them.
-      arrays: the weights, for servers with a `handover`; the directory is for those that come back later.
+      arrays: the weights themselves, for servers with a `handover`; the directory is for those that come back later.
+        With "" for a directory they are kept until the next push.
       probe: what the trainer says of a prompt under these weights; a server that differs too much does not have them.
 
     Raises ValueError before anything is paused, RuntimeError if no server loaded the weights or none is left.
     """
     path = Path(directory).absolute()
-    if not path.is_dir():
+    written = str(directory) != "" or arrays is None
+    if written and not path.is_dir():
         raise ValueError(f"push: the directory to push must exist, got {path}")
     if versions.number(label) < 0:
         raise ValueError(f"push: a label must be '<version>-<8 hex digits>', got {label!r}")
@@ -152,7 +158,7 @@ async def push(
         raise ValueError(f"push: at_once must be at least 0, got {at_once}")
     now = asyncio.get_running_loop().time
     start = now()
-    weights = Published(str(path), label, arrays=arrays, probe=probe)
+    weights = Published(str(path) if written else "", label, arrays, probe)
     for attempt in itertools.count(1):
         loaded, failed = await _everywhere(fleet, weights, mode, at_once)
         if loaded:
@@ -181,21 +187,22 @@ async def _everywhere(
     fleet: Fleet, weights: Published, mode: str, at_once: int
 ) -> tuple[dict[str, Taken], dict[str, str]]:
     """What the push took on each server that took the weights, and why the others did not."""
+    fleet.awake.set()
     await _ready(fleet)
     async with fleet.publishing:
-        servers = fleet.healthy
+        servers = [server for server in fleet.servers if server.state in SOUND]
         turn = asyncio.Semaphore(at_once or len(servers))
         ends = await asyncio.gather(*(_push(fleet, server, weights, mode, turn) for server in servers))
         ended = [(server.url, end) for server, end in zip(servers, ends, strict=True)]
         loaded = {url: end for url, end in ended if not isinstance(end, str)}
-        if loaded:
-            fleet.published = replace(weights, arrays=None)  # which would stay in memory for nobody
+        if loaded:  # arrays would stay in memory for nobody where there are files
+            fleet.published = replace(weights, arrays=None) if weights.directory else weights
         return loaded, {url: why for url, why in ended if isinstance(why, str)}
 
 
 async def _ready(fleet: Fleet) -> None:
-    """Waits for a healthy server, and for suspects: they soon are healthy or known not to be."""
-    while not fleet.healthy or any(server.state == "suspect" for server in fleet.servers):
+    """Waits for a server to push to, and for suspects: they soon are healthy or known not to be."""
+    while not {*SOUND} & (now := {server.state for server in fleet.servers}) or "suspect" in now:
         fleet.hope()
         await asyncio.sleep(POLL_S)
 
@@ -208,20 +215,24 @@ async def _push(fleet: Fleet, server: Server, weights: Published, mode: str, tur
         staged = await fleet.on(server, server.stage(weights))
     except (ValueError, RuntimeError) as error:
         why = f"the version {weights.label} did not get there: {error}"
-        if server.state == "healthy":  # it lacks the version and nothing else
+        if server.state in SOUND:  # it lacks the version and nothing else
             fleet.fail(server, "stale", f"{server.url}: {why}")
         return why
     stage_s = now() - begun
-    async with turn, fleet.drained(server) if mode == "drain" else contextlib.nullcontext():
+    drain = mode == "drain" and server.state == "healthy"  # what a resting one holds waits for this very push
+    async with turn, fleet.drained(server) if drain else contextlib.nullcontext():
         loaded = await _load(fleet, server, weights, "retract" if mode == "drain" else mode)
     return loaded if isinstance(loaded, str) else Taken(staged.bytes, stage_s, loaded)
 
 
 async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> Loaded | str:
-    if server.state != "healthy":  # it fell out of traffic while the weights were on their way
+    if server.state not in SOUND:  # it fell out of traffic while the weights were on their way
         return server.why
     try:
-        return await fleet.on(server, server.load_weights(weights, mode))
+        took = await fleet.on(server, server.load_weights(weights, mode))
+        if server.state == "resting":
+            fleet.turn(server, "healthy", "")
+        return took
     except asyncio.CancelledError:
         fleet.fail(server, "poisoned", f"{server.url}: the push of {weights.label} was interrupted")
         raise

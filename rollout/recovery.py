@@ -40,12 +40,13 @@ async def tend(fleet: Fleet, server: Server) -> None:
     patience_s = OWN_PATIENCE_S if fleet.restart else PATIENCE_S
     failed = 0
     while True:
+        await fleet.awake.wait()
         try:
             label = await server.weight_label(timeout_s=patience_s)
         except (RuntimeError, ValueError) as error:
             fleet.turn(server, "dead", str(error))
         else:
-            if server.state == "suspect" and await _unharmed(fleet, server, label):
+            if server.state == "suspect" and not server.released and await _unharmed(fleet, server, label):
                 return
             try:
                 while not await _reloaded(fleet, server):
@@ -77,7 +78,8 @@ async def _reloaded(fleet: Fleet, server: Server) -> bool:
     async with fleet.publishing:
         weights = fleet.published
     if weights:
-        await server.resume()  # a push that failed left it paused: there SGLang keeps requests that are told to end
+        if not server.released:  # a push that failed left it paused: there SGLang keeps requests that are told to end
+            await server.resume()
         await server.load_weights(weights, "abort")
     elif server.state == "poisoned" or await server.weight_label(timeout_s=PATIENCE_S) != server.label:
         raise RuntimeError(f"{server.why}, and no version was published that it could load")
@@ -108,6 +110,7 @@ async def _restarted(fleet: Fleet, server: Server, restart: Restart) -> None:
             server.why = f"{server.url}: the restart failed: {error}"
             log.warning("%s", server.why)
             continue
+        server.released = False
         fleet.counts["restarted"] += 1
         fleet.turn(server, "stale", f"{server.url}: was restarted")
         return

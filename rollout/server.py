@@ -59,16 +59,20 @@ class Part:
     input_top: Sequence = ()
 
 
-# Only a healthy server gets requests; recovery.py says how the others become healthy again.
-State = Literal["healthy", "suspect", "poisoned", "stale", "dead", "restarting", "leaving"]
+# Only a healthy server gets requests; recovery.py says how the others become healthy again, rest.py when some rest.
+State = Literal["healthy", "resting", "suspect", "poisoned", "stale", "dead", "restarting", "leaving"]
+
+SOUND: tuple[State, ...] = ("healthy", "resting")  # those that a push goes to
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published version: its directory, as servers see it, and its weight label.
+    """A published version.
 
     Attributes:
-      arrays: the weights themselves, for servers with a `handover`; None = from the directory.
+      directory: as servers see it; "" where it was not written.
+      label: its weight label.
+      arrays: the weights themselves, for servers with a `handover`; None = they are read from the directory.
       probe: what the trainer says of a known prompt.
       seen: checksums of those that proved to have it, by the layout of their weights.
     """
@@ -131,11 +135,12 @@ class Server:
       handover: gives it the arrays of a version that has some; None = it reads the directory.
       checker: it may have checksums of its weights.
       proved: set unless it has weights that are yet to be proved; its answers wait for that.
-      state: healthy; suspect (a connection failed); poisoned (a push failed half-way); stale (it has other weights);
-        dead (it does not answer); restarting; leaving.
+      state: healthy; resting (it gave its memory back, until the next push); suspect (a connection failed); poisoned (a
+        push failed half-way); stale (it has other weights); dead (it does not answer); restarting; leaving.
       why: what took it out of `healthy` last.
       tending: what brings it back, while it is not healthy.
       restarts: when it was restarted lately.
+      released: it may have given its memory back, which it then needs again before it loads.
       draining: it gets no new requests until it has new weights.
       load: requests of ours that it holds; `running` are their tasks.
     """
@@ -155,6 +160,7 @@ class Server:
     why: str = ""
     tending: asyncio.Task | None = None
     restarts: list[float] = field(default_factory=list)
+    released: bool = False
     draining: bool = False
     load: int = 0
     running: set[asyncio.Task] = field(default_factory=set)
@@ -168,7 +174,7 @@ class Server:
         return await self.stager.stage(weights) if self.stager else Staged(weights.directory)
 
     async def load_weights(self, weights: Published, mode: str) -> Loaded:
-        """Pause, load, see that it reports exactly this label, continue, see that it holds these weights.
+        """Pause, reclaim, load, see that it reports this label, continue, see that it holds these weights.
 
         Raises Unreached where nothing came of it, RuntimeError or ValueError where a part failed: the server may then
         be paused, or hold new weights under an old name, and what it answers after that is not let through.
@@ -177,6 +183,7 @@ class Server:
         directory = (await self.stage(weights)).directory
         paused = now()
         await self.pause(mode, reach_s=REACH_S)
+        await self.reclaim()
         self.proved.clear()
         self.labels.append(weights.label)  # what is sampled from here on may carry it
         loading = now()
@@ -234,6 +241,26 @@ class Server:
         answer = await self.call("POST", where, body, timeout_s=timeout_s)
         if answer.get("success") is not True:
             raise RuntimeError(f"{self.url}{where}: {answer.get('message') or answer}")
+
+    async def release_memory(self, *, timeout_s: float = 120.0) -> None:
+        """Has it put back what it runs, and give its memory to others; it then needs `load_weights`.
+
+        Raises as `load_weights`, ValueError where it refused and has its memory still.
+        """
+        await self.pause("retract", reach_s=REACH_S)
+        self.released = True
+        try:
+            await self.call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s)
+        except ValueError:
+            self.released = False
+            raise
+
+    async def reclaim(self, *, timeout_s: float = 120.0) -> None:
+        """Has it take its memory again, where it gave it back. SGLang does not survive being told so twice, nor being
+        told so after it was started anew: then it has other weights."""
+        if self.released and await self.weight_label(timeout_s=timeout_s) == self.label:
+            await self.call("POST", "/resume_memory_occupation", {}, timeout_s=timeout_s)
+        self.released = False
 
     async def flush_cache(self, *, timeout_s: float = 60.0) -> None:
         await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
@@ -317,6 +344,8 @@ class Server:
             answer = json.loads(text)
         except ValueError:  # /flush_cache and /abort_request answer with plain text
             return {"message": text}
+        if answer is None:  # /release_memory_occupation has nothing to say
+            return {}
         if not isinstance(answer, dict):
             raise RuntimeError(f"{where}: the answer must be a JSON object, got {text[:200]}")
         return answer

@@ -26,11 +26,13 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
     """A server of the contract whose token and log-probability depend on the absolute index alone.
 
     `script` holds answers for the next `/generate` calls; `refuse` maps other paths to an answer. An honest one says in
-    log-probabilities which weights it really has; `fails` names a path at which its next push goes wrong.
+    log-probabilities which weights it really has; `fails` names a path at which its next push goes wrong. `wrong` lists
+    what SGLang would not survive: being used while its memory is released, releasing while it runs, resuming twice.
     """
     state = types.SimpleNamespace(
-        label=label, weights=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0, fails=""
-    )
+        label=label, weights=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0, fails="",
+        released=False, wrong=[],
+    )  # fmt: skip
     state.going = asyncio.Event()
     state.going.set()
     answer = aiohttp.web.json_response
@@ -55,6 +57,8 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
                 finish = "abort"
                 break
             await state.going.wait()
+            if state.released:
+                state.wrong.append("generates while released")
             ids.append(token_at(index))
             labels.append(state.label)
             really.append(-float(max(0, versions.number(state.weights))))
@@ -71,7 +75,19 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
             state.aborts += body["mode"] == "abort"
         if request.path == "/continue_generation":
             state.going.set()
+        if request.path == "/release_memory_occupation":
+            if state.going.is_set() or state.released:
+                state.wrong.append("releases while it runs, or twice")
+            state.released = True
+            return answer(None)
+        if request.path == "/resume_memory_occupation":
+            if not state.released:
+                state.wrong.append("resumes what was not released")
+            state.released = False
+            return answer(None)
         if request.path == "/update_weights_from_disk":
+            if state.released:
+                state.wrong.append("loads while released")
             state.weights = body["weight_version"]
         if request.path == state.fails:
             state.fails = ""
@@ -82,7 +98,8 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
         if request.path == "/model_info":
             return answer({"weight_version": state.label})
         if request.path == "/server_info":
-            return answer({"enable_deterministic_inference": seeded})
+            states = [{"released": ["kv_cache", "weights"] if state.released else []}]
+            return answer({"enable_deterministic_inference": seeded, "internal_states": states})
         if request.path == "/flush_cache":
             return aiohttp.web.Response(text="Cache flushed.")
         if request.path == "/health":

@@ -413,3 +413,71 @@ def test_rows_that_do_not_fit_are_left_out_and_temperatures_are_compared(caplog)
         played([row(8)] * grpo.TOO_LONG)
     with pytest.raises(ValueError, match="must sample at --sampling.temperature 1, .* got 0.7"):
         played([row(2, 0.7)])
+
+
+def same(place, one, other):
+    for a, b in zip(leaves(place / one / "model"), leaves(place / other / "model"), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+INSIDE = Serve(inside=True, slots=8, context=64)
+
+
+def test_a_server_inside_that_rests_changes_no_number(place):
+    """Weights handed over in memory, with nothing written, are those that would have been read from files."""
+    plain = grpo.main(config(place, "plainly", steps=2))
+    done = grpo.main(config(place, "inside", servers=(), serve=INSIDE, colocated=True, steps=2))
+    assert done["complete"] and done["max_logp_diff"] <= 1e-4 and done["server_version"] == plain["server_version"]
+    same(place, "inside", "plainly")
+    lines = [x for x in tracker.read_lines(place / "inside/metrics.jsonl") if x["kind"] == "grpo"]
+    assert all(x["rest_s"] > 0 for x in lines) and "poisoned" not in done["counts"]
+    assert not any("areax" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
+    """It is started again once the trainer has updated, and not before."""
+    killed, started = [], []
+    rest, start = grpo.rest.rest, local.Local.start
+
+    async def deadly(fleet):
+        seconds = await rest(fleet)
+        if len(killed) < 2:
+            killed.append([one.state for one in fleet.servers])
+        if len(killed) == 2:
+            killed.append(os.kill(next(iter(started[0].running.values())).pid, signal.SIGKILL))
+        return seconds
+
+    monkeypatch.setattr(grpo.rest, "rest", deadly)
+    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    done = grpo.main(config(place, "killed at rest", servers=(), colocated=True))
+    assert killed == [["resting"], ["resting"], None] and len(started) == 2
+    assert done["counts"]["restarted"] == done["counts"]["recovered"] == 1
+    grpo.main(config(place, "unharmed"))
+    same(place, "killed at rest", "unharmed")
+
+
+@pytest.mark.slow
+def test_a_server_inside_generates_while_the_trainer_updates(place):
+    done = grpo.main(config(place, "inside ahead", servers=(), serve=INSIDE, eta=2, steps=5, lora=Lora(rank=2)))
+    assert done["complete"] and done["counts"]["accepted"] == 20 and done["max_logp_diff"] <= 1e-4
+    lines = [x for x in tracker.read_lines(place / "inside ahead/metrics.jsonl") if x["kind"] == "grpo"]
+    assert max(x["staleness_max"] for x in lines) <= 2
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"colocated": True, "eta": 1}, "--colocated .* needs --eta 0, got 1"),
+        ({"serve": INSIDE}, "--serve.inside .* leave out --servers"),
+        ({"serve": INSIDE, "servers": (), "published": "there"}, "leave out --published, got there"),
+    ],
+)
+def test_what_cannot_be_shared_is_one_line(place, changes, words):
+    with pytest.raises(ValueError, match=words):
+        config(place, "never", **changes)
+
+
+def test_one_server_is_inside():
+    with pytest.raises(ValueError, match="--serve.count must be 1 with --serve.inside, got 2"):
+        Serve(inside=True, count=2)

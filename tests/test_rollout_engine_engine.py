@@ -464,3 +464,61 @@ def test_a_callback_may_submit_and_abort_but_not_pause(engine):
     engine.submit(ask("a", prompt(0, 5), 100), tell)
     end.wait()
     assert errors
+
+
+# Memory that is given back.
+
+
+def held():
+    """Bytes of all arrays alive in this process."""
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_release_frees_weights_and_caches_and_only_new_weights_are_generated_with(engine):
+    request = lambda rid: ask(rid, prompt(3, 20), more=10)
+    with Engine(CONFIG, NEW, slots=4, context=160, steps=4) as other:
+        wanted = other.generate([request("new")])[0]
+    engine.generate([request("old")])
+    before, own = held(), engine.stats()["bytes"]
+    caches = 2 * CONFIG.layers * 4 * 192 * CONFIG.kv_heads * CONFIG.head_dim * 4  # 160 positions in chunks of 64, fp32
+    weights = sum(x.nbytes for x in jax.tree.leaves(OLD)) + OLD["embed"].nbytes  # a tied head is a matrix of its own
+    assert own == weights + caches
+    engine.release()
+    assert engine.stats()["bytes"] == 0 and before - held() == own
+    later = threading.Event()
+    results = []
+    engine.submit(request("later"), lambda progress: progress.finish and (results.append(progress), later.set()))
+    for step in (lambda: None, lambda: engine.reclaim(["kv_cache"]), engine.reclaim):
+        step()
+        assert not later.wait(0.05) and not engine.able
+    assert engine.stats()["bytes"] == caches
+    engine.load(NEW, "new")
+    assert later.wait(60) and same(results[0], wanted) and results[0].versions == [("new", 0, 10)]
+    assert engine.stats()["bytes"] == own
+
+
+def test_parts_are_released_by_name(engine):
+    request = lambda rid: ask(rid, prompt(3, 20), more=10)
+    wanted = engine.generate([request("a")])[0]
+    engine.release(["kv_cache"])
+    assert engine.flush() and engine.stats()["released"] == ["kv_cache"]
+    engine.load(OLD, "again")  # as one does who takes memory for weights first
+    assert engine.stats()["bytes"] > 0 and not engine.able
+    engine.reclaim(["kv_cache", "cuda_graph"])
+    assert same(engine.generate([request("b")])[0], wanted)
+    engine.release(["weights"])
+    with pytest.raises(ValueError, match="the memory for weights is released"):
+        engine.load(OLD, "refused")
+    with pytest.raises(ValueError, match=r"must be of kv_cache, weights, cuda_graph, got \['wieghts'\]"):
+        engine.release(["wieghts"])
+
+
+def test_what_runs_is_not_released(engine):
+    going = threading.Event()
+    engine.submit(ask("long", prompt(0, 5), more=150), lambda progress: going.set())
+    assert going.wait(60)
+    engine.pause("in_place")
+    with pytest.raises(ValueError, match="nothing may run, got 1 requests"):
+        engine.release()
+    assert engine.stats()["bytes"] > 0
+    engine.resume()

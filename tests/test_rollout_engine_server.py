@@ -6,11 +6,14 @@ What it shares with SGLang is tried in `sglang/`, on both.
 import contextlib
 import http.client
 import json
+import re
 import shutil
 import signal
 import socket
 import time
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import servers
@@ -18,6 +21,7 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 from areax.adapters import hf
+from areax.models import forward
 from areax.rollout.engine import server as module
 
 PROMPT = [5, 6, 7]
@@ -373,3 +377,56 @@ def test_what_is_no_checkpoint_is_not_served(tmp_path):
     (tmp_path / "model" / "tokenizer.json").write_text('{"half')
     with pytest.raises(ValueError, match="damaged or half-written"):
         module.serve(str(tmp_path / "model"), port=0)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def resident(server):
+    """Bytes of memory that the server's process really has."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
+
+
+@pytest.mark.slow
+def test_memory_is_given_back_and_taken_again(models):
+    """Caches of 160 MiB, so that the process shrinks and grows by them; what is asked meanwhile is answered after."""
+    with servers.embedded(models / "a", context=4096, slots=160) as server:
+        assert len(server.generate(PROMPT)["output_ids"]) == 8
+        before, own = resident(server), state(server)["bytes"]
+        assert own >= 2**27
+        server.ok("/pause_generation", {"mode": "retract"})
+        assert server.post("/release_memory_occupation", {})[0] == 200
+        assert before - resident(server) > 0.9 * own and state(server)["bytes"] == 0
+        asked = servers.Later(lambda: server.generate(PROMPT, temperature=1.0, max_new_tokens=20))
+        wait(lambda: state(server)["queued"] == 1)
+        refused = server.post(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
+        assert refused[0] == 400 and "/resume_memory_occupation" in refused[1]["message"]
+        server.ok("/continue_generation", {})
+        for _ in range(2):  # a second time is no error
+            assert server.post("/resume_memory_occupation", {})[0] == 200
+        assert server.get("/health")[0] == server.get("/ready")[0] == 503 and not asked.done
+        assert server.post("/weights_checker", {})[0] == 400 and server.ok("/model_info")["weight_version"] == "default"
+        server.ok(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
+        answer = asked.result()
+        assert answer["meta_info"]["weight_versions"] == [{"version": "B", "start": 0, "end": 20}]
+        assert server.get("/health")[0] == 200 and resident(server) > before - 0.1 * own
+        config, params = hf.load(models / "b")
+        ids = [*PROMPT, *answer["output_ids"]]
+        logp_TV = jax.nn.log_softmax(forward(params, np.array(ids)[None], config=config)[0])
+        for i, (logp, id, _) in enumerate(answer["meta_info"]["output_token_logprobs"]):
+            assert logp == pytest.approx(float(logp_TV[len(PROMPT) + i - 1, id]), abs=1e-4)
+
+
+@pytest.mark.parametrize("body", [{"tags": ["wieghts"]}, {"tags": "weights"}, {"tags": [1]}], ids=str)
+def test_what_cannot_be_released_is_refused(server, body):
+    status, answer = server.post("/release_memory_occupation", body)
+    assert status == 400 and "tags" in answer["message"] and state(server)["released"] == []
+
+
+def test_a_server_that_runs_keeps_its_memory(server):
+    with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": LONG}) as events:
+        next(events)
+        status, answer = server.post("/release_memory_occupation", {})
+        assert status == 400 and "nothing may run" in answer["message"]
+        assert state(server)["released"] == [] and len(next(events)["output_ids"]) > 0

@@ -8,7 +8,7 @@ import random
 import pytest
 from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, serving, states, until
 
-from areax.rollout import client, publish, recovery, server
+from areax.rollout import client, publish, recovery, rest, server
 
 
 @pytest.fixture(autouse=True)
@@ -302,12 +302,13 @@ def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed, 
 
     async def main():
         async with contextlib.AsyncExitStack() as stack:
-            alive = {}
+            alive, ever = {}, []
 
             async def start():
                 inner = contextlib.AsyncExitStack()
                 fresh = await inner.enter_async_context(serving("default", step_s=0.001, honest=True))
                 alive[fresh.url] = fresh, inner
+                ever.append(fresh)
                 stack.push_async_callback(inner.aclose)
                 return fresh.url
 
@@ -329,21 +330,24 @@ def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed, 
             for v in range(2, 14):
                 tasks |= {asyncio.create_task(ask(i)) for i in range(10)}
                 await asyncio.sleep(rng.random() * 0.02)
+                if rng.randrange(3) == 0:
+                    await rest.rest(fleet)
                 victim, inner = rng.choice(list(alive.values()))
                 match rng.randrange(6):
                     case 0:  # dies
                         await alive.pop(victim.url)[1].aclose()
                     case 1:  # cuts its next answers off
                         victim.script += [hangs_up] * 2
-                    case 2:  # loses its weights, and says so
+                    case 2:  # is started anew behind our back
                         victim.weights = victim.label = "default"
+                        victim.released = False
                     case 3:  # fails in the middle of the next push, its weights new, its label old
                         victim.fails = rng.choice(["/pause_generation", "/update_weights_from_disk", "/model_info"])
                 with contextlib.suppress(RuntimeError):  # the push failed on all that were healthy
                     await publish.push(fleet, tmp_path, label(v), mode=rng.choice(["retract", "abort"]))
             await asyncio.gather(*tasks)
             await until(lambda: set(states(fleet)) == {"healthy"})
-            assert len(done) == 120
+            assert len(done) == 120 and not any(one.wrong for one in ever)
             for prompt, one in done:
                 assert one.tokens == [((len(prompt) + i) * 7 + 3) % 50 for i in range(len(one.tokens))]
                 assert one.logp == [-float(v) for v in one.version] and min(one.version) >= 1

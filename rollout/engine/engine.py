@@ -1,7 +1,7 @@
 """The in-process engine: requests share slots of one cache and are decoded together, on a thread of the engine's own.
 
-Between dispatches the thread carries out what other threads asked for (pause, abort, load), lets waiting requests into
-free slots, and hands out what was generated.
+Between dispatches the thread carries out what other threads asked for (pause, abort, load, release), lets waiting
+requests into free slots, and hands out what was generated.
 """
 
 import atexit
@@ -16,6 +16,8 @@ from ..text import Text
 from .request import Progress, Request, check
 from .slots import Live, Slots
 
+RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; of the last there is nothing here
+
 
 class Engine:
     """Generates for many requests at once.
@@ -26,6 +28,7 @@ class Engine:
     Attributes:
       version: label of the weights, stamped on every token sampled.
       paused: nothing is computed until `resume`.
+      released: which of RELEASABLE is given back; nothing is computed until none is and weights have been loaded.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Engine:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
+        self.released: frozenset[str] = frozenset()
         self._decode = decode
         self._seeds = random.Random(seed)
         self._slots = Slots(config, params, slots, context, steps)
@@ -164,27 +168,80 @@ class Engine:
             weights' cache, which is neither model's distribution.
 
         Raises:
-          ValueError: parameters of another shape or dtype, or requests paused in place while flush is asked for; the
-            old weights stay.
+          ValueError: parameters of another shape or dtype, requests paused in place while flush is asked for, or memory
+            for weights that is released; the old weights stay.
         """
+        self._needs_memory()
         weights = self._slots.stage(params)
 
         def swap():
+            self._needs_memory()
             if flush and self._slots.running:
                 raise ValueError(
                     f"load: the cache cannot be flushed while {len(self._slots.running)} requests are paused in place; "
                     "pause with retract or abort, or load with flush=False"
                 )
             self._slots.weights, self.version = weights, version
-            self._slots.clear()
+            if "kv_cache" not in self.released:
+                self._slots.clear()
 
         self._call(swap, when_idle=True)
+
+    def release(self, what: Iterable[str] = RELEASABLE) -> None:
+        """Gives device memory back: of the weights, of the caches. Requests may still be submitted; they wait.
+
+        The label stays, until other weights are loaded.
+
+        Raises:
+          ValueError: something else than RELEASABLE, or requests are running: pause with abort or retract first.
+        """
+        tags = _releasable(what)
+
+        def act():
+            if self._slots.running:
+                raise ValueError(
+                    f"release: nothing may run, got {len(self._slots.running)} requests; pause with retract or abort"
+                )
+            self._slots.release(weights="weights" in tags, caches="kv_cache" in tags)
+            self.released |= tags
+
+        self._call(act)
+
+    def reclaim(self, what: Iterable[str] = RELEASABLE) -> None:
+        """Takes released memory again; what was not released stays as it is. Caches are new, and of weights there are
+        none before `load`: until then requests wait.
+
+        Raises:
+          ValueError: something else than RELEASABLE.
+        """
+        tags = _releasable(what)
+
+        def act():
+            if "kv_cache" in tags & self.released:
+                self._slots.clear()
+            self.released -= tags
+
+        self._call(act)
+
+    @property
+    def able(self) -> bool:
+        """Whether requests are computed: not paused, and there are memory and weights."""
+        return self.loaded and not (self.paused or self.released)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether there are weights."""
+        return self._slots.weights is not None
+
+    def _needs_memory(self) -> None:
+        if "weights" in self.released:
+            raise ValueError("load: the memory for weights is released; resume it first (/resume_memory_occupation)")
 
     def flush(self) -> bool:
         """Forgets cached prompts. False, and nothing done, while requests are running."""
 
         def act():
-            if not self._slots.running:
+            if not self._slots.running and "kv_cache" not in self.released:
                 self._slots.clear()
             return not self._slots.running
 
@@ -195,14 +252,16 @@ class Engine:
         self._call(lambda: setattr(self, "version", version))
 
     def stats(self) -> dict:
-        """Sizes, requests running and queued, and counts since the start: requests, tokens generated, dispatches,
-        prefills and prefilled tokens."""
+        """Sizes, device memory held, requests running and queued, and counts since the start: requests, tokens
+        generated, dispatches, prefills and prefilled tokens."""
         return {
             "slots": self.slots,
             "context": self.context,
             "running": len(self._slots.running),
             "queued": len(self._queue),
             "paused": self.paused,
+            "released": sorted(self.released),
+            "bytes": self._slots.bytes,
             "version": self.version,
             **{name: self._counts[name] for name in ("requests", "tokens")},
             **{name: self._slots.counts[name] for name in ("dispatches", "prefills", "prefilled_tokens")},
@@ -261,7 +320,7 @@ class Engine:
                     if self._closing:
                         return
                 self._act()
-                if not self.paused:
+                if self.able:
                     if not self._loads:
                         self._admit()
                     if self._slots.running:
@@ -272,7 +331,7 @@ class Engine:
     def _something_to_do(self) -> bool:
         if self._closing or self._acts:
             return True
-        if self.paused:
+        if not self.able:
             return bool(self._loads)
         return bool(self._slots.running or self._queue or self._loads)
 
@@ -379,6 +438,13 @@ class Engine:
             self._finish(live, finish)
         else:
             live.tell(snapshot(progress))
+
+
+def _releasable(what: Iterable[str]) -> frozenset[str]:
+    tags = frozenset(what)
+    if not tags <= frozenset(RELEASABLE):
+        raise ValueError(f"tags: must be of {', '.join(RELEASABLE)}, got {sorted(tags)}")
+    return tags
 
 
 def snapshot(p: Progress) -> Progress:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from ... import __version__
 from ...adapters import hf
 from . import bodies
 from .bridge import Bridge
+from .engine import RELEASABLE
 from .request import Progress, Request, Sampling
 
 PAUSES = ("abort", "retract", "in_place")
@@ -70,6 +71,8 @@ class Service:
             Route("/continue_generation", self.continue_generation, methods=post),
             Route("/abort_request", self.abort_request, methods=post),
             Route("/flush_cache", self.flush_cache, methods=either),
+            Route("/release_memory_occupation", self.release_memory_occupation, methods=either),
+            Route("/resume_memory_occupation", self.resume_memory_occupation, methods=either),
             Route("/update_weights_from_disk", self.update_weights_from_disk, methods=post),
             Route("/update_weight_version", self.update_weight_version, methods=post),
             Route("/weights_checker", self.weights_checker, methods=either),
@@ -140,13 +143,13 @@ class Service:
 
     async def health(self, http: HTTPRequest) -> Response:
         """200 if the engine generates: it was heard of while a request for one token waited for its turn."""
-        if self.engine.paused:
+        if not self.engine.able:
             return Response(status_code=503)
         begin = time.monotonic()
         probe = Request(f"health-{time.monotonic_ns()}", (0,), Sampling(temperature=0.0, max_new_tokens=1))
         task = asyncio.create_task(self.bridge.finish([probe], disconnected(http)))
         try:
-            while time.monotonic() < begin + HEALTHY_S and not self.engine.paused:
+            while time.monotonic() < begin + HEALTHY_S and self.engine.able:
                 await asyncio.wait({task}, timeout=0.05)
                 if self.bridge.heard > begin:
                     return Response(status_code=200)
@@ -158,7 +161,7 @@ class Service:
         return Response(status_code=503)
 
     async def ready(self, http: HTTPRequest) -> Response:
-        return Response(status_code=503 if self.engine.paused else 200)
+        return Response(status_code=200 if self.engine.able else 503)
 
     async def model_info(self, http: HTTPRequest) -> Response:
         source = json.loads(self.engine.config.source)
@@ -223,6 +226,18 @@ class Service:
         flushed = await asyncio.to_thread(self.engine.flush)
         return PlainTextResponse("Cache flushed.\n" if flushed else "Flush cache failed.\n", 200 if flushed else 400)
 
+    # -- memory ----------------------------------------------------------------------------------
+
+    async def release_memory_occupation(self, http: HTTPRequest) -> Response:
+        await asyncio.to_thread(self.engine.release, tags(await read(http)))
+        return Answer(None)
+
+    async def resume_memory_occupation(self, http: HTTPRequest) -> Response:
+        """Unlike SGLang, which then has weights of any content, this server generates only once weights are loaded; and
+        it is no error if nothing was released."""
+        await asyncio.to_thread(self.engine.reclaim, tags(await read(http)))
+        return Answer(None)
+
     # -- weights ---------------------------------------------------------------------------------
 
     async def update_weights_from_disk(self, http: HTTPRequest) -> Response:
@@ -274,6 +289,8 @@ class Service:
         action = (await read(http)).get("action", "checksum") if await http.body() else "checksum"
         if action != "checksum":
             return Answer({"success": False, "message": f"action: must be checksum, got {action!r}"}, 400)
+        if not self.engine.loaded:
+            return Answer({"success": False, "message": "weights: released, and none loaded since"}, 400)
         whole = together(self.checksums)
         ranks = [{"checksums": self.checksums, "per_gpu_checksum": whole}]
         return Answer({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": whole})
@@ -298,6 +315,14 @@ def read_weights(path: str, dtype: str) -> tuple[Any, Any, dict[str, str]]:
 def together(checksums: dict[str, str]) -> str:
     """One checksum for all."""
     return xxhash.xxh3_128_hexdigest(json.dumps(checksums, sort_keys=True).encode())
+
+
+def tags(body: dict) -> Sequence[str]:
+    """What of the memory is meant: everything, where nothing is named."""
+    named = body.get("tags") or RELEASABLE
+    bodies.rule(isinstance(named, list | tuple) and all(isinstance(tag, str) for tag in named), "tags",
+                "must be a list of strings", named)  # fmt: skip
+    return named
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

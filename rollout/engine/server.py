@@ -57,19 +57,14 @@ def serve(
       ValueError: the address cannot be had, or the folder cannot be loaded; nothing is served then.
     """
     with contextlib.closing(bind(host, port)) as sock:
-        config, params, checksums = read_weights(path, dtype)
-        tokenizer, decode = None, None
-        if any((Path(path) / name).is_file() for name in tokenizers.FILES):
-            tokenizer = tokenizers.load(path)
-            decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-        context = min(context, config.context)
-        engine = Engine(config, params, slots=slots, context=context, version=version, decode=decode, seed=seed)
-        del params  # the engine has its own
-        service = Service(engine, tokenizer, str(path), checksums, dtype)
+        service = prepare(
+            path, *read_weights(path, dtype), slots=slots, context=context, dtype=dtype, version=version, seed=seed
+        )
+        engine = service.engine
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{sock.getsockname()[1]}"
-        ready = f"{url} serves {config.family} {path}, {slots} slots of {context} tokens"
-        if tokenizer is None:
+        ready = f"{url} serves {engine.config.family} {path}, {slots} slots of {engine.context} tokens"
+        if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
         if api_key is None and not _local(host):
             ready += "; WARNING: whoever reaches this address can use it and replace its weights; give an api_key"
@@ -78,6 +73,20 @@ def serve(
             run(app(service, api_key), sock, lambda: print(ready, flush=True), engine.abort_all)
         finally:
             engine.close()
+
+
+def prepare(
+    path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, dtype: str, version: str,
+    seed: int = 0,
+) -> Service:  # fmt: skip
+    """The engine of these weights, which it copies, and its routes; with the tokenizer in the folder `path`, if any."""
+    tokenizer, decode = None, None
+    if any((Path(path) / name).is_file() for name in tokenizers.FILES):
+        tokenizer = tokenizers.load(path)
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    context = min(context, config.context)
+    engine = Engine(config, params, slots=slots, context=context, version=version, decode=decode, seed=seed)
+    return Service(engine, tokenizer, str(path), checksums, dtype)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -146,21 +155,26 @@ def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
     return guarded
 
 
+def listener(application: ASGIApp) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            application,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+
+
 def run(application: ASGIApp, sock: socket.socket, started: Callable[[], None], ended: Callable[[], None]) -> None:
     """Serves on `sock` until a signal ends it; `started` is called once it answers, `ended` when it is told to stop."""
     # uvicorn raises the signal that ended it once more: handlers of ours make that an ordinary return.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    config = uvicorn.Config(
-        application,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        lifespan="on",
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    server = uvicorn.Server(config)
+    server = listener(application)
 
     async def watched() -> None:
         running = asyncio.create_task(server.serve(sockets=[sock]))
@@ -173,7 +187,7 @@ def run(application: ASGIApp, sock: socket.socket, started: Callable[[], None], 
         ended()
         await running
 
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(watched())
 
 

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class Slots:
     Attributes:
       running: {slot: Live}.
       free: the other slots, the one idle for longest first.
-      weights: as `stage` made them; replaced between calls.
+      weights: as `stage` made them; replaced between calls. None once they are released.
       counts: prefills, prefilled_tokens, dispatches.
     """
 
@@ -68,7 +69,8 @@ class Slots:
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.counts: collections.Counter[str] = collections.Counter()
         self._dtype, self._device = params["embed"].dtype, jax.local_devices()[0]
-        self.weights = self.stage(params)
+        self.weights: Any = self.stage(params)
+        self._caches: Any = None
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
         self.clear()
 
@@ -92,11 +94,29 @@ class Slots:
         with self._alone():
             return jax.block_until_ready(programs.stage(jax.device_put(params, self._device)))
 
+    def release(self, *, weights: bool, caches: bool) -> None:
+        """Gives device memory back at once, while nothing runs. `clear` makes new caches, weights have to be set."""
+        for x in jax.tree.leaves((self.weights if weights else None, self._caches if caches else None)):
+            x.delete()  # whoever else may hold it
+        if weights:
+            self.weights = None
+        if caches:
+            self._caches = None
+            self._forget()
+
+    @property
+    def bytes(self) -> int:
+        """Held on the device by weights and caches."""
+        return sum(x.nbytes for x in jax.tree.leaves((self.weights, self._caches)))
+
     def clear(self) -> None:
         """Forgets which prompts slots hold; while nothing runs, caches are new: no NaN of diverged weights lives on."""
         if not self.running:
             with self._alone():
                 self._caches = programs.caches(self.config, self.count, self.context, self._dtype)
+        self._forget()
+
+    def _forget(self) -> None:
         self._slot_of: dict[tuple[int, ...], int] = {}  # prefilled sequence -> a slot whose cache begins with it
         self._prefix_of: dict[int, tuple[int, ...]] = {}
 

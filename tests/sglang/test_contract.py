@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import servers
 
-from areax.rollout import client, publish
+from areax.rollout import client, publish, rest
 from areax.rollout.server import Published
 
 PROMPT = [5, 17, 42, 100, 61]
@@ -569,3 +569,38 @@ def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, mod
         switched += mixed
     assert switched == 0 if mode == "drain" else switched > 0
     assert counts["resumed"] >= switched if mode == "abort" else counts["resumed"] == 0
+
+
+def test_a_rest_and_the_push_that_ends_it(server, versions):
+    """What runs is put back, what comes waits, and both go on with the weights that end the rest."""
+    push = lambda fleet, v: publish.push(fleet, versions.paths[v], versions.labels[v])
+
+    async def main():
+        async with client.connect([server.url]) as fleet:
+            begun = asyncio.Event()
+            running = asyncio.create_task(
+                fleet.generate(PROMPT, max_new_tokens=1000, ignore_eos=True, on_tokens=lambda _: begun.set())
+            )
+            await begun.wait()
+            await rest.rest(fleet)
+            assert fleet.servers[0].state == "resting" and fleet.servers[0].released
+            waiting = asyncio.create_task(fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True))
+            assert (await asyncio.to_thread(server.ok, "/model_info"))["weight_version"] == versions.labels[0]
+            assert not waiting.done() and (await push(fleet, 1)).failed == {}
+            done = [(PROMPT, await running), (OTHER, await waiting)]
+            await rest.rest(fleet)  # with nothing running
+            await push(fleet, 2)
+            done.append((OTHER, await fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True)))
+            await rest.rest(fleet)
+        async with client.connect([server.url]) as fleet:  # the next run
+            await push(fleet, 1)
+            done.append((OTHER, await fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True)))
+        return done
+
+    done = asyncio.run(main())
+    assert [sorted(set(one.version)) for _, one in done] == [[0, 1], [1], [2], [1]]
+    for prompt, one in done:
+        ids = [*prompt, *one.tokens]
+        logp_VTV = {v: versions.logp(v, ids) for v in set(one.version)}
+        for i, (logp, v) in enumerate(zip(one.logp, one.version, strict=True), len(prompt)):
+            assert logp == pytest.approx(logp_VTV[v][i - 1, ids[i]], abs=TOLERANCE)

@@ -1,0 +1,93 @@
+"""The embedded engine in the trainer's own process: its HTTP server in a thread, new weights handed over as arrays.
+
+For machines with one device, and for TPUs, where a device belongs to one process. Requests, pauses and labels go over
+HTTP as to any server; only the weights do not travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ... import models
+from ...core import param
+from . import server as http
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version as arrays.
+
+    Attributes:
+      params: numpy arrays as `hf.host_copy` makes them: nobody else's buffers, so the trainer may donate its own.
+      manifest: what `hf.manifest` says of them: the label names these very bytes.
+    """
+
+    config: Any
+    params: Any
+    manifest: dict
+
+    def checksums(self) -> dict[str, str]:
+        return {name: entry["xxh3_128"] for name, entry in self.manifest["tensors"].items()}
+
+    def cast(self, dtype: str):
+        """The parameters in the dtype that the engine computes in, as it would read them from files."""
+        table = models.table(self.config)
+        fit = lambda _, x, to: x.astype(to.dtype, copy=False)
+        return param.tree_map(fit, table, self.params, param.abstract(table, dtype))
+
+
+@contextlib.contextmanager
+def serving(
+    path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, dtype: str
+) -> Iterator[tuple[str, Callable]]:
+    """Serves the model of the checkpoint folder `path` on a free port of the loopback interface until the block ends.
+
+    Yields its address, and its `rollout.server.Server.handover`, which takes a `Weights` as arrays.
+
+    Args:
+      first: gives the label and the weights to begin with, of which nothing is kept here; None = those in the folder,
+        as "default". The tokenizer is the folder's.
+      slots, context, dtype: as `server.serve`.
+
+    Raises:
+      ValueError: the folder cannot be loaded.
+      RuntimeError: the server ended before it was ready.
+    """
+    with contextlib.closing(http.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
+        label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
+        service = http.prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label)
+        del weights  # the engine has its own
+        stack.enter_context(service.engine)
+        uvicorn = http.listener(http.app(service))
+        serve = lambda: asyncio.run(uvicorn.serve(sockets=[sock]))
+        thread = threading.Thread(target=serve, name="areax-http", daemon=True)
+        thread.start()
+        try:
+            while not uvicorn.started:
+                if not thread.is_alive():
+                    raise RuntimeError("the generation server in this process ended before it was ready")
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", functools.partial(_handover, service)
+        finally:
+            service.engine.abort_all()
+            uvicorn.should_exit = True
+            thread.join()
+
+
+def _given(first: Callable[[], tuple[str, Weights]], dtype: str) -> tuple:
+    label, weights = first()
+    return label, weights.config, weights.cast(dtype), weights.checksums()
+
+
+async def _handover(service: http.Service, _, weights, flush_cache: bool) -> None:
+    """Raises ValueError if the arrays are of another model: the old weights stay."""
+    new: Weights = weights.arrays
+    await asyncio.to_thread(lambda: service.engine.load(new.cast(service.dtype), weights.label, flush=flush_cache))
+    service.checksums = new.checksums()
