@@ -209,8 +209,8 @@ def simulate(*options: str) -> int:
     config = _parse(simulate.Config, options, "areax simulate")
     every, outcomes = simulate.settings(config), []
     with tracker.progress("simulate", len(every)) as tick:
-        for setting, eta in every:
-            outcomes.append(simulate.simulate(setting, eta))
+        for setting in every:
+            outcomes.append(simulate.simulate(*setting))
             tick(len(outcomes))
     print(json.dumps(simulate.report(outcomes), indent=2) if config.json else simulate.show(config, outcomes))
     return 0

@@ -91,6 +91,8 @@ class Config:
       minibatches: optimiser steps a batch, over equal parts of its groups.
       epochs: passes over these.
       max_concurrent: most groups in flight.
+      oversample: groups begun beyond those of a batch, which takes the first that end; the others are stopped, and run
+        again in a batch of their own. With eta 0, so that a batch does not wait for its slowest groups.
       max_prompt: most tokens of a prompt; rows with longer ones are left out, and counted. 0 = no limit.
       length: longest prompt and completion together, and tokens of a packed row.
       rows: packed rows of a microbatch.
@@ -139,6 +141,7 @@ class Config:
     minibatches: int = 1
     epochs: int = 1
     max_concurrent: int = 128
+    oversample: int = 0
     max_prompt: int = 0
     sampling: Sampling = Sampling()
     objective: losses.Policy = losses.GRPO()
@@ -176,6 +179,7 @@ class Config:
         for option, holds, rule in (
             ("minibatches", self.minibatches >= 1, "at least 1"),
             ("epochs", self.epochs >= 1, "at least 1"),
+            ("oversample", 0 <= self.oversample <= self.groups, f"from 0 to --groups {self.groups}"),
             ("distill_coef", self.distill_coef >= 0, "at least 0"),
             ("reference_every", self.reference_every >= 0, "at least 0"),
             ("reference_every", not self.reference_every or self.objective.needs_reference,
@@ -340,7 +344,8 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             executor.Executor(
                 episode, fleet.generate, prompts,
                 group_size=config.group_size, groups_per_batch=config.groups, eta=config.eta,
-                max_concurrent=config.max_concurrent, seed=config.seed if fleet.seeded else None,
+                max_concurrent=config.max_concurrent, oversample=config.oversample,
+                seed=config.seed if fleet.seeded else None,
                 accept=varied if config.objective.shaping.dynamic_sampling else None,
                 baseline=greedy if config.objective.advantage.mean == "greedy" else None,
                 batches=config.steps, cursor=cursor,
@@ -392,6 +397,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             groups, before = report.pop("groups"), refused.pop()
             refused.append(rollout.counts["rejected"])
             report["refused"] = refused[0] - before
+            report |= rollout.lengths() | {"limit": min(fleet.room(server) for server in fleet.servers)}
             pushed = {f"push_{name}": getattr(pushes[-1], name) for name in PUSHED} if pushes else {}
             pushed |= {"rest_s": rested[-1]} if rested else {}
             beside = {name: seconds.pop(name) for name in loop.BESIDE}

@@ -1,9 +1,9 @@
 """A fleet of generation servers behind one coroutine: `await fleet.generate(tokens)`.
 
-Requests go to the least loaded healthy server, a bounded number to each. A token enters a completion
-once, with the log-probability and the version that the sampling server reported for it: an answer
-cut off on its way is discarded whole and asked for again; one that a pause ended early is continued.
-Servers may die, come back, join and leave (recovery.py).
+Requests go to a healthy server that has the beginning of their prompt, else to the least loaded one (affinity.py), to
+each no more than do it good (pressure.py). A token enters a completion once, with the log-probability and the version
+that the sampling server reported for it: an answer cut off on its way is discarded whole and asked for again; one that
+a pause ended early is continued. Servers may die, come back, join and leave (recovery.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,20 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from . import depot, journal, recovery, rest, versions
-from .server import FIRST_DELAY_S, MAX_DELAY_S, SOUND, Broken, Busy, Part, Published, Server, State, Unreached
-from .server import Handover as Handover
+from . import affinity, depot, journal, pressure, recovery, rest, versions
+from .server import (
+    FIRST_DELAY_S,
+    MAX_DELAY_S,
+    SOUND,
+    Broken,
+    Busy,
+    Handover,
+    Part,
+    Published,
+    Server,
+    State,
+    Unreached,
+)
 from .types import Completion, Finish
 
 log = logging.getLogger(__name__)
@@ -98,6 +109,8 @@ async def _introduce(server: Server, ready_s: float) -> None:
     server.ranks = int(info.get("tp_size") or 1)
     server.layout = json.dumps([info.get(name) for name in LAYOUT])
     server.released = any(state.get("released") for state in info.get("internal_states") or ())  # by a run that died
+    room = info.get("max_total_num_tokens")
+    server.cached = affinity.Cached(room) if isinstance(room, int) and room > 0 else affinity.Cached()
 
 
 class Fleet:
@@ -110,8 +123,9 @@ class Fleet:
       awake: not so while servers rest (`rest.rest`): then none is brought back either.
       restart: ends a dead server's process and starts another, where somebody can.
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens taken
-        back for a stop string), `busy` (503), `refused`, `broken`, `rerouted` (its server was taken out of
-        traffic), `strange` (sampled under weights the server was not given); of servers: the states that they were
+        back for a stop string), `busy` (503), `preempted` (answers that a server computed in part anew), `lowered`
+        (limits of servers, pressure.py), `refused`, `broken`, `rerouted` (its server was taken out of traffic),
+        `strange` (sampled under weights the server was not given); of servers: the states that they were
         turned into, `recovered, restarted, joined, left`; of pushes: `undone`.
     """
 
@@ -320,13 +334,15 @@ class Fleet:
         """One whole answer to `body`, from whichever server gives it."""
         busy = broken = 0
         while True:
-            server = await self._acquire()
-            oldest = server.admitted
+            server = await self._acquire(body["input_ids"])
+            oldest, sent, pauses = server.admitted, asyncio.get_running_loop().time(), server.pauses
             try:
                 part = await self.on(server, self._believed(server, body, on_tokens))
             except Busy as error:
                 trouble.append(str(error))
                 self.counts["busy"] += 1
+                if server.limit.refused(sent, asyncio.get_running_loop().time()):
+                    self.counts["lowered"] += 1
             except Unreached as error:
                 trouble.append(str(error))
                 self.counts["refused"] += 1
@@ -346,6 +362,10 @@ class Fleet:
             else:
                 strange = set(part.labels) - set(server.labels[oldest:])
                 if not strange:
+                    put_back = part.info.get("num_retractions", 0) - (server.pauses - pauses)  # a push does so too
+                    self._feel(server, sent, preempted=put_back > 0)
+                    if len(self.servers) > 1:
+                        server.cached.add(affinity.chain([*body["input_ids"], *part.tokens]))
                     return server, part
                 self.counts["strange"] += 1
                 trouble.append(f"{server.url}: sampled under weights {sorted(strange)}")
@@ -368,6 +388,22 @@ class Fleet:
         await server.proved.wait()
         return part
 
+    def _feel(self, server: Server, sent: float, *, preempted: bool) -> None:
+        """Whether an answer was computed in part anew says whether its server may have more, or should have fewer."""
+        moved = server.limit.answered(sent, server.load, asyncio.get_running_loop().time(), preempted=preempted)
+        if preempted:
+            self.counts["preempted"] += 1
+        if moved < 0:
+            self.counts["lowered"] += 1
+        elif moved > 0:
+            self._wake()
+
+    def hear(self, server: Server, report: pressure.Report | None) -> None:
+        """What `server` says of its load; None where it says nothing, or nothing that holds."""
+        if server.limit.reported(report, server.load, asyncio.get_running_loop().time()):
+            self.counts["lowered"] += 1
+        self._wake()
+
     async def on(self, server: Server, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which talks to `server`; Moved if the server is taken out of traffic before."""
         task = asyncio.create_task(work)
@@ -381,13 +417,16 @@ class Fleet:
             server.running.discard(task)
             task.cancel()
 
-    async def _acquire(self) -> Server:
+    async def _acquire(self, tokens: Sequence[int]) -> Server:
+        hashes = affinity.chain(tokens) if len(self.servers) > 1 else []
         while True:
             self.hope()
-            ready = [server for server in self.healthy if server.load < self._concurrency and not server.draining]
+            ready = [server for server in self.healthy if server.load < self.room(server) and not server.draining]
             if ready:
-                server = min(ready, key=lambda s: s.load)
+                server = affinity.choose(ready, hashes)
+                server.cached.add(hashes)
                 server.load += 1
+                server.limit.sent(asyncio.get_running_loop().time(), server.load)
                 return server
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
@@ -397,6 +436,10 @@ class Fleet:
                 if waiter.done() and not waiter.cancelled():
                     self._wake()  # this turn goes to the next in line
                 raise
+
+    def room(self, server: Server) -> int:
+        """How many requests `server` may hold now."""
+        return int(min(self._concurrency, server.limit.most))
 
     def _wake(self, everyone: bool = False) -> None:
         while self._waiting:
@@ -445,6 +488,7 @@ class Fleet:
             journal.note("server", url=server.url, state=state, why=why)
         server.state = state
         if state not in (*SOUND, "suspect", "leaving"):
+            server.cached.clear()
             _stop(server.running)
         self._wake(everyone=True)
 
@@ -491,7 +535,7 @@ class Fleet:
         """
         url = url.rstrip("/")
         found = [server for server in self.servers if server.url == url]
-        if not found or len(self.servers) == 1:
+        if not found or all(server.state == "leaving" for server in self.servers if server.url != url):
             raise ValueError(f"leave: must name one of several servers, got {url} of {[s.url for s in self.servers]}")
         [server] = found
         if server.tending:

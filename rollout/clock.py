@@ -86,8 +86,8 @@ class Network:
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, where: str, json: dict | None = None) -> AsyncIterator[types.SimpleNamespace]:
-        url, _, path = where.rpartition("/")
-        status, text = await self.servers[url].answer("/" + path, json)
+        scheme, _, host, path = where.split("/", 3)
+        status, text = await self.servers[f"{scheme}//{host}"].answer("/" + path, json)
 
         async def read() -> str:
             return text

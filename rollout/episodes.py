@@ -55,16 +55,35 @@ async def group(
     size: int,
     seed: int | None,
     on_retry: Callable[[], None] = lambda: None,
+    on_lost: Callable[[int], None] | None = None,
 ) -> list[Sample]:
     """The samples of `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
 
     group = prompt = the prompt's ordinal, rollout = prompt * size + episode, sample = rollout * ROWS + row. The rows
     of a rollout get weights that sum to 1, in the proportion that the workflow gave them.
+
+    Args:
+      on_lost: told how many episodes the group does without because their servers failed ATTEMPTS times. It fails with
+        them where fewer than two with samples would be left to compare; with the first one where this is None.
     """
-    episodes = [
-        _episode(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
-        for index in range(size)
-    ]
+    least = min(2, size)
+    lost: list[RuntimeError] = []
+
+    async def episode(index: int) -> list[Sample]:
+        try:
+            return await _episode(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
+        except RuntimeError as error:
+            lost.append(error)
+            if on_lost is None or not of_server(error) or len(lost) > size - least:
+                raise
+            log.warning("prompt %d goes on without episode %d: %s", prompt, index, error)
+            return []
+
+    played = await _together([episode(index) for index in range(size)])
+    if lost and on_lost:
+        if sum(map(bool, played)) < least:
+            raise lost[0]
+        on_lost(len(lost))
     return [
         sample.replace(
             group=prompt,
@@ -73,7 +92,7 @@ async def group(
             sample=(prompt * size + index) * ROWS + j,
             weight=sample.weight / sum(other.weight for other in samples),
         )
-        for index, samples in enumerate(await _together(episodes))
+        for index, samples in enumerate(played)
         for j, sample in enumerate(samples)
     ]
 

@@ -12,7 +12,7 @@ process that is killed loses at most the lines of the last moment, and a cut las
 |---|---|---|
 | call | a completion | url, prompt_tokens, tokens, versions [[version, tokens], ...], finish, resumed |
 | episode | an episode that ended | rows: tokens, logp of the sampled ones, versions, reward, turn by turn |
-| group | a group that ended | admitted (version), outcome: accepted, rejected, failed |
+| group | a group that ended | admitted (version), outcome: accepted, rejected, failed, stopped |
 | batch | a batch handed out | version, prompts |
 | part | of a training step | name: publish, save, wait, rollout, update, push, evaluate |
 | push | | label, loaded, failed, pause_s, load_s, stage_s, stage_bytes |

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .server import Published, Server
 
 
+PROBE_S = 60.0
+
+
 @dataclass(frozen=True)
 class Probe:
     """What the trainer says of a prompt under the weights of one version.
@@ -91,8 +94,8 @@ async def _probe(server: Server, probe: Probe) -> float:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    part = await server.generate(body)
-    theirs = [row[0] for row in part.inputs][1:]
+    answer = await server.call("POST", "/generate", body, timeout_s=PROBE_S)
+    theirs = [row[0] for row in answer.get("meta_info", {}).get("input_token_logprobs") or ()][1:]
     if len(theirs) != len(probe.logp) or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
         raise RuntimeError(f"{server.url}: gives no log-probabilities of a known prompt of {len(probe.tokens)} tokens")
     difference = sum(abs(a - b) for a, b in zip(theirs, probe.logp, strict=True)) / len(theirs)

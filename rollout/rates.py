@@ -2,7 +2,9 @@
 
 Its requests generate exactly `max_new_tokens` tokens. One step gives every running request a token and takes
 `step_s + running * request_s` seconds: the weights are read once a step, a key-value cache for each request. Reading a
-prompt stops everybody for its tokens / `read_tokens_s`. Beyond `slots` requests wait, in order.
+prompt stops everybody for its tokens / `read_tokens_s`, those apart that a request before it has left in the cache of
+prompts. Beyond `slots` requests wait, in order. Where what runs outgrows the memory, the request let in last is put
+back (preempted), and read anew when there is room.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from .affinity import BLOCK, TOKENS, Cached, chain
+
+AHEAD = 20  # steps for which there must be room when a request is let in, and after one was put back, as in SGLang
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -26,6 +32,7 @@ class Rates:
       request_s: seconds that each of them adds to it.
       read_tokens_s: tokens of prompts that are read in a second.
       load_s: seconds to load new weights.
+      memory: tokens, prompts included, whose keys and values fit; 0 = those of all slots.
     """
 
     slots: int = 64
@@ -33,9 +40,10 @@ class Rates:
     request_s: float = 0.0001
     read_tokens_s: float = 20000.0
     load_s: float = 1.0
+    memory: int = 0
 
     def __post_init__(self):
-        for name, least in (("slots", 1), ("step_s", 0), ("request_s", 0), ("load_s", 0)):
+        for name, least in (("slots", 1), ("step_s", 0), ("request_s", 0), ("load_s", 0), ("memory", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"rates: {name} must be at least {least}, got {getattr(self, name)}")
         if not self.read_tokens_s > 0 or not self.step(1) > 0:
@@ -55,15 +63,22 @@ class Rates:
 
 @dataclass(eq=False)
 class _Request:
-    prompt: int  # tokens
+    ids: list[int]  # the prompt
     wanted: int  # tokens to generate
     answer: asyncio.Future
+    retractions: int = 0  # how often it was put back
+    cached: int = 0  # tokens of its prompt that were not read
     labels: list[tuple[str, int]] = field(default_factory=list)  # (weights, tokens sampled under them)
     since: float = 0.0  # progress of the server when it began to decode, or to go on
 
     @property
     def done(self) -> int:
         return sum(count for _, count in self.labels)
+
+    @property
+    def context(self) -> int:
+        """Tokens that must be in memory for it to go on."""
+        return len(self.ids) + self.done
 
 
 class Server:
@@ -72,11 +87,15 @@ class Server:
     Attributes:
       label: of its weights.
       tokens: generated so far.
+      read, cached: tokens of contexts that were read, and that were found in the cache.
+      retractions: how often a request was put back for want of memory.
     """
 
     def __init__(self, rates: Rates, label: str = "default"):
         self.rates, self.label = rates, label
-        self.tokens = 0
+        self.tokens = self.read = self.cached = self.retractions = 0
+        self._prompts = Cached(rates.memory or TOKENS)
+        self._held = 0.0  # of the running requests, contexts when they began to run, less the progress then
         self._busy_s = 0.0
         self._progress = 0.0  # tokens that a request which always ran would have
         self._reading = 0.0  # seconds for which nobody decodes
@@ -99,9 +118,11 @@ class Server:
     async def reply(self, path: str, body: dict) -> dict[str, Any]:
         match path:
             case "/generate":
-                return await self._generate(len(body["input_ids"]), body["sampling_params"]["max_new_tokens"])
+                return await self._generate(body["input_ids"], body["sampling_params"]["max_new_tokens"])
             case "/model_info":
                 return {"weight_version": self.label}
+            case "/v1/loads":
+                return {"loads": [self.load()]}
             case "/pause_generation":
                 self._pause(body["mode"])
             case "/continue_generation":
@@ -109,10 +130,22 @@ class Server:
             case "/update_weights_from_disk":
                 await asyncio.sleep(self.rates.load_s)
                 self.label = body["weight_version"]
+                self._prompts.clear()
         return {"success": True, "message": ""}
 
-    async def _generate(self, prompt: int, wanted: int) -> dict[str, Any]:
-        request = _Request(prompt, wanted, asyncio.get_running_loop().create_future())
+    def load(self) -> dict[str, Any]:
+        """What it says of its queue and its memory."""
+        self._look()
+        rates = self.rates
+        return {
+            "num_running_reqs": len(self._running),
+            "num_waiting_reqs": len(self._waiting),
+            "max_running_requests": rates.slots,
+            "token_usage": self._used() / rates.memory if rates.memory else len(self._running) / rates.slots,
+        }
+
+    async def _generate(self, ids: list[int], wanted: int) -> dict[str, Any]:
+        request = _Request(ids, wanted, asyncio.get_running_loop().create_future())
         self._look()
         self._waiting.append(request)
         self._fill()
@@ -129,6 +162,9 @@ class Server:
             "output_ids": [0] * done,
             "meta_info": {
                 "finish_reason": {"type": finish},
+                "prompt_tokens": len(ids),
+                "cached_tokens": request.cached,
+                "num_retractions": request.retractions,
                 "output_token_logprobs": [[-1.0, 0, None]] * done,
                 "weight_versions": [
                     {"version": label, "start": start, "end": end}
@@ -150,29 +186,75 @@ class Server:
             self._progress += (passed - read) / self.rates.step(len(self._running))
         while self._running and self._running[0][0] <= self._progress + 1e-6:
             request = heapq.heappop(self._running)[2]
+            self._held -= request.context - request.since
             self._credit(request, request.wanted - request.done)
+            self._prompts.add(chain([*request.ids, *[0] * request.done]))
             self._end(request, "length")
 
+    def _used(self) -> float:
+        """Tokens of the running requests in memory."""
+        return self._held + len(self._running) * self._progress
+
+    def _fits(self, more: int, running: int) -> bool:
+        return not self.rates.memory or self._used() + more + AHEAD * running <= self.rates.memory
+
     def _fill(self) -> None:
-        """Gives free slots to those who wait, and sets the timer for whoever ends next."""
+        """Gives free slots to those who wait, and sets the timer for whoever ends next, or for a full memory."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
         if self._paused:
             return
+        self._squeeze()
         while self._waiting and len(self._running) < self.rates.slots:
-            request = self._waiting.popleft()
+            request = self._waiting[0]
             left = request.wanted - request.done
+            if left > 0 and self._running and not self._fits(request.context, len(self._running) + 1):
+                break
+            self._waiting.popleft()
             if left <= 0:
                 self._end(request, "length")
                 continue
-            self._reading += (request.prompt + request.done) / self.rates.read_tokens_s
-            request.since = self._progress
-            heapq.heappush(self._running, (self._progress + left, next(self._order), request))
-        if self._running:
-            soonest = max(0.0, self._running[0][0] - self._progress)
-            delay = self._reading + soonest * self.rates.step(len(self._running))
+            self._enter(request)
+        if running := len(self._running):
+            steps = max(0.0, self._running[0][0] - self._progress)
+            if self.rates.memory and running > 1:
+                steps = min(steps, max(0.0, self.rates.memory - self._used()) / running)
+            delay = self._reading + steps * self.rates.step(running)
             self._timer = asyncio.get_running_loop().call_later(delay, self._due)
+
+    def _enter(self, request: _Request) -> None:
+        hashes = chain([*request.ids, *[0] * request.done])
+        found = min(self._prompts.match(hashes) * BLOCK, request.context)
+        self._prompts.add(hashes)
+        if not request.labels and not request.retractions:
+            request.cached = found
+        self.read, self.cached = self.read + request.context - found, self.cached + found
+        self._reading += (request.context - found) / self.rates.read_tokens_s
+        request.since = self._progress
+        self._held += request.context - request.since
+        left = request.wanted - request.done
+        heapq.heappush(self._running, (self._progress + left, next(self._order), request))
+
+    def _squeeze(self) -> None:
+        """Puts back those let in last while memory is full."""
+        memory = self.rates.memory
+        if not memory or len(self._running) < 2 or self._used() < memory - 1e-6:
+            return
+        self._prompts.clear()  # a full memory has no room for what does not run
+        while len(self._running) > 1 and not self._fits(0, len(self._running)):
+            last = max(self._running, key=lambda entry: entry[1])
+            self._running.remove(last)
+            self._waiting.appendleft(self._stop(last[2]))
+            last[2].retractions += 1
+            self.retractions += 1
+        heapq.heapify(self._running)
+
+    def _stop(self, request: _Request) -> _Request:
+        """Takes it out of a slot, with the tokens that it has."""
+        self._held -= request.context - request.since
+        self._credit(request, min(int(self._progress - request.since + 1e-6), request.wanted - request.done))
+        return request
 
     def _due(self) -> None:
         self._look()
@@ -182,15 +264,15 @@ class Server:
         """Running requests keep what they have: `abort` answers with it, else they go on, read anew, afterwards."""
         self._look()
         self._paused, self._reading = True, 0.0
-        stopped = [request for _, _, request in sorted(self._running, key=lambda entry: entry[1])]
+        stopped = [self._stop(request) for _, _, request in sorted(self._running, key=lambda entry: entry[1])]
         self._running.clear()
-        for request in stopped:
-            self._credit(request, min(int(self._progress - request.since + 1e-6), request.wanted - request.done))
         if mode == "abort":
             for request in [*stopped, *self._waiting]:
                 self._end(request, "abort")
             self._waiting.clear()
         else:
+            for request in stopped:
+                request.retractions += 1
             self._waiting.extendleft(reversed(stopped))
         self._fill()
 
@@ -210,7 +292,10 @@ class Server:
 
     def _drop(self, request: _Request) -> None:
         self._look()
-        self._running = [entry for entry in self._running if entry[2] is not request]
+        running = [entry for entry in self._running if entry[2] is not request]
+        if len(running) < len(self._running):
+            self._stop(request)
+        self._running = running
         heapq.heapify(self._running)
         if request in self._waiting:
             self._waiting.remove(request)

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from .pressure import Limit
 from .server import Published, Server
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ PAUSE_S = 1.0  # before a second attempt; doubles
 MAX_PAUSE_S = 30.0
 BEAT_S = 10.0  # between two looks at a healthy server
 ANSWER_S = 30.0  # a healthy server answers a look within
+LOAD_S = 5.0  # and says how loaded it is, or is not heard
 
 
 async def tend(fleet: Fleet, server: Server) -> None:
@@ -66,7 +68,7 @@ async def _unharmed(fleet: Fleet, server: Server, label: str) -> bool:
     """Whether a suspect that answered still has the newest weights; then it is healthy, else stale."""
     async with fleet.publishing:
         newest = fleet.published.label if fleet.published else server.label
-        if label in server.labels[server.admitted :] and server.label == newest:
+        if label in server.labels[server.admitted :] and server.label == newest and server.proved.is_set():
             fleet.turn(server, "healthy", "")
             return True
     fleet.turn(server, "stale", f"{server.url}: came back with weights {label!r} after: {server.why}")
@@ -111,16 +113,26 @@ async def _restarted(fleet: Fleet, server: Server, restart: Restart) -> None:
             log.warning("%s", server.why)
             continue
         server.released = False
+        server.limit = Limit()
         fleet.counts["restarted"] += 1
         fleet.turn(server, "stale", f"{server.url}: was restarted")
         return
 
 
 async def watch(fleet: Fleet) -> None:
-    """Looks at the healthy servers again and again: one that hangs breaks no connection."""
+    """Looks at the healthy servers again and again: one that hangs breaks no connection, nor does one with a queue."""
+    pauses: dict[Server, int] = {}  # of each, at the last look
     while True:
         await asyncio.sleep(BEAT_S)
         await asyncio.gather(*(_look(fleet, server) for server in fleet.healthy))
+        await asyncio.gather(*(_listen(fleet, server, pauses) for server in fleet.healthy))
+
+
+async def _listen(fleet: Fleet, server: Server, pauses: dict[Server, int]) -> None:
+    """Has the server's limit follow what it says of its load, unless a push has lately upset its queue."""
+    report = await server.reported_load(timeout_s=LOAD_S)
+    before, pauses[server] = pauses.get(server), server.pauses
+    fleet.hear(server, report if server.pauses == before else None)
 
 
 async def _look(fleet: Fleet, server: Server) -> None:

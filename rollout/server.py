@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import aiohttp
 import numpy as np
 
-from . import proof, versions
+from . import affinity, pressure, proof, versions
 from .proof import Probe
 from .types import Finish
 
@@ -143,6 +143,9 @@ class Server:
       released: it may have given its memory back, which it then needs again before it loads.
       draining: it gets no new requests until it has new weights.
       load: requests of ours that it holds; `running` are their tasks.
+      cached: prompts of which it should have the keys and values.
+      limit: how many requests it gets at a time, below the fleet's bound.
+      pauses: how often it was paused for new weights.
     """
 
     url: str
@@ -164,6 +167,9 @@ class Server:
     draining: bool = False
     load: int = 0
     running: set[asyncio.Task] = field(default_factory=set)
+    cached: affinity.Cached = field(default_factory=affinity.Cached)
+    limit: pressure.Limit = field(default_factory=pressure.Limit)
+    pauses: int = 0
 
     @property
     def label(self) -> str:
@@ -183,6 +189,7 @@ class Server:
         directory = (await self.stage(weights)).directory
         paused = now()
         await self.pause(mode, reach_s=REACH_S)
+        self.pauses += 1
         await self.reclaim()
         self.proved.clear()
         self.labels.append(weights.label)  # what is sampled from here on may carry it
@@ -191,6 +198,7 @@ class Server:
             await self.handover(self, weights, mode != "in_place")
         else:
             await self.update_weights_from_disk(directory, weights.label, flush_cache=mode != "in_place")
+        self.cached.clear()  # what old weights computed is flushed, or not found any more
         load_s = now() - loading
         reported = await self.weight_label()
         if reported != weights.label:
@@ -216,6 +224,13 @@ class Server:
 
     async def server_info(self, *, timeout_s: float = 60.0) -> dict:
         return await self.call("GET", "/server_info", timeout_s=timeout_s)
+
+    async def reported_load(self, *, timeout_s: float = 60.0) -> pressure.Report | None:
+        """Its queue and its use of memory by its own report; None where it makes none."""
+        try:
+            return pressure.report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
+        except (RuntimeError, ValueError):  # another look says whether it is there at all
+            return None
 
     async def weight_label(self, *, timeout_s: float = 60.0) -> str:
         """The label of the weights it serves now, by its own report."""

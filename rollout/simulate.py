@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import statistics
 import tempfile
 from collections import Counter
@@ -43,6 +44,7 @@ class Config:
       publish_s: seconds to copy and write a version, which the trainer waits for.
       eta: each is tried.
       push: what a push does to what runs: `retract` and `abort` interrupt it, `drain` waits for its end.
+      oversample: groups beyond those, of which the batch takes the first that end; each is tried.
       groups: prompts of a batch.
       group_size: episodes of a prompt.
       max_concurrent: most groups that run at a time.
@@ -63,6 +65,7 @@ class Config:
     publish_s: float = 0.5
     eta: tuple[int, ...] = (0, 1, 2, 4, 8)
     push: publish.Mode = "retract"
+    oversample: tuple[int, ...] = (0,)
     groups: int = 32
     group_size: int = 8
     max_concurrent: int = 128
@@ -86,6 +89,10 @@ class Config:
             raise ValueError(f"--train-tokens-s must be above 0, got {self.train_tokens_s}")
         if not self.eta or min(self.eta) < 0:
             raise ValueError(f"--eta must name one or more numbers from 0 on, got {self.eta}")
+        if not self.oversample or not 0 <= min(self.oversample) <= max(self.oversample) <= self.groups:
+            raise ValueError(
+                f"--oversample must name one or more numbers from 0 to --groups {self.groups}, got {self.oversample}"
+            )
         if self.devices and self.devices <= self.server_devices:
             raise ValueError(
                 f"--devices must be more than --server-devices {self.server_devices}, for a trainer needs one too, "
@@ -98,22 +105,27 @@ class Outcome:
     """What one setting would do, over the steps that count.
 
     Attributes:
-      servers, trainers, eta: the setting.
+      servers, trainers, eta, oversample: the setting.
       step_s: seconds a step.
       idle: share of the time in which the trainer neither trains nor publishes.
       busy: share of the servers' slots that decode.
       tokens_s: generated tokens that were trained on, a second.
       staleness: groups of the batches by the versions between admission and batch.
+      stopped: groups a step that were begun in vain.
+      length_bias: by which part longer what was trained on is than what was begun, over the last batches.
     """
 
     servers: int
     trainers: int
     eta: int
+    oversample: int
     step_s: float
     idle: float
     busy: float
     tokens_s: float
     staleness: dict[int, int]
+    stopped: float
+    length_bias: float
 
     @property
     def mean_staleness(self) -> float:
@@ -134,33 +146,44 @@ def best(outcomes: Iterable[Outcome]) -> Outcome:
     return min((one for one in outcomes if one.step_s <= (1 + BEST) * fastest), key=lambda one: (one.eta, one.step_s))
 
 
-def settings(config: Config) -> list[tuple[Config, int]]:
-    """Every eta of every split."""
+def settings(config: Config) -> list[tuple[Config, int, int]]:
+    """Every eta and oversampling of every split, as arguments of `simulate`."""
     splits = [(config.servers, config.trainers)]
     if config.devices:
         most = (config.devices - 1) // config.server_devices
         splits = [(n, config.devices - n * config.server_devices) for n in range(1, most + 1)]
-    return [(replace(config, servers=n, trainers=m), eta) for n, m in splits for eta in config.eta]
+    return [
+        (replace(config, servers=n, trainers=m), eta, more)
+        for n, m in splits
+        for eta in config.eta
+        for more in config.oversample
+    ]
 
 
-def simulate(config: Config, eta: int) -> Outcome:
+def simulate(config: Config, eta: int, oversample: int = 0) -> Outcome:
     """One setting, under a virtual clock."""
-    return clock.run(_simulate(config, eta))
+    return clock.run(_simulate(config, eta, oversample))
 
 
-async def _simulate(config: Config, eta: int) -> Outcome:
+async def _simulate(config: Config, eta: int, oversample: int) -> Outcome:
     network = clock.Network({f"http://{i}": Simulated(config.server) for i in range(config.servers)})
     servers = [Server(url, network, ["default"]) for url in network.servers]  # type: ignore[arg-type]
     fleet = client.Fleet(servers, config.max_concurrent * config.group_size, float("inf"))
     busy = lambda: [server.busy() for server in network.servers.values()]
     try:
-        return await play(config, eta, fleet, clock.spend, busy)
+        return await play(config, eta, fleet, clock.spend, busy, oversample=oversample)
     finally:
         await fleet.close()
 
 
 async def play(
-    config: Config, eta: int, fleet: client.Fleet, spend: Callable[[float], Any], busy: Callable[[], list[float]]
+    config: Config,
+    eta: int,
+    fleet: client.Fleet,
+    spend: Callable[[float], Any],
+    busy: Callable[[], list[float]],
+    *,
+    oversample: int = 0,
 ) -> Outcome:
     """Runs the training loop over `fleet`, whose trainer `spend`s seconds in the place of work.
 
@@ -169,8 +192,8 @@ async def play(
       busy: for each server the integral over time of the share of its slots that decode.
     """
     size = config.group_size
-    tokens = lengths(config, (config.steps + eta + 1) * config.groups * size)  # the gate admits no more
-    prompt = [0] * config.prompt
+    most = (config.steps + eta + 2) * config.groups + 2 * oversample  # that the gate admits, those set aside included
+    tokens = lengths(config, most * size)
     ages: Counter[int] = Counter()
     steps: list[dict[str, float]] = []
     trained = [0]
@@ -180,7 +203,7 @@ async def play(
     label = lambda v: f"{v}-{v:08x}"
 
     async def workflow(generate: Generate, row: Mapping[str, Any]) -> Sample:
-        n = int(next(row["tokens"]))
+        prompt, n = row["prompt"], int(next(row["tokens"]))
         return sampled(prompt, await generate(prompt, max_new_tokens=n), temperature=1.0, reward=float(n))
 
     def update(groups: list[list[Sample]]) -> list[list[Sample]]:
@@ -200,22 +223,28 @@ async def play(
             ages.update(v - 1 - samples[0].info["admitted"] for samples in groups)
             trained[0] += sum(int(s.mask.sum()) for samples in groups for s in samples)
 
-    rows = [{"tokens": iter(own)} for own in tokens.reshape(-1, size)]
+    rows = [  # a group that was stopped has the same lengths when it is run again
+        {"prompt": [i] * config.prompt, "tokens": itertools.cycle(own)}
+        for i, own in enumerate(tokens.reshape(-1, size).tolist())
+    ]
     with tempfile.TemporaryDirectory() as folder:  # there are no weights in it
         async with Executor(
             workflow, fleet.generate, Prompts(rows, shuffle=False), group_size=size, groups_per_batch=config.groups,
-            eta=eta, max_concurrent=config.max_concurrent, seed=None,
+            eta=eta, max_concurrent=config.max_concurrent, oversample=oversample, seed=None,
         ) as rollout:  # fmt: skip
             await loop.run(
                 rollout.batch, update, hand_out, eta=eta, steps=config.steps, admit=rollout.admit, on_step=on_step
             )
+            stopped, bias = rollout.counts["stopped"], rollout.lengths()["length_bias"]
     total = sum(step["step_s"] for step in steps)
     work = sum(step["update_s"] + step["publish_s"] for step in steps)
     (then, before), (last, after) = marks
     shares = [(b - a) / (last - then) for a, b in zip(before, after, strict=True)]
     return Outcome(
-        servers=config.servers, trainers=config.trainers, eta=eta, step_s=total / len(steps), idle=1 - work / total,
-        busy=statistics.mean(shares), tokens_s=trained[0] / total, staleness=dict(sorted(ages.items())),
+        servers=config.servers, trainers=config.trainers, eta=eta, oversample=oversample,
+        step_s=total / len(steps), idle=1 - work / total, busy=statistics.mean(shares),
+        tokens_s=trained[0] / total, staleness=dict(sorted(ages.items())),
+        stopped=stopped / config.steps, length_bias=bias,
     )  # fmt: skip
 
 
@@ -228,11 +257,14 @@ def report(outcomes: list[Outcome]) -> dict[str, Any]:
 def show(config: Config, outcomes: list[Outcome]) -> str:
     """A table for people."""
     chosen = best(outcomes)
-    lines = ["servers  trainers  eta   s a step  trainer idle  servers busy  tokens/s trained  mean staleness"]
+    over = any(config.oversample)
+    title = "servers  trainers  eta   s a step  trainer idle  servers busy  tokens/s trained  mean staleness"
+    lines = [title + "  oversample  stopped a step  length bias" * over]
     for one in outcomes:
+        more = f"  {one.oversample:10}  {one.stopped:14.2f}  {one.length_bias:11.1%}" if over else ""
         lines.append(
             f"{one.servers:7}  {one.trainers:8}  {one.eta:3}  {one.step_s:9.2f}  {one.idle:12.1%}  {one.busy:12.1%}  "
-            f"{one.tokens_s:16,.0f}  {one.mean_staleness:14.2f}{'  <- best' if one == chosen else ''}"
+            f"{one.tokens_s:16,.0f}  {one.mean_staleness:14.2f}{more}{'  <- best' if one == chosen else ''}"
         )
     lines.append(
         f"best: the fastest, and within {BEST:.0%} of it the least eta. Simulated: {config.steps} steps of "

@@ -108,7 +108,7 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
 
     app = aiohttp.web.Application()
     app.router.add_post("/generate", generate)
-    app.router.add_route("*", "/{path}", control)
+    app.router.add_route("*", "/{path:.*}", control)
     runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     site = aiohttp.web.TCPSite(runner, "127.0.0.1", port)
@@ -168,7 +168,7 @@ def run(main):
 
 
 def controls(server):
-    ignored = ("/generate", "/server_info", "/health")
+    ignored = ("/generate", "/server_info", "/health", "/v1/loads")
     return [path for path, _ in server.calls[2:] if path not in ignored]  # after connect's two
 
 

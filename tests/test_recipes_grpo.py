@@ -197,11 +197,12 @@ def test_served_teachers_and_greedy_baselines(place):
 
 def test_groups_of_equal_rewards_are_sampled_anew(place):
     (place / "rare.py").write_text("def score(text, row):\n    return float(text[:1] in '01')\n")
-    run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2)
+    run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
     done = grpo.main(run)
     lines = [x for x in tracker.read_lines(place / "dynamic/metrics.jsonl") if x["kind"] == "grpo"]
     assert all(x["groups_that_teach"] == 4 for x in lines)
     assert done["counts"]["rejected"] == sum(x["refused"] for x in lines) > 0
+    assert done["counts"]["accepted"] == 8 and 0 < done["counts"]["stopped"] <= 4 and done["counts"]["dropped"] == 0
 
 
 @pytest.mark.mesh
@@ -272,6 +273,7 @@ def test_asynchronous_keeps_the_bound(place):
     lines = [x for x in tracker.read_lines(place / "async/metrics.jsonl") if x["kind"] == "grpo"]
     assert [x["version"] for x in lines] == [0, 1, 2, 3, 4]
     assert max(x["staleness_max"] for x in lines) <= 2
+    assert all(x["length_begun"] > 0 and abs(x["length_bias"]) < 1 and x["limit"] == 32 for x in lines)
     assert done["max_logp_diff"] <= 1e-4
 
 
@@ -352,6 +354,7 @@ def test_a_reward_that_raises_ends_the_run_with_one_line(place):
         ({"data": "nowhere.jsonl"}, "no such file"),
         ({"reward": "areax.rollout.gsm8k:rewrad"}, "did you mean reward"),
         ({"model": "nowhere"}, "nowhere"),
+        ({"oversample": 5}, "--oversample must be from 0 to --groups 4, got 5"),
         ({"length": 8}, "must fit in a row of 8"),
         ({"objective": GRPO(advantage={"components": ("style",)})}, "every sample needs the component style"),
         ({"sampling": Sampling(max_new_tokens=4, top_p=0.9)}, "top_p"),

@@ -12,8 +12,9 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import run, serving, until
 
-from areax.rollout import episodes
+from areax.rollout import client, episodes, survival
 from areax.rollout.curriculum import Adaptive, Curriculum, EasyFirst
 from areax.rollout.episodes import rollouts, sampling_seed
 from areax.rollout.executor import Executor, Prompts
@@ -114,7 +115,9 @@ def test_no_group_is_older_than_eta_in_a_thousand_steps(eta):
             batches=steps,
         ) as ex:
             await train(ex, 0, steps, eta=eta, each=each)
-            assert ex.counts == dict(accepted=G * steps, running=0, rejected=0, failed=0, dropped=0, retries=0)
+            assert ex.counts == dict(
+                accepted=G * steps, running=0, rejected=0, failed=0, stopped=0, dropped=0, retries=0, lost=0
+            )
 
     play(main())
     assert max(ages) <= eta and min(ages) >= 0
@@ -172,10 +175,12 @@ def test_weaker_rules_let_groups_age(rule):
     none=st.sampled_from([0.0, 0.5]),
     fail=st.sampled_from([0.0, 0.2]),
     refuse=st.sampled_from([0.0, 0.6]),
+    over=st.floats(0.0, 1.0),
 )
 def test_any_schedule_keeps_the_bound_and_the_counts(
-    eta, G, group_size, max_concurrent, salt, update, push, none, fail, refuse
+    eta, G, group_size, max_concurrent, salt, update, push, none, fail, refuse, over
 ):
+    oversample = int(over * G)
     attempts = Counter()
 
     def outcome(row, seed):
@@ -196,9 +201,12 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
     def check(ex):
         counts = ex.counts
         assert counts["running"] <= max_concurrent
-        admitted = ex.cursor()["next"]
+        cursor = ex.cursor()
         ended = sum(counts[name] for name in ("accepted", "running", "rejected", "failed"))
-        assert admitted == ended  # a group is in exactly one place
+        waiting = {*cursor["open"], *cursor["stopped"]} - ex._running.keys() - ex._ready.keys()
+        assert cursor["next"] == ended + len(waiting)  # a group is in exactly one place
+        assert oversample or not counts["stopped"] + len(waiting)
+        assert len(waiting) < 2 * G or not oversample  # whoever was stopped has its turn
 
     seen = []
 
@@ -214,6 +222,7 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
             max_concurrent=max_concurrent,
             accept=lambda samples: uniform(salt, -1, samples[0].prompt) >= refuse,
             seed=salt,
+            oversample=oversample,
         ) as ex:
             executor_error = None
             try:
@@ -234,7 +243,9 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
         assert closed["running"] == 0
         assert closed["accepted"] == len(seen)  # what was in hand is dropped ...
         assert closed["dropped"] == total["accepted"] + total["running"] - len(seen)
-        assert len(ex.cursor()["open"]) == closed["dropped"]  # ... and open again
+        open_again = {*ex.cursor()["open"], *ex.cursor()["stopped"]}
+        assert len(open_again) >= closed["dropped"] and not open_again & set(seen)  # ... and open again
+        assert oversample or len(open_again) == closed["dropped"]
 
     play(main())
     assert len(set(seen)) == len(seen)
@@ -412,7 +423,47 @@ def test_a_group_whose_servers_keep_failing_is_replaced():
 
     groups, counts = one_batch(workflow)
     assert [samples[0].prompt for samples in groups] == [0, 2]
-    assert counts == dict(accepted=2, running=0, rejected=0, failed=1, dropped=0, retries=counts["retries"])
+    assert counts == dict(
+        accepted=2, running=0, rejected=0, failed=1, stopped=0, dropped=0, retries=counts["retries"], lost=0
+    )
+
+
+@pytest.mark.parametrize("size, broken, left", [(4, 1, 3), (4, 2, 2), (4, 3, 0), (2, 1, 0), (1, 1, 0)])
+def test_a_lost_episode_leaves_its_group_while_two_can_be_compared(size, broken, left):
+    async def workflow(generate, row):
+        done = await generate([1])
+        if row["id"] == 0 and done.info["episode"] < broken:
+            raise RuntimeError("server is gone")
+        return sampled([1], done, temperature=1.0, info={"row": row})
+
+    async def generate(tokens, *, seed):
+        episode = next(e for p in range(9) for e in range(size) if sampling_seed(0, p, e, 0) == seed)
+        await asyncio.sleep(5.0 * episode)
+        return Completion([1], [-1.0], [0], "stop", info={"episode": episode})
+
+    groups, counts = one_batch(workflow, generate, group_size=size)
+    assert [samples[0].prompt for samples in groups] == ([0, 1] if left else [1, 2])
+    if left:
+        assert [s.rollout for s in groups[0]] == list(range(broken, size))
+    assert counts["lost"] == (broken if left else 0) and counts["failed"] == (not left)
+    assert counts["retries"] >= (episodes.ATTEMPTS - 1) * min(broken, max(1, size - 1))
+    with pytest.raises(RuntimeError, match="server is gone"):  # an evaluation is of all samples or of none
+        play(rollouts(workflow, generate, ROWS[:1], group_size=size, seed=0))
+
+
+def test_one_sample_and_one_lost_are_no_group():
+    async def workflow(generate, row):
+        done = await generate([1])
+        if row["id"] == 0 and done.info["episode"] == 0:
+            raise RuntimeError("server is gone")
+        return None if row["id"] == 0 and done.info["episode"] == 1 else sampled([1], done, temperature=1.0)
+
+    async def generate(tokens, *, seed):
+        episode = next(e for p in range(9) for e in range(3) if sampling_seed(0, p, e, 0) == seed)
+        return Completion([1], [-1.0], [0], "stop", info={"episode": episode})
+
+    groups, counts = one_batch(workflow, generate, group_size=3)
+    assert [samples[0].prompt for samples in groups] == [1, 2] and counts["failed"] == 1 and counts["lost"] == 0
 
 
 def test_servers_that_are_all_gone_end_the_run():
@@ -560,6 +611,250 @@ def test_batches_and_versions_come_in_order():
                 ex.admit(2)
 
     play(main())
+
+
+# -- oversampling --------------------------------------------------------------------------------
+
+
+def oversampled(seconds, *, G, oversample, steps, cursor=None, eta=0, first=0):
+    """[(prompts, seconds, cursor) of each batch] where a group takes `seconds(prompt)`, and the counts."""
+    out = []
+
+    async def workflow(generate, row):
+        await asyncio.sleep(seconds(row["id"]))
+        return sampled([1], Completion([1], [-1.0], [0], "stop"), temperature=1.0)
+
+    async def main():
+        now = asyncio.get_running_loop().time
+        rows = [{"id": i} for i in range(1000)]
+        async with Executor(
+            workflow, None, Prompts(rows, shuffle=False), group_size=1, groups_per_batch=G, eta=eta,
+            max_concurrent=100, oversample=oversample, cursor=cursor,
+        ) as ex:  # fmt: skip
+            for v in range(first, first + steps):
+                begun = now()
+                ex.admit(v)
+                groups = await ex.batch(v)
+                assert all(samples[0].info["admitted"] >= v - eta for samples in groups)
+                out.append(([samples[0].prompt for samples in groups], now() - begun, ex.cursor()))
+            return out, ex.counts
+
+    return play(main())
+
+
+def test_a_batch_is_the_first_that_end_and_the_rest_has_a_batch_of_its_own():
+    """By hand: at eta = 0 each batch takes the G shortest of G + k; what they leave gathers to a long one."""
+    G, k, steps = 6, 2, 12
+    seconds = lambda i: 1 + lognormal("batch", i)
+    out, counts = oversampled(seconds, G=G, oversample=k, steps=steps)
+    fresh, aside, stops = 0, [], 0
+    for prompts, took, cursor in out:
+        if len(aside) >= G:
+            taken, aside = aside[:G], aside[G:]
+            left = []
+        else:
+            begun = sorted(range(fresh, fresh + G + k), key=seconds)
+            fresh, taken, left = fresh + G + k, begun[:G], begun[G:]
+        assert prompts == sorted(taken) and took == pytest.approx(max(map(seconds, taken)))
+        aside, stops = [*aside, *sorted(left)], stops + len(left)
+        assert cursor["stopped"] == sorted(aside) and cursor["open"] == [] and cursor["counts"]["stopped"] == stops
+    assert counts["stopped"] == stops and counts["dropped"] == 0
+    plain, _ = oversampled(seconds, G=G, oversample=0, steps=steps)
+    assert sum(took for _, took, _ in out) < 0.85 * sum(took for _, took, _ in plain)
+
+
+@settings(max_examples=30)
+@given(
+    G=st.integers(1, 5), over=st.floats(0, 1), eta=st.integers(0, 3), salt=st.integers(0, 999), stop=st.integers(1, 9)
+)
+def test_a_run_that_is_resumed_loses_no_prompt_that_was_stopped(G, over, eta, salt, stop):
+    args = dict(G=G, oversample=int(over * G), eta=eta)
+    seconds = lambda i: lognormal(salt, i, sigma=2.0)
+    before, _ = oversampled(seconds, steps=stop, **args)
+    cursor = json.loads(json.dumps(before[-1][2]))
+    after, _ = oversampled(seconds, steps=10, first=stop, cursor=cursor, **args)
+    seen = [prompt for prompts, *_ in (*before, *after) for prompt in prompts]
+    assert len(set(seen)) == len(seen)
+    last = after[-1][2]
+    assert set(seen) | {*last["open"], *last["stopped"]} == set(range(last["next"]))
+    without, _ = oversampled(seconds, steps=10, first=stop, cursor=cursor, **{**args, "oversample": 0})
+    assert set(cursor["stopped"]) <= {prompt for prompts, *_ in without for prompt in prompts}  # opened at once
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_filter_beside_oversampling_neither_starves_nor_collects_too_much(eta):
+    G, k, most = 4, 3, []
+
+    def each(v, ex, groups):
+        counts = ex.counts
+        most.append(counts["accepted"] + counts["running"] - (v + 1) * G)
+        assert len(groups) == G and all(samples[0].prompt % 4 == 1 for samples in groups)
+
+    async def main():
+        workflow, generate = sleeper(lognormal)
+        async with Executor(
+            workflow, generate, Prompts(ROWS), group_size=1, groups_per_batch=G, eta=eta, max_concurrent=100,
+            oversample=k, batches=20, accept=lambda samples: samples[0].prompt % 4 == 1,
+        ) as ex:  # fmt: skip
+            await train(ex, 0, 20, eta=eta, each=lambda v, groups: each(v, ex, groups))
+            return ex.counts
+
+    counts = play(main())
+    assert max(most) <= eta * G + k and counts["running"] == counts["dropped"] == 0 and counts["accepted"] == 20 * G
+    assert counts["rejected"] > 2 * 20 * G
+
+
+def test_what_is_stopped_ends_before_the_executor_is_closed():
+    ended = []
+
+    async def workflow(generate, row):
+        try:
+            await asyncio.sleep(1.0 if row["id"] < 2 else math.inf)
+            return sampled([1], Completion([1], [-1.0], [0], "stop"), temperature=1.0)
+        except asyncio.CancelledError:
+            await asyncio.sleep(9.0)  # says goodbye
+            ended.append(row["id"])
+            raise KeyError("while it was stopped") from None
+
+    async def main():
+        async with Executor(
+            workflow, None, Prompts(ROWS, shuffle=False), group_size=1, groups_per_batch=2, eta=0, max_concurrent=5,
+            oversample=2,
+        ) as ex:  # fmt: skip
+            ex.admit(0)
+            await ex.batch(0)
+            assert asyncio.get_running_loop().time() == 1.0 and ended == []  # nobody waits for that
+        assert sorted(ended) == [2, 3] and ex.counts["stopped"] == 2 and ex.counts["dropped"] == 0
+
+    play(main())
+
+
+def test_oversampling_is_from_0_to_a_batch():
+    for value, words in ((-1, "oversample must be at least 0, got -1"), (5, "at most groups_per_batch 4, got 5")):
+        with pytest.raises(ValueError, match=words):
+            oversampled(lambda i: 1.0, G=4, oversample=value, steps=1)
+
+
+# -- lengths -------------------------------------------------------------------------------------
+
+
+def kaplan_meier(times, died):
+    """The mean of a lifetime by the textbook: the area under the product-limit curve, up to the last death."""
+    at, curve, area = 0.0, 1.0, 0.0
+    for time in sorted({t for t, d in zip(times, died, strict=True) if d}):
+        area, at = area + curve * (time - at), time
+        risk = sum(t >= time for t in times)
+        curve *= 1 - sum(t == time and d for t, d in zip(times, died, strict=True)) / risk
+    return area
+
+
+@given(data=st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1))
+def test_the_mean_is_that_of_kaplan_and_meier(data):
+    times, died = [float(t) for t, _ in data], [d for _, d in data]
+    ended = [(t, t) for t, d in zip(times, died, strict=True) if d]
+    cut = [t for t, d in zip(times, died, strict=True) if not d]
+    if not ended:
+        assert math.isnan(survival.mean(ended, cut))
+    else:
+        assert survival.mean(ended, cut) == pytest.approx(kaplan_meier(times, died))
+
+
+def test_lengths_that_were_cut_off_count():
+    """Exponential lengths of mean 100, cut off at random: those that ended are half as long."""
+    draw = lambda name, i: -100 * math.log(uniform(name, i))
+    pairs = [(draw("length", i), draw("cut", i)) for i in range(4000)]
+    ended = [(length / 7, length) for length, cut in pairs if length <= cut]
+    assert sum(value for _, value in ended) / len(ended) == pytest.approx(50, rel=0.05)
+    assert survival.mean(ended, [cut / 7 for length, cut in pairs if length > cut]) == pytest.approx(100, rel=0.06)
+
+
+@pytest.mark.parametrize("oversample, biased", [(0, False), (4, True)])
+def test_a_batch_of_the_first_that_end_is_shorter_than_what_was_begun(oversample, biased):
+    length = lambda i: 1 + int(99 * uniform("tokens", i))
+
+    async def workflow(generate, row):
+        n = length(row["id"])
+        await asyncio.sleep(n)
+        return sampled([1], Completion([1] * n, [-1.0] * n, [0] * n, "stop"), temperature=1.0)
+
+    async def main():
+        rows = [{"id": i} for i in range(1000)]
+        async with Executor(
+            workflow, None, Prompts(rows, shuffle=False), group_size=1, groups_per_batch=16, eta=0, max_concurrent=99,
+            oversample=oversample,
+        ) as ex:  # fmt: skip
+            assert ex.lengths() == {}
+            for v in range(3):
+                ex.admit(v)
+                await ex.batch(v)
+            return ex.lengths(), ex.cursor()["next"]
+
+    found, begun = play(main())
+    true = sum(map(length, range(begun))) / begun
+    assert found["length_begun"] == pytest.approx(true, rel=0.1)
+    assert found["length_bias"] < -0.1 if biased else abs(found["length_bias"]) < 1e-9
+
+
+# -- beside it -----------------------------------------------------------------------------------
+
+
+def test_what_is_stopped_or_left_over_ends_at_the_servers_too():
+    async def workflow(generate, row):
+        done = await generate([row["id"]], max_new_tokens=1 if row["id"] < 2 else 100)
+        return sampled([row["id"]], done, temperature=1.0)
+
+    async def main():
+        async with serving(step_s=0.01) as a, client.connect([a.url]) as fleet:
+            async with Executor(
+                workflow, fleet.generate, Prompts(ROWS, shuffle=False), group_size=2, groups_per_batch=2, eta=0,
+                max_concurrent=9, oversample=2, seed=None,
+            ) as ex:  # fmt: skip
+                ex.admit(0)
+                assert [samples[0].prompt for samples in await ex.batch(0)] == [0, 1]
+                await until(lambda: a.load == 0)  # neither of the two that were stopped
+                assert ex.counts["stopped"] == 2 and fleet.servers[0].load == 0
+                ex.admit(1)
+                await until(lambda: a.load == 4)
+            assert ex.counts["dropped"] == 2 and fleet.servers[0].load == 0 and not fleet.servers[0].running
+            await until(lambda: a.load == 0)
+            assert len((await fleet.generate([1], max_new_tokens=3)).tokens) == 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_an_evaluation_changes_neither_batches_nor_counts(eta):
+    def batches(evaluate):
+        out, sampling = [], []
+
+        async def main():
+            workflow, generate = sleeper(lambda seed: 1 + seed % 7)
+
+            async def greedily(tokens, **chosen):
+                sampling.append(chosen)
+                return await generate(tokens, seed=0)
+
+            async def greedy(generate, row):
+                return sampled([1], await generate([1], temperature=0.0, top_k=1), temperature=1.0)
+
+            async with Executor(
+                workflow, generate, Prompts(ROWS, seed=5), group_size=2, groups_per_batch=3, eta=eta, max_concurrent=7
+            ) as ex:
+                beside = []
+                for v in range(6):
+                    ex.admit(v)
+                    if evaluate:
+                        beside.append(asyncio.create_task(rollouts(greedy, greedily, ROWS, max_concurrent=4)))
+                    out.append([[(s.rollout, s.info["seed"]) for s in samples] for samples in await ex.batch(v)])
+                    out.append((ex.counts, ex.cursor()))
+                    await asyncio.sleep(2.0)
+                await asyncio.gather(*beside)
+
+        play(main())
+        assert all(chosen == {"temperature": 0.0, "top_k": 1} for chosen in sampling) and bool(sampling) == evaluate
+        return out
+
+    assert batches(True) == batches(False)
 
 
 # -- an order that adapts ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.rollout import client, clock, executor, proof, publish, recovery, server
+from areax.rollout import affinity, client, clock, executor, proof, publish, recovery, server
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
@@ -26,6 +26,11 @@ events = st.lists(
     ),
     max_size=14,
 )
+
+
+def prompt(i):
+    """Its tokens: around the size of a block, so that turns and samples have some to meet, or none."""
+    return affinity.BLOCK - 1 + i % 3
 
 
 def label(v):
@@ -53,9 +58,10 @@ def unlimited():
     restarts=st.booleans(),
     turns=st.integers(1, 3),
     refused=st.sampled_from([0, 3]),  # every third group is
+    oversample=st.integers(0, G),
 )
 def test_every_label_is_right_and_nothing_is_lost(
-    tmp_path_factory, events, eta, mode, at_once, lengths, train_s, max_concurrent, restarts, turns, refused
+    tmp_path_factory, events, eta, mode, at_once, lengths, train_s, max_concurrent, restarts, turns, refused, oversample
 ):
     directory = tmp_path_factory.getbasetemp()  # whatever exists: these engines read no files
     batches, fleets = [], []
@@ -63,7 +69,7 @@ def test_every_label_is_right_and_nothing_is_lost(
     async def workflow(generate, row):
         """Several turns; the prompt of each is all that came before it, and a token that answers."""
         i = row["i"]
-        samples, context = [], [i] * (1 + i % 3)
+        samples, context = [], [i] * prompt(i)
         for turn in range(turns):
             done = await generate(context, max_new_tokens=lengths[(i + turn) % len(lengths)])
             info = {"row": i, "turn": turn}
@@ -139,7 +145,7 @@ def test_every_label_is_right_and_nothing_is_lost(
         prompts = executor.Prompts([{"i": i} for i in range(1000)], shuffle=False)
         async with executor.Executor(
             workflow, fleet.generate, prompts, group_size=SIZE, groups_per_batch=G, eta=eta,
-            max_concurrent=max_concurrent, seed=None, batches=BATCHES, accept=accept,
+            max_concurrent=max_concurrent, oversample=oversample, seed=None, batches=BATCHES, accept=accept,
         ) as rollout:  # fmt: skip
             for v in range(BATCHES):
                 if v:
@@ -147,14 +153,15 @@ def test_every_label_is_right_and_nothing_is_lost(
                 rollout.admit(v)
                 batches.append(await rollout.batch(v))
                 await asyncio.sleep(train_s)
-            counts = rollout.counts
+            counts, stopped = rollout.counts, set(rollout.cursor()["stopped"])
         for task in side:
             task.cancel()
         await asyncio.gather(*side, return_exceptions=True)
         await fleet.close()
-        return counts
+        assert all(server.load == 0 and not server.running for server in fleet.servers)
+        return counts, stopped
 
-    counts = clock.run(asyncio.wait_for(main(), 2000.0))
+    counts, stopped = clock.run(asyncio.wait_for(main(), 2000.0))
 
     seen = set()
     for v, groups in enumerate(batches):
@@ -167,7 +174,7 @@ def test_every_label_is_right_and_nothing_is_lost(
             for s in samples:
                 i = s.info["row"]
                 assert s.group == s.prompt == i and s.rollout // SIZE == i
-                tokens = [i] * (1 + i % 3)
+                tokens = [i] * prompt(i)
                 for turn in range(s.info["turn"] + 1):
                     first, n = len(tokens), lengths[(i + turn) % len(lengths)]
                     tokens += [virtual.token_at(first + k) for k in range(n)] + [ANSWER]
@@ -181,6 +188,8 @@ def test_every_label_is_right_and_nothing_is_lost(
                     assert (s.version[first:] == v).all()
     # no prompt is passed over, and none is dropped for its age
     missed = set(range(max(seen) + 1)) - seen
+    assert not stopped & seen and len(stopped) <= counts["stopped"] and (oversample or not counts["stopped"])
+    missed -= stopped  # those wait to be run again
     assert len({i for i in missed if not refused or i % refused}) == counts["failed"]
     assert counts["accepted"] == G * BATCHES and counts["dropped"] == counts["running"] == 0
     assert counts["rejected"] >= sum(1 for i in missed if refused and i % refused == 0)

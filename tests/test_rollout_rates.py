@@ -99,6 +99,80 @@ def test_a_pause_keeps_what_was_sampled_and_names_both_weights(mode):
     assert end == pytest.approx(1.45 + 1.0 + 1.8 + 0.6 + 0.5 + 1.0)
 
 
+def test_a_prompt_that_was_read_is_not_read_again_before_a_push():
+    async def main():
+        server = Server(Rates(slots=4, step_s=0.1, request_s=0.0, read_tokens_s=100.0, load_s=0.0))
+        now, took = asyncio.get_running_loop().time, []
+        first = [1] * 200
+        second = [*first, *[0] * 60, *[2] * 40]  # what was generated is in the cache too, in whole blocks
+        for ids, tokens in ((first, 60), (first, 10), (second, 10), ([3] * 200, 10), (None, 0), (first, 10)):
+            begun = now()
+            if ids is None:
+                await server.answer("/update_weights_from_disk", {"weight_version": "new"})
+                continue
+            body = {"input_ids": ids, "sampling_params": {"max_new_tokens": tokens}}
+            meta = (await server.reply("/generate", body))["meta_info"]
+            took.append((meta["cached_tokens"], round(now() - begun - 0.1 * tokens, 6)))
+        return took
+
+    expected = [(0, 2.0), (192, 0.08), (256, 0.44), (0, 2.0), (0, 2.0)]
+    assert clock.run(main()) == expected
+
+
+def test_a_full_memory_puts_back_who_came_last():
+    """By hand: 20 + 20 tokens, two more a step; full after 30 steps, and the first needs 30 more alone."""
+
+    async def main():
+        server = Server(Rates(slots=8, step_s=0.1, request_s=0.0, read_tokens_s=1e9, memory=100))
+        now = asyncio.get_running_loop().time
+        one = lambda: server.reply("/generate", ask(60, 20))
+        tasks = [asyncio.create_task(one()) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        assert server.load() == {
+            "num_running_reqs": 2, "num_waiting_reqs": 0, "max_running_requests": 8, "token_usage": pytest.approx(0.6)
+        }  # fmt: skip
+        await asyncio.sleep(2.1)
+        assert server.load()["num_waiting_reqs"] == 1
+        ends = []
+        for task in tasks:
+            meta = (await task)["meta_info"]
+            ends.append((round(now(), 3), meta["num_retractions"], meta["weight_versions"][-1]["end"]))
+        return ends, server.retractions
+
+    assert clock.run(main()) == ([(6.0, 0, 60), (9.0, 1, 60)], 1)
+
+
+@given(
+    wanted=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(0, 30)), min_size=1, max_size=25),
+    memory=st.integers(100, 400),
+)
+def test_memory_is_never_exceeded_and_everybody_ends(wanted, memory):
+    async def main():
+        server = Server(Rates(slots=8, step_s=0.1, request_s=0.01, read_tokens_s=500.0, memory=memory))
+
+        async def watch():
+            while True:
+                load = server.load()
+                assert load["token_usage"] <= 1 + 1e-6 or load["num_running_reqs"] == 1
+                await asyncio.sleep(0.37)
+
+        async def one(prompt, tokens, at):
+            await asyncio.sleep(at)
+            answer = await server.reply("/generate", ask(tokens, prompt))
+            assert len(answer["output_ids"]) == tokens
+
+        watching = asyncio.create_task(watch())
+        await asyncio.wait_for(asyncio.gather(*(one(*request) for request in wanted)), 1000.0)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        assert watching.cancelled()
+        load = server.load()
+        assert load["num_running_reqs"] == load["num_waiting_reqs"] == 0 and load["token_usage"] == pytest.approx(0)
+        assert server.tokens == sum(tokens for _, tokens, _ in wanted)
+
+    clock.run(main())
+
+
 def test_who_hangs_up_frees_its_slot():
     async def main():
         server = Server(Rates(slots=1, step_s=0.1, request_s=0.0, read_tokens_s=1e9))
@@ -115,6 +189,7 @@ def test_who_hangs_up_frees_its_slot():
     "given, words",
     [
         (dict(slots=0), "slots must be at least 1, got 0"),
+        (dict(memory=-1), "memory must be at least 0, got -1"),
         (dict(load_s=-1.0), "load_s must be at least 0"),
         (dict(step_s=0.0, request_s=0.0), "must be above 0, got 20000.0, 0.0 and 0.0"),
         (dict(step_s=float("nan")), "step_s must be at least 0, got nan"),

@@ -1,7 +1,9 @@
 """Simulated runs where the answer can be computed by hand, and what must hold of all of them."""
 
+import asyncio
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import numpy as np
 import pytest
 
 from areax.adapters import cli
-from areax.rollout import simulate
+from areax.rollout import client, clock, executor, loop, rates, simulate
 from areax.rollout.rates import Rates
+from areax.rollout.server import Server
+from areax.rollout.types import sampled
 
 # Everybody generates 100 tokens at 0.01 s and nothing else takes time but training, 1600 tokens a batch.
 EVEN = simulate.Config(
@@ -40,9 +44,44 @@ def test_steps_overlap_where_samples_may_be_older():
     assert simulate.simulate(dataclasses.replace(half, servers=2), 1).step_s == pytest.approx(1.0, abs=0.011)
 
 
+@pytest.mark.parametrize("eta, step_s", [(0, 1.0 + 0.4), (1, 1.0)])  # at eta = 0 training alone has to wait
+def test_servers_generate_while_the_trainer_trains_saves_and_evaluates(eta, step_s):
+    """A batch takes 1 s to generate, 0.4 s to train on and 0.6 s to save; 5 held-out rows take 0.5 s on free slots."""
+    G, steps, marks, answers = 4, 8, [], []
+
+    async def workflow(generate, row):
+        done = await generate([row["i"]], max_new_tokens=row.get("tokens", 100))
+        return sampled([row["i"]], done, temperature=1.0)
+
+    async def main():
+        speed = Rates(slots=G + 5, step_s=0.01, request_s=0.0, read_tokens_s=1e9, load_s=0.0)
+        network = clock.Network({"http://0": rates.Server(speed)})
+        fleet = client.Fleet([Server("http://0", network, ["default"])], 64, math.inf)
+        now = asyncio.get_running_loop().time
+        heldout = [{"i": i, "tokens": 50} for i in range(5)]
+
+        async def evaluate(v):
+            answers.append(await executor.rollouts(workflow, fleet.generate, heldout))
+
+        prompts = executor.Prompts([{"i": i} for i in range(100)])
+        async with executor.Executor(
+            workflow, fleet.generate, prompts, group_size=1, groups_per_batch=G, eta=eta, max_concurrent=G, seed=None,
+        ) as rollout:  # fmt: skip
+            await loop.run(
+                rollout.batch, lambda groups: clock.spend(0.4), None, lambda v, at: clock.spend(0.6), evaluate,
+                eta=eta, steps=steps, admit=rollout.admit, cursor=rollout.cursor, save_every=1, evaluate_every=1,
+                on_step=lambda v, result, seconds: marks.append(now()),
+            )  # fmt: skip
+        await fleet.close()
+
+    clock.run(main())
+    assert (marks[-1] - marks[1]) / (steps - 2) == pytest.approx(step_s, abs=0.011)
+    assert len(answers) == steps + 1 and all(len(samples[0].tokens) == 51 for rows in answers for samples in rows)
+
+
 def test_the_best_is_the_fastest_of_the_least_eta():
     config = dataclasses.replace(EVEN, eta=(0, 1, 2, 4), cv=1.0, steps=30, max_concurrent=8)
-    outcomes = [simulate.simulate(setting, eta) for setting, eta in simulate.settings(config)]
+    outcomes = [simulate.simulate(*setting) for setting in simulate.settings(config)]
     times = [one.step_s for one in outcomes]
     assert all(b < 1.02 * a for a, b in zip(times, times[1:], strict=False)) and times[0] > 1.3 * times[-1]
     chosen = simulate.best(outcomes)
@@ -61,6 +100,18 @@ def test_interruption_fills_slots_that_waiting_leaves_empty():
     assert interrupted.step_s < 0.9 * drained.step_s and interrupted.busy > drained.busy
 
 
+def test_oversampling_is_faster_where_generation_waits_for_the_slowest():
+    """Trained on are the same prompts but for those that wait for a batch of their own."""
+    config = dataclasses.replace(EVEN, cv=1.0, steps=18, groups=8, oversample=(0, 2, 4))
+    assert [(eta, more) for _, eta, more in simulate.settings(dataclasses.replace(config, eta=(0, 1)))] == [
+        (0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)
+    ]  # fmt: skip
+    plain, some, many = (simulate.simulate(config, 0, more) for more in config.oversample)
+    assert some.step_s < 0.9 * plain.step_s and many.step_s < 0.95 * plain.step_s
+    assert plain.stopped == 0 < some.stopped < many.stopped < 4
+    assert plain.length_bias == pytest.approx(0, abs=1e-9) and set(some.staleness) == {0}
+
+
 def test_lengths_have_the_mean_and_the_spread_that_were_asked_for():
     drawn = simulate.lengths(simulate.Config(new=500.0, cv=1.5, longest=10**9), 400_000)
     assert drawn.mean() == pytest.approx(500, rel=0.01) and drawn.std() / drawn.mean() == pytest.approx(1.5, rel=0.03)
@@ -70,7 +121,7 @@ def test_lengths_have_the_mean_and_the_spread_that_were_asked_for():
 
 def test_every_split_of_the_devices_is_tried():
     config = simulate.Config(devices=9, server_devices=2, eta=(1,))
-    assert [(c.servers, c.trainers) for c, _ in simulate.settings(config)] == [(1, 7), (2, 5), (3, 3), (4, 1)]
+    assert [(c.servers, c.trainers) for c, *_ in simulate.settings(config)] == [(1, 7), (2, 5), (3, 3), (4, 1)]
 
 
 def test_the_command_line(capsys):
@@ -87,9 +138,10 @@ def test_the_command_line(capsys):
     assert found["outcomes"][0]["step_s"] == pytest.approx(step_s)
 
 
-def test_the_guide_shows_what_it_prints(capsys):
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_guide_shows_what_it_prints(capsys, which):
     page = (Path(__file__).parents[1] / "docs/simulate.md").read_text()
-    command, shown = re.search(r"\$ areax (simulate .*)\n((?:.*\n)*?)```", page).groups()
+    command, shown = re.findall(r"\$ areax (simulate .*)\n((?:.*\n)*?)```", page)[which]
     assert cli.main(command.split()) == 0
     assert capsys.readouterr().out == shown
 
@@ -98,6 +150,7 @@ def test_the_guide_shows_what_it_prints(capsys):
     "options, words",
     [
         ("--eta -1", "--eta must name one or more numbers from 0 on"),
+        ("--oversample 0 33", "--oversample must name one or more numbers from 0 to --groups 32, got (0, 33)"),
         ("--steps 2", "--steps must be at least 3, got 2"),
         ("--train-tokens-s 0", "--train-tokens-s must be above 0"),
         ("--devices 2 --server-devices 2", "--devices must be more than --server-devices 2"),

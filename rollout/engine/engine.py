@@ -252,13 +252,14 @@ class Engine:
         self._call(lambda: setattr(self, "version", version))
 
     def stats(self) -> dict:
-        """Sizes, device memory held, requests running and queued, and counts since the start: requests, tokens
-        generated, dispatches, prefills and prefilled tokens."""
+        """Sizes, device memory held, requests running and queued, tokens that running ones hold in the cache, and
+        counts since the start: requests, tokens generated, dispatches, prefills and prefilled tokens."""
         return {
             "slots": self.slots,
             "context": self.context,
             "running": len(self._slots.running),
             "queued": len(self._queue),
+            "held": self._slots.held(),
             "paused": self.paused,
             "released": sorted(self.released),
             "bytes": self._slots.bytes,

@@ -67,6 +67,7 @@ class Service:
             Route("/get_model_info", self.model_info, methods=get),
             Route("/server_info", self.server_info, methods=get),
             Route("/get_server_info", self.server_info, methods=get),
+            Route("/v1/loads", self.loads, methods=get),
             Route("/pause_generation", self.pause_generation, methods=post),
             Route("/continue_generation", self.continue_generation, methods=post),
             Route("/abort_request", self.abort_request, methods=post),
@@ -197,6 +198,20 @@ class Service:
                 "version": f"areax {__version__}",
             }
         )
+
+    async def loads(self, http: HTTPRequest) -> Response:
+        """Its queue and its use of the cache, under SGLang's names."""
+        now = self.engine.stats()
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": now["running"],
+            "num_waiting_reqs": now["queued"],
+            "num_used_tokens": now["held"],
+            "max_total_num_tokens": self.engine.slots * self.engine.context,
+            "max_running_requests": self.engine.slots,
+            "token_usage": round(now["held"] / (self.engine.slots * self.engine.context), 4),
+        }
+        return Answer({"timestamp": time.time(), "version": __version__, "loads": [load]})
 
     # -- pauses and aborts -----------------------------------------------------------------------
 

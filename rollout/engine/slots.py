@@ -120,6 +120,10 @@ class Slots:
         self._slot_of: dict[tuple[int, ...], int] = {}  # prefilled sequence -> a slot whose cache begins with it
         self._prefix_of: dict[int, tuple[int, ...]] = {}
 
+    def held(self) -> int:
+        """Tokens that running requests have in the cache."""
+        return int(self._state[list(self.running), COLUMNS["position"]].sum())
+
     def _alone(self):
         """A context without the mesh that the calling thread may train on."""
         return jax.set_mesh(jax.sharding.Mesh(np.array(self._device), ()))

@@ -480,6 +480,21 @@ def test_a_flushed_cache_changes_no_answer(server, versions):
 # -- through our client --------------------------------------------------------------------------
 
 
+def test_a_server_says_how_much_it_has_to_do(server, versions):
+    from areax.rollout import pressure
+
+    idle = pressure.report(server.ok("/v1/loads"))
+    assert idle is not None and idle.running == idle.waiting == 0 and idle.usage < 0.1
+    with long_request(server):
+        busy = []
+        for _ in range(100):
+            busy.append(pressure.report(server.ok("/v1/loads")))
+            if busy[-1].running:
+                break
+            time.sleep(0.05)
+        assert busy[-1].running == 1 and busy[-1].waiting == 0 and 0 < busy[-1].usage < 1
+
+
 def test_our_client_streams(server, versions):
     """Tokens come one after the other, and the answer is that of a request that is not streamed."""
     load(server, versions, 0)
@@ -569,6 +584,7 @@ def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, mod
         switched += mixed
     assert switched == 0 if mode == "drain" else switched > 0
     assert counts["resumed"] >= switched if mode == "abort" else counts["resumed"] == 0
+    assert not counts["preempted"]  # what a push put back says nothing of the server's memory
 
 
 def test_a_rest_and_the_push_that_ends_it(server, versions):

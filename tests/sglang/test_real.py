@@ -188,3 +188,21 @@ def test_a_session_that_somebody_left_open_is_closed(real, versions):
             )
 
     assert asyncio.run(run()).loaded == (real.url,)
+
+
+def test_the_next_turn_of_an_episode_is_cached_until_a_push(real, versions, tmp_path):
+    """What a fleet routes by: all that was read or generated, in whole, is not read again under the same weights."""
+    prompt = [int(i) for i in np.random.default_rng(0).integers(5, 250, 200)]
+
+    async def main():
+        async with client.connect([real.url]) as fleet:
+            await publish.push(fleet, versions.paths[0], versions.labels[0])
+            ask = lambda tokens: fleet.generate(tokens, max_new_tokens=60, ignore_eos=True)
+            first = await ask(prompt)
+            turn = [*prompt, *first.tokens, 1, 2, 3]
+            second = await ask(turn)
+            await publish.push(fleet, versions.paths[1], versions.labels[1])
+            return [done.info["cached_tokens"] for done in (first, second, await ask(turn))]
+
+    first, second, third = asyncio.run(main())
+    assert first == third == 0 and 255 <= second < 263
