@@ -169,15 +169,24 @@ def eval(*options: str) -> int:
     return 0
 
 
-def report(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], out: str | None = None) -> int:
+def report(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    out: str | None = None,
+    tensorboard: str = "",
+    wandb: str = "",
+) -> int:
     """Write one page with curves, histograms and samples of a run.
 
     Args:
       run: a run's directory, such as runs/demo.
       out: the file to write; None = report.html in that directory.
+      tensorboard: folder that gets the numbers as TensorBoard's event files, in the place of those it has.
+      wandb: project on Weights & Biases that gets the numbers.
     """
-    from . import report
+    from . import report, sinks
 
+    if tensorboard or wandb:
+        sinks.copy(run, tensorboard=tensorboard, wandb=wandb)
     print(report.report(run, out))
     return 0
 

@@ -96,8 +96,13 @@ CHARTS = (
         "The same for tokens of the current version alone: rounding, and nothing else.", log=True,
     ),
     Chart(
-        "Speed", "Weight push", ("push_s", "push_pause_s", "push_load_s"),
-        "Seconds of a push, and for how long of it generation stood still, and the server loaded.", zero=True,
+        "Speed", "Weight push", ("push_s", "push_stage_s", "push_pause_s", "push_load_s"),
+        "Seconds of a push, and of it: until the weights were at the servers, while generation stood still, to load.",
+        zero=True,
+    ),
+    Chart(
+        "Speed", "Bytes of a push", ("push_bytes", "push_stage_bytes"),
+        "Of the version, and fetched by all stagers together.", zero=True,
     ),
     Chart(
         "Speed", "Evaluation", ("evaluate_s",), "Seconds that held-out problems took, beside the step.", zero=True,
@@ -230,13 +235,47 @@ CHARTS = (
         zero=True,
     ),
     Chart(
+        "Asynchrony", "Staleness of groups", ("group_staleness", "group_staleness_max"),
+        "Batches between the admission of a group and the batch that took it. Never above eta.", zero=True,
+    ),
+    Chart(
+        "Asynchrony", "Idle and busy", ("trainer_idle", "server_busy"),
+        "Share of a step in which the trainer had nothing to do, and of the servers' time in which they had something.",
+        y_range=(0, 1),
+    ),
+    Chart(
+        "Asynchrony", "Requests in flight", ("requests_in_flight",),
+        "Requests that all servers together held at a time.", zero=True,
+    ),
+    Chart(
+        "Asynchrony", "Load of the slots", ("slot_load",),
+        "Requests in flight over what the servers generate at a time: above 1 some waited there.", zero=True,
+    ),
+    Chart(
+        "Asynchrony", "Age in the queues", ("group_wait_s", "group_wait_s_max", "request_wait_s", "request_wait_s_max"),
+        "Seconds that finished groups waited for their batch, and requests for a server with room.", zero=True,
+    ),
+    Chart(
+        "Asynchrony", "Left out", ("rejected", "refused", "failed", "stopped", "too_long"),
+        "Groups without a sample, refused by the filter, lost to failing servers or surplus; and rows that are too long.",
+        zero=True,
+    ),
+    Chart(
+        "Asynchrony", "Tried again", ("retries", "lost", "request_retries", "reward_retries"),
+        "Episodes, requests and rewards of the step that needed another attempt.", zero=True,
+    ),
+    Chart(
         "Speed", "Tokens a second", ("tokens_per_second", "rollout_tokens_per_second"),
         "Tokens learnt from, or generated, a second of wall time.", zero=True,
     ),
-    Chart("Speed", "Tokens a step", ("tokens",), "Tokens learnt from in one step.", zero=True),
     Chart(
-        "Speed", "Size of a batch", ("groups", "samples", "rows"),
-        "Prompt groups and samples of a step, or problems of an evaluation.", zero=True,
+        "Speed", "Tokens a step", ("tokens", "generated_tokens"),
+        "Tokens of the batch, prompts included, and of the completions that ended in the step.", zero=True,
+    ),
+    Chart(
+        "Speed", "Size of a batch", ("groups", "samples", "effective_samples", "rows"),
+        "Prompt groups and samples of a step, samples that push the policy anywhere, or problems of an evaluation.",
+        zero=True,
     ),
 )  # fmt: skip
 
@@ -261,6 +300,8 @@ METRICS = {
     "dropped_fraction": "share of tokens that the correction leaves out, by bounds or masks; they get no gradient",
     "dropped_sequences": "share of sequences of which the correction leaves no token",
     "dual_clip_fraction": "share of tokens of negative advantage whose gain the second clip bounds",
+    "effective_fraction": "share of the samples with a learnt token whose advantage and weight are not 0",
+    "effective_samples": "samples with a learnt token whose advantage and weight are not 0: what filters leave",
     "empty": "share of answers of no token but the end",
     "entropy": "uncertainty of the next token, nats; 0 = certain",
     "entropy_negative": "the same over tokens of negative advantage",
@@ -272,7 +313,14 @@ METRICS = {
     "expert_idle": "share of a layer's experts that no token chose",
     "expert_load": "choices of a layer's most used expert over the mean expert's; 1 = all are used alike",
     "explained_variance": "share of the returns' variance that the critic's values explain",
+    "failed": "groups of the step that were given up because their servers failed",
+    "fleet_healthy": "servers that take requests",
+    "fleet_in_flight": "requests that all servers together hold",
+    "fleet_servers": "servers of the fleet, in whatever state",
+    "generated_tokens": "tokens of completions that ended in the step, evaluations included",
     "grad_norm": "length of the gradient over all parameters, before clipping",
+    "group_staleness": "batch's version minus that at which a group was admitted",
+    "group_wait_s": "seconds that a finished group waited for the batch that took it",
     "groups": "prompt groups in the batch",
     "groups_that_teach": "prompt groups whose rewards differ",
     "importance_weight": "proximal / sampled probability of a token; 1 = fresh and in agreement",
@@ -294,6 +342,7 @@ METRICS = {
     "logp_diff": "|trainer - sampler| log-probability of a token before the update, staleness included, nats",
     "logp_rejected": "log-probability of a rejected completion, nats",
     "loss": "the objective that the update lowers",
+    "lost": "episodes of the step whose servers failed for good, without which their groups go on",
     "margin": "how much higher the chosen side of a pair scores",
     "max_logp_diff": "largest |trainer - sampler| log-probability of a token of the current version, nats",
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
@@ -307,34 +356,50 @@ METRICS = {
     "prob_diff": "|trainer - sampler| probability of a token before the update",
     "prob_error": "mean of exp |trainer - sampler log-probability|: 1 = they agree",
     "prob_pearson": "correlation of the trainer's and the sampler's probabilities of tokens",
-    "push_load_s": "seconds that the server took to load the new weights",
-    "push_pause_s": "seconds that generation stood still for new weights",
+    "push_bytes": "bytes of the files of the version that was pushed",
+    "push_load_s": "seconds that the slowest server took to load the new weights",
+    "push_pause_s": "seconds that generation stood still for new weights, on the slowest server",
     "push_probe_diff": "difference of a server's log-probabilities of a known prompt, mean nats a token",
     "push_prove_s": "seconds after a push until servers were seen to hold the new weights",
     "push_s": "seconds of a push of weights, writing included, beside the step",
+    "push_stage_bytes": "bytes that stagers fetched for a push, all of them together",
+    "push_stage_s": "seconds until the new weights were where the slowest server reads them",
+    "push_total_s": "seconds of a push of weights, without writing them",
     "ratio": "new / proximal probability of a token; 1 before the first update on a batch",
     "ratio_min": "smallest new / proximal probability of a token",
     "refused": "groups of the step that were generated but not trained on, such as those of equal rewards",
+    "rejected": "groups of the step for which the workflow gave no sample",
     "repetition": "share of runs of four tokens that stood in the same answer before",
+    "request_retries": "requests of the step that were sent again: busy or broken servers, or one taken out of traffic",
+    "request_wait_s": "seconds that a request waited for a server with room",
+    "requests_in_flight": "requests that all servers together held at a time",
     "rest_s": "seconds until servers had released their memory to the trainer",
+    "retries": "episodes of the step that were played again because a server failed",
     "return": "what a critic learns: advantage + value of a token",
     "reward": "reward of the samples of the step",
     "reward_chosen": "score of the chosen side: beta log(policy / reference), or a reward model's",
+    "reward_retries": "rewards of the step that were computed again, because they raised, hung or died",
     "reward_rejected": "score of the rejected side",
     "reward_std": "standard deviation of the reward over the samples of the step",
-    "rollout_tokens_per_second": "tokens generated a second of wall time",
+    "rollout_tokens_per_second": "tokens generated a second of wall time, evaluations included",
     "rows": "problems that the evaluation answered",
     "samples": "samples in the batch",
     "score": "a reward model's score, of both sides",
+    "seconds": "seconds that the run took so far, without those between two processes",
+    "server_busy": "share of the servers' time in which each held at least one request of ours",
     "server_version": "policy version that the server reported",
     "skipped": "1 if the update was left out because its gradient was not finite",
+    "slot_load": "requests in flight over the sequences that the servers generate at a time",
     "solved_all": "share of prompts for which every answer got the best reward",
     "solved_any": "share of prompts for which some answer got a reward: pass@k of the group's size",
     "solved_none": "share of prompts for which no answer got a reward",
     "staleness": "trainer's version minus the version that sampled a token, in batches",
     "staleness_span": "most versions between two tokens of one answer",
-    "tokens": "tokens learnt from in the step",
-    "tokens_per_second": "tokens learnt from a second of wall time",
+    "step": "newest step that was logged",
+    "tokens": "tokens of the samples of the step, prompts included",
+    "tokens_per_second": "tokens of the samples of the step, a second of wall time",
+    "too_long": "rows of the step that were left out because they do not fit into a packed row",
+    "trainer_idle": "share of the step in which no update, save or host copy ran",
     "truncated": "share of answers cut off at the length limit",
     "unscorable": "share of answers without a reward, which teach nothing",
     "unusable_fraction": "share of sampled tokens whose log-probability was not finite, which teach nothing",
@@ -345,6 +410,12 @@ METRICS = {
     "value_error": "squared error of the critic's value at a token",
     "version": "policy version: batches consumed so far",
 }
+
+# Of these each line has a part of its own: they add up over the steps.
+COUNTED = {
+    "failed", "generated_tokens", "push_bytes", "push_stage_bytes", "refused", "rejected", "request_retries", "retries",
+    "reward_retries", "samples", "skipped", "tokens", "too_long",
+}  # fmt: skip
 
 # Where a value deserves a look: (below, above). Bounds on agreement are those that other systems gate releases with:
 # prob_error and prob_pearson NeMo RL and verl, logp_diff slime, mismatch_k3_now prime-rl.
@@ -403,6 +474,7 @@ SUMMARY = {
     "report": "this page",
     "eta": "batches that a sample may be old when it is learnt from",
     "seed": "seed of all randomness",
+    "stopped": "groups of the step that were surplus and are run again, with oversampling",
 }
 
 
@@ -421,6 +493,8 @@ def meaning(name: str) -> str:
         return f"largest single value of: {METRICS[base]}"
     if name.startswith("reward_"):
         return f"mean of the part of the reward called {name.removeprefix('reward_')}"
+    if name.startswith("fleet_"):
+        return f"count of the fleet so far: {label(name.removeprefix('fleet_').removesuffix('_total'))}"
     if name.startswith("heldout_"):
         return f"over rows never trained on: {meaning(name.removeprefix('heldout_'))}"
     if name == "time_step":

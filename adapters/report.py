@@ -267,8 +267,10 @@ def _distributions(table) -> str:
         for name in sorted(names, key=lambda n: (not n.startswith(order), n)):
             base = name.removesuffix("_hist")
             found = [r[name] for r in rows if isinstance(r.get(name), Mapping)]
-            edges = found[-1]["edges"]
-            same = [h["counts"] for h in found if h["edges"] == edges]
+            edges = max((h["edges"] for h in found), key=len)
+            # Of bins that reach as far as they have to, those that a step did not need are empty.
+            part = [h for h in found if h["edges"] == edges[: len(h["edges"])]]
+            same = [h["counts"] + [0] * (len(edges) - len(h["edges"])) for h in part]
             fifth = len(same) // 5
             if base == "length" and fifth:  # how it moved is what one wants to see
                 parts = [("first fifth of the steps", same[:fifth]), ("last fifth", same[-fifth:])]

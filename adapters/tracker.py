@@ -79,10 +79,11 @@ def read_lines(path) -> Iterator[dict]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
-                yield _parse(line, path, number)
+                yield parse(line, path, number)
 
 
-def _parse(line: bytes, path, number: int) -> dict:
+def parse(line: bytes, path, number: int) -> dict:
+    """The JSON object of a line; raises ValueError, with its number, where it is none."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -91,6 +92,17 @@ def _parse(line: bytes, path, number: int) -> dict:
         shown = line[:60].decode("utf-8", "replace").strip()
         raise ValueError(f"{path}:{number}: every line must be one JSON object, got {shown!r}; remove it")
     return value
+
+
+def numbers(line: Mapping) -> dict[str, float]:
+    """The numbers of a metrics line by name, those too that are not finite."""
+    odd = {name: float(what) for name, what in line.get("nonfinite", {}).items()}
+    return {k: float(v) for k, v in line.items() if k not in OURS and isinstance(v, int | float)} | odd
+
+
+def histograms(line: Mapping) -> dict[str, Mapping]:
+    """The histograms {"edges", "counts"} of a metrics line by name."""
+    return {name: value for name, value in line.items() if name not in OURS and isinstance(value, Mapping)}
 
 
 class Run:
@@ -220,7 +232,7 @@ def _cut(path: pathlib.Path, keep: Mapping[str, int]) -> None:
     with open(path, "rb") as old, open(partial, "wb") as new:
         for number, line in enumerate(old, 1):
             if line.endswith(b"\n"):
-                entry = _parse(line, path, number)
+                entry = parse(line, path, number)
                 if entry.get("step", 0) <= keep.get(entry.get("kind", ""), math.inf):
                     new.write(line)
         new.flush()

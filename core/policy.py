@@ -242,6 +242,7 @@ class Policy:
             **signals.agreement(seen_BT, sampler_BT, mask_BT, segment_BT, J),
             **signals.weights(ratio_BT, bounded_BT, target["kept_BT"], mask_BT, segment_BT, J),
             **signals.movement(now.ratio_BT, now.gap_BT, cut_BT, adv_BT, out.entropy_BT, mask_BT),
+            "effective_fraction": signals.effective(adv_BT, weight_BT, mask_BT, segment_BT, J),
             "unusable_fraction": metrics.of(unusable_BT, mask_BT | unusable_BT),
         }
         if self.dual_clip:

@@ -50,6 +50,12 @@ def weights(ratio_BT, weight_BT, kept_BT, mask_BT, segment_BT, J: int) -> dict[s
     }
 
 
+def effective(adv_BT, weight_BT, mask_BT, segment_BT, J: int) -> Metric:
+    """Of sequences: whether a learnt token has both an advantage and a weight other than 0."""
+    moves_BJ = total(jnp.where(mask_BT & (adv_BT != 0) & (weight_BT != 0), 1.0, 0.0), segment_BT, J)
+    return metrics.of(to_tokens(moves_BJ, segment_BT) > 0, last(mask_BT, segment_BT))
+
+
 def movement(ratio_BT, gap_BT, cut_BT, adv_BT, entropy_BT, mask_BT) -> dict[str, Metric]:
     """Of the update itself; cut_BT = where the surrogate has no gradient, or None."""
     where = lambda rule_BT: mask_BT & rule_BT

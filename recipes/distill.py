@@ -16,6 +16,7 @@ import jax
 
 from areax import models
 from areax.adapters import tokenizer
+from areax.adapters.sinks import Sinks
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
@@ -57,6 +58,7 @@ class Config:
       mesh: devices along each axis; all of them together must be the machine's, or one.
       save_every: in steps; 0 = at the end alone.
       evaluate_every: in steps; 0 = at the end alone.
+      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
       seed: of new weights and of the order of the rows.
     """
 
@@ -82,6 +84,7 @@ class Config:
     mesh: Layout = Layout()
     save_every: int = 0
     evaluate_every: int = 0
+    track: Sinks = Sinks()
     seed: int = 0
 
 

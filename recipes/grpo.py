@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import hf, state, tokenizer, trace, tracker
+from areax.adapters import hf, sinks, state, tokenizer, trace, tracker
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
@@ -35,6 +35,7 @@ from areax.rollout import (
     client,
     episodes,
     executor,
+    figures,
     journal,
     local,
     loop,
@@ -53,7 +54,6 @@ from areax.rollout.workflows import Sampling, Workflow
 
 log = logging.getLogger(__name__)
 
-PUSHED = ("pause_s", "load_s", "prove_s", "probe_diff", "stage_s", "stage_bytes")  # of a push, in the metrics
 TOO_LONG = 16  # rows in a row that do not fit end the run
 
 
@@ -109,6 +109,7 @@ class Config:
       save_every: in batches; 0 = at the end alone.
       evaluate_every: in batches; 0 = before the first and after the last.
       samples_every: in batches, how often a group is written to samples.jsonl.
+      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
       reward_workers: processes that compute rewards.
       reward_timeout_s: seconds that one may take.
       reward_failed: what a completion scores whose reward raised, hung or crashed twice.
@@ -162,6 +163,7 @@ class Config:
     save_every: int = 0
     evaluate_every: int = 0
     samples_every: int = 10
+    track: sinks.Sinks = sinks.Sinks()
     reward_workers: int = 1
     reward_timeout_s: float = 10.0
     reward_failed: Literal["unscorable", "zero"] = "unscorable"
@@ -260,6 +262,8 @@ def main(config: Config) -> dict:
         if config.serve.inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
         tokens = tokenizer.load(config.model)
+        if index == 0:
+            sinks.check(config.track)
         inputs = read(config, tokens) if index == 0 else ()
         out = common.out_directory(config.out)
         processes.same("options", config)
@@ -303,6 +307,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         enter, enter_async = stack.enter_context, stack.enter_async_context
         keep = {kind: start for kind in ("grpo", "eval")}
         run = enter(tracker.open_run(out, config=config, keep=keep))
+        track = enter(sinks.following(out, config.track))
         enter(journal.writing(out / trace.JOURNAL))
         tick = enter(tracker.progress("grpo", config.steps, start=start))
         if config.serve.inside:
@@ -352,9 +357,14 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             )
         )  # fmt: skip
         accuracy: dict[int, float] = {}
-        refused = [rollout.counts["rejected"]]
         rested: list[float] = []
-        pushes: list[publish.PushReport] = []
+        counted = lambda: {
+            **{name: rollout.counts[name] for name in ("rejected", "refused", "failed", "stopped", "lost", "retries")},
+            "reward_retries": reward.counts["retried"],
+        }
+        watched = figures.Figures(fleet, counted)
+        enter(journal.watching(watched.see))
+        track.live = watched.live
 
         ids = probe.prompt(tokens, prompts.rows, config.length) if config.push.tolerance else ()
 
@@ -364,17 +374,15 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
 
             async def hand_over():
                 label, weights = await asyncio.to_thread(in_memory, trainer, v, host)
-                pushes.append(await publish.push(fleet, "", label, mode=config.push.mode, arrays=weights, probe=known))
+                await publish.push(fleet, "", label, mode=config.push.mode, arrays=weights, probe=known)
 
             async def push():
                 once = functools.partial(whole, root / str(v), functools.partial(write, v, params=host))
                 directory = await publish.written(once, root, lambda: fleet.labels)
                 label = publish.version_string(directory / "manifest.json")
-                pushes.append(
-                    await publish.push(
-                        fleet, directory, label, mode=config.push.mode, at_once=config.push.at_once, arrays=host,
-                        probe=known,
-                    )
+                await publish.push(
+                    fleet, directory, label, mode=config.push.mode, at_once=config.push.at_once, arrays=host,
+                    probe=known,
                 )  # fmt: skip
                 await asyncio.to_thread(publish.prune, root, 2, fleet.labels)
 
@@ -394,14 +402,12 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             return groups
 
         def on_step(v: int, report: dict, seconds: dict[str, float]):
-            groups, before = report.pop("groups"), refused.pop()
-            refused.append(rollout.counts["rejected"])
-            report["refused"] = refused[0] - before
+            groups = report.pop("groups")
+            report |= watched.step(seconds) | {"tokens_per_second": report["tokens"] / seconds["step_s"]}
             report |= rollout.lengths() | {"limit": min(fleet.room(server) for server in fleet.servers)}
-            pushed = {f"push_{name}": getattr(pushes[-1], name) for name in PUSHED} if pushes else {}
-            pushed |= {"rest_s": rested[-1]} if rested else {}
+            report |= {"rest_s": rested[-1]} if rested else {}
             beside = {name: seconds.pop(name) for name in loop.BESIDE}
-            run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside, **pushed)
+            run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
             tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy.get(max(accuracy, default=-1)))
             if config.samples_every and v % config.samples_every == 0:
                 describe.show(run, tokens, v, groups[0])
@@ -480,9 +486,10 @@ def fitting(episode: Workflow, config: Config) -> Workflow:
         samples = await episode(generate, row)
         samples = samples if isinstance(samples, list) else [samples] if samples else []
         kept = [s for s in samples if len(s.tokens) <= config.length]
-        if len(kept) < len(samples):
-            long.extend(len(s.tokens) for s in samples if len(s.tokens) > config.length)
-            log.warning("a row of %d tokens is left out: longer than --length; %s", long[-1], names.row(row))
+        for n in (len(s.tokens) for s in samples if len(s.tokens) > config.length):
+            long.append(n)
+            journal.note("left_out", tokens=n)
+            log.warning("a row of %d tokens is left out: longer than --length; %s", n, names.row(row))
         if kept:
             long.clear()
         if len(long) >= TOO_LONG:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from areax.adapters import chat, state, tokenizer, tracker
+from areax.adapters import chat, sinks, state, tokenizer, tracker
 from areax.core import metrics, packing, step
 from areax.parallel import place, processes
 from areax.recipes import common, learner
@@ -49,6 +49,8 @@ def run(train: Callable, config) -> dict:
     """`train(config, quiet=)` in every process of the job; its summary in the first, in the others, quiet ones, {}."""
     common.keep_memory()
     with processes.job() as index:
+        if index == 0:
+            sinks.check(config.track)
         summary = train(config, quiet=index > 0)
     return {} if index else summary
 
@@ -99,7 +101,7 @@ def fit(
 
     Args:
       kind: of the lines in metrics.jsonl.
-      config: model, out, steps, batch, length, rows, save_every, evaluate_every and seed are read.
+      config: model, out, steps, batch, length, rows, save_every, evaluate_every, track and seed are read.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs of other weights.
       began: `time.monotonic()` when the run did, for its seconds.
@@ -126,6 +128,7 @@ def fit(
         last: dict = {}
         with (
             tracker.open_run(out, config=config, keep={kind: start}, quiet=quiet) as run,
+            sinks.following(out, config.track, quiet=quiet),
             tracker.progress(kind, config.steps, start=start, quiet=quiet) as tick,
         ):
 

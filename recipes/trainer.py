@@ -179,6 +179,8 @@ def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
         refresh(trainer)
     flat = [s for part in samples for s in part]
     values = {**signals.told(report), **describe.batch(flat, version), **trainer.control}
+    if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
+        values["effective_samples"] = float(report["effective_fraction"].sum) / config.epochs
     logps: list = [None] * len(flat)
     if scored:
         own = [packing.unpack(x_MBT, b, part) for x_MBT, b, part in zip(scored, batches, samples, strict=True)]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from . import affinity, depot, journal, pressure, recovery, rest, versions
+from . import affinity, depot, journal, meter, pressure, recovery, rest, versions
 from .server import (
     FIRST_DELAY_S,
     MAX_DELAY_S,
@@ -33,6 +33,7 @@ from .server import (
     Server,
     State,
     Unreached,
+    slots,
 )
 from .types import Completion, Finish
 
@@ -111,6 +112,7 @@ async def _introduce(server: Server, ready_s: float) -> None:
     server.released = any(state.get("released") for state in info.get("internal_states") or ())  # by a run that died
     room = info.get("max_total_num_tokens")
     server.cached = affinity.Cached(room) if isinstance(room, int) and room > 0 else affinity.Cached()
+    server.slots = slots(info)
 
 
 class Fleet:
@@ -127,6 +129,7 @@ class Fleet:
         (limits of servers, pressure.py), `refused`, `broken`, `rerouted` (its server was taken out of traffic),
         `strange` (sampled under weights the server was not given); of servers: the states that they were
         turned into, `recovered, restarted, joined, left`; of pushes: `undone`.
+      waits: how long requests waited here for a server with room.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Fleet:
         self.awake.set()
         self.restart = restart
         self.counts: collections.Counter[str] = collections.Counter()
+        self.waits = meter.Waits()
         self._concurrency, self._timeout_s = concurrency, timeout_s
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
@@ -334,7 +338,8 @@ class Fleet:
         """One whole answer to `body`, from whichever server gives it."""
         busy = broken = 0
         while True:
-            server = await self._acquire(body["input_ids"])
+            with self.waits.timed():
+                server = await self._acquire(body["input_ids"])
             oldest, sent, pauses = server.admitted, asyncio.get_running_loop().time(), server.pauses
             try:
                 part = await self.on(server, self._believed(server, body, on_tokens))

@@ -48,9 +48,10 @@ class Executor:
     """Runs a workflow over prompts and hands out batches; `async with`, and a version must be admitted to begin.
 
     Attributes:
-      counts: groups: accepted (v * G of them consumed), running, rejected (by the workflow or by `accept`), failed
-        (their servers failed ATTEMPTS times), stopped (surplus of a batch; to be run again), dropped (stopped or left
-        over when the executor closed); of episodes: `retries`, and those `lost` without which their group goes on.
+      counts: groups: accepted (v * G of them consumed), running, rejected (the workflow gave no sample), refused (by
+        `accept`), failed (their servers failed ATTEMPTS times), stopped (surplus of a batch; to be run again), dropped
+        (stopped or left over when the executor closed); of episodes: `retries`, and those `lost` without which their
+        group goes on.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Executor:
         self._closed = False
         self._error: BaseException | None = None
         self._refused = self._failed = 0  # in a row
-        self._total = dict(rejected=0, failed=0, stopped=0, dropped=0, retries=0, lost=0)
+        self._total = dict(rejected=0, refused=0, failed=0, stopped=0, dropped=0, retries=0, lost=0)
         self._lengths = survival.Lengths(groups_per_batch)
         if cursor is not None:
             self._resume(cursor)
@@ -332,7 +333,8 @@ class Executor:
         del self._running[prompt]
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         samples, accepted = ([], False) if error is not None else task.result()
-        outcome = "accepted" if accepted else "rejected" if error is None else "failed"
+        declined = "refused" if samples else "rejected"
+        outcome = "accepted" if accepted else declined if error is None else "failed"
         journal.note("group", prompt=prompt, admitted=running[0], outcome=outcome)
         tokens = _length(samples) if samples else None
         self._lengths.end(prompt, asyncio.get_running_loop().time(), tokens)
@@ -343,7 +345,7 @@ class Executor:
             self._ready[prompt] = samples[0].info["admitted"], samples
             self._failed = self._refused = 0
         elif error is None:
-            self._total["rejected"] += 1
+            self._total[declined] += 1
             self._refused += 1
             if self._refused >= REFUSED_BATCHES * self.groups_per_batch:
                 self._error = ValueError(

@@ -12,10 +12,11 @@ process that is killed loses at most the lines of the last moment, and a cut las
 |---|---|---|
 | call | a completion | url, prompt_tokens, tokens, versions [[version, tokens], ...], finish, resumed |
 | episode | an episode that ended | rows: tokens, logp of the sampled ones, versions, reward, turn by turn |
-| group | a group that ended | admitted (version), outcome: accepted, rejected, failed, stopped |
+| group | a group that ended | admitted (version), outcome: accepted, rejected (no sample), refused, failed, stopped |
 | batch | a batch handed out | version, prompts |
 | part | of a training step | name: publish, save, wait, rollout, update, push, evaluate |
-| push | | label, loaded, failed, pause_s, load_s, stage_s, stage_bytes |
+| left_out | a row that is too long to train on | tokens |
+| push | | label, loaded, failed, pause_s, load_s, prove_s, probe_diff, stage_s, total_s, bytes, stage_bytes |
 | server | a server that changed its state | url, state, why |
 """
 
@@ -32,7 +33,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 BUFFER = 1 << 20  # bytes of lines that wait to be written together, while more come
 
 _file: contextvars.ContextVar[queue.SimpleQueue | None] = contextvars.ContextVar("journal", default=None)
+_watch: contextvars.ContextVar[tuple[Callable[[dict], None], ...]] = contextvars.ContextVar("watch", default=())
 _about: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("about", default={})  # noqa: B039 - not changed
 
 
@@ -66,6 +68,16 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def watching(see: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """`see` is called with each event noted within, at once and in the thread that notes it; it must not change it."""
+    token = _watch.set((*_watch.get(), see))
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+@contextlib.contextmanager
 def about(**fields: Any) -> Iterator[None]:
     """What is noted within, in this task and in those that it starts, has these fields too."""
     token = _about.set({**_about.get(), **fields})
@@ -77,8 +89,13 @@ def about(**fields: Any) -> Iterator[None]:
 
 def note(kind: str, **fields: Any) -> None:
     """Appends an event; nothing where nobody keeps a journal. Of `rows`, Samples are put into JSON by the thread."""
-    if lines := _file.get():
-        lines.put({"kind": kind, "at": _now(), **_about.get(), **fields})
+    lines, watch = _file.get(), _watch.get()
+    if lines or watch:
+        event = {"kind": kind, "at": now(), **_about.get(), **fields}
+        for see in watch:
+            see(event)
+        if lines:
+            lines.put(event)
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:
@@ -86,7 +103,8 @@ def runs(values: Sequence[int]) -> list[list[int]]:
     return [[int(value), len(list(some))] for value, some in itertools.groupby(values)]
 
 
-def _now() -> float:
+def now() -> float:
+    """Seconds by the event loop's clock."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:  # in a thread beside the loop, whose clock this is

@@ -41,12 +41,12 @@ class Probe:
             )
 
 
-async def prove(server: Server, weights: Published) -> float:
-    """Compares what `server` holds with `weights`; returns the probe's mean absolute difference, NaN without a probe.
+async def prove(server: Server, weights: Published) -> float | None:
+    """Compares what `server` holds with `weights`; returns the probe's mean absolute difference, if there is a probe.
 
     Raises RuntimeError where it holds something else, or gave no answer.
     """
-    difference = await _probe(server, weights.probe) if weights.probe else math.nan
+    difference = await _probe(server, weights.probe) if weights.probe else None
     await _checksums(server, weights)
     return difference
 

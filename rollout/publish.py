@@ -72,9 +72,10 @@ class PushReport:
       load_s: of that, to load.
       prove_s: after it, until the server was seen to hold these weights; what it answers is kept back so long.
       probe_diff: largest mean absolute difference of a server's log-probabilities of the probe from the trainer's, in
-        nats a token; NaN without a probe.
+        nats a token; None without a probe.
       stage_s: to bring the weights to where the server reads them, beside generation.
       stage_bytes: fetched for that, by all servers together.
+      bytes: of the version's files; 0 where none were written.
       total_s: the whole push.
     """
 
@@ -84,9 +85,10 @@ class PushReport:
     pause_s: float
     load_s: float
     prove_s: float
-    probe_diff: float
+    probe_diff: float | None
     stage_s: float
     stage_bytes: int
+    bytes: int
     total_s: float
 
 
@@ -173,9 +175,11 @@ async def push(
         label=label,
         loaded=tuple(loaded),
         failed=failed,
-        **{name: max(getattr(one.loaded, name) for one in took) for name in Loaded._fields},
+        **{name: max(getattr(one.loaded, name) for one in took) for name in ("pause_s", "load_s", "prove_s")},
+        probe_diff=max((x for one in took if (x := one.loaded.probe_diff) is not None), default=None),
         stage_s=max(one.stage_s for one in took),
         stage_bytes=sum(one.stage_bytes for one in took),
+        bytes=sum(file.stat().st_size for file in path.iterdir()) if written else 0,
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import aiohttp
 import numpy as np
 
-from . import affinity, pressure, proof, versions
+from . import affinity, meter, pressure, proof, versions
 from .proof import Probe
 from .types import Finish
 
@@ -99,7 +99,7 @@ class Loaded(NamedTuple):
     pause_s: float
     load_s: float
     prove_s: float
-    probe_diff: float
+    probe_diff: float | None
 
 
 class Stages(Protocol):
@@ -142,7 +142,8 @@ class Server:
       restarts: when it was restarted lately.
       released: it may have given its memory back, which it then needs again before it loads.
       draining: it gets no new requests until it has new weights.
-      load: requests of ours that it holds; `running` are their tasks.
+      held: of requests of ours, over time; `load` is how many it holds now, `running` are their tasks.
+      slots: sequences that it generates at a time; 0 where it does not say.
       cached: prompts of which it should have the keys and values.
       limit: how many requests it gets at a time, below the fleet's bound.
       pauses: how often it was paused for new weights.
@@ -165,8 +166,9 @@ class Server:
     restarts: list[float] = field(default_factory=list)
     released: bool = False
     draining: bool = False
-    load: int = 0
     running: set[asyncio.Task] = field(default_factory=set)
+    held: meter.Level = field(default_factory=meter.Level)
+    slots: int = 0
     cached: affinity.Cached = field(default_factory=affinity.Cached)
     limit: pressure.Limit = field(default_factory=pressure.Limit)
     pauses: int = 0
@@ -174,6 +176,14 @@ class Server:
     @property
     def label(self) -> str:
         return self.labels[self.admitted]
+
+    @property
+    def load(self) -> int:
+        return self.held.value
+
+    @load.setter
+    def load(self, requests: int) -> None:
+        self.held.set(requests)
 
     async def stage(self, weights: Published) -> Staged:
         """`weights` as this server sees them, once they are there; it goes on serving meanwhile."""
@@ -383,6 +393,14 @@ async def _last(where: str, reply: aiohttp.ClientResponse, on_tokens: Callable[[
                 raise kind(f"{where}: {_message(data.decode())}")
             on_tokens(last["output_ids"])
     raise Broken(f"{where}: the stream ended before its answer")
+
+
+def slots(info: Mapping[str, Any]) -> int:
+    """Sequences that a server generates at a time, by what it answered on /server_info; 0 where it does not say."""
+    name = "effective_max_running_requests_per_dp"
+    each = [state[name] for state in info.get("internal_states") or () if isinstance(state.get(name), int)]
+    own = info.get("max_running_requests")  # of SGLang an option, of the embedded server what holds
+    return sum(each) or (own if isinstance(own, int) else 0)
 
 
 def _message(text: str) -> str:

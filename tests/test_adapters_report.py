@@ -241,6 +241,14 @@ def test_every_charted_and_derived_name_has_a_meaning():
     assert glossary.meaning("time_wait").startswith("seconds: ")
 
 
+def test_bins_that_reach_further_in_one_step_hold_those_of_all(tmp_path):
+    with tracker.open_run(tmp_path) as run:
+        for step, counts in enumerate(([4], [1, 3], [0])):
+            run.log("grpo", step, staleness_hist={"edges": list(range(len(counts) + 1)), "counts": counts})
+    page = report.report(tmp_path).read_text()
+    assert "staleness: 0\nall steps: 62.5% (5)" in page and "staleness: 1\nall steps: 37.5% (3)" in page
+
+
 def test_what_is_not_healthy_is_said_at_the_top(tmp_path):
     lines = [
         {"kind": "grpo", "step": i, "prob_error": 1.01 + 0.1 * (i > 7), "ess": 0.9, "reward": 1.0} for i in range(10)

@@ -53,6 +53,19 @@ def test_weights(tokens):
     assert told["dropped_sequences"] >= 0.5  # all second ones
 
 
+def test_effective_sequences(tokens):
+    """Those that a token teaches which is learnt, weighs something and has an advantage."""
+    _, _, mask, segment = tokens
+    rng = np.random.default_rng(1)
+    adv, weight = (jnp.asarray((rng.random(mask.shape) < 0.25) * rng.normal(size=mask.shape)) for _ in range(2))
+    told = merged([{"share": signals.effective(adv[m], weight[m], mask[m], segment[m], 2)} for m in range(2)])
+    moves, segment = np.asarray(adv * weight), np.asarray(segment)
+    learnt = [(m, b, np.asarray(mask)[m, b] & (segment[m, b] == j)) for m in range(2) for b in range(3) for j in (1, 2)]
+    found = [bool(moves[m, b][own].any()) for m, b, own in learnt if own.any()]
+    assert 0 < sum(found) < len(found)
+    np.testing.assert_allclose(told["share"], np.mean(found), rtol=1e-6)
+
+
 def test_entropy_is_split_by_advantage_and_has_quantiles():
     entropy = jnp.asarray(np.random.default_rng(0).uniform(0.1, 3, (4, 200)), jnp.float32)
     adv = jnp.where(entropy > 1, 1.0, -1.0)

@@ -73,7 +73,8 @@ def test_imports_the_copy_under_test():
 
 def test_every_import_is_declared():
     project = PROJECT["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["torch"], *extras["tensorboard"], *extras["wandb"]]
     provides = importlib.metadata.packages_distributions()
     missing = {
         f"{file.relative_to(ROOT)}: {name}"

@@ -4,13 +4,16 @@ Most runs share one server, which each gives its own weights first; those with `
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +22,11 @@ import numpy as np
 import pytest
 import servers
 import tiny
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax import models
 from areax.adapters import cli, hf, peft, tokenizer, tracker
+from areax.adapters.sinks import Sinks
 from areax.core import losses, param
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
@@ -29,7 +34,7 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import describe, grpo, learner, trainer
-from areax.rollout import arithmetic, local, names
+from areax.rollout import arithmetic, journal, local, names
 from areax.rollout.curriculum import Curriculum
 from areax.rollout.episodes import sampling_seed
 from areax.rollout.local import Serve
@@ -200,8 +205,8 @@ def test_groups_of_equal_rewards_are_sampled_anew(place):
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
     done = grpo.main(run)
     lines = [x for x in tracker.read_lines(place / "dynamic/metrics.jsonl") if x["kind"] == "grpo"]
-    assert all(x["groups_that_teach"] == 4 for x in lines)
-    assert done["counts"]["rejected"] == sum(x["refused"] for x in lines) > 0
+    assert all(x["groups_that_teach"] == 4 and x["effective_samples"] == x["samples"] == 16 for x in lines)
+    assert done["counts"]["refused"] == sum(x["refused"] for x in lines) > 0
     assert done["counts"]["accepted"] == 8 and 0 < done["counts"]["stopped"] <= 4 and done["counts"]["dropped"] == 0
 
 
@@ -268,13 +273,36 @@ def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
 
 
 def test_asynchronous_keeps_the_bound(place):
-    done = grpo.main(config(place, "async", eta=2, steps=5, minibatches=2))
+    """And while it runs it is watched by Prometheus; afterwards by TensorBoard."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    seen: list[str] = []
+
+    def watch():
+        while not any("areax_fleet_servers 1.0" in text for text in seen):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5) as reply:
+                seen.append(reply.read().decode())
+            time.sleep(0.02)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    track = Sinks(tensorboard=True, prometheus=port)
+    done = grpo.main(config(place, "async", eta=2, steps=5, minibatches=2, track=track))
+    watcher.join(0)
+    assert not watcher.is_alive() and "# TYPE areax_fleet_healthy gauge" in seen[-1]
     assert done["complete"] and done["counts"]["accepted"] == 20
     lines = [x for x in tracker.read_lines(place / "async/metrics.jsonl") if x["kind"] == "grpo"]
     assert [x["version"] for x in lines] == [0, 1, 2, 3, 4]
-    assert max(x["staleness_max"] for x in lines) <= 2
+    assert max(x["staleness_max"] for x in lines) <= 2 and max(x["group_staleness_max"] for x in lines) == 2
     assert all(x["length_begun"] > 0 and abs(x["length_bias"]) < 1 and x["limit"] == 32 for x in lines)
     assert done["max_logp_diff"] <= 1e-4
+    board = EventAccumulator(str(place / "async/tensorboard")).Reload()
+    for name in ("reward", "trainer_idle", "server_busy", "push_bytes", "effective_samples", "group_wait_s_max"):
+        found = [(e.step, e.value) for e in board.Scalars(f"grpo/{name}")]
+        np.testing.assert_allclose(found, [(x["step"], x[name]) for x in lines if name in x], rtol=1e-6)
+    assert all(0 <= x["trainer_idle"] <= 1 and 0 <= x["server_busy"] <= 1 for x in lines)
+    # nothing was refused and nothing else asked for: what was generated is what was learnt
+    assert sum(x["generated_tokens"] for x in lines) == pytest.approx(sum(x["length"] * 16 for x in lines))
 
 
 def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path):
@@ -412,6 +440,10 @@ def test_rows_that_do_not_fit_are_left_out_and_temperatures_are_compared(caplog)
     assert [len(s.tokens) for s in played([row(3), row(8), row(7)])] == [4, 8]
     assert "a row of 9 tokens is left out: longer than --length; row id 7" in caplog.text
     assert played([row(9)]) is None and played(None) is None and len(played(row(2))) == 1
+    seen: list[dict] = []
+    with journal.watching(seen.append):
+        played([row(9), row(2), row(10)])
+    assert [(event["kind"], event["tokens"]) for event in seen] == [("left_out", 10), ("left_out", 11)]
     with pytest.raises(ValueError, match="must fit in a row of 8 tokens, got 16 in a row that do not, of up to 9"):
         played([row(8)] * grpo.TOO_LONG)
     with pytest.raises(ValueError, match="must sample at --sampling.temperature 1, .* got 0.7"):

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,8 +13,10 @@ import jobs
 import numpy as np
 import pytest
 import tiny
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax.adapters import hf, peft, state, tracker
+from areax.adapters.sinks import Sinks
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models import lora
@@ -45,14 +48,16 @@ def test_resumed_equals_uninterrupted(place):
     assert whole["complete"] and whole["heldout_nll"] > 0
     losses = [line["loss"] for line in tracker.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
     assert len(losses) == 6 and losses[-1] < losses[0]
-    first = sft.main(config(place, "parts", steps=3))
+    first = sft.main(config(place, "parts", steps=3, track=Sinks(tensorboard=True)))
     assert first["steps"] == 3
-    sft.main(config(place, "parts"))
+    sft.main(config(place, "parts", track=Sinks(tensorboard=True)))
     a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
         np.testing.assert_array_equal(x, y)
     steps = [line["step"] for line in tracker.read_lines(place / "parts/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+    board = EventAccumulator(str(place / "parts/tensorboard")).Reload()
+    assert [e.step for e in board.Scalars("sft/loss")] == steps
 
 
 def test_a_run_with_an_average_exports_it(place):
@@ -194,3 +199,8 @@ def test_bad_input_is_one_line(place):
     (place / "file").write_text("")
     with pytest.raises(ValueError, match="--out must be a directory"):
         sft.main(config(place, "file"))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--track.prometheus must be a free port of 127.0.0.1, got {port}"):
+            sft.main(config(place, "taken", track=Sinks(prometheus=port)))
+    assert not (place / "taken").exists()

@@ -173,10 +173,12 @@ def test_a_run_that_goes_on_stays_on_one_axis():
     assert spans == [(1_000_000, 1_000_000), (61_000_000, 2_000_000)]
 
 
-def test_groups_that_are_refused_or_fail_are_told_apart(tmp_path):
+def test_groups_that_are_rejected_refused_or_fail_are_told_apart(tmp_path):
     async def workflow(generate, row):
         if row["i"] == 1:
             raise RuntimeError("its server failed")
+        if row["i"] == 3:
+            return None
         return sampled([1], Completion([2], [-1.0], [0], "stop"), temperature=1.0, reward=float(row["i"]))
 
     async def main():
@@ -191,4 +193,5 @@ def test_groups_that_are_refused_or_fail_are_told_apart(tmp_path):
     with journal.writing(tmp_path / "a"):
         clock.run(main())
     outcomes = {line["prompt"]: line["outcome"] for line in lines(tmp_path / "a") if line["kind"] == "group"}
-    assert outcomes[2] == "rejected" and outcomes[0] == "accepted" and outcomes.get(1, "failed") == "failed"
+    assert outcomes[2] == "refused" and outcomes[3] == "rejected"
+    assert outcomes[0] == "accepted" and outcomes.get(1, "failed") == "failed"

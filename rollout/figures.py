@@ -1,0 +1,131 @@
+"""Asynchrony in figures, step by step: who waited for whom, how old the groups were, what was lost and tried again.
+
+    figures = Figures(fleet, lambda: {"failed": rollout.counts["failed"]})
+    with journal.watching(figures.see):
+        ...                                            # the loop; at the end of each step:
+        run.log("grpo", v, **figures.step(seconds))    # what happened since the step before
+
+What each figure is stands in `Figures.step`; all but the levels of the servers follow from the events of the journal.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .client import Fleet
+
+WORK = ("update_s", "save_s", "publish_s")  # parts of a step in which the trainer does something
+PUSHED = ("total_s", "pause_s", "load_s", "prove_s", "stage_s", "bytes", "stage_bytes")  # of a push, by its report
+SENT_AGAIN = ("busy", "refused", "broken", "rerouted", "strange")  # of a fleet's counts: requests that go out anew
+KINDS = ("call", "group", "batch", "push", "left_out")  # events that are read
+
+
+class Figures:
+    """What a fleet and an executor did in each step."""
+
+    def __init__(self, fleet: Fleet, counts: Callable[[], Mapping[str, int]]):
+        """
+        Args:
+          counts: counts so far, by the name under which their growth in a step is told.
+        """
+        self._fleet, self._counts = fleet, counts
+        self._events: collections.deque[dict] = collections.deque()
+        self._ended: dict[int, tuple[float, int]] = {}  # prompt: when its group ended, and its version of admission
+        self._counted = self._count()
+        self._held = {server: server.held.read() for server in fleet.servers}
+
+    def see(self, event: dict[str, Any]) -> None:
+        """Takes an event of the journal in, from any thread."""
+        if event["kind"] in KINDS:
+            self._events.append(event)
+
+    def step(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """The figures of what happened since the last call; those of which there was nothing are left out.
+
+        trainer_idle: share of the step's `seconds` (as `loop.run` tells them) without an update, a save or a host copy.
+        server_busy: share of the servers' time in which each held at least one request of ours, paused or not.
+        requests_in_flight: requests that all servers together held at a time, the mean over the time.
+        slot_load: these over the sequences that the servers generate at a time, where all say how many that are: below
+          1 slots stood empty, above 1 requests waited in the server.
+        request_wait_s: seconds that a request waited here for a server with room; each attempt is one.
+        generated_tokens, rollout_tokens_per_second: of completions that ended in the step, evaluations included.
+        group_wait_s: seconds that the groups of the step's batch had waited for it since they ended.
+        group_staleness: versions between their admission and the batch.
+        push_...: of the pushes that ended in the step, added up, as `publish.PushReport` has them; of push_probe_diff
+          the largest.
+        too_long: rows that ended in the step and do not fit into a packed row.
+        What `counts` gave, and request_retries: requests sent again.
+        """
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        of = lambda kind: [event for event in events if event["kind"] == kind]
+        now, before = self._count(), self._counted
+        self._counted = now
+        told: dict[str, Any] = {name: now[name] - before[name] for name in now}
+        told["too_long"] = len(of("left_out"))
+        told["generated_tokens"] = sum(call["tokens"] for call in of("call"))
+        if seconds["step_s"] > 0:
+            told["trainer_idle"] = 1 - sum(seconds[part] for part in WORK) / seconds["step_s"]
+            told["rollout_tokens_per_second"] = told["generated_tokens"] / seconds["step_s"]
+        waits = self._fleet.waits.take()
+        if waits.times:
+            told |= {"request_wait_s": waits.sum / waits.times, "request_wait_s_max": waits.max}
+        return {**told, **self._servers(), **self._groups(of("group"), of("batch")), **_pushes(of("push"))}
+
+    def live(self) -> dict[str, int]:
+        """What the fleet is and did so far, of which names end in _total; from any thread."""
+        servers = list(self._fleet.servers)
+        return {
+            "fleet_servers": len(servers),
+            "fleet_healthy": sum(server.state == "healthy" for server in servers),
+            "fleet_in_flight": sum(server.load for server in servers),
+            **{f"fleet_{name}_total": count for name, count in dict(self._fleet.counts).items()},
+        }
+
+    def _count(self) -> dict[str, int]:
+        return {**self._counts(), "request_retries": sum(self._fleet.counts[name] for name in SENT_AGAIN)}
+
+    def _servers(self) -> dict[str, float]:
+        """How much the servers held, each since it was looked at last, or joined."""
+        before, servers = self._held, self._fleet.servers
+        self._held = {server: server.held.read() for server in servers}
+        since = [before.get(server, server.held.made) for server in servers]
+        spent = [self._held[server].at - then.at for server, then in zip(servers, since, strict=True)]
+        if not sum(spent) > 0:
+            return {}
+        total = sum(self._held[server].total - then.total for server, then in zip(servers, since, strict=True))
+        busy = sum(self._held[server].busy - then.busy for server, then in zip(servers, since, strict=True))
+        told = {"server_busy": busy / sum(spent), "requests_in_flight": total / max(spent)}
+        if all(server.slots for server in servers):
+            told["slot_load"] = total / sum(server.slots * s for server, s in zip(servers, spent, strict=True))
+        return told
+
+    def _groups(self, ended: Iterable[dict], batches: Iterable[dict]) -> dict[str, Any]:
+        self._ended |= {one["prompt"]: (one["at"], one["admitted"]) for one in ended if one["outcome"] == "accepted"}
+        waits, ages = [], []
+        for batch in batches:
+            for prompt in self._ended.keys() & batch["prompts"]:
+                at, admitted = self._ended.pop(prompt)
+                waits.append(batch["at"] - at)
+                ages.append(batch["version"] - admitted)
+        if not waits:
+            return {}
+        return {
+            "group_wait_s": float(np.mean(waits)),
+            "group_wait_s_max": max(waits),
+            "group_staleness": float(np.mean(ages)),
+            "group_staleness_max": max(ages),
+            "group_staleness_hist": {"edges": list(range(max(ages) + 2)), "counts": np.bincount(ages).tolist()},
+        }
+
+
+def _pushes(ended: list[dict]) -> dict[str, float]:
+    if not ended:
+        return {}
+    told = {name: sum(push[name] for push in ended) for name in PUSHED}
+    if probed := [push["probe_diff"] for push in ended if push["probe_diff"] is not None]:
+        told["probe_diff"] = max(probed)
+    return {f"push_{name}": value for name, value in told.items()}
