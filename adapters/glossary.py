@@ -257,7 +257,7 @@ CHARTS = (
     ),
     Chart(
         "Asynchrony", "Left out", ("rejected", "refused", "failed", "stopped", "too_long"),
-        "Groups without a sample, refused by the filter, lost to failing servers or surplus; and rows that are too long.",
+        "Groups without a sample, refused by the filter, lost to failing servers or surplus; and rows too long.",
         zero=True,
     ),
     Chart(
@@ -396,6 +396,7 @@ METRICS = {
     "staleness": "trainer's version minus the version that sampled a token, in batches",
     "staleness_span": "most versions between two tokens of one answer",
     "step": "newest step that was logged",
+    "stopped": "groups of the step that were surplus and are run again, with oversampling",
     "tokens": "tokens of the samples of the step, prompts included",
     "tokens_per_second": "tokens of the samples of the step, a second of wall time",
     "too_long": "rows of the step that were left out because they do not fit into a packed row",
@@ -474,7 +475,6 @@ SUMMARY = {
     "report": "this page",
     "eta": "batches that a sample may be old when it is learnt from",
     "seed": "seed of all randomness",
-    "stopped": "groups of the step that were surplus and are run again, with oversampling",
 }
 
 

@@ -160,7 +160,13 @@ def verify(path: str | os.PathLike) -> dict | None:
     if not (path / MANIFEST).is_file():
         return None
     manifest = read_json(path / MANIFEST)
-    wanted, tensors = manifest.get("tensors", {}), safetensors.read(path)
+    compare(path, manifest, safetensors.read(path))
+    return manifest
+
+
+def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
+    """Raises as `verify`."""
+    wanted = manifest.get("tensors", {})
     if wanted.keys() != tensors.keys():
         names = sorted(wanted.keys() ^ tensors.keys())
         raise ValueError(f"{path}: {_some(names)} only in the manifest or only in the files; copy the checkpoint again")
@@ -168,7 +174,6 @@ def verify(path: str | os.PathLike) -> dict | None:
         got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
         if got != wanted[name]:
             raise ValueError(f"{path}: {name} is not what manifest.json says; copy the checkpoint again")
-    return manifest
 
 
 # -- out -----------------------------------------------------------------------------------------
@@ -257,7 +262,11 @@ def host_copy(config, params, dtype=None):
 
     Of several processes all call it, as `save`; process 0 gets the arrays, the others a tree of None.
     """
-    dtype = save_dtype(config, params, dtype)
+    return copied(models.table(config), params, save_dtype(config, params, dtype))
+
+
+def copied(table: param.Table, params, dtype):
+    """`host_copy` of any table."""
 
     def copy(leaf, x):
         host = np.empty(leaf.shape, leaf.param.dtype or dtype) if jax.process_index() == 0 else None
@@ -266,7 +275,7 @@ def host_copy(config, params, dtype=None):
                 host[index] = row
         return host
 
-    return param.tree_map(copy, models.table(config), params)
+    return param.tree_map(copy, table, params)
 
 
 def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:

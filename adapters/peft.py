@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import xxhash
 
 from .. import models
 from ..core import param
@@ -52,6 +53,30 @@ def save(path: str | os.PathLike, config, adapters, spec: lora.Lora, base: str =
       ValueError: the path is a file or another kind of directory; adapters that do not fit; experts of which PEFT,
         which fuses them, cannot hold the targets.
     """
+    return _write(path, config, adapters, spec, base)
+
+
+def write_published(
+    root: str | os.PathLike, version: int, config, adapters, spec: lora.Lora, base: str | os.PathLike, base_label: str
+) -> Path:
+    """`save` as version `version` of a policy whose base stays on the servers: the directory `root/{version}`.
+
+    Its manifest.json is `{version, base, bytes, config, tensors: {name: {dtype, shape, xxh3_128}}}`: `base` the label
+    of the published base and `config` the xxh3-128 of adapter_config.json, so that a label made of the manifest's hash
+    covers the base, the adapters and their scale. The scale is written as alpha / rank whatever `spec` says: servers
+    know no other.
+
+    Args:
+      base: the published directory of the base, for servers to load.
+    """
+    if version < 0:
+        raise ValueError(f"write_published: version must be a number from 0 on, got {version}")
+    spec = dataclasses.replace(spec, alpha=spec.scale * spec.rank, rslora=False)
+    said = {"version": version, "base": base_label}
+    return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), said)
+
+
+def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | None = None) -> Path:
     whole = models.table(config)
     about = _config_json(config, whole, spec, base)
     specs, arrays = hf.tensors_of(lora.table(whole, spec), config.prefix, adapters, "float32")
@@ -61,9 +86,35 @@ def save(path: str | os.PathLike, config, adapters, spec: lora.Lora, base: str =
         return Path(path)
     with replacing(path, _holds_adapters) as directory:
         entries = {name: safetensors.describe(name, its) for name, its in specs.items()}
-        safetensors.write_file(directory / WEIGHTS, entries, arrays)
-        safetensors.write_bytes(directory / CONFIG, (json.dumps(about, indent=2) + "\n").encode())
+        written = safetensors.write_file(directory / WEIGHTS, entries, arrays)
+        text = (json.dumps(about, indent=2) + "\n").encode()
+        safetensors.write_bytes(directory / CONFIG, text)
+        if manifest is not None:
+            sizes = sum(safetensors.size(entry) for entry in written.values())
+            manifest |= {"bytes": sizes, "config": xxhash.xxh3_128_hexdigest(text), "tensors": written}
+            safetensors.write_bytes(directory / hf.MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     return Path(path)
+
+
+def verify(path: str | os.PathLike) -> dict | None:
+    """Compares a directory of adapters with its manifest.json; returns the manifest, or None without one.
+
+    Raises:
+      ValueError: it is not what the manifest says, or no such directory.
+    """
+    path = _complete(path)
+    if not (path / hf.MANIFEST).is_file():
+        return None
+    manifest = hf.read_json(path / hf.MANIFEST)
+    hf.compare(path, manifest, safetensors.read(path / WEIGHTS))
+    if xxhash.xxh3_128_hexdigest((path / CONFIG).read_bytes()) != manifest.get("config"):
+        raise ValueError(f"{path}: {CONFIG} is not what {hf.MANIFEST} says; copy the adapters again")
+    return manifest
+
+
+def host_copy(config, adapters, spec: lora.Lora):
+    """As `hf.host_copy`, in fp32."""
+    return hf.copied(lora.table(models.table(config), spec), adapters, "float32")
 
 
 def load(path: str | os.PathLike, config, mesh=None):
@@ -76,10 +127,7 @@ def load(path: str | os.PathLike, config, mesh=None):
       ValueError: not such a directory, options that are not implemented, ranks that differ between weights, tensors
         that are missing, unexpected or misshapen, by name.
     """
-    path = Path(path)
-    for name in (WEIGHTS, CONFIG):
-        if not (path / name).is_file():
-            raise ValueError(f"{path}: adapters need {WEIGHTS} and {CONFIG}, got no {name}; is it another directory?")
+    path = _complete(path)
     about = hf.read_json(path / CONFIG)
     _check_options(about, f"{path / CONFIG}")
     whole = models.table(config)
@@ -107,6 +155,19 @@ def load(path: str | os.PathLike, config, mesh=None):
     shardings = () if mesh is None else (rules.of_params(table, mesh),)
     read = lambda leaf, *on: hf.place(leaf, [tensors[key] for key in keys[leaf.path]], "float32", *on)
     return spec, param.tree_map(read, table, *shardings)
+
+
+def modules(config, spec: lora.Lora) -> list[str]:
+    """The modules of the targets, as servers and PEFT name them: "q_proj"."""
+    return _targets(config, models.table(config), spec)[0]
+
+
+def _complete(path: str | os.PathLike) -> Path:
+    path = Path(path)
+    for name in (WEIGHTS, CONFIG):
+        if not (path / name).is_file():
+            raise ValueError(f"{path}: adapters need {WEIGHTS} and {CONFIG}, got no {name}; is it another directory?")
+    return path
 
 
 def _leaves(table: param.Table) -> list[param.Leaf]:

@@ -20,6 +20,23 @@ class Transposed:
     weight: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Choice:
+    """A weight beside which every row of a batch has one of K changes of low rank, or none; for generation.
+
+    Attributes:
+      weight: as `linear` takes it.
+      a: [K, rank, in]; b: [K, out, rank], the scale in it.
+      index: i32[B], which of them each row has; 0 = none.
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    index: Any
+
+
 def linear(x, w, bias=None):
     """x @ w^T + bias over the last axis, in x's dtype.
 
@@ -28,6 +45,11 @@ def linear(x, w, bias=None):
     """
     if isinstance(w, Adapted):
         return linear(x, w.weight, bias) + linear(linear(x, w.a) * w.scale, w.b)
+    if isinstance(w, Choice):
+        plain, x = linear(x, w.weight, bias), x.astype(w.a.dtype)
+        within = jnp.einsum("BTI,BRI->BTR", x, w.a[w.index])
+        change = jnp.einsum("BTR,BOR->BTO", within, w.b[w.index])
+        return jnp.where((w.index > 0)[:, None, None], plain + change.astype(plain.dtype), plain)
     flat = x if mesh.size("cp") > 1 else x.reshape(-1, x.shape[-1])
     if isinstance(w, Transposed):
         y = flat @ w.weight.astype(x.dtype)

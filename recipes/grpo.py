@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel import follow, processes
 from areax.parallel.mesh import Layout
-from areax.recipes import common, describe, learner, probe
+from areax.recipes import common, describe, learner, probe, publishing
 from areax.recipes.trainer import CriticOptions, Trainer, advance, build, restore, saved
 from areax.rollout import (
     agents,
@@ -44,10 +43,8 @@ from areax.rollout import (
     rest,
     rewards,
     teacher,
-    tensors,
 )
 from areax.rollout.curriculum import Curriculum, ordered
-from areax.rollout.engine import inside
 from areax.rollout.proof import Probe
 from areax.rollout.types import Sample
 from areax.rollout.workflows import Sampling, Workflow
@@ -220,6 +217,10 @@ class Config:
             )
         if self.groups % self.minibatches:
             raise ValueError(f"--minibatches must divide --groups {self.groups}, got {self.minibatches}")
+        if self.push.lora == "adapter" and not self.lora.rank:
+            raise ValueError(
+                "--push.lora adapter needs adapters to push, got --lora.rank 0; give a rank, or leave it out"
+            )
         if self.lora.rank and self.reference_every:
             raise ValueError(
                 f"--reference-every {self.reference_every} would move the weights under the adapters, which stay with "
@@ -271,13 +272,15 @@ def main(config: Config) -> dict:
         with state.open_store(out / "state") as store:
             cursor = restore(trainer, store)
             start, policy = trainer.version, trainer.policy
-            params = lambda: (policy.settings, learner.weights(policy))
             work: dict[str, Callable] = {
                 "advance": functools.partial(advance, trainer),
                 "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
-                "host_copy": lambda: hf.host_copy(*params()),
+                "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
                 "probe": probe.make(policy, config.run, trainer.mesh),
-                "publish": lambda root, v: hf.write_published(root, v, *params(), tokenizer=tokens),
+                "publish": lambda root, v: hf.write_published(
+                    root, v, policy.settings, learner.weights(policy), tokenizer=tokens
+                ),
+                "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
                 "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
             }
             if index > 0:
@@ -310,17 +313,12 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         track = enter(sinks.following(out, config.track))
         enter(journal.writing(out / trace.JOURNAL))
         tick = enter(tracker.progress("grpo", config.steps, start=start))
-        if config.serve.inside:
-            path, first = Path(config.model), lambda: in_memory(trainer, start, do("host_copy"))
-        else:
-            root, first = enter(published_root(config, trainer)), None
-            write = functools.partial(hf.write_published, root, config=trainer.policy.settings, tokenizer=tokens)
-            path = do("publish", root, start)
+        way = await enter_async(publishing.opened(config, trainer.policy, do, tokens, start))
         fleet = await enter_async(
             common.fleet(
-                config.servers, path, config.serve, log=out / "server.log",
+                config.servers, way.path, config.serve, log=out / "server.log",
                 concurrency=config.max_concurrent * config.group_size, stagers=config.stagers,
-                handover=handover(config, trainer), first=first,
+                handover=way.handover, first=way.first,
             )
         )  # fmt: skip
         reward = await enter_async(
@@ -369,24 +367,9 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         ids = probe.prompt(tokens, prompts.rows, config.length) if config.push.tolerance else ()
 
         def hand_out(v: int) -> loop.Push:
-            host = do("host_copy")
+            host = do("host_copy", way.adapters)
             known = Probe(ids, tuple(do("probe", ids)), config.push.tolerance) if ids else None
-
-            async def hand_over():
-                label, weights = await asyncio.to_thread(in_memory, trainer, v, host)
-                await publish.push(fleet, "", label, mode=config.push.mode, arrays=weights, probe=known)
-
-            async def push():
-                once = functools.partial(whole, root / str(v), functools.partial(write, v, params=host))
-                directory = await publish.written(once, root, lambda: fleet.labels)
-                label = publish.version_string(directory / "manifest.json")
-                await publish.push(
-                    fleet, directory, label, mode=config.push.mode, at_once=config.push.at_once, arrays=host,
-                    probe=known,
-                )  # fmt: skip
-                await asyncio.to_thread(publish.prune, root, 2, fleet.labels)
-
-            return hand_over if config.serve.inside else push
+            return functools.partial(publishing.push, way, fleet, v, host, known)
 
         async def evaluate(v: int):
             with journal.about(of="evaluation"):
@@ -438,43 +421,6 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
     }
 
 
-def handover(config: Config, trainer: Trainer):
-    """What gives servers the weights without files, or None."""
-    if config.push.way == "disk":
-        return None
-    from areax.adapters import torch
-
-    return tensors.handover(functools.partial(torch.messages, trainer.policy.settings))
-
-
-def in_memory(trainer: Trainer, version: int, params) -> tuple[str, inside.Weights]:
-    """(label, arrays) of a version that is not written: the label is that of the directory that would be.
-
-    Args:
-      params: a host copy, so that the trainer may donate its own.
-    """
-    settings = trainer.policy.settings
-    manifest = hf.manifest(settings, params, version=version)
-    return publish.label_of(hf.json_bytes(manifest)), inside.Weights(settings, params, manifest)
-
-
-def whole(directory: Path, write: Callable[[], object]) -> Path:
-    """The published directory, once its files are what its manifest says; one that is damaged is written again.
-
-    Raises ValueError if that did not help.
-    """
-    if directory.exists():
-        try:
-            hf.verify(directory)
-            return directory
-        except ValueError as error:
-            log.warning("%s", error)
-            shutil.rmtree(directory)
-    write()
-    hf.verify(directory)
-    return directory
-
-
 def fitting(episode: Workflow, config: Config) -> Workflow:
     """The episode without rows that are longer than a packed one, which are told of; at the run's temperature.
 
@@ -512,22 +458,6 @@ def varied(samples: list[Sample]) -> bool:
     """Whether the rewards of a group differ, unscorable ones apart: else it teaches nothing."""
     rewards = np.array([episodes.outcome(s) for s in episodes.one_a_rollout(samples)], np.float32)
     return len(set(rewards[~np.isnan(rewards)].tolist())) > 1
-
-
-@contextlib.contextmanager
-def published_root(config: Config, trainer: Trainer):
-    """The folder for published versions; one made here is removed at the end."""
-    if config.published:
-        root = Path(config.published)
-        root.mkdir(parents=True, exist_ok=True)
-        yield root
-        return
-    size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(trainer.policy)))
-    root = local.folder(publish.choose_root(size), "weights")
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root)
 
 
 async def interruptible(coroutine):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from . import affinity, depot, journal, meter, pressure, recovery, rest, versions
+from . import affinity, depot, journal, lora, meter, pressure, recovery, rest, versions
 from .server import (
     FIRST_DELAY_S,
     MAX_DELAY_S,
@@ -166,8 +166,9 @@ class Fleet:
     @property
     def labels(self) -> set[str]:
         """Weight labels in use: those that servers serve or are loading, and what one that comes back would load."""
-        healthy = {label for server in self.healthy for label in server.labels[server.admitted :]}
-        return healthy | ({self.published.label} if self.published else set())
+        healthy = {label for server in self.healthy for label in (*server.expected(server.admitted), *server.adapters)}
+        published = (self.published, self.published.base) if self.published else ()
+        return healthy | {version.label for version in published if version}
 
     @property
     def seeded(self) -> bool:
@@ -298,7 +299,7 @@ class Fleet:
             }
             so_far = tuple(tokens)
             on_new = (lambda new, so_far=so_far: on_tokens([*so_far, *new])) if on_tokens else None
-            server, part = await self._ask(body, trouble, on_new)
+            server, part = await self._ask(body, trouble, on_new, labels[-1] if labels else "")
             if experts:
                 routed = _joined(server, routed, part, len(prompt) + len(tokens))
             tokens += part.tokens
@@ -334,15 +335,20 @@ class Fleet:
             info={**part.info, "url": server.url, "resumed": resumed},
         )
 
-    async def _ask(self, body: dict, trouble: list[str], on_tokens: Callable | None = None) -> tuple[Server, Part]:
-        """One whole answer to `body`, from whichever server gives it."""
+    async def _ask(
+        self, body: dict, trouble: list[str], on_tokens: Callable | None = None, begun: str = ""
+    ) -> tuple[Server, Part]:
+        """One whole answer to `body`, from whichever server gives it; `begun`: the label of the tokens before it."""
         busy = broken = 0
         while True:
             with self.waits.timed():
                 server = await self._acquire(body["input_ids"])
             oldest, sent, pauses = server.admitted, asyncio.get_running_loop().time(), server.pauses
+            name = lora.choose(server, begun)
             try:
-                part = await self.on(server, self._believed(server, body, on_tokens))
+                with lora.using(server, name) as named:
+                    part = await self.on(server, self._believed(server, body | named, on_tokens))
+                part = lora.stamped(server, name, part)
             except Busy as error:
                 trouble.append(str(error))
                 self.counts["busy"] += 1
@@ -364,21 +370,22 @@ class Fleet:
                 if (broken := broken + 1) > REPEATS:
                     raise RuntimeError(f"{error}; so did {REPEATS} attempts before it") from error
                 continue
+            except ValueError as error:
+                if not name or name not in str(error):
+                    raise
+                self._strange(server, f"{server.url}: does not have the adapter that it was given: {error}", trouble)
+                continue
             else:
-                strange = set(part.labels) - set(server.labels[oldest:])
+                given = [name] if name else server.labels[oldest:]
+                strange = set(part.labels) - set(given)
                 if not strange:
                     put_back = part.info.get("num_retractions", 0) - (server.pauses - pauses)  # a push does so too
                     self._feel(server, sent, preempted=put_back > 0)
                     if len(self.servers) > 1:
                         server.cached.add(affinity.chain([*body["input_ids"], *part.tokens]))
                     return server, part
-                self.counts["strange"] += 1
-                trouble.append(f"{server.url}: sampled under weights {sorted(strange)}")
-                self.fail(
-                    server,
-                    "stale",
-                    f"{server.url}: samples under weights {sorted(strange)}, but was given {server.labels[oldest:]}",
-                )
+                why = f"{server.url}: samples under weights {sorted(strange)}, but was given {given}"
+                self._strange(server, why, trouble)
                 continue
             finally:
                 server.load -= 1
@@ -408,6 +415,11 @@ class Fleet:
         if server.limit.reported(report, server.load, asyncio.get_running_loop().time()):
             self.counts["lowered"] += 1
         self._wake()
+
+    def _strange(self, server: Server, why: str, trouble: list[str]) -> None:
+        self.counts["strange"] += 1
+        trouble.append(why)
+        self.fail(server, "stale", why)
 
     async def on(self, server: Server, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which talks to `server`; Moved if the server is taken out of traffic before."""

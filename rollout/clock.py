@@ -12,6 +12,7 @@ import selectors
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 Result = TypeVar("Result")
 
@@ -86,8 +87,8 @@ class Network:
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, where: str, json: dict | None = None) -> AsyncIterator[types.SimpleNamespace]:
-        scheme, _, host, path = where.split("/", 3)
-        status, text = await self.servers[f"{scheme}//{host}"].answer("/" + path, json)
+        parts = urlsplit(where)
+        status, text = await self.servers[f"{parts.scheme}://{parts.netloc}"].answer(parts.path, json)
 
         async def read() -> str:
             return text

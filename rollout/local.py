@@ -69,7 +69,7 @@ class Local:
             if process.returncode is None:
                 process.kill()  # it does not answer: it would not hear a gentler word either
             await process.wait()
-        return await self.start(weights.directory if weights else self._path)
+        return await self.start((weights.base or weights).directory if weights else self._path)
 
     async def start(self, path: str) -> str:
         """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`."""

@@ -46,7 +46,7 @@ async def prove(server: Server, weights: Published) -> float | None:
 
     Raises RuntimeError where it holds something else, or gave no answer.
     """
-    difference = await _probe(server, weights.probe) if weights.probe else None
+    difference = await ask(server, weights.probe) if weights.probe else None
     await _checksums(server, weights)
     return difference
 
@@ -87,12 +87,17 @@ def _manifest(directory: str) -> dict[str, str]:
     return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
 
 
-async def _probe(server: Server, probe: Probe) -> float:
+async def ask(server: Server, probe: Probe, adapter: str = "") -> float:
+    """The mean absolute difference of the server's log-probabilities of a known prompt from the trainer's.
+
+    Raises RuntimeError where it is beyond the tolerance, or the server gave no answer.
+    """
     body: dict[str, Any] = {
         "input_ids": list(probe.tokens),
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": 0,
+        **({"lora_path": adapter} if adapter else {}),
     }
     answer = await server.call("POST", "/generate", body, timeout_s=PROBE_S)
     theirs = [row[0] for row in answer.get("meta_info", {}).get("input_token_logprobs") or ()][1:]

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -21,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import xxhash
-
-from . import journal, versions
+from . import journal, lora, versions
 from .client import Fleet, Moved
 from .proof import Probe
 from .server import SOUND, Loaded, Published, Server, Unreached
+from .versions import label_of as label_of
+from .versions import version_string as version_string
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +44,17 @@ class Push:
         server, `abort` likewise, through the client; `drain` waits for their end; `in_place` goes on over the cache of
         the old weights: the shortest pause, and tokens of neither version's distribution.
       at_once: servers that get the weights at a time, while the others generate; 0 = all of them.
-      way: servers read files of the published directory (`disk`), or SGLang gets tensors over HTTP (`tensors`).
+      lora: with adapters, what a version is: adapters by name, over weights that stay on the servers (`adapter`), or
+        the whole model (`merged`); `auto` = the former where the servers can.
+      way: servers read files of the published directory (`disk`), or SGLang gets tensors over HTTP (`tensors`), of
+        whole models.
       tolerance: most that a server's log-probabilities of a known prompt may differ from the trainer's, in nats a token
         on average; a server beyond that does not have the weights. 0 = not compared.
     """
 
     mode: Mode = "retract"
     at_once: int = 0
+    lora: Literal["auto", "adapter", "merged"] = "auto"
     way: Literal["disk", "tensors"] = "disk"
     tolerance: float = 0.2
 
@@ -69,7 +72,7 @@ class PushReport:
       loaded: servers that now report it and generate.
       failed: url -> reason of the servers that did not take it, and get no requests before they have a version.
       pause_s: generation stood still, from the pause call to the answer of continue; holds load_s.
-      load_s: of that, to load.
+      load_s: of that, to load; of adapters, which nothing is paused for, until they were loaded.
       prove_s: after it, until the server was seen to hold these weights; what it answers is kept back so long.
       probe_diff: largest mean absolute difference of a server's log-probabilities of the probe from the trainer's, in
         nats a token; None without a probe.
@@ -100,22 +103,6 @@ class Taken(NamedTuple):
     loaded: Loaded
 
 
-def version_string(manifest_path: str | os.PathLike) -> str:
-    """The weight label of the published version whose manifest this is."""
-    return label_of(Path(manifest_path).read_bytes(), manifest_path)
-
-
-def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
-    """The weight label of the version that a manifest.json with this content belongs to; errors name `where`."""
-    try:
-        version = json.loads(manifest)["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: a manifest needs a version ({error!r})") from error
-    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-        raise ValueError(f"{where}: version must be a number from 0 on, got {version!r}")
-    return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
-
-
 async def push(
     fleet: Fleet,
     directory: str | os.PathLike,
@@ -126,7 +113,8 @@ async def push(
     arrays: Any = None,
     probe: Probe | None = None,
 ) -> PushReport:
-    """Gives every healthy or resting server the weights in `directory`, under the name `label`.
+    """Gives every healthy or resting server the weights in `directory`, under the name `label`; a directory of adapters
+    is loaded beside its base, and nothing is paused (lora.py).
 
     Each server by itself: pause, load, see that it reports exactly this label, continue, see that it holds these
     weights (proof.py). A server where any of that fails, or is cancelled half-way, is poisoned: it may be paused, or
@@ -160,7 +148,8 @@ async def push(
         raise ValueError(f"push: at_once must be at least 0, got {at_once}")
     now = asyncio.get_running_loop().time
     start = now()
-    weights = Published(str(path) if written else "", label, arrays, probe)
+    weights = lora.published(path, label) if written else Published("", label)
+    weights = replace(weights, arrays=arrays, probe=probe)
     for attempt in itertools.count(1):
         loaded, failed = await _everywhere(fleet, weights, mode, at_once)
         if loaded:
@@ -224,16 +213,20 @@ async def _push(fleet: Fleet, server: Server, weights: Published, mode: str, tur
         return why
     stage_s = now() - begun
     drain = mode == "drain" and server.state == "healthy"  # what a resting one holds waits for this very push
-    async with turn, fleet.drained(server) if drain else contextlib.nullcontext():
+    async with turn, fleet.drained(server) if drain and not weights.base else contextlib.nullcontext():
         loaded = await _load(fleet, server, weights, "retract" if mode == "drain" else mode)
-    return loaded if isinstance(loaded, str) else Taken(staged.bytes, stage_s, loaded)
+    if isinstance(loaded, str):
+        return loaded
+    if weights.base:
+        await lora.unload(server)
+    return Taken(staged.bytes, stage_s, loaded)
 
 
 async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> Loaded | str:
     if server.state not in SOUND:  # it fell out of traffic while the weights were on their way
         return server.why
     try:
-        took = await fleet.on(server, server.load_weights(weights, mode))
+        took = await fleet.on(server, lora.load(server, weights, mode))
         if server.state == "resting":
             fleet.turn(server, "healthy", "")
         return took

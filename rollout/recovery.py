@@ -15,6 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from . import lora
 from .pressure import Limit
 from .server import Published, Server
 
@@ -68,7 +69,7 @@ async def _unharmed(fleet: Fleet, server: Server, label: str) -> bool:
     """Whether a suspect that answered still has the newest weights; then it is healthy, else stale."""
     async with fleet.publishing:
         newest = fleet.published.label if fleet.published else server.label
-        if label in server.labels[server.admitted :] and server.label == newest and server.proved.is_set():
+        if label in server.expected(server.admitted) and server.label == newest and server.proved.is_set():
             fleet.turn(server, "healthy", "")
             return True
     fleet.turn(server, "stale", f"{server.url}: came back with weights {label!r} after: {server.why}")
@@ -82,7 +83,7 @@ async def _reloaded(fleet: Fleet, server: Server) -> bool:
     if weights:
         if not server.released:  # a push that failed left it paused: there SGLang keeps requests that are told to end
             await server.resume()
-        await server.load_weights(weights, "abort")
+        await lora.load(server, weights, "abort")
     elif server.state == "poisoned" or await server.weight_label(timeout_s=PATIENCE_S) != server.label:
         raise RuntimeError(f"{server.why}, and no version was published that it could load")
     async with fleet.publishing:
@@ -142,7 +143,7 @@ async def _look(fleet: Fleet, server: Server) -> None:
     except (RuntimeError, ValueError) as error:
         fleet.miss(server, str(error))
         return
-    expected = server.labels[oldest:]
+    expected = server.expected(oldest)
     if label not in expected:
         fleet.fail(server, "stale", f"{server.url}: has weights {label!r}, but was given {expected}")
 

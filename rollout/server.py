@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import collections
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -72,6 +73,7 @@ class Published:
     Attributes:
       directory: as servers see it; "" where it was not written.
       label: its weight label.
+      base: of adapters, the version that they belong to.
       arrays: the weights themselves, for servers with a `handover`; None = they are read from the directory.
       probe: what the trainer says of a known prompt.
       seen: checksums of those that proved to have it, by the layout of their weights.
@@ -79,6 +81,7 @@ class Published:
 
     directory: str
     label: str
+    base: Published | None = None
     arrays: Any = field(default=None, compare=False, repr=False)
     probe: Probe | None = field(default=None, compare=False, repr=False)
     seen: dict[str, list] = field(default_factory=dict, compare=False, repr=False)
@@ -147,6 +150,8 @@ class Server:
       cached: prompts of which it should have the keys and values.
       limit: how many requests it gets at a time, below the fleet's bound.
       pauses: how often it was paused for new weights.
+      base: where versions are adapters, the label of the weights under them, which it reports.
+      adapters: names of those that requests may use, the newest last; `using` counts requests by adapter.
     """
 
     url: str
@@ -172,6 +177,9 @@ class Server:
     cached: affinity.Cached = field(default_factory=affinity.Cached)
     limit: pressure.Limit = field(default_factory=pressure.Limit)
     pauses: int = 0
+    base: str = ""
+    adapters: list[str] = field(default_factory=list)
+    using: collections.Counter[str] = field(default_factory=collections.Counter)
 
     @property
     def label(self) -> str:
@@ -184,6 +192,10 @@ class Server:
     @load.setter
     def load(self, requests: int) -> None:
         self.held.set(requests)
+
+    def expected(self, oldest: int) -> list[str]:
+        """What it may report if the oldest label in use is number `oldest`."""
+        return self.labels[oldest:] + ([self.base] if self.base else [])
 
     async def stage(self, weights: Published) -> Staged:
         """`weights` as this server sees them, once they are there; it goes on serving meanwhile."""

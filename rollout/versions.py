@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import xxhash
+
 _LABEL = re.compile(r"(\d+)-[0-9a-f]{8}")
+
+
+def version_string(manifest_path: str | os.PathLike) -> str:
+    """The weight label of the published version whose manifest this is."""
+    return label_of(Path(manifest_path).read_bytes(), manifest_path)
+
+
+def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
+    """The weight label of the version that a manifest.json with this content belongs to; errors name `where`."""
+    try:
+        version = json.loads(manifest)["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: a manifest needs a version ({error!r})") from error
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise ValueError(f"{where}: version must be a number from 0 on, got {version!r}")
+    return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
 
 
 def number(label: str) -> int:

@@ -28,6 +28,7 @@ MAY_IMPORT = {  # folder or file -> folders and modules of ours; a file's own en
         "parallel",
         "models",
         "adapters.hf",
+        "adapters.peft",
         "adapters.tokenizer",
     },
     "adapters": {"adapters", "core", "parallel", "models", "rollout.types"},

@@ -33,8 +33,8 @@ from areax.core.optim import Optimizer
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import describe, grpo, learner, trainer
-from areax.rollout import arithmetic, journal, local, names
+from areax.recipes import describe, grpo, learner, publishing, trainer
+from areax.rollout import arithmetic, journal, local, names, publish
 from areax.rollout.curriculum import Curriculum
 from areax.rollout.episodes import sampling_seed
 from areax.rollout.local import Serve
@@ -161,6 +161,39 @@ def test_a_critic_is_saved_and_resumed(place):
     lines = [x for x in tracker.read_lines(place / "critic/metrics.jsonl") if x["kind"] == "grpo"]
     assert "ppo_kl" not in lines[0] and all(x["critic_grad_norm"] > 0 for x in lines)
     assert lines[0]["value_max"] > 0 and abs(lines[1]["ppo_kl"]) > 0  # the second pass is off policy
+
+
+@pytest.mark.slow
+def test_adapters_by_name_train_what_merged_ones_do(place):
+    """With eta = 0 and the same seeds; the run with names in two parts."""
+    common = dict(lora=Lora(rank=2, rslora=True), optim=Optimizer(lr=3e-2, b2=0.99))
+    merged = grpo.main(config(place, "merged", steps=2, push=publish.Push(lora="merged"), **common))
+    common["published"] = str(place / "versions")
+    first = grpo.main(config(place, "named", steps=1, push=publish.Push(lora="adapter"), **common))
+    named = grpo.main(config(place, "named", steps=2, **common))
+    for done in (merged, first, named):
+        assert done["complete"] and done["max_logp_diff"] <= 1e-4
+    for a, b in zip(leaves(place / "merged/model"), leaves(place / "named/model"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    start = leaves(place / "model")
+    assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(start, leaves(place / "merged/model"), strict=True))
+    versions = sorted(path.name for path in (place / "versions").iterdir())
+    assert versions == ["1", "2", "base"] and (place / "versions/2/adapter_model.safetensors").is_file()
+    pushes = [x for x in tracker.read_lines(place / "named/journal.jsonl") if x["kind"] == "push"]
+    assert [push["label"].split("-")[0] for push in pushes] == ["0", "1", "1", "2"]
+    assert [push["pause_s"] > 0 for push in pushes] == [True, False, True, False]  # for the base alone
+
+
+def test_a_push_of_adapters_that_cannot_be_is_refused(place):
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+    push = publish.Push(lora="adapter")
+    tiny.model(place / "experts", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+    with pytest.raises(ValueError, match="--push.lora adapter needs adapters to push, got --lora.rank 0"):
+        config(place, "refused", push=push)
+    with pytest.raises(ValueError, match="--push.lora adapter: servers have no adapters by name for expert_gate, "):
+        grpo.main(
+            config(place, "refused", push=publish.Push(lora="adapter"), model=str(place / "experts"), lora=Lora(rank=2))
+        )
 
 
 @pytest.mark.slow
@@ -311,12 +344,12 @@ def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path):
     write = lambda: hf.write_published(tmp_path, 3, config, params)
     directory = write()
     label = (directory / "manifest.json").read_bytes()
-    assert grpo.whole(directory, None) == directory
+    assert publishing.whole(directory, None) == directory
     [shard] = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    grpo.whole(directory, write)
+    publishing.whole(directory, write)
     assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
 
 

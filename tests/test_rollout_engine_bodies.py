@@ -118,7 +118,6 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(neutral):
     "name, value",
     [
         ("image_data", "cat.png"),
-        ("lora_path", "adapter"),
         ("input_embeds", [[0.0]]),
         ("token_ids_logprob", [1]),
         ("return_hidden_states", True),
@@ -129,6 +128,15 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(neutral):
 def test_features_that_cannot_be_honoured(name, value):
     with pytest.raises(ValueError, match=name):
         generate(**{name: value})
+
+
+def test_adapters_are_asked_for_by_prompt():
+    assert generate(lora_path="a").requests[0].adapter == "a"
+    some = generate(input_ids=[[1], [2], [3]], lora_path=["a", None, "b"], sampling_params={"n": 2})
+    assert [request.adapter for request in some.requests] == ["a", "a", "", "", "b", "b"]
+    for wrong in (1, ["a", 1], ["a"], [["a"]]):
+        with pytest.raises(ValueError, match="lora_path"):
+            generate(input_ids=[[1], [2]], lora_path=wrong)
 
 
 def test_experts_are_asked_for_by_prompt():

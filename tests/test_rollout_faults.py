@@ -6,6 +6,7 @@ Every token's log-probability is compared with our own forward pass of the weigh
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -20,7 +21,8 @@ import tiny
 from aiohttp import web
 
 from areax import models
-from areax.adapters import hf, tokenizer
+from areax.adapters import hf, peft, tokenizer
+from areax.models import lora
 from areax.rollout import client, episodes, local, publish, recovery
 from areax.rollout.types import sampled
 
@@ -40,13 +42,16 @@ def versions(tmp_path_factory):
     paths = [hf.write_published(root, v, config, p, tokenizer=tokens) for v, p in enumerate(params)]
     forward = jax.jit(lambda p, token_BT: jax.nn.log_softmax(models.forward(p, token_BT, config=config)))
 
-    def logp(v, ids):
+    def logp_of(params, v, ids):
         padded = np.zeros((1, 256), np.int32)
         padded[0, : len(ids)] = ids
         return np.asarray(forward(params[v], padded))[0]
 
     labels = [publish.version_string(path / "manifest.json") for path in paths]
-    return types.SimpleNamespace(paths=paths, labels=labels, logp=logp)
+    logp = functools.partial(logp_of, params)
+    return types.SimpleNamespace(
+        config=config, params=params, paths=paths, labels=labels, logp=logp, logp_of=logp_of
+    )  # fmt: skip
 
 
 def check(versions, prompt, done, n):
@@ -76,6 +81,42 @@ def fault(versions, main):
             await main(fleet, own)
 
     asyncio.run(asyncio.wait_for(run(), 400))
+
+
+@pytest.fixture(scope="module")
+def named(versions, tmp_path_factory):
+    """Two published adapters over version 0, as `versions`."""
+    root, config, spec = tmp_path_factory.mktemp("named"), versions.config, lora.Lora(rank=2)
+    trees = [tiny.weights(lora.table(models.table(config), spec), 0.2, v) for v in range(3)]
+    base = versions.paths[0], versions.labels[0]
+    paths = [peft.write_published(root, v, config, tree, spec, *base) for v, tree in enumerate(trees)]
+    joined = [lora.join(versions.params[0], tree, spec) for tree in trees]
+    labels = [publish.version_string(path / "manifest.json") for path in paths]
+    return types.SimpleNamespace(paths=paths, labels=labels, logp=functools.partial(versions.logp_of, joined))
+
+
+def test_a_killed_server_gets_base_and_adapter_back_before_a_request(versions, named):
+    async def main(fleet, own):
+        push = lambda v: publish.push(fleet, named.paths[v], named.labels[v])
+        await push(1)
+        tasks = begin(fleet, 200)
+        await until(lambda: all(server.load >= 4 for server in fleet.servers))
+        os.kill(next(iter(own.running.values())).pid, signal.SIGKILL)
+        await push(2)
+        done = await asyncio.gather(*tasks)
+        for prompt, one in zip(PROMPTS, done, strict=True):
+            check(named, prompt, one, 200)
+            assert len(set(one.version)) == 1
+        assert {one.version[0] for one in done} <= {1, 2}
+        await until(lambda: healthy(fleet))
+        again = await asyncio.gather(*begin(fleet, 20))
+        assert {one.info["url"] for one in again} == {server.url for server in fleet.servers}
+        for prompt, one in zip(PROMPTS, again, strict=True):
+            check(named, prompt, one, 20)
+            assert set(one.version) == {2}
+        assert fleet.counts["restarted"] == 1 and len(fleet.labels) <= 3
+
+    fault(versions, main)
 
 
 def begin(fleet, n):

@@ -1,26 +1,27 @@
 """The whole controller under a virtual clock and adversarial schedules, against engines that know the truth."""
 
 import asyncio
+import json
 
 import pytest
 import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.rollout import affinity, client, clock, executor, proof, publish, recovery, server
+from areax.rollout import affinity, client, clock, executor, proof, publish, recovery, server, versions
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
 ANSWER = 51  # stands between two turns
 PATHS = [
     "/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation", "/weights_checker",
-    "/generate",
+    "/generate", "/load_lora_adapter", "/unload_lora_adapter", "/v1/models",
 ]  # fmt: skip
 
 events = st.lists(
     st.tuples(
         st.floats(0.05, 4.0),  # seconds until it happens
-        st.sampled_from(["die", "die for good", "hang", "forget", "busy", "join", "leave", *PATHS]),
+        st.sampled_from(["die", "die for good", "hang", "forget", "swap", "busy", "join", "leave", *PATHS]),
         st.integers(0, 5),  # to which engine
         st.sampled_from(["refuse", "late", "lie", "half", "cut"]),
     ),
@@ -35,6 +36,17 @@ def prompt(i):
 
 def label(v):
     return f"{v}-{v:08x}"
+
+
+def adapter(root):
+    """A directory that passes for adapters over a published base; every version is this one under another name."""
+    for path in (root / "base", root / "adapter"):
+        path.mkdir(exist_ok=True)
+    (root / "base/manifest.json").write_text('{"version": 999}')
+    base = versions.version_string(root / "base/manifest.json")
+    (root / "adapter/manifest.json").write_text(json.dumps({"version": 0, "base": base}))
+    (root / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(root / "base")}))
+    return root / "adapter"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,11 +71,26 @@ def unlimited():
     turns=st.integers(1, 3),
     refused=st.sampled_from([0, 3]),  # every third group is
     oversample=st.integers(0, G),
+    adapters=st.booleans(),
 )
 def test_every_label_is_right_and_nothing_is_lost(
-    tmp_path_factory, events, eta, mode, at_once, lengths, train_s, max_concurrent, restarts, turns, refused, oversample
+    tmp_path_factory,
+    events,
+    eta,
+    mode,
+    at_once,
+    lengths,
+    train_s,
+    max_concurrent,
+    restarts,
+    turns,
+    refused,
+    oversample,
+    adapters,
 ):
     directory = tmp_path_factory.getbasetemp()  # whatever exists: these engines read no files
+    if adapters:
+        directory = adapter(directory)
     batches, fleets = [], []
 
     async def workflow(generate, row):
@@ -110,8 +137,10 @@ def test_every_label_is_right_and_nothing_is_lost(
                 elif what == "hang" and engine.alive:
                     engine.hung = True
                     side.append(asyncio.create_task(unhang(engine, 10.0 * which)))
-                elif what == "forget":
+                elif what in ("forget", "swap"):
                     engine.weights = engine.label = "default"
+                    if what == "forget":
+                        engine.adapters = {}
                 elif what == "busy":
                     engine.busy = 3
                 elif what == "join":
@@ -182,7 +211,7 @@ def test_every_label_is_right_and_nothing_is_lost(
                 assert (s.logp[first:] == -s.version[first:]).all()  # the label names what sampled it
                 assert (0 <= s.version[first:]).all() and (s.version[first:] <= v).all()
                 assert v - eta <= s.info["admitted"] <= v
-                if mode == "drain":
+                if mode == "drain" or adapters:
                     assert len(set(s.version[first:])) == 1
                 if eta == 0:
                     assert (s.version[first:] == v).all()

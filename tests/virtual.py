@@ -9,6 +9,8 @@ from scripted import reply
 
 from areax.rollout import clock, versions
 
+BASE = "999-"  # how the label of weights under adapters begins
+
 
 def token_at(index):
     return (7 * index + 3) % 50
@@ -18,10 +20,11 @@ class Engine:
     """One server: tokens and what they are labelled depend on its state at each moment; failures come from outside.
 
     The log-probability of a token is minus the version of the weights that really sampled it; an engine that nobody has
-    given weights samples with -1.
+    given weights samples with -1. With an adapter that is the adapter's version, if the weights under it are BASE.
 
     Attributes:
       weights, label: what it samples with, and what it says; they differ after a load that went wrong.
+      adapters: the names of those that are loaded, with their directories.
       alive, hung: whether connections are made, and whether anything is answered.
       faults: of the next calls, by path: "refuse" (an error, nothing done), "late" (done, but an error is answered),
         "lie" (done, under the old name), "half" (not done, but called so), "cut" (done, the connection breaks).
@@ -31,6 +34,7 @@ class Engine:
     def __init__(self, step_s):
         self.step_s = step_s
         self.weights = self.label = "default"
+        self.adapters: dict[str, str] = {}
         self.alive, self.hung, self.paused, self.busy = True, False, False, 0
         self.faults, self.epoch, self.aborts = {}, 0, 0
         self.changed = asyncio.Event()
@@ -75,6 +79,9 @@ class Engine:
             if self.busy:
                 self.busy -= 1
                 return 503, "busy"
+            name = body.get("lora_path")
+            if name and name not in self.adapters:
+                return 400, json.dumps({"error": {"message": f"never loaded: {name}"}})
             answer = await self._generate(body)
         else:
             answer = await self._control(path, body, fault)
@@ -94,6 +101,15 @@ class Engine:
             await asyncio.sleep(0.5)
             self.weights = self.weights if fault == "half" else body["weight_version"]
             self.label = self.label if fault == "lie" else body["weight_version"]
+        if path == "/load_lora_adapter":
+            await asyncio.sleep(0.1)
+            if fault != "lie":
+                self.adapters[body["lora_name"]] = body["lora_path"]
+        if path == "/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+        if path == "/v1/models":
+            cards = [{"id": name, "root": where, "parent": "base"} for name, where in self.adapters.items()]
+            return {"data": [{"id": "base", "root": "base", "parent": None}, *cards]}
         self.tick()
         if path == "/model_info":
             return {"weight_version": self.label}
@@ -113,12 +129,17 @@ class Engine:
                 break
             ids.append(token_at(index))
             labels.append(self.label)
-            truth.append(-float(versions.number(self.weights)))
+            truth.append(-float(versions.number(self.sampling(body))))
         answer = reply(ids, truth, labels, finish)
         if "logprob_start_len" in body:  # of the prompt the weights of now
-            known = [[-float(versions.number(self.weights)), token, None] for token in body["input_ids"][1:]]
+            known = [[-float(versions.number(self.sampling(body))), token, None] for token in body["input_ids"][1:]]
             answer["meta_info"]["input_token_logprobs"] = [[None, body["input_ids"][0], None], *known]
         return answer
+
+    def sampling(self, body):
+        """The version that a request is sampled with now."""
+        name = body.get("lora_path")
+        return name if name and self.weights.startswith(BASE) else self.weights
 
 
 class Network(clock.Network):

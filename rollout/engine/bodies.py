@@ -40,7 +40,7 @@ KNOWN = SAMPLING | SAMPLING_REFUSED.keys()
 NOTHING: tuple = (None, False, "", [], {}, 0)
 GENERATE_REFUSED = dict.fromkeys(
     (
-        "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "watermark",
+        "input_embeds", "image_data", "video_data", "audio_data", "session_params", "watermark",
         "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "return_sampling_mask",
         "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
         "return_indexer_topk", "return_entropy", "return_prompt_token_ids",
@@ -95,14 +95,15 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
     starts = _each(body, "logprob_start_len", P, int, -1)
     tops = _each(body, "top_logprobs_num", P, int, 0)
     routed = _each(body, "return_routed_experts", P, bool, False)
+    adapters = _each(body, "lora_path", P, str | None, None)
     requests: list[Request] = []
-    for prompt, (one, _), logprob, start, top, experts, rid in zip(
-        prompts, chosen, wanted, starts, tops, routed, rids(body.get("rid"), P, single, n), strict=True
+    for prompt, (one, _), logprob, start, top, experts, adapter, rid in zip(
+        prompts, chosen, wanted, starts, tops, routed, adapters, rids(body.get("rid"), P, single, n), strict=True
     ):
         if start > len(prompt):
             raise ValueError(f"logprob_start_len: must be at most the prompt's {len(prompt)} tokens, got {start}")
         inputs = start if logprob and 0 <= start < len(prompt) else None
-        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0, experts)
+        requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0, experts, adapter or "")
     return Ask(
         requests=tuple(requests),
         n=n,
@@ -171,15 +172,16 @@ def samples(
     inputs: int | None = None,
     top: int = 0,
     experts: bool = False,
+    adapter: str = "",
 ) -> list[Request]:
     """One request for each name in `rid`, all for one prompt. Sample k of a seeded request is drawn with seed + k: it
     differs from the others, and equals a request of its own with that seed."""
     if not prompt:
         raise ValueError("the prompt must have at least one token, got none")
     if chosen.seed is None or len(rid) == 1:
-        return [Request(name, prompt, chosen, inputs, top, experts) for name in rid]
+        return [Request(name, prompt, chosen, inputs, top, experts, adapter) for name in rid]
     each = [replace(chosen, seed=(chosen.seed + k) % 2**64) for k in range(len(rid))]
-    return [Request(name, prompt, one, inputs, top, experts) for name, one in zip(rid, each, strict=True)]
+    return [Request(name, prompt, one, inputs, top, experts, adapter) for name, one in zip(rid, each, strict=True)]
 
 
 def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:
@@ -251,7 +253,7 @@ def _each(body, name, P, kind, default):
     return values
 
 
-KINDS = {bool: "true or false", int: "a whole number", Mapping: "an object"}
+KINDS = {bool: "true or false", int: "a whole number", Mapping: "an object", str | None: "a name"}
 
 
 def _number(given, name, default):

@@ -55,6 +55,17 @@ def stage(params):
     }
 
 
+def with_adapters(weights, index_B):
+    """The layers, where row i of a batch has the changes of adapter index_B[i]; as they are while none is loaded."""
+    if "adapters" not in weights:
+        return weights["layers"]
+    choose = lambda layer, factors: {
+        name: layers.Choice(layer[name], a, b, index_B) for name, (a, b) in factors.items()
+    }
+    each = zip(weights["layers"], weights["adapters"], strict=True)
+    return [{**layer, **choose(layer, factors)} for layer, factors in each]
+
+
 def caches(config, slots: int, context: int, dtype):
     """Empty (keys, values) of each layer."""
     C = chunk_size(context)
@@ -65,8 +76,8 @@ def caches(config, slots: int, context: int, dtype):
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))
-def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
-    """Computes P sequences and puts row row_S[i] into slot slot_S[i], for i < count.
+def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, config):
+    """Computes P sequences, each with its adapter, and puts row row_S[i] into slot slot_S[i], for i < count.
 
     Sequences are padded behind their end, where nothing ever looks.
 
@@ -88,7 +99,7 @@ def prefill(weights, caches, token_PT, row_S, slot_S, count, *, config):
         return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT, window=window)
 
     reports = []
-    for w, window in zip(weights["layers"], config.windows, strict=True):
+    for w, window in zip(with_adapters(weights, adapter_P), config.windows, strict=True):
         x, report = module.block(x, w, cos, sin, functools.partial(attend, window), config)
         reports.append(report)
 
@@ -137,7 +148,7 @@ def prompt_scores(weights, hidden_PTD, row, target_T, *, top: int):
 
 
 # What the host tells a dispatch of each slot: a row of i32 (floats by their bits), then STOPS stop ids, -1 for none.
-INTEGERS = ("token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k")
+INTEGERS = ("token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k", "adapter")
 REALS = ("temperature", "top_p", "min_p")
 COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
 
@@ -147,7 +158,8 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
     """Up to `steps` tokens for every active slot; stops early when all are done, or `free` slots idle.
 
     Columns of the state: `token` stands at `position` and is not in the cache yet; the sequence ends when its length
-    reaches `end`; no stop id is drawn for an index before `least`; `top` likeliest tokens are reported.
+    reaches `end`; no stop id is drawn for an index before `least`; `top` likeliest tokens are reported; `adapter` is
+    the index of the slot's own, 0 = none.
 
     Returns:
       caches; {"token": [steps, S], "logp", "top_logp": [steps, S, K], "top_id"}, and with experts "routed" [steps, S,
@@ -160,6 +172,7 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
     seed_S2 = jnp.stack([column["seed_high"], column["seed_low"]], -1).astype(jnp.uint32)
     controls = sampling.Controls(seed_S2, real("temperature"), column["top_k"], real("top_p"), real("min_p"))
     stop_SE = state_SW[:, len(COLUMNS) :]
+    weights = {**weights, "layers": with_adapters(weights, column["adapter"])}
 
     def going(carry):
         step, _, _, _, active_S, _ = carry

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ...models.lora import Lora
 from ..text import Text
+from .adapters import Loaded
 from .request import Progress, Request, check
 from .slots import Live, Slots
 
@@ -71,6 +73,8 @@ class Engine:
         self._wake = threading.Condition()
         self._queue: collections.deque[Live] = collections.deque()
         self._names: set[str] = set()
+        self._adapters: dict[str, Loaded] = {}
+        self._leaving: list[tuple[Loaded, Future]] = []  # unloaded, and used by requests that were there before
         self._acts: collections.deque[tuple[Callable[[], Any], Future]] = collections.deque()
         self._loads: collections.deque[tuple[Callable[[], None], Future]] = collections.deque()
         self._closing = self._closed = False
@@ -237,6 +241,50 @@ class Engine:
         if "weights" in self.released:
             raise ValueError("load: the memory for weights is released; resume it first (/resume_memory_occupation)")
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Where the adapters that requests may use came from, by name."""
+        with self._wake:
+            return {name: loaded.path for name, loaded in self._adapters.items()}
+
+    def load_adapter(self, name: str, spec: Lora, adapters, path: str = "") -> None:
+        """Has an adapter for requests that name it; nothing waits for that, and what runs is not touched.
+
+        Args:
+          adapters: a tree of `lora.table`, for this model.
+          path: where it came from.
+
+        Raises:
+          ValueError: the name is taken, or the adapter is of another shape than those that are loaded.
+        """
+        staged = self._slots.stage_adapter(spec, adapters)
+
+        def act():
+            self._free_name(name)
+            loaded = Loaded(name, path, self._slots.add_adapter(staged))
+            with self._wake:
+                self._adapters[name] = loaded
+
+        self._free_name(name)
+        self._call(act)
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests may use it no more; returns when none does.
+
+        Raises ValueError if there is no such adapter.
+        """
+
+        def act() -> Future:
+            with self._wake:
+                if name not in self._adapters:
+                    raise ValueError(self._unknown(name))
+                done: Future = Future()
+                self._leaving.append((self._adapters.pop(name), done))
+            self._let_go()
+            return done
+
+        self._call(act).result()
+
     def flush(self) -> bool:
         """Forgets cached prompts. False, and nothing done, while requests are running."""
 
@@ -284,15 +332,29 @@ class Engine:
             names = {request.rid for request, _, _ in lives}
             if len(names) < len(lives) or names & self._names:
                 raise ValueError(f"rid: names must be unique among requests in the engine, got {sorted(names)[:3]}")
+            for request, _, _ in lives:
+                if request.adapter and request.adapter not in self._adapters:
+                    raise ValueError(self._unknown(request.adapter))
             self._names |= names
             for request, tell, stops in lives:
                 sampling = request.sampling
                 seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
                 text = Text(self._decode) if self._decode else None
                 progress = Progress(request.rid, len(request.prompt))
-                self._queue.append(Live(request, tell, seed, stops, text, progress))
+                adapter = self._adapters[request.adapter] if request.adapter else None
+                if adapter:
+                    adapter.users += 1
+                self._queue.append(Live(request, tell, seed, stops, text, progress, adapter))
             self._counts["requests"] += len(lives)
             self._wake.notify()
+
+    def _unknown(self, name: str) -> str:
+        return f"adapters: {name!r} is not loaded; loaded are {', '.join(sorted(self._adapters)) or 'none'}"
+
+    def _free_name(self, name: str) -> None:
+        with self._wake:
+            if name in self._adapters:
+                raise ValueError(f"adapters: {name!r} is loaded already; unload it, or choose another name")
 
     def _post(self, act: Callable[[], Any], *, when_idle: bool = False) -> Future:
         """Has the engine's thread do `act` between dispatches."""
@@ -359,7 +421,7 @@ class Engine:
             self._loads.clear()
         for done in waiting:
             done.set_exception(RuntimeError("Engine: the engine is closed"))
-        self._abort(lambda live: True)
+        self._abort(lambda live: True)  # which ends what waits for adapters to be used no more
 
     def _abort(self, which: Callable[[Live], bool]) -> None:
         with self._wake:
@@ -381,8 +443,18 @@ class Engine:
         self._slots.leave(live)
         with self._wake:
             self._names.discard(live.request.rid)
+            if live.adapter:
+                live.adapter.users -= 1
+        self._let_go()
         live.progress.finish = finish
         live.tell(live.progress)
+
+    def _let_go(self) -> None:
+        """Frees the places of unloaded adapters that no request uses any more."""
+        for loaded, done in [pair for pair in self._leaving if not pair[0].users]:
+            self._leaving.remove((loaded, done))
+            self._slots.adapters.remove(loaded.index)
+            done.set_result(None)
 
     def _admit(self) -> None:
         """Lets waiting requests into free slots, in order."""

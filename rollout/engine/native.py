@@ -107,6 +107,7 @@ class Service:
             "prompt_tokens": progress.prompt_tokens,
             "weight_version": progress.versions[-1][0] if progress.versions else self.engine.version,
             "num_retractions": progress.retractions,
+            "lora_path": ask.requests[i].adapter or None,
         }
         if ask.logprobs[i]:
             request = ask.requests[i]
@@ -193,6 +194,9 @@ class Service:
                 "max_total_num_tokens": self.engine.slots * self.engine.context,
                 "max_req_input_len": self.engine.context,
                 "enable_deterministic_inference": True,
+                "enable_lora": True,
+                "max_lora_rank": None,
+                "lora_target_modules": ["all"],
                 "startup_time": self.started,
                 "internal_states": [self.engine.stats()],
                 "version": f"areax {__version__}",

@@ -79,10 +79,12 @@ class OpenAI:
             "parent": None,
             "max_model_len": self.service.engine.context,
         }
+        below = card | {"parent": path, "max_model_len": None}
+        named = [below | {"id": name, "root": at} for name, at in self.service.engine.adapters.items()]
         if model is None:
-            return native.Answer({"object": "list", "data": [card]})
-        if model == path:
-            return native.Answer(card)
+            return native.Answer({"object": "list", "data": [card, *named]})
+        if found := [one for one in (card, *named) if one["id"] == model]:
+            return native.Answer(found[0])
         message = f"The model '{model}' does not exist"
         error = {"message": message, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
         return native.Answer({"error": error}, 404)

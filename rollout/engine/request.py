@@ -41,6 +41,7 @@ class Request:
       input_logprobs_from: prompt index from which log-probabilities of the prompt's own tokens are wanted; None = none.
       top_logprobs: how many of the likeliest tokens to report a position, for output (and input, where wanted).
       routed_experts: report the experts that tokens went to.
+      adapter: name of the adapter to generate with; "" = the weights alone.
     """
 
     rid: str
@@ -49,6 +50,7 @@ class Request:
     input_logprobs_from: int | None = None
     top_logprobs: int = 0
     routed_experts: bool = False
+    adapter: str = ""
 
 
 @dataclass

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters import tokenizer as tokenizers
 from .engine import Engine
+from .lora import Adapters
 from .native import Service, read_weights
 from .openai import OpenAI
 
@@ -123,7 +124,7 @@ def app(service: Service, api_key: str | None = None) -> ASGIApp:
         service.open()
         yield
 
-    routes = [*service.routes(), *OpenAI(service).routes()]
+    routes = [*service.routes(), *Adapters(service).routes(), *OpenAI(service).routes()]
     handlers = {ValueError: _refused, ClientDisconnect: _gone}
     inner = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     return inner if api_key is None else _guarded(inner, api_key)

@@ -5,6 +5,8 @@ later, unless they ask for what is known only while it is computed: its log-prob
 one prompt cost one prefill. Belongs to one thread.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +19,11 @@ import numpy as np
 
 from ... import models
 from ...core import param
+from ...models.lora import Lora
 from ..text import Text
+from . import adapters
 from . import decode as programs
+from .adapters import Adapters, Factors, Loaded
 from .decode import COLUMNS, INTEGERS, REALS
 from .request import STOPS, TOP, Progress, Request
 
@@ -33,6 +38,7 @@ class Live:
     stops: frozenset[int]
     text: Text | None
     progress: Progress
+    adapter: Loaded | None = None
     slot: int | None = None
 
     @property
@@ -40,16 +46,28 @@ class Live:
         """What must lie in the cache before decoding goes on: everything but the last token."""
         return (*self.request.prompt, *self.progress.tokens)[:-1]
 
+    @property
+    def cached(self) -> Cached:
+        """That, and what it is computed with."""
+        return self.adapter, self.prefix
+
+
+Cached = tuple[Loaded | None, tuple[int, ...]]
+
 
 @dataclass(eq=False)
 class Row:
     """A sequence to prefill for all requests that need it; `scored`: (last token, top) where it is to be scored too,
     `routed`: its experts are wanted."""
 
-    prefix: tuple[int, ...]
+    cached: Cached
     scored: tuple[int, int] | None
     routed: bool
     lives: list[Live] = field(default_factory=list)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        return self.cached[1]
 
 
 class Slots:
@@ -59,6 +77,7 @@ class Slots:
       running: {slot: Live}.
       free: the other slots, the one idle for longest first.
       weights: as `stage` made them; replaced between calls. None once they are released.
+      adapters: those beside them.
       counts: prefills, prefilled_tokens, dispatches.
     """
 
@@ -70,6 +89,7 @@ class Slots:
         self.counts: collections.Counter[str] = collections.Counter()
         self._dtype, self._device = params["embed"].dtype, jax.local_devices()[0]
         self.weights: Any = self.stage(params)
+        self.adapters = Adapters()
         self._caches: Any = None
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
         self.clear()
@@ -109,6 +129,18 @@ class Slots:
         """Held on the device by weights and caches."""
         return sum(x.nbytes for x in jax.tree.leaves((self.weights, self._caches)))
 
+    def stage_adapter(self, spec: Lora, tree) -> Factors:
+        """An adapter for `add_adapter`, beside those in use; raises as `adapters.stage`."""
+        with self._alone():
+            return jax.block_until_ready(
+                adapters.stage(spec, tree, models.table(self.config), self._dtype, self._device)
+            )
+
+    def add_adapter(self, staged: Factors) -> int:
+        """Its index; raises as `Adapters.add`."""
+        with self._alone():
+            return self.adapters.add(staged)
+
     def clear(self) -> None:
         """Forgets which prompts slots hold; while nothing runs, caches are new: no NaN of diverged weights lives on."""
         if not self.running:
@@ -117,8 +149,8 @@ class Slots:
         self._forget()
 
     def _forget(self) -> None:
-        self._slot_of: dict[tuple[int, ...], int] = {}  # prefilled sequence -> a slot whose cache begins with it
-        self._prefix_of: dict[int, tuple[int, ...]] = {}
+        self._slot_of: dict[Cached, int] = {}  # prefilled sequence -> a slot whose cache begins with it
+        self._cached_of: dict[int, Cached] = {}
 
     def held(self) -> int:
         """Tokens that running requests have in the cache."""
@@ -134,8 +166,8 @@ class Slots:
         copies: dict[int, list[tuple[int, int]]] = {}  # bucket -> (from slot, to slot)
         for live in lives:
             prefix, scored, routed = live.prefix, self._scored(live), live.request.routed_experts
-            key = prefix, scored, routed
-            holder = None if scored or routed else self._slot_of.get(prefix)
+            key = live.cached, scored, routed
+            holder = None if scored or routed else self._slot_of.get(live.cached)
             if (key in rows or holder is not None) and not live.progress.tokens:
                 live.progress.cached_tokens = len(prefix)
             slot = self._seat(live, holder) if live.request.sampling.max_new_tokens else None
@@ -143,10 +175,10 @@ class Slots:
                 rows[key].lives.append(live)
             elif holder is None:
                 if prefix and (scored or routed or slot is not None):
-                    rows[key] = Row(prefix, scored, routed, [live])
+                    rows[key] = Row(live.cached, scored, routed, [live])
             elif slot is not None and slot != holder:
                 copies.setdefault(programs.bucket(len(prefix), self.context), []).append((holder, slot))
-                self._remember(prefix, slot)
+                self._remember(live.cached, slot)
         self._prefill(rows.values())
         # A holder is running or takes its own slot again, and a prompt's copies are made in order: none is overwritten
         # before it is read.
@@ -165,6 +197,7 @@ class Slots:
             self.free[slot] = None
             # `position` stays: an idle slot keeps writing there, behind the prompt that its cache is kept for.
             row = self._state[slot]
+            row[COLUMNS["adapter"]] = 0
             row[COLUMNS["active"]] = row[COLUMNS["top"]] = row[COLUMNS["least"]] = row[COLUMNS["temperature"]] = 0
 
     def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
@@ -173,7 +206,7 @@ class Slots:
         position = COLUMNS["position"]
         before_S = self._state[:, position].copy()
         self._caches, out, position_S = programs.decode(
-            self.weights, self._caches, self._state, wanted, config=self.config, steps=self.steps
+            self._with_adapters(), self._caches, self._state, wanted, config=self.config, steps=self.steps
         )
         self._state[:, position] = position_S
         self.counts["dispatches"] += 1
@@ -189,6 +222,9 @@ class Slots:
             made.append((live, token_SU[slot][:n], logp_SU[slot][:n], top, routed))
             self._state[slot, COLUMNS["token"]] = token_SU[slot][n - 1]
         return made
+
+    def _with_adapters(self):
+        return self.weights if self.adapters.factors is None else self.weights | {"adapters": self.adapters.factors}
 
     def _scored(self, live: Live) -> tuple[int, int] | None:
         """What of a prompt's own log-probabilities is wanted, for `Row.scored`."""
@@ -206,13 +242,13 @@ class Slots:
         del self.free[slot]
         self.running[slot], live.slot = live, slot
         if slot != holder:
-            prefix = self._prefix_of.pop(slot, None)
-            if prefix is not None and self._slot_of.get(prefix) == slot:
-                del self._slot_of[prefix]
+            before = self._cached_of.pop(slot, None)
+            if before is not None and self._slot_of.get(before) == slot:
+                del self._slot_of[before]
         return slot
 
-    def _remember(self, prefix: tuple[int, ...], slot: int) -> None:
-        self._slot_of[prefix], self._prefix_of[slot] = slot, prefix
+    def _remember(self, cached: Cached, slot: int) -> None:
+        self._slot_of[cached], self._cached_of[slot] = slot, cached
 
     def _padded(self, values: Sequence[int]) -> np.ndarray:
         out = np.zeros(self.count, np.int32)
@@ -230,17 +266,19 @@ class Slots:
                 self._prefill_rows(group[start : start + P], np.zeros((P, T), np.int32))
 
     def _prefill_rows(self, rows: list[Row], token_PT: np.ndarray) -> None:
+        adapter_P = np.zeros(len(token_PT), np.int32)
         for i, row in enumerate(rows):
             token_PT[i, : len(row.prefix)] = row.prefix
+            adapter_P[i] = row.cached[0].index if row.cached[0] else 0
         places = [(i, live.slot) for i, row in enumerate(rows) for live in row.lives if live.slot is not None]
         row_S, slot_S = (self._padded([place[j] for place in places]) for j in (0, 1))
         self._caches, hidden_PTD, routed_PTLK = programs.prefill(
-            self.weights, self._caches, token_PT, row_S, slot_S, len(places), config=self.config
+            self._with_adapters(), self._caches, token_PT, adapter_P, row_S, slot_S, len(places), config=self.config
         )
         self.counts["prefills"] += 1
         self.counts["prefilled_tokens"] += sum(len(row.prefix) for row in rows)
         for i, slot in places:
-            self._remember(rows[i].prefix, slot)
+            self._remember(rows[i].cached, slot)
         if any(row.routed for row in rows):
             routed_PTLK = np.asarray(routed_PTLK)
         for i, row in enumerate(rows):
@@ -277,6 +315,7 @@ class Slots:
             "seed_high": live.seed >> 32,
             "seed_low": live.seed & 0xFFFFFFFF,
             "top_k": sampling.top_k,
+            "adapter": live.adapter.index if live.adapter else 0,
         }
         row.view(np.uint32)[: len(INTEGERS)] = [values[name] & 0xFFFFFFFF for name in INTEGERS]
         row.view(np.float32)[len(INTEGERS) : len(COLUMNS)] = [getattr(sampling, name) for name in REALS]

@@ -4,6 +4,7 @@ Without AREAX_SGLANG_PYTHON, the python of an environment with SGLang, only the 
 """
 
 import dataclasses
+import functools
 import os
 import types
 
@@ -12,15 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import servers
+import tiny
 
 from areax import models
 from areax.adapters import hf, tokenizer, torch
+from areax.adapters import peft as peft_files
 from areax.core import param
+from areax.models import lora
 from areax.rollout import proof, publish, tensors
 
 PYTHON = os.environ.get("AREAX_SGLANG_PYTHON")
 collect_ignore = [] if PYTHON else ["test_real.py"]
 PROMPT = [5, 17, 42, 100, 61]
+RANK = 4
+ADAPTERS = (
+    "--enable-lora", "--max-lora-rank", str(RANK), "--lora-backend", "torch_native",
+    "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
 CONTEXT = 4096  # long enough that a request does not end before a test gets to it
 HF = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -88,6 +97,39 @@ def versions(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def adapters(versions, tmp_path_factory):
+    """Versions 1 to 4 as published adapters over version 0, with their labels, and what PEFT and transformers say.
+
+    `logp(v, tokens)` is as of `versions`; version 0 is the base.
+    """
+    import peft  # heavy, and for these tests alone
+    import torch
+    import transformers
+
+    root = tmp_path_factory.mktemp("adapters")
+    spec = lora.Lora(rank=RANK, alpha=5, rslora=True)
+    table = lora.table(models.table(versions.config), spec)
+    paths = {
+        v: peft_files.write_published(
+            root, v, versions.config, tiny.weights(table, 0.2, v), spec, versions.paths[0], versions.labels[0]
+        )
+        for v in range(1, 5)
+    }
+
+    @functools.cache
+    def model(v):
+        base = transformers.AutoModelForCausalLM.from_pretrained(versions.paths[0]).eval()
+        return peft.PeftModel.from_pretrained(base, paths[v]) if v else base
+
+    def logp(v, ids):
+        with torch.no_grad():
+            return model(v)(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1).numpy()
+
+    labels = {v: publish.version_string(path / "manifest.json") for v, path in paths.items()}
+    return types.SimpleNamespace(paths=paths, labels=labels, logp=logp)
+
+
+@pytest.fixture(scope="session")
 def embedded(versions):
     with servers.embedded(versions.paths[0], context=CONTEXT, slots=8) as remote:
         yield remote
@@ -96,7 +138,7 @@ def embedded(versions):
 @pytest.fixture(scope="session")
 def sglang(versions, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "sglang.log"
-    with servers.sglang(versions.paths[0], PYTHON, log, "--context-length", str(CONTEXT)) as remote:
+    with servers.sglang(versions.paths[0], PYTHON, log, "--context-length", str(CONTEXT), *ADAPTERS) as remote:
         yield remote
 
 
@@ -114,6 +156,9 @@ def real(sglang, versions):
 
 def renewed(server, versions):
     server.ok("/continue_generation", {})
+    for card in server.ok("/v1/models")["data"]:
+        if card["parent"]:
+            server.ok("/unload_lora_adapter", {"lora_name": card["id"]})
     body = {"model_path": str(versions.paths[0]), "weight_version": versions.labels[0]}
     server.ok("/update_weights_from_disk", body)
     return server

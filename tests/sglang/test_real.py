@@ -48,6 +48,29 @@ def altered(versions, tmp_path):
     return altered
 
 
+def test_an_adapter_that_was_unloaded_comes_back_when_it_is_asked_for(real, adapters):
+    """So that nobody may ask for a name whose directory holds something else by now."""
+    name = adapters.labels[1]
+    real.ok("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapters.paths[1])})
+    real.ok("/unload_lora_adapter", {"lora_name": name})
+    listed = lambda: [card["id"] for card in real.ok("/v1/models")["data"] if card["parent"]]
+    assert listed() == []
+    real.generate(PROMPT, fields={"lora_path": name})
+    assert listed() == [name]
+
+
+def test_the_scale_of_an_adapter_is_alpha_by_rank_whatever_it_says(real, adapters, tmp_path):
+    """Hence `write_published` puts rsLoRA's scale into alpha."""
+    shutil.copytree(adapters.paths[1], tmp_path / "root")
+    about = json.loads((tmp_path / "root/adapter_config.json").read_text())
+    (tmp_path / "root/adapter_config.json").write_text(json.dumps(about | {"use_rslora": True}))
+    answers = []
+    for name, path in (("plain", adapters.paths[1]), ("root", tmp_path / "root")):
+        real.ok("/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        answers.append(real.generate(PROMPT, fields={"lora_path": name})["meta_info"]["output_token_logprobs"])
+    np.testing.assert_allclose([row[0] for row in answers[0]], [row[0] for row in answers[1]], atol=1e-5)
+
+
 def test_a_seed_is_dropped_without_deterministic_inference(real):
     draw = lambda: real.generate(PROMPT, temperature=1.0, max_new_tokens=24, sampling_seed=7)["output_ids"]
     assert draw() != draw()

@@ -36,6 +36,16 @@ for operator in ("nms", "qnms"):
     torchvision.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+def unpinned(make):
+    """`make` without page-locked memory, which only a machine with an accelerator has; SGLang's adapters ask for it."""
+    return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+
+for maker in ("tensor", "empty", "zeros"):
+    setattr(torch, maker, unpinned(getattr(torch, maker)))
+torch.Tensor.pin_memory = lambda tensor, *_: tensor
+
+
 def main(arguments):
     import sglang
 

@@ -1,0 +1,199 @@
+"""Adapters by name in the engine: each request has its own, whatever its neighbours have, and none costs nothing."""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax import models
+from areax.core import param
+from areax.models import lora
+from areax.rollout.engine import adapters
+from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.request import Request, Sampling
+
+CONFIG = models.config_from_hf(
+    dict(
+        model_type="qwen3", vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=20, tie_word_embeddings=True, eos_token_id=7,
+        max_position_embeddings=256, initializer_range=0.3,
+    )
+)  # fmt: skip
+BASE, OTHER = (param.init(jax.random.key(seed), models.table(CONFIG)) for seed in (0, 1))
+SPEC = lora.Lora(rank=3, alpha=5, rslora=True)
+NAMES = ("a", "b", "c", "d")  # more than there are places at first
+ADAPTERS = {name: tiny.weights(lora.table(models.table(CONFIG), SPEC), 0.2, i) for i, name in enumerate(NAMES)}
+
+
+def served(**options):
+    return Engine(CONFIG, BASE, slots=4, context=128, steps=4, **options)
+
+
+def ask(rid, name="", n=12, prompt=(5, 17, 42), **more):
+    sampling = Sampling(max_new_tokens=n, ignore_eos=True, seed=3, **more)
+    return Request(rid, tuple(prompt), sampling, adapter=name)
+
+
+def same(a, b):
+    """Bit for bit."""
+    return a.tokens == b.tokens and a.logp == b.logp and a.input_logp == b.input_logp
+
+
+@jax.jit
+def logp_of(params, token_T):
+    return jax.nn.log_softmax(models.forward(params, token_T[None], config=CONFIG)[0])
+
+
+def check(done, name="", base=BASE, prompt=(5, 17, 42)):
+    """The log-probabilities are those of the adapter over the base, by the training side's own forward pass."""
+    params = lora.join(base, ADAPTERS[name], SPEC) if name else base
+    ids = np.zeros(64, np.int32)
+    ids[: len(prompt) + len(done.tokens)] = [*prompt, *done.tokens]
+    logp_TV = np.asarray(logp_of(params, ids))
+    wanted = [logp_TV[len(prompt) + i - 1, token] for i, token in enumerate(done.tokens)]
+    np.testing.assert_allclose(done.logp, wanted, atol=1e-4)
+
+
+POOL = [
+    dataclasses.replace(
+        ask(f"{name}{i}", name, (3, 9, 20)[i], ((5,), (5, 17, 42), range(8, 40))[i], temperature=(1.0, 0, 0.7)[i]),
+        input_logprobs_from=0 if i == 2 else None,
+    )
+    for name in ("", *NAMES)
+    for i in range(3)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Each request of the pool by itself, those without an adapter on an engine that has none."""
+    with served() as engine:
+        results = {r.rid: engine.generate([r])[0] for r in POOL if not r.adapter and engine.flush()}
+        for name in NAMES:
+            engine.load_adapter(name, SPEC, ADAPTERS[name])
+            results |= {r.rid: engine.generate([r])[0] for r in POOL if r.adapter == name and engine.flush()}
+            engine.unload_adapter(name)
+    return results
+
+
+@settings(max_examples=5)
+@given(st.permutations(POOL), st.permutations(NAMES))
+def test_samples_do_not_depend_on_the_adapters_of_neighbours(alone, requests, names):
+    with served() as engine:
+        for name in names:
+            engine.load_adapter(name, SPEC, ADAPTERS[name])
+        done = engine.generate(requests)
+    assert all(same(progress, alone[progress.rid]) for progress in done)
+
+
+def test_each_request_has_its_own_adapter_over_the_base_of_the_moment(alone):
+    for request in POOL:
+        if request.sampling.temperature != 0.7:  # greedy ones report what temperature 1 gives
+            check(alone[request.rid], request.adapter, prompt=request.prompt)
+    with served() as engine:
+        engine.load_adapter("a", SPEC, ADAPTERS["a"])
+        first, *again = [engine.generate([ask(str(i), name)])[0] for i, name in enumerate(["a", "", "a", ""])]
+        assert [progress.cached_tokens for progress in (first, *again)] == [0, 0, 2, 2]  # a prompt is cached by adapter
+        for progress, name in zip((first, *again), ("a", "", "a", ""), strict=True):
+            check(progress, name)
+        engine.load(OTHER, "1")
+        done = engine.generate([ask("5", "a")])[0]
+        check(done, "a", OTHER)
+        assert done.versions == [("1", 0, 12)]
+
+
+def test_loading_and_unloading_leave_what_runs_alone():
+    begun, ended, done = threading.Event(), threading.Event(), []
+
+    def tell(progress):
+        begun.set()
+        if progress.finish:
+            done.append(progress)
+            ended.set()
+
+    with served() as engine:
+        engine.load_adapter("a", SPEC, ADAPTERS["a"])
+        engine.submit(ask("long", "a", n=60, prompt=(5,)), tell)
+        begun.wait()
+        for name in NAMES[1:]:  # which takes more places than there were
+            engine.load_adapter(name, SPEC, ADAPTERS[name])
+        unloading = threading.Thread(target=engine.unload_adapter, args=("a",))
+        unloading.start()
+        while "a" in engine.adapters:
+            pass
+        with pytest.raises(ValueError, match="adapters: 'a' is not loaded; loaded are b, c, d"):
+            engine.submit(ask("late", "a"), tell)
+        assert unloading.is_alive() or ended.is_set()  # it waits for the request that uses it
+        ended.wait()
+        unloading.join()
+        check(done[0], "a", prompt=(5,))
+        engine.load_adapter("a", SPEC, ADAPTERS["b"])  # the name and the place are free, and nothing old is cached
+        check(engine.generate([ask("2", "a", prompt=(5,))])[0], "b", prompt=(5,))
+        for name in NAMES:
+            engine.unload_adapter(name)
+        assert engine.adapters == {}
+        check(engine.generate([ask("3")])[0])
+
+
+def test_a_retracted_request_goes_on_under_its_adapter():
+    with served() as engine:
+        engine.load_adapter("a", SPEC, ADAPTERS["a"])
+        begun, ended, done = threading.Event(), threading.Event(), []
+        quiet = engine.generate([ask("quiet", "a", n=60, prompt=(5,))])[0]
+
+        def tell(progress):
+            begun.set()
+            if progress.finish:
+                done.append(progress)
+                ended.set()
+
+        engine.flush()
+        engine.submit(ask("long", "a", n=60, prompt=(5,)), tell)
+        begun.wait()
+        engine.pause("retract")
+        engine.resume()
+        ended.wait()
+        check(done[0], "a", prompt=(5,))
+        assert done[0].tokens == quiet.tokens and done[0].retractions == 1
+
+
+def test_layers_without_targets_have_no_factors():
+    """Of a mixture whose first layer alone has an MLP of its own."""
+    config = models.config_from_hf(
+        dict(
+            model_type="qwen3_moe", vocab_size=61, hidden_size=8, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=4, intermediate_size=6, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=6, mlp_only_layers=[0],
+        )
+    )  # fmt: skip
+    base, spec = models.table(config), lora.Lora(rank=2, targets=("gate",))
+    made = adapters.stage(spec, tiny.weights(lora.table(base, spec), 0.2), base, "bfloat16", jax.devices()[0])
+    assert [{name: (a.shape, b.shape) for name, (a, b) in layer.items()} for layer in made] == [
+        {"gate": ((2, 8), (6, 2))}, {}, {},
+    ]  # fmt: skip
+    assert made[0]["gate"][0].dtype == "bfloat16"
+
+
+def test_what_is_refused():
+    table = lora.table(models.table(CONFIG), lora.Lora(rank=2))
+    with served() as engine:
+        engine.load_adapter("a", SPEC, ADAPTERS["a"])
+        with pytest.raises(ValueError, match="adapters: 'a' is loaded already"):
+            engine.load_adapter("a", SPEC, ADAPTERS["a"])
+        with pytest.raises(ValueError, match="must have one rank and change the same weights"):
+            engine.load_adapter("b", lora.Lora(rank=2), tiny.weights(table, 0.2))
+        with pytest.raises(ValueError, match="adapters: 'x' is not loaded; loaded are a"):
+            engine.unload_adapter("x")
+        with pytest.raises(ValueError, match="adapters: 'x' is not loaded; loaded are a"):
+            engine.generate([ask("1", "x")])
+        experts = {"stacks": [{"expert_up_a": np.zeros((2, 4, 3, 8)), "expert_up_b": np.zeros((2, 4, 8, 3))}]}
+        with pytest.raises(ValueError, match="none for the weights of experts, got expert_up"):
+            engine.load_adapter("b", SPEC, experts)
+        assert list(engine.adapters) == ["a"]
+        engine.unload_adapter("a")
+        engine.load_adapter("b", lora.Lora(rank=2), tiny.weights(table, 0.2))  # another rank, when none is loaded
