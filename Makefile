@@ -48,6 +48,10 @@ demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, w
 demo-controls: $(runtime) ## the same with shuffled rewards and with learning rate 0, which must not improve
 	$(py) -m areax demo --controls
 
+.PHONY: demo-ray
+demo-ray: $(dev) ## its RL part on a Ray cluster of two nodes here: two servers and a trainer, and whether it did as well
+	PYTHONPATH=tests $(py) tests/demo_ray.py
+
 .PHONY: demo-holds
 demo-holds: $(runtime) ## whether the last demo, and its controls, did what the README says
 	$(py) tests/demo_holds.py

@@ -226,13 +226,13 @@ def simulate(*options: str) -> int:
 
 
 def launch(*options: str) -> int:
-    """Run several processes of one command on this machine: areax launch --processes 4 -- train sft ..."""
+    """Run several processes of one command, and servers for it, here or on a cluster: areax launch ... -- train ..."""
     from . import launch
 
     at = options.index("--") if "--" in options else len(options)
     config = _parse(launch.Config, options[:at], "areax launch")
     if not options[at + 1 :]:
-        raise ValueError("areax launch: name a command after --, as in areax launch --processes 4 -- train sft ...")
+        raise ValueError("areax launch: name a command after --, as in areax launch --servers 2 -- train grpo ...")
     return launch.launch(config, list(options[at + 1 :]))
 
 

@@ -74,7 +74,10 @@ def test_imports_the_copy_under_test():
 def test_every_import_is_declared():
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["torch"], *extras["tensorboard"], *extras["wandb"]]
+    declared = [
+        *project["dependencies"],
+        *(x for name in ("torch", "tensorboard", "wandb", "ray") for x in extras[name]),
+    ]
     provides = importlib.metadata.packages_distributions()
     missing = {
         f"{file.relative_to(ROOT)}: {name}"

@@ -1,0 +1,78 @@
+"""The RL part of the demo on a Ray cluster: two raylets here, two servers and a trainer that `areax launch` places.
+
+The SFT stage is taken from runs/demo if it is there, else run first. Writes runs/demo-ray, and checks what came out.
+"""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import raylets
+
+from areax.adapters import report, tracker
+from areax.recipes import demo, grpo, sft
+
+OUT = Path("runs/demo-ray")
+
+
+def words(config, default, prefix="--"):
+    """Options that make `config` of `default`."""
+    for field in dataclasses.fields(config):
+        value, usual = getattr(config, field.name), getattr(default, field.name)
+        name = prefix + field.name.replace("_", "-")
+        if value == usual:
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from words(value, usual, f"{name}.")
+        else:
+            yield from (name, str(value))
+
+
+def main():
+    config = demo.Config(out=str(OUT))
+    OUT.mkdir(parents=True, exist_ok=True)
+    demo.write_data(config, OUT)
+    for old in ("grpo", "logs"):
+        shutil.rmtree(OUT / old, ignore_errors=True)
+    if not (OUT / "sft" / tracker.SUMMARY).exists():
+        if Path("runs/demo/sft", tracker.SUMMARY).exists():
+            shutil.copytree("runs/demo/sft", OUT / "sft", dirs_exist_ok=True)
+        else:
+            sft.main(demo.sft_config(config, OUT))
+    run = demo.grpo_config(config, OUT, "grpo")
+    usual = grpo.Config(model="", data="", reward="", serve=run.serve)  # the servers are the launcher's
+    began = time.monotonic()
+    with raylets.cluster(["--num-cpus", "2"], ["--num-cpus", "1"]) as address:
+        command = [sys.executable, "-m", "areax", "launch", "--on", "ray", "--ray.address", address, "--servers", "2"]
+        command += ["--server.slots", str(run.serve.slots), "--server.context", str(run.serve.context)]
+        code = subprocess.run(
+            [*command, "--logs", str(OUT / "logs"), "--", "train", "grpo", *words(run, usual)]
+        ).returncode
+    seconds = time.monotonic() - began
+    summary = json.loads((OUT / "grpo" / tracker.SUMMARY).read_text())
+    servers = json.loads((OUT / "grpo" / tracker.CONFIG).read_text())["servers"]
+    print(report.report(OUT / "grpo"))
+    rules = {
+        "exit code 0": code == 0,
+        "two servers on two nodes": {url.split("/")[2].split(":")[0] for url in servers} == set(raylets.ADDRESSES),
+        "below 55 % after SFT": summary["accuracies"]["0"] < 0.55,
+        "at least 90 % after GRPO": summary["accuracy"] >= 0.9,
+        "servers have the trainer's version": [x.split("-")[0] for x in summary["server_version"]] == [str(run.steps)],
+        "max |d logp| at most 1e-4": summary["max_logp_diff"] <= 1e-4,
+        "the checkpoint is there": Path(summary["checkpoint"]).is_dir(),
+    }
+    for rule, holds in rules.items():
+        print("holds " if holds else "BROKEN", rule)
+    print(
+        f"demo on Ray: {summary['accuracies']['0']:.1%} after SFT, {summary['accuracy']:.1%} after {summary['steps']} "
+        f"steps of GRPO, {seconds:.0f} s; {sum(rules.values())} passed, {len(rules) - sum(rules.values())} failed"
+    )
+    sys.exit(not all(rules.values()))
+
+
+if __name__ == "__main__":
+    main()

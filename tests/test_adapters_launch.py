@@ -1,0 +1,462 @@
+"""`areax launch`: real processes, on this machine, on a Ray cluster of two nodes, and by a batch script under bash."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jobs
+import pytest
+import raylets
+import servers
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areax.adapters import cli, launch_devices, launch_job, tracker
+from areax.adapters.launch_host import PYTHON, Host
+from areax.adapters.launch_job import Part
+from areax.rollout import arithmetic
+
+# Answers /health as a server does; says in a file which GPUs it was given, and what it was ended by.
+SERVER = """
+import http.server, json, os, signal, sys
+folder, host, port = sys.argv[1:]
+def say(what):
+    with open(f"{folder}/said", "a") as file:
+        file.write(json.dumps([what, int(port), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")]) + chr(10))
+def end(number, frame):
+    say("ended")
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+http.server.ThreadingHTTPServer.allow_reuse_address = True
+server = http.server.ThreadingHTTPServer((host, int(port)), Handler)
+say("began")
+server.serve_forever()
+"""
+
+# A recipe that says what it was told, and ends when the file `go` is there.
+RECIPE = """
+import dataclasses, json, os, pathlib, sys, time
+@dataclasses.dataclass(frozen=True)
+class Config:
+    out: str
+    code: int = 0
+    published: str = ""
+    servers: tuple[str, ...] = ()
+    stagers: tuple[str, ...] = ()
+NAMES = ("AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS", "AREAX_STAGER_KEY", "CUDA_VISIBLE_DEVICES",
+         "JAX_LOCAL_DEVICE_IDS", "JAX_NUM_CPU_DEVICES", "OMP_NUM_THREADS")
+def main(config):
+    out = pathlib.Path(config.out)
+    told = {name: os.environ.get(name) for name in NAMES} | dataclasses.asdict(config) | {"pid": os.getpid()}
+    (out / "part").write_text(json.dumps(told))
+    (out / "part").rename(out / f"told-{os.environ.get('AREAX_PROCESS', '0')}")
+    while not (out / "go").exists():
+        time.sleep(0.05)
+    sys.exit(config.code)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("launch")
+    (path / "server.py").write_text(SERVER)
+    (path / "recipe.py").write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    tiny.model(path / "model")
+    tiny.rows(path / "rows.jsonl", arithmetic.splits()["train"][:40])
+    return path
+
+
+def grpo(data, out, steps):
+    """The words of a small run."""
+    named = {
+        "model": data / "model", "data": data / "rows.jsonl", "reward": "areax.rollout.arithmetic:reward",
+        "out": out, "steps": steps, "groups": 4, "group-size": 4, "max-concurrent": 8, "length": 32, "rows": 4,
+        "eta": 0, "sampling.max-new-tokens": 4, "objective.advantage.std": "none", "optim.lr": 0.01,
+    }  # fmt: skip
+    return ["train", "grpo", *(str(word) for name, value in named.items() for word in (f"--{name}", value))]
+
+
+SERVED = ["--servers", "2", "--server.slots", "8", "--server.context", "64"]
+
+
+def trained(out, steps):
+    """The addresses of a run's servers, if it did its steps and they have the last version."""
+    summary = json.loads((out / "summary.json").read_text())
+    lines = [line for line in tracker.read_lines(out / "metrics.jsonl") if line["kind"] == "grpo"]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1)) and summary["complete"]
+    # the servers sample from what the trainer has pushed: it finds the same log-probabilities
+    assert all(line["max_logp_diff"] <= 1e-4 for line in lines)
+    assert [label.partition("-")[0] for label in summary["server_version"]] == [str(steps)]
+    return json.loads((out / "config.json").read_text())["servers"]
+
+
+def serving(url):
+    """The process that serves at an address."""
+    port = url.rpartition(":")[2].encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = path.read_bytes().split(b"\0")
+            if b"serve" in words and port in words:
+                return int(path.parent.name)
+    return None
+
+
+@contextlib.contextmanager
+def launched(*words, **more):
+    """`areax launch`; ended on leaving the block."""
+    command = [sys.executable, "-m", "areax", "launch", *map(str, words)]
+    process = subprocess.Popen(command, env={**os.environ, **jobs.settings(1)}, text=True, **more)
+    with servers.ended(process):
+        yield process
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def gone(pid):
+    """Whether a process has ended."""
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def said_in(folder):
+    """[what, port, pid, GPUs] of the servers that stand in, in the order they said it."""
+    path = folder / "said"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2), st.booleans())
+def test_no_gpu_is_given_twice(processes, devices, count, of_server, named):
+    wanted = processes * devices + count * of_server
+    names = [f"GPU-{i:x}" if named else str(i) for i in range(wanted)]
+    environ = {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+    trainers, served = launch_devices.of_each(processes, devices, count, of_server, environ)
+    seen = [trainer.get("CUDA_VISIBLE_DEVICES", environ["CUDA_VISIBLE_DEVICES"]).split(",") for trainer in trainers]
+    taken = [its[int(i)] for trainer, its in zip(trainers, seen, strict=True) for i in ids(trainer)]
+    if count:  # a single process joins no job, and takes what it sees
+        assert all(its == names[: processes * devices] for its in seen)
+    assert sorted(taken + [gpu for one in served for gpu in one["CUDA_VISIBLE_DEVICES"].split(",")]) == sorted(names)
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[1:])
+    if wanted > 1:
+        with pytest.raises(ValueError, match=f"take {wanted} GPUs, this machine shows {wanted - 1};"):
+            launch_devices.of_each(processes, devices, count, of_server, environ)
+
+
+def ids(trainer):
+    return trainer["JAX_LOCAL_DEVICE_IDS"].split(",")
+
+
+def test_devices_of_other_kinds(monkeypatch):
+    on_cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0"}
+    trainers, served = launch_devices.of_each(2, 2, 2, 1, on_cpu)
+    assert [ids(trainer) for trainer in trainers] == [["0", "1"], ["2", "3"]] and served == [{}, {}]
+    monkeypatch.setattr(launch_devices, "tpu_chips", lambda environ: 4)
+    [trainer], served = launch_devices.of_each(1, 2, 2, 1, {})
+    assert [x["TPU_VISIBLE_CHIPS"] for x in (trainer, *served)] == ["0,1", "2", "3"]
+    assert [x["TPU_CHIPS_PER_PROCESS_BOUNDS"] for x in (trainer, *served)] == ["1,2,1", "1,1,1", "1,1,1"]
+    with pytest.raises(ValueError, match="take 5 TPU chips, this machine shows 4;"):
+        launch_devices.of_each(1, 4, 1, 1, {})
+    with pytest.raises(ValueError, match="a TPU host has one trainer process"):
+        launch_devices.of_each(2, 1, 1, 1, {})
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--servers 1 -- train grpo --data d", "which names none; give --server.command"),
+        ("--servers 1 -- train grpo --model m --servers http://a:1", "leave out its --servers"),
+        ("--servers 1 -- train grpo --model m --serve.slots=4", "leave out its --serve.slots, and give --server.slots"),
+        ("--servers 1 -- train grpo --model m --init=random", "which --init random has none of"),
+        ("--servers 1 --server.devices 2 -- train grpo --model m", "generates on one device, got --server.devices 2"),
+        ("--servers 1 --server.command sglang -- train grpo --model m", "must say where {port} goes, got 'sglang'"),
+        ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
+        ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, told, capsys):
+    assert cli.main(["launch", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert told in said and said.count("\n") == 1
+
+
+# -- one machine ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here():
+    host = Host()
+    yield host
+    host.close()
+
+
+def server_part(place, host, folder, port, name="server 0"):
+    words = [PYTHON, str(place / "server.py"), str(folder), "127.0.0.1", str(port)]
+    return Part(name, host, words, {}, str(folder / f"{port}.log"), url=f"http://127.0.0.1:{port}")
+
+
+def test_a_server_that_ends_is_started_again_three_times_an_hour(place, here, tmp_path, monkeypatch, capsys):
+    """At its address, with all it left behind ended; the trainer then decides; servers end last."""
+    monkeypatch.setattr(launch_job, "PAUSE_S", 0.01)
+    port, other = free_ports(2)
+    parts = [server_part(place, here, tmp_path, port), server_part(place, here, tmp_path, other, "server 1")]
+    began = lambda: [pid for what, at, pid, _ in said_in(tmp_path) if (what, at) == ("began", port)]
+
+    def kill_four_times():
+        jobs.until(lambda: trainer.pid)  # the servers answer
+        for i in range(4):
+            jobs.until(lambda: len(began()) > i)  # noqa: B023
+            os.kill(began()[i], signal.SIGKILL)
+        jobs.until(lambda: parts[0].due == float("inf"))
+        (tmp_path / "go").touch()
+
+    wait = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\nsys.exit(7)"
+    trainer = Part("process 0", here, [PYTHON, "-c", wait, str(tmp_path / "go")], {}, str(tmp_path / "0.log"))
+    killing = threading.Thread(target=kill_four_times)
+    killing.start()
+    assert launch_job.run([trainer], parts, look_s=0.01) == 7
+    killing.join()
+    said = capsys.readouterr().err
+    assert said.count("was ended by SIGKILL; it is started again; the end of") == 3
+    assert said.count("was ended by SIGKILL; it stays down; the end of") == 1
+    assert "process 0 (pid" in said and "ended with exit code 7; the others are ended; the end of" in said
+    assert len(began()) == 4 and [x[0] for x in said_in(tmp_path) if x[1] == other] == ["began", "ended"]
+    assert all(gone(pid) for _, _, pid, _ in said_in(tmp_path))
+
+
+def test_a_server_that_cannot_begin_ends_the_job(place, here, tmp_path, capsys):
+    port, other = free_ports(2)
+    bad = server_part(place, here, tmp_path / "nowhere", other, "server 1")
+    good, trainer = server_part(place, here, tmp_path, port), Part("process 0", here, ["no-such-program"], {}, "")
+    (tmp_path / "nowhere").touch()  # no folder: it cannot say that it began
+    bad.log = str(tmp_path / "bad.log")
+    assert launch_job.run([trainer], [good, bad], look_s=0.01) == 1
+    said = capsys.readouterr().err
+    assert "server 1 (pid" in said and "ended with exit code 1 before it was ready; the end of" in said
+    assert "NotADirectoryError" in said and not trainer.pid
+    assert gone(good.pid) and gone(bad.pid)
+
+
+def test_what_a_killed_launcher_started_ends(tmp_path):
+    """With what that has started in its group, and the folders for it."""
+    child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '1000']); print(p.pid, flush=True); p.wait()"
+    program = (
+        "import time\n"
+        "from areax.adapters.launch_host import PYTHON, Host\n"
+        "host = Host()\n"
+        f"host.start('one', [PYTHON, '-c', {child!r}], {{}}, {str(tmp_path / 'log')!r})\n"
+        "print(host.scratch('nowhere'), flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    with launcher, servers.ended(launcher):
+        folder = Path(launcher.stdout.readline().strip())
+        jobs.until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().endswith("\n"))
+        sleeper = int((tmp_path / "log").read_text())
+        assert folder.is_dir() and not gone(sleeper)
+        launcher.kill()
+        jobs.until(lambda: gone(sleeper) and not folder.exists())
+
+
+@pytest.mark.slow
+def test_a_server_is_killed_and_comes_back_with_the_newest_weights(data, tmp_path):
+    """Of two; then Ctrl-C ends the run with its state saved, and the servers with it."""
+    out = tmp_path / "run"
+    with launched(*SERVED, "--logs", tmp_path / "logs", "--", *grpo(data, out, 100000)) as process:
+        metrics = out / "metrics.jsonl"
+        jobs.until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1))
+        urls = json.loads((out / "config.json").read_text())["servers"]
+        ports = [int(url.rpartition(":")[2]) for url in urls]
+        before = [serving(url) for url in urls]
+        os.kill(before[1], signal.SIGKILL)
+        jobs.until(lambda: serving(urls[1]) not in (None, before[1]))
+
+        def loaded():  # a label "default" is that of a server to which nothing was pushed
+            with contextlib.suppress(OSError):
+                return servers.Remote(ports[1]).ok("/get_model_info")["weight_version"] != "default"
+
+        jobs.until(loaded)
+        again = serving(urls[1])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 130
+    assert all(gone(pid) for pid in (*before, again))
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] >= 1 and (out / "state").is_dir()
+    assert summary["counts"]["recovered"] >= 1
+    assert (tmp_path / "logs/server-1.log").read_text().count(f"{urls[1]} serves qwen3") == 2
+
+
+# -- Ray -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """Two nodes, on each of which two GPUs are said to be."""
+    with raylets.cluster(*(["--num-cpus", "2", "--num-gpus", "2"] for _ in range(2))) as address:
+        yield ["--on", "ray", "--ray.address", address]
+
+
+@pytest.mark.slow
+def test_ray_gives_each_its_devices_and_ends_all_with_the_launcher(ray, place, tmp_path, monkeypatch):
+    """Two processes take one node, two servers the other, where stagers are beside them."""
+    monkeypatch.delenv("JAX_PLATFORMS")
+    command = f"{sys.executable} {place / 'server.py'} {tmp_path} {{host}} {{port}}"
+    job = ["--processes", "2", "--servers", "2", "--server.command", command, "--"]
+    job += ["train", str(place / "recipe.py"), "--out", str(tmp_path), "--code", "5"]
+    told = lambda: [json.loads(path.read_text()) for path in sorted(tmp_path.glob("told-*"))]
+    for killed in (False, True):
+        with launched(*ray, "--logs", tmp_path / "logs", *job, stderr=subprocess.PIPE) as process:
+            jobs.until(lambda: process.poll() is not None or len(told()) == 2)  # noqa: B023
+            if killed:
+                process.kill()
+            (tmp_path / "go").touch()
+            _, said = process.communicate(timeout=60)
+            assert process.returncode == (-9 if killed else 5), said
+        pids = [x["pid"] for x in told()] + [pid for _, _, pid, _ in said_in(tmp_path)]
+        jobs.until(lambda: all(map(gone, pids)))  # noqa: B023
+        if not killed:
+            assert "ended with exit code 5; the others are ended; " in said
+            first, second = told()
+            assert (first["AREAX_PROCESSES"], first["AREAX_PROCESS"], second["AREAX_PROCESS"]) == ("2", "0", "1")
+            assert first["AREAX_COORDINATOR"] == second["AREAX_COORDINATOR"]
+            assert len(first["stagers"]) == 2 and first["AREAX_STAGER_KEY"] == second["AREAX_STAGER_KEY"] != ""
+            assert {x["CUDA_VISIBLE_DEVICES"] for x in (first, second)} == {"0", "1"}
+            assert {gpus for _, _, _, gpus in said_in(tmp_path)} == {"0", "1"}
+            at = {url.split(":")[1][2:] for url in first["servers"]}
+            assert len(at) == 1 and at.isdisjoint(first["AREAX_COORDINATOR"].split(":"))
+        (tmp_path / "go").unlink()
+        for path in tmp_path.glob("told-*"):
+            path.unlink()
+
+
+@pytest.mark.slow
+def test_ray_trains_with_servers_on_two_nodes(ray, data, tmp_path):
+    """Neither server sees the trainer's folder: stagers bring them the weights."""
+    with launched(*ray, *SERVED, "--logs", tmp_path / "logs", "--", *grpo(data, tmp_path / "run", 2)) as process:
+        assert process.wait(300) == 0
+    urls = trained(tmp_path / "run", 2)
+    assert {url.split(":")[1][2:] for url in urls} == set(raylets.ADDRESSES) and not any(map(serving, urls))
+
+
+# -- Slurm ---------------------------------------------------------------------------------------
+
+# Steps run here; the tasks of a step are told who they are.
+SRUN = """#!/bin/bash
+echo "$*" >>"$STEPS"
+tasks=1 local=1
+while [[ $1 == --* ]]; do
+  case $1 in --ntasks=*) tasks=${1#*=} ;; --ntasks-per-node=*) local=${1#*=} ;; esac
+  shift
+done
+export SLURM_STEP_NUM_TASKS=$tasks
+if ((tasks == 1)); then SLURM_PROCID=0 SLURM_LOCALID=0 exec "$@"; fi
+for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$((i % local)) "$@" & running+=($!); done
+trap 'kill "${running[@]}"' TERM
+code=0
+for one in "${running[@]}"; do wait "$one" || code=$?; done
+exit $code
+"""
+SCONTROL = """#!/bin/bash
+[[ "$1 $2" == "show hostnames" ]] || exit 1
+for node in ${3//,/ }; do echo "$node"; done
+"""
+
+
+@contextlib.contextmanager
+def batch(place, folder, nodes, words):
+    """The script of `areax launch --on slurm`, run by bash with what stands in for Slurm."""
+    bin, script = folder / "bin", folder / "job.sh"
+    bin.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (bin / name).write_text(text)
+        (bin / name).chmod(0o755)
+    assert cli.main(["launch", "--on", "slurm", "--slurm.script", str(script), *words]) == 0
+    environ = {
+        **os.environ, **jobs.settings(1), "PATH": f"{bin}:{os.environ['PATH']}", "STEPS": str(folder / "steps"),
+        "SLURM_JOB_ID": str(job := job_id()), "SLURM_JOB_NODELIST": ",".join(nodes), "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+    }  # fmt: skip
+    process = subprocess.Popen(["bash", str(script)], env=environ, cwd=folder, start_new_session=True)
+    process.job = job
+    with servers.ended(process):
+        yield process
+
+
+def job_id():
+    """Of a job whose ports are free."""
+    for number in range(os.getpid() % 200, 400):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for i in range(8):
+                stack.enter_context(socket.create_server(("", 10000 + number % 200 * 100 + i)))
+            return number
+    raise AssertionError("no ports are free")
+
+
+def test_a_batch_script_under_bash(place, tmp_path):
+    """Two servers share a node, of which one is killed; two processes have one each, and end with exit code 5."""
+    nodes = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    words = [
+        "--processes", "2", "--devices", "2", "--servers", "2", "--slurm.gpus-per-node", "2", "--slurm.time", "1:00",
+        "--server.command", f"{sys.executable} {place / 'server.py'} {tmp_path} {{host}} {{port}}", "--",
+        "train", str(place / "recipe.py"), "--out", str(tmp_path), "--code", "5",
+    ]  # fmt: skip
+    with batch(place, tmp_path, nodes, words) as process:
+        jobs.until(lambda: all((tmp_path / f"told-{i}").exists() for i in range(2)) or process.poll() is not None)
+        first = said_in(tmp_path)
+        os.kill(first[0][2], signal.SIGKILL)
+        jobs.until(lambda: len(said_in(tmp_path)) > 2)
+        (tmp_path / "go").touch()
+        assert process.wait(60) == 5
+    told = [json.loads((tmp_path / f"told-{i}").read_text()) for i in range(2)]
+    assert [x["AREAX_PROCESS"] for x in told] == ["0", "1"] and {x["AREAX_PROCESSES"] for x in told} == {"2"}
+    assert {x["AREAX_COORDINATOR"].partition(":")[0] for x in told} == {"127.0.0.1"}
+    assert {x["CUDA_VISIBLE_DEVICES"] for x in told} == {"4,5"} and {x["JAX_NUM_CPU_DEVICES"] for x in told} == {"2"}
+    assert len(told[0]["servers"]) == len(told[0]["stagers"]) == 2 and told[0]["AREAX_STAGER_KEY"]
+    assert {url.split(":")[1] for url in told[0]["servers"]} == {"//127.0.0.3"}
+    assert sorted((at, gpus) for what, at, _, gpus in first if what == "began") == [
+        (int(url.rpartition(":")[2]), gpu) for url, gpu in zip(told[0]["servers"], ("4", "5"), strict=True)
+    ]
+    again = said_in(tmp_path)[2]
+    assert again[:2] + again[3:] == ["began", *first[0][1::2]]
+    assert sorted(what for what, *_ in said_in(tmp_path)) == ["began"] * 3 + ["ended"] * 2
+    assert all(gone(pid) for _, _, pid, _ in said_in(tmp_path)) and all(gone(x["pid"]) for x in told)
+    steps = (tmp_path / "steps").read_text()
+    assert steps.count("--nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=127.0.0.1,127.0.0.2 ") == 1
+    script = (tmp_path / "job.sh").read_text()
+    assert all(f"#SBATCH --{x}\n" in script for x in ("nodes=3", "gpus-per-node=2", "time=1:00", "signal=B:TERM@120"))
+    assert "--partition" not in script and "--account" not in script
+
+
+@pytest.mark.slow
+def test_a_batch_script_trains(data, tmp_path):
+    words = [*SERVED, "--logs", str(tmp_path / "logs"), "--", *grpo(data, tmp_path / "run", 2)]
+    with batch(data, tmp_path, ["127.0.0.1", "127.0.0.2", "127.0.0.3"], words) as process:
+        assert process.wait(300) == 0
+    urls = trained(tmp_path / "run", 2)
+    assert [url.split(":")[1] for url in urls] == ["//127.0.0.2", "//127.0.0.3"]
+    assert not any(map(serving, urls)) and not list(Path("/dev/shm").glob(f"areax-{process.job}"))
