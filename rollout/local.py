@@ -87,7 +87,8 @@ class Local:
         self._listeners.add(listener)
         listener.add_done_callback(self._listeners.discard)
         try:
-            url = await asyncio.wait_for(ready, START_S)
+            async with asyncio.timeout(START_S):
+                url = await ready
             self.running[url] = process
             return url
         except TimeoutError:
@@ -147,7 +148,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:
-        await asyncio.wait_for(process.wait(), STOP_S)
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

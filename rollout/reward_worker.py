@@ -112,7 +112,8 @@ class Worker:
                 raise RuntimeError(f"reward {name}: no process could be started for it ({error})") from error
         worker = cls(process, reader, writer)
         try:
-            greeting = await asyncio.wait_for(worker.receive(), START_S)
+            async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that meets the greeting
+                greeting = await worker.receive()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             await worker.end()
             raise RuntimeError(

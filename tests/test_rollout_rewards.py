@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from areax.rollout import names, rewards
+from areax.rollout.reward_worker import Worker
 from areax.rollout.rewards import Score, score
 
 FILE = '''
@@ -344,6 +345,30 @@ def test_a_worker_is_replaced_after_its_calls(file):
     calls = Counter(int(score.value) for score in out)
     assert max(calls.values()) == 5 and set(sorted(calls.values())[2:]) == {5}  # the last two share what is left
     assert counts["scored"] == 40 and counts["recycled"] >= 6
+
+
+def test_a_pool_may_close_at_the_moment_when_a_worker_is_ready(file, monkeypatch):
+    """Else the task that replaces a worker outlives its cancellation, and the pool never closes."""
+    receive = Worker.receive
+
+    async def main():
+        came, go = asyncio.Event(), asyncio.Event()
+
+        async def greeting(worker):
+            said = await receive(worker)
+            came.set()
+            await go.wait()
+            return said
+
+        monkeypatch.setattr(Worker, "receive", greeting)
+        starting = asyncio.create_task(Worker.start(f"{file}:act", 10.0))
+        await came.wait()
+        go.set()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(main())
 
 
 def test_a_worker_that_grows_is_replaced(file):

@@ -122,7 +122,7 @@ def test_the_request_and_its_repeats():
     assert bodies == [
         {
             "input_ids": [5, 6, 7], "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-            "return_logprob": True, "logprob_start_len": 0,
+            "return_logprob": True, "logprob_start_len": 0, "extra_key": "0-00000000",
         }
     ] * 3  # fmt: skip
 
