@@ -95,8 +95,8 @@ else
 test-sglang: export AREAX_SGLANG_PYTHON := $(CURDIR)/$(sglang)/bin/python
 test-sglang: $(dev) $(sglang)/.done
 endif
-test-sglang: ## the contract tests against the real SGLang server on the CPU (installs it, 3.3 GB)
-	$(py) -m pytest -q tests/sglang
+test-sglang: ## the contract tests of `make test` against the real SGLang server on the CPU (installs it, 3.3 GB)
+	$(py) -m pytest -q tests/sglang -k "not embedded"
 
 $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 	@echo "installing SGLang into $(sglang): some minutes, once"

@@ -6,6 +6,7 @@ Every log-probability is compared with PEFT and transformers, for the adapter th
 import asyncio
 import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import servers
 
 from areax.rollout import client, lora, publish
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*")  # PEFT on transformers 5
+pytestmark = [pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*")]  # PEFT on transformers 5
+if not os.environ.get("AREAX_SGLANG_PYTHON"):
+    pytestmark.append(pytest.mark.slow)  # on the embedded server alone
 PROMPT = [5, 17, 42, 100, 61, 7, 8, 9]
 
 
