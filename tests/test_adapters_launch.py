@@ -18,7 +18,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areax.adapters import cli, launch_devices, launch_job, tracker
+from areax.adapters import cli, launch_devices, launch_job, trace, tracker
 from areax.adapters.launch_host import PYTHON, Host
 from areax.adapters.launch_job import Part
 from areax.rollout import arithmetic
@@ -292,17 +292,16 @@ def test_a_server_is_killed_and_comes_back_with_the_newest_weights(data, tmp_pat
         metrics = out / "metrics.jsonl"
         jobs.until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1))
         urls = json.loads((out / "config.json").read_text())["servers"]
-        ports = [int(url.rpartition(":")[2]) for url in urls]
         before = [serving(url) for url in urls]
         os.kill(before[1], signal.SIGKILL)
         jobs.until(lambda: serving(urls[1]) not in (None, before[1]))
 
-        def loaded():  # a label "default" is that of a server to which nothing was pushed
-            with contextlib.suppress(OSError):
-                return servers.Remote(ports[1]).ok("/get_model_info")["weight_version"] != "default"
-
-        jobs.until(loaded)
+        changes = lambda: [x for x in tracker.read_lines(out / trace.JOURNAL) if x["kind"] == "server"]
+        jobs.until(lambda: [x["state"] for x in changes() if x["url"] == urls[1]][-1:] == ["healthy"])
         again = serving(urls[1])
+        assert (
+            servers.Remote(int(urls[1].rpartition(":")[2])).ok("/get_model_info")["weight_version"] != "default"
+        )  # as of one just started
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
     assert all(gone(pid) for pid in (*before, again))
