@@ -6,6 +6,7 @@ Without AREAX_SGLANG_PYTHON, the python of an environment with SGLang, only the 
 import dataclasses
 import functools
 import os
+import time
 import types
 
 import jax
@@ -160,5 +161,9 @@ def renewed(server, versions):
         if card["parent"]:
             server.ok("/unload_lora_adapter", {"lora_name": card["id"]})
     body = {"model_path": str(versions.paths[0]), "weight_version": versions.labels[0]}
-    server.ok("/update_weights_from_disk", body)
+    server.ok("/abort_request", {"rid": "", "abort_all": True})
+    deadline = time.monotonic() + 30
+    while server.post("/update_weights_from_disk", body)[0] != 200:  # until what was aborted has ended
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     return server
