@@ -40,12 +40,12 @@ def make(policy: learner.Learner, run: models.Run, mesh: jax.sharding.Mesh) -> C
     def known(ids: Sequence[int]) -> list[float]:
         n = len(ids)
         none = np.zeros(n)
-        known = Sample(np.array(ids), np.arange(n) > 0, none, np.full(n, -1), none)
-        batch = packing.pack([known], -(-n // (8 * cp)) * 8 * cp, rows=rows)
+        sample = Sample(np.array(ids), np.arange(n) > 0, none, np.full(n, -1), none)
+        batch = packing.pack([sample], -(-n // (8 * cp)) * 8 * cp, rows=rows)
         with jax.set_mesh(mesh):
             base = policy.frozen[:1] if policy.adapters else ()
             logp_MBT = scores(policy.state.params, place.batch(batch, mesh), *base).logp_BT
-            [logp_T] = packing.unpack(place.host(logp_MBT), batch, [known])
+            [logp_T] = packing.unpack(place.host(logp_MBT), batch, [sample])
         return logp_T[1:].tolist()
 
     return known

@@ -19,7 +19,7 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.recipes import learner
 from areax.recipes.learner import Learner
-from areax.rollout import client, local, proof, publish, tensors
+from areax.rollout import client, local, proof, publish, tensors, versions
 from areax.rollout import lora as named
 from areax.rollout.engine import inside
 from areax.rollout.server import Handover
@@ -91,7 +91,7 @@ def in_memory(settings, version: int, params) -> tuple[str, inside.Weights]:
       params: a host copy, so that the trainer may donate its own.
     """
     manifest = hf.manifest(settings, params, version=version)
-    return publish.label_of(hf.json_bytes(manifest)), inside.Weights(settings, params, manifest)
+    return versions.label_of(hf.json_bytes(manifest)), inside.Weights(settings, params, manifest)
 
 
 def handover(options: publish.Push, settings) -> Handover | None:

@@ -24,7 +24,6 @@ from . import journal, lora, versions
 from .client import Fleet, Moved
 from .proof import Probe
 from .server import SOUND, Loaded, Published, Server, Unreached
-from .versions import label_of as label_of
 from .versions import version_string as version_string
 
 log = logging.getLogger(__name__)

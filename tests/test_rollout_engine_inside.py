@@ -11,7 +11,7 @@ import tiny
 
 from areax import models
 from areax.adapters import hf
-from areax.rollout import client, publish, recovery, rest
+from areax.rollout import client, publish, recovery, rest, versions
 from areax.rollout.engine import inside
 
 SERVE = dict(slots=2, context=64, dtype="float32")
@@ -34,7 +34,7 @@ def handed(place, v, masters=None):
     config = place[1]
     params = hf.host_copy(config, masters or place[2][v])
     manifest = hf.manifest(config, params, version=v)
-    return publish.label_of(hf.json_bytes(manifest)), inside.Weights(config, params, manifest)
+    return versions.label_of(hf.json_bytes(manifest)), inside.Weights(config, params, manifest)
 
 
 @pytest.mark.parametrize("v", [0, 2])
