@@ -6,9 +6,9 @@ answers become. So the limit is looked for as TCP looks for its window, by addit
 (Chiu and Jain 1989). A 503 lowers it to nine tenths of what the server had, and so do preempted answers where they are
 more than a quarter: a few are the price of a full memory, and fewer requests would cost more. Other answers raise it
 while it binds, by a request or a 32nd when all that run have been answered. What was sent before the limit was lowered
-says nothing new. The report of a server (`/v1/loads`) lowers it where more wait than run, to as many again as run, by
-half at most, and keeps it from rising where half as many wait, or memory is nearly full. There is none to begin with,
-nor ever where nothing goes wrong.
+says nothing new. The reports of a server (`/v1/loads`) lower it where two in a row say that more wait than run (one may
+have met requests that had just come), to as many again as run, by half at most; the last keeps it from rising where
+half as many wait, or memory is nearly full. There is none to begin with, nor ever where nothing goes wrong.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ class Report:
     running: int
     waiting: int
     usage: float
+
+    @property
+    def queues(self) -> bool:
+        """Whether more wait than run; where none runs, it was just pushed to."""
+        return self.waiting > self.running > 0
 
 
 def report(answer: Mapping[str, Any]) -> Report | None:
@@ -92,8 +97,8 @@ class Limit:
 
     def reported(self, report: Report | None, load: int, now: float) -> bool:
         """The server says this, or nothing that holds; whether the limit is lower now."""
-        self._report = report
-        if report and report.waiting > report.running > 0:
+        before, self._report = self._report, report
+        if report and before and report.queues and before.queues:
             return self._lower(max(2.0 * report.running, min(self.most, load) / 2), now)
         return False
 

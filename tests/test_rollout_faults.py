@@ -65,7 +65,12 @@ def check(versions, prompt, done, n):
 async def until(condition, timeout_s=120):
     async with asyncio.timeout(timeout_s):
         while not condition():
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
+
+
+async def busy(fleet):
+    """Returns once each server has requests."""
+    await until(lambda: all(server.load >= 2 for server in fleet.servers))
 
 
 def fault(versions, main):
@@ -100,7 +105,7 @@ def test_a_killed_server_gets_base_and_adapter_back_before_a_request(versions, n
         push = lambda v: publish.push(fleet, named.paths[v], named.labels[v])
         await push(1)
         tasks = begin(fleet, 200)
-        await until(lambda: all(server.load >= 4 for server in fleet.servers))
+        await busy(fleet)
         os.kill(next(iter(own.running.values())).pid, signal.SIGKILL)
         await push(2)
         done = await asyncio.gather(*tasks)
@@ -134,7 +139,7 @@ def test_two_of_three_killed_and_a_push_meanwhile(versions):
     async def main(fleet, own):
         quiet = await asyncio.gather(*begin(fleet, 200))
         tasks = begin(fleet, 200)
-        await until(lambda: all(server.load >= 4 for server in fleet.servers))
+        await busy(fleet)
         for process in list(own.running.values())[:2]:
             os.kill(process.pid, signal.SIGKILL)
         done = await asyncio.gather(*tasks)
@@ -160,7 +165,7 @@ def test_one_stopped_in_the_middle_of_a_push(versions, monkeypatch):
 
     async def main(fleet, own):
         tasks = begin(fleet, 200)
-        await until(lambda: all(server.load >= 4 for server in fleet.servers))
+        await busy(fleet)
         victim = fleet.servers[0]
         push = asyncio.create_task(publish.push(fleet, versions.paths[1], versions.labels[1]))
         await asyncio.sleep(0.01)

@@ -86,8 +86,9 @@ def test_it_rises_while_it_binds_by_a_request_or_a_32nd_in_a_turnover():
 
 
 def test_a_long_queue_lowers_it_to_as_many_again_as_run_by_half_at_most():
-    limit = Limit()
-    assert limit.reported(Report(running=16, waiting=1008, usage=0.1), 1024, 0.0)
+    limit, long, none = Limit(), Report(running=16, waiting=1008, usage=0.1), Report(running=16, waiting=0, usage=0.1)
+    assert not any(limit.reported(one, 1024, 0.0) for one in (long, none, long, None, long))  # they had just come
+    assert limit.reported(long, 1024, 0.0)
     seen = [limit.most]
     while limit.reported(Report(running=16, waiting=int(limit.most) - 16, usage=0.1), int(limit.most), 1.0):
         seen.append(limit.most)
