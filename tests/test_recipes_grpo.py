@@ -149,6 +149,7 @@ def test_a_curriculum_is_saved_and_resumed(place, capsys):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_critic_is_saved_and_resumed(place):
     """Two models train, the first batch the critic alone; a run in two parts gives the same policy."""
     ppo = dict(objective=losses.PPO(), critic=grpo.CriticOptions(warmup=1), minibatches=2, epochs=2)
@@ -379,6 +380,7 @@ def test_a_server_that_dies_is_started_again_and_changes_no_number(place, monkey
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_recipe_by_path_runs_under_spawn(place):
     """A recipe file with a Config of its own, a reward file with a dataclass of its own, no package in sight."""
     (place / "mine.py").write_text(
@@ -428,6 +430,7 @@ def test_bad_input_is_one_line(place, changes, words):
         grpo.main(config(place, "bad" + words[:3].strip(), steps=1, **changes))
 
 
+@pytest.mark.slow
 def test_two_steps_on_gsm8k(place):
     """The real files where AREAX_GSM8K names them, else a small fixture of our own wording."""
     folder = Path(os.environ.get("AREAX_GSM8K") or Path(__file__).parent / "data/gsm8k")

@@ -533,11 +533,13 @@ def pace(server):
 
 
 def ways():
-    """Each way in each mode on SGLang; the embedded server takes no tensors, and one delta is like another to it."""
+    """Each way in each mode on SGLang; the embedded server takes no tensors, and one delta is like another to it. The
+    two ways in which it need not end what runs are slow."""
     for server in ("embedded", "sglang") if os.environ.get("AREAX_SGLANG_PYTHON") else ("embedded",):
         for way, mode in itertools.product(("disk", "delta", "tensors"), ("abort", "retract", "drain", "in_place")):
             if server == "sglang" or way == "disk" or (way, mode) == ("delta", "retract"):
-                yield server, way, mode
+                slow = server == "embedded" and mode in ("drain", "in_place")
+                yield pytest.param(server, way, mode, marks=[pytest.mark.slow] * slow)
 
 
 @pytest.mark.parametrize(("server", "way", "mode"), list(ways()), indirect=["server"])
