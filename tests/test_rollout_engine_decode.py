@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areax import models
 from areax.adapters import hf
@@ -230,11 +232,14 @@ def test_weights_in_bfloat16():
     assert np.abs(np.asarray(done.logp) - logp_TV[at - 1, done.tokens]).max() < 0.2
 
 
-@pytest.mark.parametrize("context", [1, 10, 64, 100, 2048, 5000, 32768])
-def test_chunks_and_buckets_fit(context):
-    C = decode.chunk_size(context)
-    room = -(-context // C) * C
-    for length in {1, min(2, context), context // 3 + 1, context}:
-        bucket = decode.bucket(length, context)
-        assert length <= bucket <= room
-        assert bucket % C == 0 or bucket < C
+@given(st.integers(1, 1 << 18), st.floats(0, 1))
+def test_segments_and_buckets_fit(context, share):
+    parts = decode.segments(context)
+    first = parts[0].stop
+    ends = [0, *(part.stop for part in parts)]
+    assert [part.start for part in parts] == ends[:-1] and ends == sorted(set(ends))  # without gaps
+    assert ends[-1] % first == 0 and context <= ends[-1] < context + first
+    assert len(parts) <= 10 and all(part.stop <= 2 * max(first, part.start) for part in parts)
+    length = max(1, int(share * context))
+    bucket = decode.bucket(length, context)
+    assert length <= bucket <= max(16, 2 * length) and (bucket in ends or bucket < first)

@@ -1,12 +1,14 @@
 """The compiled programs of the engine: prefill into slots, copies between slots, fused decode steps, prompt scores.
 
-A slot is a row of every layer's cache. Caches are cut into chunks of positions, `keys [chunk, slot, kv_head, head, C]`
-and `values [chunk, slot, kv_head, C, head]`, so that attention reads whole chunks in place. What a program computes for
-one sequence has a shape of its own length's bucket, or of all slots, and never depends on which others run beside it:
-samples are bit-equal whatever their neighbours, slot or order of arrival.
+A slot is a row of every layer's cache. Caches are cut into segments of positions, each twice as long as the one before,
+`keys [slot, kv_head, head, L]` and `values [slot, kv_head, L, head]`, so that attention reads whole arrays in place and
+few that hold nothing. What a program computes for one sequence has a shape of its own length's bucket, or of all slots,
+and never depends on which others run beside it: samples are bit-equal whatever their neighbours, slot or order of
+arrival.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +21,18 @@ from . import sampling
 PREFILL_TOKENS = 256  # tokens a prefill computes: one long prompt or several short ones
 
 
-def chunk_size(context: int) -> int:
-    """Positions a chunk: about a sixteenth of the context, from 64 to 1024, and no more than the context."""
-    return min(_power(context), max(64, min(1024, _power(context) // 16)))
+def segments(context: int) -> list[slice]:
+    """Positions of each segment: the first two of a sixteenth of the context, from 64 to 1024, then ever twice as many;
+    the last ends at a multiple of the first."""
+    C = min(_power(context), max(64, min(1024, _power(context) // 16)))
+    end = -(-context // C) * C
+    starts = [0, *itertools.takewhile(lambda start: start < end, (C << i for i in itertools.count()))]
+    return [slice(start, min(max(C, 2 * start), end)) for start in starts]
 
 
 def bucket(length: int, context: int) -> int:
     """Positions that a prefill of `length` tokens computes: a power of two from 16 up, within the cache."""
-    C = chunk_size(context)
-    return min(max(16, _power(length)), -(-context // C) * C)
+    return min(max(16, _power(length)), segments(context)[-1].stop)
 
 
 def rows(bucket: int) -> int:
@@ -67,12 +72,17 @@ def with_adapters(weights, index_B):
 
 
 def caches(config, slots: int, context: int, dtype):
-    """Empty (keys, values) of each layer."""
-    C = chunk_size(context)
-    n, K, H = -(-context // C), config.kv_heads, config.head_dim
-    return [
-        (jnp.zeros((n, slots, K, H, C), dtype), jnp.zeros((n, slots, K, C, H), dtype)) for _ in range(config.layers)
-    ]
+    """Empty (keys, values) of each segment of each layer."""
+    K, H = config.kv_heads, config.head_dim
+    lengths = [part.stop - part.start for part in segments(context)]
+    zeros = lambda *shape: jnp.zeros((slots, K, *shape), dtype)
+    return [[(zeros(H, L), zeros(L, H)) for L in lengths] for _ in range(config.layers)]
+
+
+def spans(layer) -> list[slice]:
+    """Positions of each segment of a layer's caches."""
+    ends = list(itertools.accumulate(keys.shape[-1] for keys, _ in layer))
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))
@@ -91,11 +101,11 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
     cos, sin = rope.tables(index_PT, config.rope, config.head_dim)
     made = []
     x = module.embed(weights, token_PT, weights["embed"].dtype)
-    C = min(caches[0][0].shape[-1], T)
+    places = [place for place in spans(caches[0]) if place.start < T]
 
     def attend(window, q_PTNH, k_PTKH, v_PTKH):
-        cut = (P, T // C, C, *k_PTKH.shape[2:])
-        made.append((k_PTKH.reshape(cut).transpose(0, 1, 3, 4, 2), v_PTKH.reshape(cut).transpose(0, 1, 3, 2, 4)))
+        k_PKHT, v_PKTH = k_PTKH.transpose(0, 2, 3, 1), v_PTKH.transpose(0, 2, 1, 3)
+        made.append([(k_PKHT[..., place], v_PKTH[:, :, place]) for place in places])
         return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT, window=window)
 
     reports = []
@@ -105,8 +115,10 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
 
     def insert(i, caches):
         row, slot = row_S[i], slot_S[i]
-        put = lambda cache, x: jax.lax.dynamic_update_slice(cache, x[row][:, None], (0, slot, 0, 0, 0))
-        return jax.tree.map(put, caches, made)
+        put = lambda x, cache: jax.lax.dynamic_update_slice(cache, x[row][None], (slot, 0, 0, 0))
+        within = [layer[: len(places)] for layer in caches]
+        filled = jax.tree.map(put, made, within)
+        return [new + old[len(places) :] for new, old in zip(filled, caches, strict=True)]
 
     caches = jax.lax.fori_loop(0, count, insert, caches)
     return caches, layers.rms_norm(x, weights["norm"], config.norm_eps), routed(reports)
@@ -126,14 +138,14 @@ def copy(caches, source_S, target_S, count, *, length: int):
     """Copies the first `length` positions (a bucket) of slot source_S[i] to slot target_S[i], for i < count."""
 
     def step(i, caches):
-        def move(cache, axis):
-            C = cache.shape[axis]
-            sizes = [-(-length // C), 1, *cache.shape[2:]]
-            sizes[axis] = min(C, length)
-            part = jax.lax.dynamic_slice(cache, (0, source_S[i], 0, 0, 0), sizes)
-            return jax.lax.dynamic_update_slice(cache, part, (0, target_S[i], 0, 0, 0))
+        def move(cache, place, axis):
+            sizes = [1, *cache.shape[1:]]
+            sizes[axis] = min(place.stop, length) - place.start
+            part = jax.lax.dynamic_slice(cache, (source_S[i], 0, 0, 0), sizes)
+            return jax.lax.dynamic_update_slice(cache, part, (target_S[i], 0, 0, 0))
 
-        return [(move(keys, 4), move(values, 3)) for keys, values in caches]
+        both = lambda pair, place: (move(pair[0], place, 3), move(pair[1], place, 2)) if place.start < length else pair
+        return [[both(pair, place) for pair, place in zip(layer, spans(layer), strict=True)] for layer in caches]
 
     return jax.lax.fori_loop(0, count, step, caches)
 
@@ -210,22 +222,22 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     """Logits f32[S, V] for the token behind each slot's `token`, the caches that now hold it, and the experts that it
     went to, as `routed`, [S, layers, top_k]."""
     module = models.family(config)
-    S = len(token_S)
     cos, sin = rope.tables(position_S[:, None], config.rope, config.head_dim)
     longest = jnp.max(jnp.where(active_S, position_S, 0))
     shortest = jnp.min(jnp.where(active_S, position_S, longest))
     x = module.embed(weights, token_S[:, None], weights["embed"].dtype)
     filled, reports = [], []
-    for w, (keys, values), window in zip(weights["layers"], caches, config.windows, strict=True):
+    for w, layer, window in zip(weights["layers"], caches, config.windows, strict=True):
 
-        def attend(q_S1NH, k_S1KH, v_S1KH, keys=keys, values=values, window=window):
-            C = keys.shape[-1]
-            chunk_S, at_S, slot_S = position_S // C, position_S % C, jnp.arange(S)
-            keys = keys.at[chunk_S, slot_S, :, :, at_S].set(k_S1KH[:, 0])
-            values = values.at[chunk_S, slot_S, :, at_S].set(v_S1KH[:, 0])
-            filled.append((keys, values))
-            first = 0 if window is None else jnp.maximum(shortest - window + 1, 0) // C
-            return attend_chunks(q_S1NH, keys, values, position_S, first, longest // C + 1, window)
+        def attend(q_S1NH, k_S1KH, v_S1KH, layer=layer, window=window):
+            k_SKH, v_SKH = k_S1KH[:, 0], v_S1KH[:, 0]
+            layer = [
+                write(keys_SKHL, values_SKLH, k_SKH, v_SKH, position_S - place.start)
+                for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True)
+            ]
+            filled.append(layer)
+            first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0)
+            return attend_segments(q_S1NH, layer, position_S, first, longest, window)
 
         x, report = module.block(x, w, cos, sin, attend, config)
         reports.append(report)
@@ -235,37 +247,49 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     return logits_SV, filled, None if experts is None else experts[:, 0]
 
 
-def attend_chunks(q_S1NH, keys, values, position_S, first, end, window=None):
-    """Attention of one query a slot over the cached chunks from `first` to before `end`, as online softmax.
+def write(keys_SKHL, values_SKLH, k_SKH, v_SKH, at_S):
+    """A segment with a key and a value more at place at_S[s] of each slot, where that is within it."""
+    L, slot_S = keys_SKHL.shape[-1], jnp.arange(len(at_S))
+    at_S = jnp.where(at_S < 0, L, at_S)  # beyond the end, which is dropped; below 0 would count from there
+    keys_SKHL = keys_SKHL.at[slot_S, :, :, at_S].set(k_SKH, mode="drop")
+    return keys_SKHL, values_SKLH.at[slot_S, :, at_S].set(v_SKH, mode="drop")
 
-    A query sees its own position and those before it, `window` in all. A chunk of which it sees nothing adds exact
+
+def attend_segments(q_S1NH, layer, position_S, first, last, window=None):
+    """Attention of one query a slot over the segments that hold positions from `first` to `last`, as online softmax.
+
+    A query sees its own position and those before it, `window` in all. A segment of which it sees nothing adds exact
     zeros to its sums, so how many are read changes no bit.
     """
     S, _, N, H = q_S1NH.shape
-    K, C = keys.shape[2], keys.shape[-1]
+    K = layer[0][0].shape[1]
     q_SKGH = (q_S1NH * H**-0.5).reshape(S, K, N // K, H)
-    at_C = jnp.arange(C, dtype=jnp.int32)
 
-    def chunk(i, carry):
-        most_SKG, sum_SKG, out_SKGH = carry
-        k_SKHC = jax.lax.dynamic_index_in_dim(keys, i, 0, keepdims=False)
-        v_SKCH = jax.lax.dynamic_index_in_dim(values, i, 0, keepdims=False)
-        sees_SC = (i * C + at_C)[None] <= position_S[:, None]
+    def add(keys_SKHL, values_SKLH, place, carry):
+        most_SKG1, sum_SKG1, out_SKGH = carry
+        at_1L = jnp.arange(place.start, place.stop, dtype=jnp.int32)[None]
+        sees_SL = at_1L <= position_S[:, None]
         if window is not None:
-            sees_SC &= (i * C + at_C)[None] > position_S[:, None] - window
-        score_SKGC = jnp.einsum("SKGH,SKHC->SKGC", q_SKGH, k_SKHC, preferred_element_type=jnp.float32)
-        score_SKGC = jnp.where(sees_SC[:, None, None], score_SKGC, -1e30)
-        new_SKG = jnp.maximum(most_SKG, jnp.max(score_SKGC, -1))
-        keep_SKG = jnp.exp(most_SKG - new_SKG)
-        prob_SKGC = jnp.exp(score_SKGC - new_SKG[..., None])
+            sees_SL &= at_1L > position_S[:, None] - window
+        score_SKGL = jnp.einsum("SKGH,SKHL->SKGL", q_SKGH, keys_SKHL, preferred_element_type=jnp.float32)
+        score_SKGL = jnp.where(sees_SL[:, None, None], score_SKGL, -1e30)
+        new_SKG1 = jnp.maximum(most_SKG1, jnp.max(score_SKGL, -1, keepdims=True))
+        keep_SKG1 = jnp.exp(most_SKG1 - new_SKG1)
+        prob_SKGL = jnp.exp(score_SKGL - new_SKG1)
         part_SKGH = jnp.einsum(
-            "SKGC,SKCH->SKGH", prob_SKGC.astype(v_SKCH.dtype), v_SKCH, preferred_element_type=jnp.float32
+            "SKGL,SKLH->SKGH", prob_SKGL.astype(values_SKLH.dtype), values_SKLH, preferred_element_type=jnp.float32
         )
-        sum_SKG = sum_SKG * keep_SKG + jnp.sum(prob_SKGC, -1)
-        return new_SKG, sum_SKG, out_SKGH * keep_SKG[..., None] + part_SKGH
+        sum_SKG1 = sum_SKG1 * keep_SKG1 + jnp.sum(prob_SKGL, -1, keepdims=True)
+        return new_SKG1, sum_SKG1, out_SKGH * keep_SKG1 + part_SKGH
 
-    zero_SKG = jnp.zeros((S, K, N // K), jnp.float32)
-    start = zero_SKG - 1e30, zero_SKG, jnp.zeros((S, K, N // K, H), jnp.float32)
-    _, sum_SKG, out_SKGH = jax.lax.fori_loop(first, end, chunk, start)
-    out = out_SKGH / sum_SKG[..., None]
-    return out.reshape(S, 1, N, H).astype(q_S1NH.dtype)
+    zero_SKG1 = jnp.zeros((S, K, N // K, 1), jnp.float32)
+    carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, H), jnp.float32)
+    for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True):
+        read = functools.partial(add, keys_SKHL, values_SKLH, place)
+        if place.start == 0 and window is None:
+            carry = read(carry)
+        else:
+            needed = (place.start <= last) & (place.stop > first)
+            carry = jax.lax.cond(needed, read, lambda carry: carry, carry)
+    _, sum_SKG1, out_SKGH = carry
+    return (out_SKGH / sum_SKG1).reshape(S, 1, N, H).astype(q_S1NH.dtype)
