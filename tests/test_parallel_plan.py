@@ -55,9 +55,9 @@ def job(family, layout=ONE, rows=B, length=T, microbatches=1, **rest):
 
 
 @cache
-def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3, optimizer=ADAMW):
+def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3, optimizer=ADAMW, rows=B):
     settings = config(family, num_hidden_layers=layers)
-    return aot.compile(aot.Step(settings, objective, optimizer, run, layout, B, T, microbatches, slots=4))
+    return aot.compile(aot.Step(settings, objective, optimizer, run, layout, rows, T, microbatches, slots=4))
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -175,16 +175,16 @@ def dots(text: str) -> int:
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_flops_are_those_of_the_compiled_matmuls(remat, family="qwen3"):
-    """One layer and one chunk of queries, so that each matmul stands once in the program and all pairs are computed.
+    """One layer, one row and one chunk of queries: each matmul stands once in the program, and all pairs are computed.
 
     There XLA sees that "full" and "none" would compute the same scores twice in one place, and does it once.
     """
     one = config(family, num_hidden_layers=1)
-    got = dots(compiled(family, ONE, run=models.Run(remat=remat), layers=1).as_text())
-    formula = work.flops(job(family, config=one, remat=remat), pairs=B * T * T)
-    scores = 2 * one.heads * one.head_dim * B * T * T
+    got = dots(compiled(family, ONE, run=models.Run(remat=remat), layers=1, rows=1).as_text())
+    formula = work.flops(job(family, config=one, remat=remat, rows=1), pairs=T * T)
+    scores = 2 * one.heads * one.head_dim * T * T
     assert got == formula.hardware - (0 if remat == "dots" else scores)
-    assert formula.attention == 6 * scores and formula.matmuls == 6 * work.active(job(family, config=one)) * B * T
+    assert formula.attention == 6 * scores and formula.matmuls == 6 * work.active(job(family, config=one)) * T
 
 
 def test_active_weights_are_those_of_the_chosen_experts():
