@@ -11,6 +11,7 @@ runtime := $(venv)/.runtime# what a user needs
 dev := $(venv)/.dev# and what a contributor needs: torch, pytest, ruff, mypy
 wheel := .venv-wheel
 sglang := .venv-sglang
+peers := .venv-bench
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes; files stay together but where one helps the other at the end
@@ -118,12 +119,21 @@ test-wheel: $(dev) ## build the wheel and run what a wheel can break against the
 	  $(foreach name,$(installed),"$(CURDIR)/tests/test_$(name).py")
 
 .PHONY: bench
-bench: $(dev) ## speed beside transformers on the same models and work; writes benchmarks/results.json
+bench: $(dev) bench-env ## speed beside transformers, TRL and tunix on the same models and work; writes benchmarks/results.json
 	$(py) benchmarks/run.py
 
 .PHONY: bench-quick
-bench-quick: $(dev) ## the same with few repeats, printed only
+bench-quick: $(dev) ## areax alone with few repeats, and its share of the machine's limit; printed only, under 3 minutes
 	$(py) benchmarks/run.py --quick
+
+.PHONY: bench-env
+bench-env: $(peers)/.done ## the peers that need an environment of their own, in .venv-bench (1.6 GB)
+
+$(peers)/.done: benchmarks/requirements.txt
+	@echo "installing the peers into $(peers): some minutes, once"
+	@$(PYTHON) -m venv $(peers)
+	@$(peers)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 .PHONY: bench-chip
 bench-chip: $(dev) ## training steps on the GPU or TPU of this machine: tokens/s, MFU and memory beside the plan

@@ -137,7 +137,7 @@ def main() -> None:
     if given.write:
         ours, theirs = (1 / rows[name]["step_s"] for name in ("eta 4", "eta 0"))
         row = {"case": "async", "model": None, "peer": "sync", "ours": ours, "theirs": theirs, "unit": "steps/s"}
-        run.store([row | {"ratio": ours / theirs, "details": found} | run.origin("plain")])
+        run.store([row | {"ratio": ours / theirs, "details": found} | run.origin()])
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def main() -> None:
         row = {"case": "delta", "model": None, "peer": "plain", "unit": "versions/s"}
         row |= {"ours": 1 / ours["seconds"], "theirs": 1 / theirs["seconds"]}
         details = found | {"bytes_share": ours["mb"] / theirs["mb"], "link_mb_s": given.link}
-        run.store([row | {"ratio": row["ours"] / row["theirs"], "details": details} | run.origin("plain")])
+        run.store([row | {"ratio": row["ours"] / row["theirs"], "details": details} | run.origin()])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Greedy generation of 128 tokens for each of 16 prompts of 64 tokens, all of them written; fp32."""
 
 import numpy as np
+import peers
 import sizes
 
-CASE, PEER, UNIT, MODELS = "generate", "transformers", "tokens/s", ("M", "S")
+UNIT, PEERS = "tokens/s", {"M": ("transformers", "tunix"), "S": ("transformers", "tunix")}
 PROMPTS, PROMPT, NEW = 16, 64, 128
 
 
@@ -33,11 +34,10 @@ def ours(folder, model):
     return once
 
 
-def theirs(folder, model):
+def transformers(folder, model):
     import torch
-    from transformers import AutoModelForCausalLM
 
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    net = peers.causal_lm(folder).eval()
     token = torch.from_numpy(rows(net.config.vocab_size))
     more = dict(attention_mask=torch.ones_like(token), do_sample=False, eos_token_id=None, pad_token_id=0)
 
@@ -45,5 +45,17 @@ def theirs(folder, model):
     def once():
         made = net.generate(token, **more, max_new_tokens=NEW, min_new_tokens=NEW)
         return made[:, PROMPT:].flatten().tolist()
+
+    return once
+
+
+def tunix(folder, model):
+    vocab = sizes.config(model)["vocab_size"]
+    sample = peers.tunix_sampler(folder, vocab, PROMPT + NEW)
+    prompts = [peers.text(row) for row in rows(vocab).tolist()]
+
+    def once():
+        made = sample(prompts, max_generation_steps=NEW, max_prompt_length=PROMPT)
+        return [token for row in made.tokens for token in row.tolist()]
 
     return once

@@ -1,10 +1,14 @@
-"""Log-probability of each next token of 8 sequences of 512 tokens, without gradients; fp32."""
+"""Log-probability of each next token of 8 sequences of 512 tokens, without gradients; fp32.
+
+Ours comes with the entropy of each distribution, which `models.score` always computes; theirs is without.
+"""
 
 import numpy as np
+import peers
 import sizes
 from train import LENGTHS, rows
 
-CASE, PEER, UNIT, MODELS = "logprob", "transformers", "tokens/s", ("M", "S")
+UNIT, PEERS = "tokens/s", {"M": ("transformers",), "S": ("transformers",)}
 
 
 def work(model):
@@ -31,11 +35,10 @@ def ours(folder, model):
     return once
 
 
-def theirs(folder, model):
+def transformers(folder, model):
     import torch
-    from transformers import AutoModelForCausalLM
 
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    net = peers.causal_lm(folder).eval()
     token = torch.from_numpy(np.stack(rows(net.config.vocab_size)))
 
     @torch.inference_mode()

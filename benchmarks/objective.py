@@ -4,7 +4,7 @@ a training step of the model on as many tokens, of which this is a part."""
 import numpy as np
 import train
 
-CASE, PEER, UNIT, MODELS = "objective", "plain", "tokens/s", ("M",)
+UNIT, PEERS = "tokens/s", {"M": ("plain",)}
 ROWS, LENGTH, GROUP = 8, 2048, 4
 
 
@@ -53,7 +53,7 @@ def ours(folder, model):
     return once
 
 
-def theirs(folder, model):
+def plain(folder, model):
     step = train.packed(folder, rows, LENGTH, ROWS)
 
     def once():

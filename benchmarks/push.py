@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import sizes
 
-CASE, PEER, UNIT, MODELS = "push", "plain", "GB/s", (None,)
+UNIT, PEERS = "GB/s", {None: ("plain",)}
 SOURCE = "1GB"
 
 
@@ -49,7 +49,7 @@ def ours(folder, model):
     return once
 
 
-def theirs(folder, model):
+def plain(folder, model):
     data = Path(folder, "model.safetensors").read_bytes()
     where = Path(tempfile.mkdtemp(dir=root(folder)))
 

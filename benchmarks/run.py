@@ -1,17 +1,18 @@
 """areax beside its peers on the same models, weights and work, in one run on one machine.
 
-    python run.py [--quick] [case ...]
+    python run.py [--quick | --check] [case ...]
 
-Each side of a case lives in a process of its own and both take turns, ours first, so that a change in the machine's
-load or clock meets both; the side that waits is blocked. The first repetitions are not counted: they compile. Ratios
-are of medians by the clock, above 1 where areax is better. CPU-seconds are kept beside it, and how many cores other
-programs used meanwhile: above 0.1 the clock says little. Writes results.json and the table in RESULTS.md, where cases
-that were not asked for stay as they were; a quick run writes nothing.
+Each side of a case lives in a process of its own, a peer's in an environment of the peers where it needs one, and all
+take turns, ours first, so that a change in the machine's load or clock meets all; the sides that wait are blocked. The
+first repetitions are not counted: they compile. Ratios are of medians by the clock, above 1 where areax is better.
+CPU-seconds are kept beside it, and how many cores other programs used meanwhile: above 0.1 the clock says little.
+Writes results.json and the table in RESULTS.md, where cases that were not asked for stay as they were.
+
+--quick measures areax alone, with few repetitions and without the large models' long cases, and writes nothing.
 """
 
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,22 +23,24 @@ import tempfile
 import time
 from pathlib import Path
 
+import side
+
 HERE = Path(__file__).parent
 CASES = ("train", "logprob", "generate", "varlen_random", "push", "objective")
-SIDES = ("ours", "theirs")
-REPETITIONS = {"S": 15, "M": 7, None: 15}
+PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # of peers that do not go with our packages
+REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}
 QUICK = 3
-PACKAGES = {"transformers": ("transformers", "torch"), "plain": ()}
 TABLE = "<!-- table: written by run.py -->", "<!-- end of table -->"
 
 
 class Side:
     """A running side.py."""
 
-    def __init__(self, *arguments):
-        self.name = " ".join(arguments)
+    def __init__(self, case: str, model: str | None, name: str, folder: str):
+        self.name = f"{case} {model or ''} {name}"
         self.process = subprocess.Popen(
-            [sys.executable, HERE / "side.py", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [PYTHON.get(name, sys.executable), HERE / "side.py", case, model or "", name, folder],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
 
@@ -65,51 +68,60 @@ class Side:
             self.process.wait()
 
 
-def measure(case: str, model: str | None, folder: str, repetitions: int) -> dict:
-    """One row of results.json."""
+def measure(case: str, model: str | None, folder: str, repetitions: int, peers) -> list[dict]:
+    """The rows of a case for results.json, one a peer; without peers a row of ours alone."""
     module = importlib.import_module(case)
     units, flops = module.work(model)
     with contextlib.ExitStack() as stack:
-        sides, limits = {}, {}
-        for name in SIDES:  # one after the other: they probe the machine's limit
-            sides[name] = Side(case, model or "", name, folder)
+        sides, first = {}, {}
+        for name in ("ours", *peers):  # one after the other: they probe the machine's limit
+            sides[name] = Side(case, model, name, folder)
             stack.callback(sides[name].stop)
-            limits[name] = [sides[name].answer()["limit"]]
-        done: dict[str, list] = {name: [] for name in SIDES}
+            first[name] = sides[name].answer()
+        done: dict[str, list] = {name: [] for name in sides}
         for i in range(2 + repetitions):
-            for name, side in sides.items():
-                repetition = side.repeat()
+            for name, one in sides.items():
+                repetition = one.repeat()
                 if i >= 2:
                     done[name].append(repetition)
-        last = {}
-        for name, side in sides.items():
-            last[name] = side.end()
-            limits[name].append(last[name]["limit"])
-    row = {"case": case, "model": model, "peer": module.PEER}
-    for name in SIDES:
-        row[name] = units / statistics.median(r["wall"] for r in done[name])
-    row |= {"unit": module.UNIT, "ratio": row["ours"] / row["theirs"], "repetitions": repetitions}
-    cpu = {name: statistics.median(r["cpu"] for r in done[name]) for name in SIDES}
-    row["cpu_ratio"] = cpu["theirs"] / cpu["ours"]
-    row["others"] = max(r["others"] for name in SIDES for r in done[name])
-    row["agreement"] = agreement(*(done[name][-1]["result"] for name in SIDES))
-    for name in SIDES:
-        wall = [r["wall"] for r in done[name]]
-        details = {
-            "seconds": statistics.median(wall), "seconds_min": min(wall), "seconds_max": max(wall),
-            "cpu_seconds": cpu[name], "peak_mb": last[name]["peak_mb"],
-        }  # fmt: skip
-        if flops:
-            details["limit_gflops"] = max(limits[name])
-            details["limit_share"] = flops / details["seconds"] / 1e9 / details["limit_gflops"]
-        row[f"{name}_details"] = details
-    return row | origin(module.PEER)
+        last = {name: one.end() for name, one in sides.items()}
+    details = {
+        name: detail(done[name], last[name]["peak_mb"], flops, (first[name]["limit"], last[name]["limit"]))
+        for name in sides
+    }
+    ours = {"case": case, "model": model, "unit": module.UNIT, "repetitions": repetitions}
+    ours |= {"ours": units / details["ours"]["seconds"], "ours_details": details["ours"]}
+    rows = []
+    for peer in peers:
+        row = {"case": case, "model": model, "peer": peer, "ours": ours["ours"]}
+        row |= {"theirs": units / details[peer]["seconds"], "unit": module.UNIT}
+        row["ratio"] = row["ours"] / row["theirs"]
+        row["cpu_ratio"] = details[peer]["cpu_seconds"] / details["ours"]["cpu_seconds"]
+        row["repetitions"] = repetitions
+        row["others"] = max(r["others"] for name in ("ours", peer) for r in done[name])
+        row["agreement"] = agreement(done["ours"][-1]["result"], done[peer][-1]["result"])
+        row |= {"ours_details": details["ours"], "theirs_details": details[peer]}
+        rows.append(row | origin(first[peer]["versions"]))
+    return rows or [ours | origin({})]
 
 
-def origin(peer: str) -> dict:
-    """What a row says of where it was measured."""
+def detail(done: list[dict], peak_mb: float, flops: float | None, limits) -> dict:
+    """What is kept of a side: seconds of its repetitions, memory, and how near it came to its library's limit."""
+    wall = [r["wall"] for r in done]
+    details = {
+        "seconds": statistics.median(wall), "seconds_min": min(wall), "seconds_max": max(wall),
+        "cpu_seconds": statistics.median(r["cpu"] for r in done), "peak_mb": peak_mb,
+    }  # fmt: skip
+    if flops and all(limits):
+        details["limit_gflops"] = max(limits)
+        details["limit_share"] = flops / details["seconds"] / 1e9 / details["limit_gflops"]
+    return details
+
+
+def origin(versions: dict[str, str] | None = None) -> dict:
+    """What a row says of where it was measured; `versions` are those of the peer's packages."""
     return {
-        "versions": {name: importlib.metadata.version(name) for name in ("areax", "jax", *PACKAGES[peer])},
+        "versions": side.versions("ours") | (versions or {}),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}",
     }
@@ -130,9 +142,7 @@ def table(rows) -> str:
     ]
     for r in rows:
         ours, theirs = r["ours_details"], r["theirs_details"]
-        spread = lambda d: f"{d['seconds']:.3g} ({d['seconds_min']:.3g} to {d['seconds_max']:.3g})"
         share = f"{ours['limit_share']:.2f} / {theirs['limit_share']:.2f}" if "limit_share" in ours else ""
-        figure = lambda x: f"{x:,.0f}" if x >= 100 else f"{x:.2f}"
         cells = [
             r["case"], r["model"] or "", r["peer"], f"{figure(r['ours'])} {r['unit']}", figure(r["theirs"]),
             f"**{r['ratio']:.2f}**", f"{r['cpu_ratio']:.2f}", spread(ours), spread(theirs), share,
@@ -142,21 +152,54 @@ def table(rows) -> str:
     return "\n".join(lines)
 
 
+def table_alone(rows) -> str:
+    """The same of a run without peers."""
+    lines = [
+        "| case | model | areax | s a repetition (min to max) | share of matmul limit | peak MB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        d = r["ours_details"]
+        share = f"{d['limit_share']:.2f}" if "limit_share" in d else ""
+        cells = [
+            r["case"],
+            r["model"] or "",
+            f"{figure(r['ours'])} {r['unit']}",
+            spread(d),
+            share,
+            f"{d['peak_mb']:.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def figure(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.2f}"
+
+
+def spread(d: dict) -> str:
+    return f"{d['seconds']:.3g} ({d['seconds_min']:.3g} to {d['seconds_max']:.3g})"
+
+
+def name(row: dict) -> tuple:
+    """What a row is known by: one of the same name takes its place."""
+    return row["case"], row["model"], row["peer"]
+
+
 def merged(rows) -> list[dict]:
-    """These rows in the place of earlier ones of the same case and model."""
-    name = lambda row: (row["case"], row["model"])
-    new = {name(row): row for row in rows}
+    """These rows in the place of earlier ones of the same name, in the order of the cases and their models."""
     page = HERE / "results.json"
     old = json.loads(page.read_text()) if page.exists() else []
-    kept = [new.pop(name(row), row) for row in old]
-    return kept + list(new.values())
+    all_ = list(({name(row): row for row in old} | {name(row): row for row in rows}).values())
+    at = lambda value, values: values.index(value) if value in values else len(values)
+    return sorted(all_, key=lambda row: (at(row["case"], CASES), at(row["model"], list(REPETITIONS))))
 
 
 def origins(rows) -> dict[str, list[str]]:
     """When, where and with which versions rows were measured, and the cases of each."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+        versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
         cases = found.setdefault(f"Measured {row['date']} on {row['machine']}; {versions}", [])
         cases.append(" ".join(filter(None, (row["case"], row["model"]))))
     return found
@@ -174,26 +217,38 @@ def store(rows) -> None:
     page.write_text(f"{before}{begin}\n{head}\n\n{table(rows)}\n{end}{rest.split(end)[1]}")
 
 
-def main(arguments) -> None:
-    quick = "--quick" in arguments
-    wanted = [a for a in arguments if a != "--quick"]
-    if unknown := set(wanted) - set(CASES):
-        sys.exit(f"run.py: a case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+def measured(cases, *, quick: bool = False) -> list[dict]:
+    """The rows of these cases; each is printed when it is there."""
     rows = []
     with tempfile.TemporaryDirectory() as root:
-        for case in wanted or CASES:
+        for case in cases:
             module = importlib.import_module(case)
-            for model in module.MODELS:
+            for model in module.PEERS:
                 if quick and model == "M":
                     continue
                 folder = Path(root, model or module.SOURCE)
                 if not folder.exists():
                     subprocess.run([sys.executable, HERE / "sizes.py", folder.name, folder], check=True)
-                rows.append(measure(case, model, str(folder), QUICK if quick else REPETITIONS[model]))
-                print(json.dumps(rows[-1]), flush=True)
+                peers = () if quick else module.PEERS[model]
+                rows += measure(case, model, str(folder), QUICK if quick else REPETITIONS[model], peers)
+                for row in rows[-max(1, len(peers)) :]:
+                    print(json.dumps(row), flush=True)
+    return rows
+
+
+def main(arguments) -> None:
+    quick = "--quick" in arguments
+    wanted = [a for a in arguments if a != "--quick"] or CASES
+    if unknown := set(wanted) - set(CASES):
+        sys.exit(f"run.py: a case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    if quick:
+        print(table_alone(measured(wanted, quick=True)))
+        return
+    if missing := [peer for peer, python in PYTHON.items() if not python.exists()]:
+        sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; `make bench-env` makes it")
+    rows = measured(wanted)
     print(table(rows))
-    if not quick:
-        store(rows)
+    store(rows)
 
 
 if __name__ == "__main__":

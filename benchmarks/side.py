@@ -1,9 +1,10 @@
 """One side of one case in a process of its own: repeats the work whenever a line arrives on its input.
 
-    python side.py CASE MODEL ours|theirs FOLDER
+    python side.py CASE MODEL SIDE FOLDER
 
-Between repetitions it waits for input, so that the other side has the machine to itself. It answers with JSON lines:
-first what it is ready with, then one for each repetition, and at the end of its input its peak memory.
+SIDE is a function of the case's module: `ours`, or a peer. Between repetitions the process waits for input, so that
+the others have the machine to themselves. It answers with JSON lines: first what it is ready with, then one for each
+repetition, and at the end of its input its peak memory.
 """
 
 import importlib
@@ -14,11 +15,21 @@ import resource
 import sys
 import time
 
+PACKAGES = {
+    "ours": ("areax", "jax"), "transformers": ("transformers", "torch"), "trl": ("trl", "transformers", "torch"),
+    "tunix": ("google-tunix", "jax"), "plain": (),
+}  # fmt: skip
+
+
+def versions(side: str) -> dict[str, str]:
+    """The packages that make up a side, as they are installed for this process."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES[side]}
+
 
 def limit(side: str) -> float:
     """What this process's library reaches in a product of two 2048 x 2048 matrices, GFLOP/s: best of 5."""
     n = 2048
-    if side == "ours":
+    if "jax" in PACKAGES[side]:
         import jax
         import jax.numpy as jnp
 
@@ -58,20 +69,20 @@ def main(case: str, model: str, side: str, folder: str) -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     module = importlib.import_module(case)
-    if side == "theirs" and module.PEER == "transformers":
+    if "torch" in PACKAGES[side]:
         import torch
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch.manual_seed(0)
     once = getattr(module, side)(folder, model)
-    probe = module.PEER == "transformers"
-    ready = {"limit": limit(side) if probe else None}
-    print(json.dumps(ready), file=out)
+    _, flops = module.work(model or None)
+    probe = lambda: limit(side) if flops and side != "plain" else None
+    print(json.dumps({"limit": probe(), "versions": versions(side)}), file=out)
     for _ in sys.stdin:
         print(json.dumps(repetition(once)), file=out)
     getattr(once, "close", lambda: None)()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"peak_mb": peak, "limit": limit(side) if probe else None}), file=out)
+    print(json.dumps({"peak_mb": peak, "limit": probe()}), file=out)
 
 
 if __name__ == "__main__":

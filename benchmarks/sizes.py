@@ -11,6 +11,11 @@ HF = {  # config.json, by name
         hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
         intermediate_size=1536, vocab_size=8192,
     ),
+    "MoE": dict(
+        model_type="qwen3_moe", hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, intermediate_size=512, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=256,
+        norm_topk_prob=True, vocab_size=1024,
+    ),
     # For files alone: 268 million weights, 1.07 GB in fp32.
     "1GB": dict(
         hidden_size=1024, num_hidden_layers=17, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
@@ -32,7 +37,10 @@ def matmul_weights(name: str) -> int:
     """Weights that a token is multiplied with, the head included."""
     c = HF[name]
     heads = 2 * (c["num_attention_heads"] + c["num_key_value_heads"]) * c["head_dim"]
-    layer = c["hidden_size"] * (heads + 3 * c["intermediate_size"])
+    mlp = 3 * c["intermediate_size"]
+    if "num_experts" in c:  # the router, and those of the experts that a token goes to
+        mlp = c["num_experts"] + 3 * c["num_experts_per_tok"] * c["moe_intermediate_size"]
+    layer = c["hidden_size"] * (heads + mlp)
     return c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
 
 

@@ -1,9 +1,11 @@
 """A training step on 8 sequences of 512 tokens: forward, backward, clipping, AdamW; loss on all tokens; fp32."""
 
 import numpy as np
+import peers
 import sizes
 
-CASE, PEER, UNIT, MODELS = "train", "transformers", "tokens/s", ("M", "S")
+UNIT = "tokens/s"
+PEERS = {"M": ("transformers", "tunix"), "S": ("transformers", "tunix"), "MoE": ("transformers",)}
 LENGTHS = [512] * 8
 ADAM = dict(lr=1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01)
 CLIP = 1.0
@@ -55,15 +57,11 @@ def packed(folder, rows, length, count):
     return once
 
 
-def theirs(folder, model):
+def transformers(folder, model):
     import torch
-    from transformers import AutoModelForCausalLM
 
-    net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
-    optimizer = torch.optim.AdamW(
-        net.parameters(), lr=ADAM["lr"], betas=(ADAM["b1"], ADAM["b2"]), eps=ADAM["eps"],
-        weight_decay=ADAM["weight_decay"], fused=True,
-    )  # fmt: skip
+    net = peers.causal_lm(folder).train()
+    optimizer = peers.torch_adamw(net, **ADAM)
     token = torch.from_numpy(np.stack(rows(net.config.vocab_size)))
 
     def once():
@@ -73,5 +71,30 @@ def theirs(folder, model):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
+
+    return once
+
+
+def tunix(folder, model):
+    from tunix.sft import utils
+    from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
+
+    net = peers.tunix_qwen3(folder)
+    trainer = PeftTrainer(net, peers.optax_adamw(ADAM, CLIP), TrainingConfig(eval_every_n_steps=10**9))
+    trainer.is_managed_externally = True  # or `train` would close it after every step
+    trainer.with_gen_model_input_fn(
+        lambda x: {
+            "input_tokens": x.input_tokens,
+            "input_mask": x.input_mask,
+            "positions": utils.build_positions_from_mask(x.input_mask),
+            "attention_mask": utils.make_causal_attn_mask(x.input_mask),
+        }
+    )
+    token = np.stack(rows(net.config.vocab_size)).astype(np.int32)
+    batch = TrainingInput(input_tokens=token, input_mask=np.ones(token.shape, bool))
+
+    def once():
+        trainer.train([batch])
+        return float(trainer._prev_buffered_train_metrics.loss)  # it reports a step late: this is the one just taken
 
     return once

@@ -1,0 +1,117 @@
+"""What the peers' sides of several cases share: the same weights and optimiser, text of token ids, their own loops."""
+
+import json
+import queue
+import threading
+from pathlib import Path
+
+
+def causal_lm(folder: str):
+    """The checkpoint as transformers loads it, in fp32 with its fastest attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def torch_adamw(net, *, lr, b1, b2, eps, weight_decay):
+    """torch's AdamW in one kernel."""
+    import torch
+
+    return torch.optim.AdamW(
+        net.parameters(), lr=lr, betas=(b1, b2), eps=eps, weight_decay=weight_decay, fused=True
+    )  # fmt: skip
+
+
+def optax_adamw(adam: dict, clip: float):
+    """optax's AdamW behind clipping by the global norm."""
+    import optax
+
+    adam = dict(adam)
+    return optax.chain(optax.clip_by_global_norm(clip), optax.adamw(adam.pop("lr"), **adam))
+
+
+def tunix_qwen3(folder: str, mesh=None):
+    """The checkpoint as tunix loads it, in fp32; its rotary base is always 1e6, whatever the config says."""
+    import jax.numpy as jnp
+    from tunix.models.qwen3 import model, params
+
+    hf = json.loads(Path(folder, "config.json").read_text())
+    config = model.ModelConfig(
+        num_layers=hf["num_hidden_layers"], vocab_size=hf["vocab_size"], embed_dim=hf["hidden_size"],
+        hidden_dim=hf["intermediate_size"], num_heads=hf["num_attention_heads"], head_dim=hf["head_dim"],
+        num_kv_heads=hf["num_key_value_heads"], rope_theta=1_000_000, norm_eps=hf["rms_norm_eps"],
+        use_tied_embedding=hf["tie_word_embeddings"],
+    )  # fmt: skip
+    return params.create_model_from_safe_tensors(folder, config, mesh, dtype=jnp.float32)
+
+
+def tunix_sampler(folder: str, vocab: int, length: int):
+    """tunix's Sampler over the checkpoint with a cache of `length` positions, for text of token ids."""
+    from tunix.generate.sampler import CacheConfig, Sampler
+
+    net = tunix_qwen3(folder)
+    c = net.config
+    return Sampler(net, Numbers(vocab), CacheConfig(length, c.num_layers, c.num_kv_heads, c.head_dim))
+
+
+class Numbers:
+    """tunix's idea of a tokenizer, over text that is token ids: "17 4 230". Padding and end are ids that no model of
+    `vocab` tokens can sample."""
+
+    def __init__(self, vocab: int):
+        self.vocab = vocab
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids) -> str:
+        return text(ids)
+
+    def bos_id(self) -> None:
+        return None
+
+    def eos_id(self) -> int:
+        return self.vocab
+
+    def pad_id(self) -> int:
+        return self.vocab + 1
+
+
+def text(ids) -> str:
+    """Token ids as text, for interfaces that take nothing else."""
+    return " ".join(map(str, ids))
+
+
+def paced(loop):
+    """A library's own training loop, one step a call: returns a function that lets it take a step and gives what came.
+
+    `loop(pause)` runs in a thread and calls `pause(result)` before each step, with the result of the step before.
+    """
+    go, came = queue.Queue(), queue.Queue()
+
+    def pause(result=None):
+        came.put(result)
+        go.get()
+
+    def run():
+        try:
+            loop(pause)
+            came.put(RuntimeError("the training loop ended by itself"))
+        except BaseException as problem:  # raised again where the step was asked for
+            came.put(problem)
+
+    def answer():
+        result = came.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    threading.Thread(target=run, daemon=True).start()
+    answer()  # it is about to take the first
+
+    def once():
+        go.put(None)
+        return answer()
+
+    return once
