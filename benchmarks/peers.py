@@ -78,26 +78,45 @@ class Numbers:
         return self.vocab + 1
 
 
+def number_tokenizer(vocab: int):
+    """The same as a tokenizer of transformers."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(i): i for i in range(vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words | {"</s>": vocab, "<pad>": vocab + 1}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+
+
 def text(ids) -> str:
     """Token ids as text, for interfaces that take nothing else."""
     return " ".join(map(str, ids))
+
+
+class Ended(Exception):
+    """Raised in a paced loop when no further step is wanted."""
 
 
 def paced(loop):
     """A library's own training loop, one step a call: returns a function that lets it take a step and gives what came.
 
     `loop(pause)` runs in a thread and calls `pause(result)` before each step, with the result of the step before.
+    The function's `close` ends the loop.
     """
     go, came = queue.Queue(), queue.Queue()
 
     def pause(result=None):
         came.put(result)
-        go.get()
+        if not go.get():
+            raise Ended
 
     def run():
         try:
             loop(pause)
             came.put(RuntimeError("the training loop ended by itself"))
+        except Ended:
+            pass
         except BaseException as problem:  # raised again where the step was asked for
             came.put(problem)
 
@@ -107,11 +126,16 @@ def paced(loop):
             raise result
         return result
 
-    threading.Thread(target=run, daemon=True).start()
-    answer()  # it is about to take the first
-
     def once():
-        go.put(None)
+        go.put(True)
         return answer()
 
+    def close():
+        go.put(False)
+        thread.join()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    answer()  # it is about to take the first step
+    once.close = close
     return once
