@@ -26,7 +26,9 @@ from pathlib import Path
 import side
 
 HERE = Path(__file__).parent
-CASES = ("train", "logprob", "generate", "varlen_random", "push", "objective")
+CASES = (
+    "train", "logprob", "varlen_random", "varlen_sorted", "generate", "continuous", "grpo", "push", "objective",
+)  # fmt: skip
 PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # of peers that do not go with our packages
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}
 QUICK = 3

@@ -52,6 +52,14 @@ def flops(name: str, lengths, *, backward: bool) -> float:
     return (3 if backward else 1) * sum(2 * matmul_weights(name) * n + attention * n * n for n in lengths)
 
 
+def lognormal(count: int, *, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
+    """As many lengths, in random order: the logarithm is normal with this sigma; `mean` is that before the cut."""
+    import numpy as np
+
+    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(np.rint(drawn), 2, longest).astype(int).tolist()
+
+
 def main(name: str, folder: str) -> None:
     """Writes a model with random weights as a Hugging Face directory, which both sides load."""
     import jax
