@@ -126,6 +126,10 @@ bench: $(dev) bench-env ## speed beside transformers, TRL and tunix on the same 
 bench-quick: $(dev) ## areax alone with few repeats, and its share of the machine's limit; printed only, under 3 minutes
 	$(py) benchmarks/run.py --quick
 
+.PHONY: bench-check
+bench-check: $(dev) bench-env ## bench against the ratios that were committed last: fails where one fell, writes nothing
+	$(py) benchmarks/run.py --check
+
 .PHONY: bench-env
 bench-env: $(peers)/.done ## the peers that need an environment of their own, in .venv-bench (1.6 GB)
 

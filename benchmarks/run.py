@@ -8,7 +8,11 @@ first repetitions are not counted: they compile. Ratios are of medians by the cl
 CPU-seconds are kept beside it, and how many cores other programs used meanwhile: above 0.1 the clock says little.
 Writes results.json and the table in RESULTS.md, where cases that were not asked for stay as they were.
 
---quick measures areax alone, with few repetitions and without the large models' long cases, and writes nothing.
+--quick measures areax alone, with few repetitions, of model M training alone, and writes nothing.
+
+--check writes nothing either: it compares with the ratios that were committed last, and ends with 1 where one fell by
+more than TOLERANCE, or where the two sides of a case no longer compute the same. What fell is measured a second time,
+and the better of both counts: on a busy machine one run says little.
 """
 
 import contextlib
@@ -32,6 +36,9 @@ CASES = (
 PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # of peers that do not go with our packages
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}
 QUICK = 3
+LONG = ("logprob", "M"), ("generate", "M"), ("objective", "M")  # which a quick run leaves out
+TOLERANCE = 0.15  # of a committed ratio; medians of one case differ by up to a tenth from run to run
+AGREEMENT = 0.99  # at least, of what the sides of a case computed
 TABLE = "<!-- table: written by run.py -->", "<!-- end of table -->"
 
 
@@ -65,9 +72,8 @@ class Side:
         return last
 
     def stop(self) -> None:
-        if self.process.poll() is None:
+        with self.process:  # closes its pipes, and waits for its end
             self.process.kill()
-            self.process.wait()
 
 
 def measure(case: str, model: str | None, folder: str, repetitions: int, peers) -> list[dict]:
@@ -219,36 +225,77 @@ def store(rows) -> None:
     page.write_text(f"{before}{begin}\n{head}\n\n{table(rows)}\n{end}{rest.split(end)[1]}")
 
 
-def measured(cases, *, quick: bool = False) -> list[dict]:
-    """The rows of these cases; each is printed when it is there."""
+def measured(pairs, *, quick: bool = False) -> list[dict]:
+    """The rows of these (case, model); each is printed when it is there."""
     rows = []
     with tempfile.TemporaryDirectory() as root:
-        for case in cases:
+        for case, model in pairs:
             module = importlib.import_module(case)
-            for model in module.PEERS:
-                if quick and model == "M":
-                    continue
-                folder = Path(root, model or module.SOURCE)
-                if not folder.exists():
-                    subprocess.run([sys.executable, HERE / "sizes.py", folder.name, folder], check=True)
-                peers = () if quick else module.PEERS[model]
-                rows += measure(case, model, str(folder), QUICK if quick else REPETITIONS[model], peers)
-                for row in rows[-max(1, len(peers)) :]:
-                    print(json.dumps(row), flush=True)
+            folder = Path(root, model or module.SOURCE)
+            if not folder.exists():
+                subprocess.run([sys.executable, HERE / "sizes.py", folder.name, folder], check=True)
+            peers = () if quick else module.PEERS[model]
+            new = measure(case, model, str(folder), QUICK if quick else REPETITIONS[model], peers)
+            for row in new:
+                print(json.dumps(row), flush=True)
+            rows += new
     return rows
 
 
+def committed() -> list[dict]:
+    """The rows of results.json as they were committed last."""
+    told = subprocess.run(["git", "show", "HEAD:./results.json"], cwd=HERE, capture_output=True, text=True)
+    if told.returncode:
+        sys.exit(f"run.py: --check needs the git history that results.json lies in, got: {told.stderr.strip()}")
+    return json.loads(told.stdout)
+
+
+def fallen(rows, before) -> dict[tuple, str]:
+    """What is wrong with a row, by its name: its ratio beside that of `before`, or what its sides computed."""
+    ratios = {name(row): row["ratio"] for row in before}
+    found = {}
+    for row in rows:
+        at = " ".join(filter(None, (row["case"], row["model"]))) + f" against {row['peer']}"
+        old = ratios.get(name(row))
+        if row["agreement"] < AGREEMENT:
+            found[name(row)] = f"{at}: both sides must compute the same to {AGREEMENT}, got {row['agreement']:.4f}"
+        elif old is None:
+            print(f"{at}: ratio {row['ratio']:.2f}, and none committed to compare with")
+        elif row["ratio"] < (1 - TOLERANCE) * old:
+            less = 1 - row["ratio"] / old
+            found[name(row)] = f"{at}: ratio {row['ratio']:.2f}, {less:.0%} below the committed {old:.2f}"
+    return found
+
+
+def check(pairs) -> int:
+    """Exit code: 1 where a ratio fell twice, or what is computed differs."""
+    before = committed()
+    first = measured(pairs)
+    low = fallen(first, before)
+    again = measured(sorted({key[:2] for key in low}, key=pairs.index)) if low else []
+    low = {key: told for key, told in fallen(again, before).items() if key in low}
+    print(table(first + again))
+    print("\n".join(low.values()) or f"no ratio fell by more than {TOLERANCE:.0%}")
+    return 1 if low else 0
+
+
 def main(arguments) -> None:
-    quick = "--quick" in arguments
-    wanted = [a for a in arguments if a != "--quick"] or CASES
+    modes = [a for a in arguments if a in ("--quick", "--check")]
+    wanted = [a for a in arguments if a not in modes] or CASES
     if unknown := set(wanted) - set(CASES):
         sys.exit(f"run.py: a case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    if len(modes) > 1:
+        sys.exit("run.py: --quick has no peers to check against; give one of --quick and --check")
+    quick = modes == ["--quick"]
+    pairs = [(case, model) for case in wanted for model in importlib.import_module(case).PEERS]
     if quick:
-        print(table_alone(measured(wanted, quick=True)))
+        print(table_alone(measured([pair for pair in pairs if pair not in LONG], quick=True)))
         return
     if missing := [peer for peer, python in PYTHON.items() if not python.exists()]:
         sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; `make bench-env` makes it")
-    rows = measured(wanted)
+    if modes:
+        sys.exit(check(pairs))
+    rows = measured(pairs)
     print(table(rows))
     store(rows)
 

@@ -78,9 +78,11 @@ def main(case: str, model: str, side: str, folder: str) -> None:
     _, flops = module.work(model or None)
     probe = lambda: limit(side) if flops and side != "plain" else None
     print(json.dumps({"limit": probe(), "versions": versions(side)}), file=out)
-    for _ in sys.stdin:
-        print(json.dumps(repetition(once)), file=out)
-    getattr(once, "close", lambda: None)()
+    try:
+        for _ in sys.stdin:
+            print(json.dumps(repetition(once)), file=out)
+    finally:
+        getattr(once, "close", lambda: None)()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps({"peak_mb": peak, "limit": probe()}), file=out)
 

@@ -1,0 +1,228 @@
+"""The benchmark suite's own logic: turns, rows and their places, the check against committed ratios; no timing."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from areax import models
+from areax.core import param
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def suite(monkeypatch):
+    """Imports modules of the suite, and forgets them: their names are common ones."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+def row(case="train", model="S", peer="tunix", ratio=2.0, agreement=1.0):
+    side = {"seconds": 1.0, "seconds_min": 0.9, "seconds_max": 1.1, "cpu_seconds": 1.5, "peak_mb": 100.0}
+    return {
+        "case": case, "model": model, "peer": peer, "ours": ratio, "theirs": 1.0, "unit": "tokens/s", "ratio": ratio,
+        "cpu_ratio": ratio, "others": 0.0, "agreement": agreement, "ours_details": side, "theirs_details": side,
+        "versions": {"jax": "0.10.2"}, "date": "2026-01-01", "machine": "a machine",
+    }  # fmt: skip
+
+
+def test_sides_take_turns_in_processes_of_their_own(suite, tmp_path, monkeypatch):
+    code = """
+import os, pathlib
+UNIT, PEERS = "things/s", {None: ("plain",)}
+def work(model): return 6, None
+def side(name):
+    def once():
+        with open(pathlib.Path(__file__).with_name("turns"), "a") as file: file.write(f"{name} {os.getpid()}\\n")
+        return 40
+    return once
+def ours(folder, model): return side("ours")
+def plain(folder, model): return side("plain")
+"""
+    (tmp_path / "turns_case.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    [found] = suite("run").measure("turns_case", None, str(tmp_path), 3, ("plain",))
+    turns = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
+    assert [name for name, _ in turns] == ["ours", "plain"] * 5  # two repetitions before those that count
+    assert len({pid for _, pid in turns}) == 2
+    assert (found["case"], found["model"], found["peer"], found["agreement"]) == ("turns_case", None, "plain", 1.0)
+    assert found["ours"] == 6 / found["ours_details"]["seconds"]
+    assert found["ratio"] == pytest.approx(found["theirs_details"]["seconds"] / found["ours_details"]["seconds"])
+    [alone] = suite("run").measure("turns_case", None, str(tmp_path), 1, ())
+    assert "theirs" not in alone and alone["ours"] > 0
+
+
+def test_a_side_that_fails_ends_the_run(suite, tmp_path, monkeypatch):
+    (tmp_path / "failing_case.py").write_text('UNIT, PEERS = "x", {}\ndef work(model): return 1, None\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match="failing_case .* ours ended with code 1"):
+        suite("run").measure("failing_case", None, str(tmp_path), 1, ())
+
+
+def test_a_row_takes_the_place_of_the_same_case_model_and_peer(suite, tmp_path, monkeypatch):
+    run = suite("run")
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    begin, end = run.TABLE
+    (tmp_path / "RESULTS.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    beside = {"case": "async", "model": None, "peer": "sync", "ours": 1, "theirs": 1, "unit": "steps/s", "ratio": 1.0}
+    old = [row("generate"), beside, row(), row(peer="transformers")]
+    (tmp_path / "results.json").write_text(json.dumps(old))
+    run.store([row("train", "M"), row(ratio=3.0)])
+    rows = json.loads((tmp_path / "results.json").read_text())
+    assert [(*run.name(r), r["ratio"]) for r in rows] == [
+        ("train", "M", "tunix", 2.0),
+        ("train", "S", "tunix", 3.0),
+        ("train", "S", "transformers", 2.0),
+        ("generate", "S", "tunix", 2.0),
+        ("async", None, "sync", 1.0),
+    ]
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert page.startswith(f"before\n{begin}\nMeasured 2026-01-01 on a machine; jax 0.10.2: train M, train S")
+    assert page.endswith(f"{end}\nafter\n") and "| train | S | tunix | 3.00 tokens/s | 1.00 | **3.00** |" in page
+    assert "async" not in page and "old" not in page
+
+
+def test_what_fell_is_found(suite, capsys):
+    run = suite("run")
+    before = [row(ratio=2.0), row(peer="transformers", ratio=2.0), row("generate", ratio=2.0)]
+    rows = [row(ratio=1.71), row(peer="transformers", ratio=1.69), row("generate", agreement=0.5), row("grpo")]
+    assert list(run.fallen(rows, before).values()) == [
+        "train S against transformers: ratio 1.69, 16% below the committed 2.00",
+        "generate S against tunix: both sides must compute the same to 0.99, got 0.5000",
+    ]
+    assert "grpo S against tunix: ratio 2.00, and none committed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("second, code", [(1.9, 0), (1.5, 1)])
+def test_what_fell_is_measured_again(suite, monkeypatch, capsys, second, code):
+    run = suite("run")
+    monkeypatch.setattr(run, "committed", lambda: [row(), row("generate")])
+    asked = []
+
+    def measured(pairs):
+        asked.append(list(pairs))
+        return [
+            row(case, model, ratio=[1.0, second][len(asked) - 1] if case == "train" else 2.0) for case, model in pairs
+        ]
+
+    monkeypatch.setattr(run, "measured", measured)
+    assert run.check([("generate", "S"), ("train", "S")]) == code
+    assert asked == [[("generate", "S"), ("train", "S")], [("train", "S")]]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("train S against tunix: ratio 1.50" if code else "no ratio fell")
+
+
+def test_the_rows_that_are_there_are_known_to_the_suite(suite):
+    run = suite("run")
+    rows = json.loads((BENCHMARKS / "results.json").read_text())
+    assert len({run.name(r) for r in rows}) == len(rows)
+    assert {r["case"] for r in rows} <= {*run.CASES, "async", "delta"}
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (["tarin"], "a case must be one of train, "),
+        (["--quick", "--check"], "give one of"),
+        (["--qiuck"], "a case must"),
+    ],
+)
+def test_a_wrong_command_line_ends_in_one_line(suite, given, says):
+    with pytest.raises(SystemExit, match=says):
+        suite("run").main(given)
+
+
+def test_every_case_has_a_side_for_each_peer(suite):
+    run, sizes, side = suite("run"), suite("sizes"), suite("side")
+    for case in run.CASES:
+        module = suite(case)
+        for model, peers in module.PEERS.items():
+            assert model in run.REPETITIONS and (model or module.SOURCE) in sizes.HF
+            assert all(callable(getattr(module, name)) and name in side.PACKAGES for name in ("ours", *peers))
+            units, flops = module.work(model)
+            assert units > 0 and (flops is None or flops >= 0)
+
+
+def test_both_environments_have_the_same_versions():
+    pins = lambda path: dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s#]+)", path.read_text(), re.M))
+    ours, theirs = pins(ROOT / "constraints.txt"), pins(BENCHMARKS / "requirements.txt")
+    assert {name: version for name, version in theirs.items() if name in ours} == {
+        name: ours[name] for name in ("flax", "jax", "numpy", "optax", "orbax-checkpoint")
+    }
+
+
+@pytest.mark.parametrize("name, millions", [("S", 0.85), ("M", 29.4), ("MoE", 13.65)])
+def test_models_have_the_stated_sizes(suite, name, millions):
+    sizes = suite("sizes")
+    table = models.table(models.config_from_hf(sizes.config(name)))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(param.abstract(table, "float32"))
+    weights = {jax.tree_util.keystr(path): x.size for path, x in leaves}
+    assert sum(weights.values()) / 1e6 == pytest.approx(millions, abs=0.05)
+    share = lambda key: 0 if "norm" in key else 2 / 16 if "expert" in key else 1  # of a weight, that a token meets
+    assert sizes.matmul_weights(name) == sum(share(key) * size for key, size in weights.items())
+
+
+def test_lengths_are_lognormal(suite):
+    sizes = suite("sizes")
+    many = np.array(sizes.lognormal(200_000, mean=180, sigma=0.8, longest=10**6, seed=1))
+    assert many.mean() == pytest.approx(180, rel=0.01) and np.log(many).std() == pytest.approx(0.8, rel=0.01)
+    cut = sizes.lognormal(1000, mean=180, sigma=0.8, longest=1024, seed=1)
+    assert (
+        max(cut) == 1024 and min(cut) >= 2 and cut == sizes.lognormal(1000, mean=180, sigma=0.8, longest=1024, seed=1)
+    )
+    lengths = np.array(suite("varlen").LENGTHS)
+    assert len(lengths) == 64 and (lengths.sum(), lengths.max()) == (11598, 727)
+    padded = lambda x: 8 * x.reshape(8, 8).max(1).sum() / x.sum()
+    assert (round(padded(lengths), 2), round(padded(np.sort(lengths)), 2)) == (2.48, 1.24)
+    answers = np.array(suite("continuous").LENGTHS)
+    assert round(16 * answers.reshape(8, 16).max(1).sum() / answers.sum(), 2) == 3.01
+
+
+def test_a_loop_takes_one_step_a_call(suite):
+    peers, log = suite("peers"), []
+
+    def loop(pause):
+        result = None
+        for step in range(100):
+            pause(result)
+            log.append(step)
+            result = step * 10
+
+    once = peers.paced(loop)
+    assert log == []
+    assert [once(), once()] == [0, 10] and log == [0, 1]
+    once.close()
+    assert log == [0, 1]
+
+
+def test_a_loop_that_fails_says_so(suite):
+    def loop(pause):
+        pause()
+        raise KeyError("broken")
+
+    once = suite("peers").paced(loop)
+    with pytest.raises(KeyError, match="broken"):
+        once()
+
+
+def test_text_of_token_ids_comes_back(suite):
+    peers = suite("peers")
+    ids = [7, 0, 511]
+    assert peers.Numbers(512).encode(peers.text(ids)) == ids
+    tokens = peers.number_tokenizer(512)
+    assert tokens.encode(peers.text(ids)) == ids and tokens.decode(ids, skip_special_tokens=True) == peers.text(ids)
+    assert tokens.eos_token_id == peers.Numbers(512).eos_id() == 512
+    assert tokens.pad_token_id == peers.Numbers(512).pad_id() == 513
