@@ -8,16 +8,20 @@ first repetitions are not counted: they compile. Ratios are of medians by the cl
 CPU-seconds are kept beside it, and how many cores other programs used meanwhile: above 0.1 the clock says little.
 Writes results.json and the table in RESULTS.md, where cases that were not asked for stay as they were.
 
+A case is a module: `PEERS` names the peers of each model, `work(model)` says what one repetition is worth, `ours` and a
+function of each peer's name make, from a checkpoint, what is repeated; its result is compared.
+
 --quick measures areax alone, with few repetitions, of model M training alone, and writes nothing.
 
 --check writes nothing either: it compares with the ratios that were committed last, and ends with 1 where one fell by
-more than TOLERANCE, or where the two sides of a case no longer compute the same. What fell is measured a second time,
-and the better of both counts: on a busy machine one run says little.
+more than TOLERANCE, or where the two sides of a case no longer compute the same. A ratio fell if all of its confidence
+interval lies below, and if it does so again when it is measured a second time: on a busy machine one run says little.
 """
 
 import contextlib
 import importlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -104,6 +108,7 @@ def measure(case: str, model: str | None, folder: str, repetitions: int, peers) 
         row = {"case": case, "model": model, "peer": peer, "ours": ours["ours"]}
         row |= {"theirs": units / details[peer]["seconds"], "unit": module.UNIT}
         row["ratio"] = row["ours"] / row["theirs"]
+        row["ratio_interval"] = interval([b["wall"] / a["wall"] for a, b in zip(done["ours"], done[peer], strict=True)])
         row["cpu_ratio"] = details[peer]["cpu_seconds"] / details["ours"]["cpu_seconds"]
         row["repetitions"] = repetitions
         row["others"] = max(r["others"] for name in ("ours", peer) for r in done[name])
@@ -124,6 +129,15 @@ def detail(done: list[dict], peak_mb: float, flops: float | None, limits) -> dic
         details["limit_gflops"] = max(limits)
         details["limit_share"] = flops / details["seconds"] / 1e9 / details["limit_gflops"]
     return details
+
+
+def interval(values) -> tuple[float, float]:
+    """A confidence interval of the median, 95 % from six values on: order statistics, whatever the distribution is."""
+    n, k, outside = len(values), 0, 0.0
+    while (outside := outside + math.comb(n, k) / 2**n) <= 0.025:
+        k += 1
+    k = max(k, 1)
+    return sorted(values)[k - 1], sorted(values)[n - k]
 
 
 def origin(versions: dict[str, str] | None = None) -> dict:
@@ -261,7 +275,7 @@ def fallen(rows, before) -> dict[tuple, str]:
             found[name(row)] = f"{at}: both sides must compute the same to {AGREEMENT}, got {row['agreement']:.4f}"
         elif old is None:
             print(f"{at}: ratio {row['ratio']:.2f}, and none committed to compare with")
-        elif row["ratio"] < (1 - TOLERANCE) * old:
+        elif row["ratio_interval"][1] < (1 - TOLERANCE) * old:
             less = 1 - row["ratio"] / old
             found[name(row)] = f"{at}: ratio {row['ratio']:.2f}, {less:.0%} below the committed {old:.2f}"
     return found

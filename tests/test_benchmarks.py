@@ -32,6 +32,7 @@ def row(case="train", model="S", peer="tunix", ratio=2.0, agreement=1.0):
     side = {"seconds": 1.0, "seconds_min": 0.9, "seconds_max": 1.1, "cpu_seconds": 1.5, "peak_mb": 100.0}
     return {
         "case": case, "model": model, "peer": peer, "ours": ratio, "theirs": 1.0, "unit": "tokens/s", "ratio": ratio,
+        "ratio_interval": (0.95 * ratio, 1.05 * ratio),
         "cpu_ratio": ratio, "others": 0.0, "agreement": agreement, "ours_details": side, "theirs_details": side,
         "versions": {"jax": "0.10.2"}, "date": "2026-01-01", "machine": "a machine",
     }  # fmt: skip
@@ -98,12 +99,20 @@ def test_a_row_takes_the_place_of_the_same_case_model_and_peer(suite, tmp_path, 
 def test_what_fell_is_found(suite, capsys):
     run = suite("run")
     before = [row(ratio=2.0), row(peer="transformers", ratio=2.0), row("generate", ratio=2.0)]
-    rows = [row(ratio=1.71), row(peer="transformers", ratio=1.69), row("generate", agreement=0.5), row("grpo")]
+    rows = [row(ratio=1.63), row(peer="transformers", ratio=1.6), row("generate", agreement=0.5), row("grpo")]
     assert list(run.fallen(rows, before).values()) == [
-        "train S against transformers: ratio 1.69, 16% below the committed 2.00",
+        "train S against transformers: ratio 1.60, 20% below the committed 2.00",
         "generate S against tunix: both sides must compute the same to 0.99, got 0.5000",
     ]
     assert "grpo S against tunix: ratio 2.00, and none committed" in capsys.readouterr().out
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says(suite):
+    interval = suite("run").interval
+    assert interval([3, 1, 2]) == (1, 3) and interval(range(7)) == (0, 6) and interval(range(15)) == (3, 11)
+    drawn = np.random.default_rng(0).exponential(size=(2000, 15))
+    inside = np.mean([low <= np.log(2) <= high for low, high in map(interval, drawn)])
+    assert 0.95 < inside < 0.98  # 0.965 by the binomial distribution
 
 
 @pytest.mark.parametrize("second, code", [(1.9, 0), (1.5, 1)])
