@@ -1,6 +1,7 @@
 """Training state on disk, by Orbax: parameters, optimiser, step and the cursor of the data, whole or not at all."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,22 @@ from ..core.step import State
 class Store:
     """Saved states of one run; `open_store` makes one."""
 
-    def __init__(self, path: Path, manager):
-        self.path, self._manager = path, manager
+    def __init__(self, path: Path, keep: int, stack: contextlib.ExitStack):
+        self.path, self._keep, self._stack = path, keep, stack
+
+    @functools.cached_property
+    def _manager(self):
+        """Orbax's, which is slow to import: a run that begins does without it until it saves."""
+        import orbax.checkpoint as ocp
+
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep)
+        return self._stack.enter_context(ocp.CheckpointManager(self.path, options=options))
 
     @property
     def latest(self) -> int | None:
         """The newest version saved, or None."""
-        return self._manager.latest_step()
+        begun = "_manager" in vars(self) or any(self.path.iterdir())
+        return self._manager.latest_step() if begun else None
 
     def save(self, version: int, state, cursor=None) -> None:
         """Copies the state to the host and writes it in the background; cursor is anything JSON can hold.
@@ -69,14 +79,10 @@ class Store:
 @contextlib.contextmanager
 def open_store(path, *, keep: int = 2) -> Iterator[Store]:
     """The states under `path`, of which the newest `keep` stay; on leaving, what is being written is finished."""
-    import orbax.checkpoint as ocp
-
     path = Path(path).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-    with ocp.CheckpointManager(path, options=options) as manager:
-        yield Store(path, manager)
-        manager.wait_until_finished()
+    with contextlib.ExitStack() as stack:
+        yield Store(path, keep, stack)
 
 
 def _described(tree) -> list[str]:

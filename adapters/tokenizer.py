@@ -30,8 +30,6 @@ REPLACEMENT = "\ufffd"  # what decoding writes for bytes that are not UTF-8, or 
 
 def load(path: str | Path) -> Any:
     """The tokenizer of a model folder, or of a model on the hub by its `owner/name`."""
-    from transformers import AutoTokenizer
-
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
@@ -43,10 +41,24 @@ def load(path: str | Path) -> Any:
                 raise ValueError(f"{file}: damaged or half-written: {error}; copy it again from its source") from None
     elif isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ValueError(f"tokenizer.load: no such folder, got {path}")
+    if _plain(folder):
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
     try:
-        return AutoTokenizer.from_pretrained(folder if folder.is_dir() else path)
+        return Tokenizer.from_pretrained(folder if folder.is_dir() else path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"tokenizer.load: {path} cannot be loaded: {_line(error)}") from None
+
+
+def _plain(folder: Path) -> bool:
+    """Whether tokenizer.json says all, by the class that the folder names. To find out by itself, transformers reads
+    the model's config, for which it imports torch: two seconds."""
+    if not all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return False
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    named = config.get("tokenizer_class") if isinstance(config, dict) and "auto_map" not in config else None
+    return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def save(tokenizer: Any, path: str | Path) -> None:

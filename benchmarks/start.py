@@ -64,9 +64,8 @@ def recipe(name: str, folder: Path, out: Path, cache: Path) -> tuple[float, floa
     first, metrics = 0.0, out / "metrics.jsonl"
     began, cpu = time.perf_counter(), spent()
     with open(f"{out}.log", "w") as log:
-        run = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
-        )
+        here = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+        run = subprocess.Popen(command, stdout=log, stderr=log, env=here)
         while run.poll() is None:
             time.sleep(0.01)
             if not first and metrics.is_file() and metrics.stat().st_size:

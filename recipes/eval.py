@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areax.adapters import tokenizer
+from areax.adapters import compilation, tokenizer
 from areax.recipes import common
 from areax.rollout import agents, binding, episodes, executor, local, names, rewards
 from areax.rollout.workflows import Sampling
@@ -58,6 +58,7 @@ class Config:
 
 def main(config: Config) -> dict:
     """Returns {"accuracy": mean reward, "rows", "samples", "unscorable", "truncated", "length", "stderr"}."""
+    compilation.keep()
     return asyncio.run(evaluate(config))
 
 

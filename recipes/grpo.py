@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import hf, sinks, state, tokenizer, trace, tracker
+from areax.adapters import compilation, hf, sinks, state, tokenizer, trace, tracker
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
@@ -257,6 +257,7 @@ def main(config: Config) -> dict:
     """
     began = time.monotonic()
     common.keep_memory()
+    compilation.keep()
     if config.colocated and not config.serve.inside:
         common.share_devices()
     with processes.job() as index:

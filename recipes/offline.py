@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from areax.adapters import chat, sinks, state, tokenizer, tracker
+from areax.adapters import chat, compilation, sinks, state, tokenizer, tracker
 from areax.core import metrics, packing, step
 from areax.parallel import place, processes
 from areax.recipes import common, learner
@@ -48,6 +48,7 @@ def sampler(tokens) -> Callable[[dict, str], Sample]:
 def run(train: Callable, config) -> dict:
     """`train(config, quiet=)` in every process of the job; its summary in the first, in the others, quiet ones, {}."""
     common.keep_memory()
+    compilation.keep()
     with processes.job() as index:
         if index == 0:
             sinks.check(config.track)

@@ -258,3 +258,12 @@ def test_importing_it_loads_no_transformers():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.split() == [], done.stderr
+
+
+def test_a_folder_that_names_the_plain_class_is_loaded_without_torch(tmp_path):
+    tokenizers.save(SUMS, tmp_path)
+    code = (
+        "import sys; from areax.adapters import tokenizer; "
+        f"assert tokenizer.load({str(tmp_path)!r})('1+1').input_ids; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
