@@ -118,8 +118,9 @@ def serve(
       api_key: requests must carry it, as `Authorization: Bearer KEY`.
     """
     from ..rollout.engine import server
-    from . import compilation
+    from . import compilation, memory
 
+    memory.keep_memory()  # new weights then take the place of those before them
     compilation.keep()
     server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=api_key)
     return 0

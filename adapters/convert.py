@@ -22,7 +22,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
     target = Path(destination)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"convert: {destination} exists already; choose another destination, or remove it first")
-    config, params = hf.load(source, dtype=None)
+    config, params, _ = hf.mapped(source, dtype=None)
     path = hf.save(destination, config, params, dtype, base=source)
     manifest = json.loads((path / hf.MANIFEST).read_bytes())
     return {

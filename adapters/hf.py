@@ -88,8 +88,67 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
     return from_tensors(config, safetensors.read(path), str(path), dtype, mesh, init_missing)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """A leaf as the tensors of its layers in the files, of which none is read before it is asked for.
+
+    Attributes:
+      tensors: by their place along the leading axes.
+      dtype: in which `leaf[i]` gives layer i.
+    """
+
+    tensors: Mapping[tuple[int, ...], np.ndarray]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        """A view of the file where it can be one."""
+        if (i,) in self.tensors:
+            return self.tensors[i,].astype(self.dtype, copy=False)
+        return np.stack([x for at, x in self.tensors.items() if at[0] == i]).reshape(self.shape[1:]).astype(self.dtype)
+
+
+def mapped(path: str | os.PathLike, dtype="float32"):
+    """(config, params, manifest.json or None) of a checkpoint, for those who read each weight once: the files are
+    mapped into memory, a leaf over layers is `Parts`, any other a numpy array. As strict as `load`, and as `verify`.
+    """
+    path = Path(path)
+    config, tensors = read_config(path), safetensors.read(path)
+    manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    if manifest is not None:
+        compare(path, manifest, tensors)
+    config, tree, tensors, keys, _ = _matched(config, tensors, str(path), ())
+
+    def view(leaf):
+        parts = [tensors[key] for key in keys[leaf.path]]
+        wanted = np.dtype(leaf.param.dtype or dtype or np.result_type(*parts))
+        if not leaf.apart:
+            return parts[0].astype(wanted, copy=False)
+        return Parts(dict(zip(np.ndindex(*leaf.apart), parts, strict=True)), leaf.shape, wanted)
+
+    return config, jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf)), manifest
+
+
 def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32", mesh=None, init_missing=()):
     """(config, params) from tensors by checkpoint key, as strict as `load`; `where` begins its messages."""
+    config, _, tensors, keys, drawn = _matched(config, tensors, where, init_missing)
+    table = models.table(config)
+    shardings = () if mesh is None else (rules.of_params(table, mesh),)
+
+    def fill(leaf, sharding=None):
+        if leaf.path in drawn:
+            one = param.Table({leaf.path: leaf.param}, (), table.dims)
+            return jax.jit(lambda: param.init(jax.random.key(0), one)[leaf.path], out_shardings=sharding)()
+        return place(leaf, [tensors[key] for key in keys[leaf.path]], dtype, sharding)
+
+    return config, param.tree_map(fill, table, *shardings)
+
+
+def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing):
+    """(config, leaves of its table, tensors, each leaf's keys, paths of leaves to draw), or ValueError."""
     if not set(init_missing) <= set(HEADS):
         raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
     tensors = _one_by_one(tensors)
@@ -112,18 +171,9 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
     for leaf in _leaves(tree):
         for key in keys[leaf.path] if leaf.path not in drawn else ():
             check_tensor(key, tensors[key], leaf, where)
-    shardings = () if mesh is None else (rules.of_params(table, mesh),)
-
-    def fill(leaf, sharding=None):
-        if leaf.path in drawn:
-            one = param.Table({leaf.path: leaf.param}, (), table.dims)
-            return jax.jit(lambda: param.init(jax.random.key(0), one)[leaf.path], out_shardings=sharding)()
-        return place(leaf, [tensors[key] for key in keys[leaf.path]], dtype, sharding)
-
-    params = param.tree_map(fill, table, *shardings)
     if drawn or scored:  # a backbone with a head is bare no longer
         config = dataclasses.replace(config, prefix="model.")
-    return config, params
+    return config, tree, tensors, keys, drawn
 
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
@@ -328,6 +378,9 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     indices = list(np.ndindex(*leaf.apart))
     x = param.merged(x) if isinstance(x, param.Adapted) else x
+    if isinstance(x, Parts):
+        yield from (x.tensors[index].astype(wanted, copy=False) for index in indices)
+        return
     if on_host(x):
         host = np.asarray(x)
         yield from (host[index].astype(wanted, copy=False) for index in indices)

@@ -1,7 +1,6 @@
 """What every recipe needs: memory that is kept, a mesh, a model and rows from a path, a stop that waits for a step."""
 
 import contextlib
-import ctypes
 import math
 import os
 import signal
@@ -15,31 +14,14 @@ import jax
 
 from areax import models
 from areax.adapters import datasets, hf, tokenizer
+from areax.adapters.memory import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
 from areax.rollout import client, local, names
 from areax.rollout.engine import inside
 from areax.rollout.server import Handover
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-MOST = 2**31 - 1
-
 merge = jax.jit(metrics.merge_trees)  # one computation instead of five a metric
-
-
-def keep_memory() -> None:
-    """Lets this process keep the memory of a step on the CPU for the next; to be called before JAX computes anything.
-
-    By default each step runs in a thread of its own and the C library gives its memory back to the system, which maps
-    and clears it anew for the next: 285,000 page faults a step on a model of 29M weights, 5 % of its time, or 25 % on a
-    virtual machine that gives free memory back to its host. Helps calls from the main thread; the first arena alone can
-    grow at will. Where the C library is not glibc nothing is kept.
-    """
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    libc = ctypes.CDLL(None)
-    # Setting the second alone would fix the first where it starts, at 128 KiB. Older versions take 32 MiB at most.
-    if hasattr(libc, "mallopt") and (libc.mallopt(MMAP_THRESHOLD, MOST) or libc.mallopt(MMAP_THRESHOLD, 1 << 25)):
-        libc.mallopt(TRIM_THRESHOLD, MOST)
 
 
 def share_devices() -> None:
@@ -187,17 +169,19 @@ async def fleet(
     Args:
       first: gives label and weights that a server inside this process begins with, in place of the checkpoint's.
     """
+    prepare = None
     async with contextlib.AsyncExitStack() as stack:
         if urls:
             reached = client.connect(urls, concurrency=concurrency, stagers=stagers, handover=handover)
         elif serve.inside:
             one = inside.serving(os.fspath(path), first, slots=serve.slots, context=serve.context, dtype=serve.dtype)
-            url, handover = stack.enter_context(one)
+            url, own = stack.enter_context(one)
+            handover, prepare = own, own.stage
             reached = client.connect([url], concurrency=concurrency, handover=handover)
         else:
-            own = await stack.enter_async_context(local.servers(path, serve, log))
-            reached = client.connect(own.urls, concurrency=concurrency, restart=own.restart)
+            started = await stack.enter_async_context(local.servers(path, serve, log))
+            reached = client.connect(started.urls, concurrency=concurrency, restart=started.restart)
         fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
-            server.handover = handover
+            server.handover, server.prepare = handover, prepare
         yield fleet

@@ -107,6 +107,7 @@ async def _introduce(server: Server, ready_s: float) -> None:
     server.labels = [await server.weight_label(timeout_s=ready_s)]
     info = await server.server_info(timeout_s=ready_s)
     server.seeded = info.get("enable_deterministic_inference") is True
+    server.stages = info.get("stages_weights") is True
     server.ranks = int(info.get("tp_size") or 1)
     server.layout = json.dumps([info.get(name) for name in LAYOUT])
     server.released = any(state.get("released") for state in info.get("internal_states") or ())  # by a run that died

@@ -132,10 +132,12 @@ class Server:
       labels: weight labels it may report, in the order they were given to it.
       admitted: index in `labels` of the newest one that was verified.
       seeded: it honours `sampling_seed`.
+      stages: it can read new weights beside those in use, before it is paused for them.
       ranks: processes that share its weights, each of which is given them.
       layout: how it holds weights (dtype, quantisation, parallelism): servers alike have the same checksums.
       stager: fetches versions to where it can read them; None where it sees the trainer's files.
       handover: gives it the arrays of a version that has some; None = it reads the directory.
+      prepare: makes such arrays ready beside the weights in use, before it is paused for them.
       checker: it may have checksums of its weights.
       proved: set unless it has weights that are yet to be proved; its answers wait for that.
       state: healthy; resting (it gave its memory back, until the next push); suspect (a connection failed); poisoned (a
@@ -159,10 +161,12 @@ class Server:
     labels: list[str] = field(default_factory=list)
     admitted: int = 0
     seeded: bool = False
+    stages: bool = False
     ranks: int = 1
     layout: str = ""
     stager: Stages | None = None
     handover: Handover | None = None
+    prepare: Callable[[Published], Awaitable[None]] | None = None
     checker: bool = True
     proved: asyncio.Event = field(default_factory=_set)
     state: State = "healthy"
@@ -202,13 +206,18 @@ class Server:
         return await self.stager.stage(weights) if self.stager else Staged(weights.directory)
 
     async def load_weights(self, weights: Published, mode: str) -> Loaded:
-        """Pause, reclaim, load, see that it reports this label, continue, see that it holds these weights.
+        """Stage, pause, reclaim, load, see that it reports this label, continue, see that it holds these weights.
 
         Raises Unreached where nothing came of it, RuntimeError or ValueError where a part failed: the server may then
         be paused, or hold new weights under an old name, and what it answers after that is not let through.
         """
         now = asyncio.get_running_loop().time
         directory = (await self.stage(weights)).directory
+        files = not (self.handover and weights.arrays is not None)
+        if not files and self.prepare:
+            await self.prepare(weights)
+        elif files and self.stages and not self.released:
+            await self.stage_weights_from_disk(directory)
         paused = now()
         await self.pause(mode, reach_s=REACH_S)
         self.pauses += 1
@@ -216,10 +225,10 @@ class Server:
         self.proved.clear()
         self.labels.append(weights.label)  # what is sampled from here on may carry it
         loading = now()
-        if self.handover and weights.arrays is not None:
-            await self.handover(self, weights, mode != "in_place")
-        else:
+        if files:
             await self.update_weights_from_disk(directory, weights.label, flush_cache=mode != "in_place")
+        elif self.handover:
+            await self.handover(self, weights, mode != "in_place")
         self.cached.clear()  # what old weights computed is flushed, or not found any more
         load_s = now() - loading
         reported = await self.weight_label()
@@ -278,6 +287,11 @@ class Server:
         answer = await self.call("POST", where, body, timeout_s=timeout_s)
         if answer.get("success") is not True:
             raise RuntimeError(f"{self.url}{where}: {answer.get('message') or answer}")
+
+    async def stage_weights_from_disk(self, path: str, *, timeout_s: float = 600.0) -> None:
+        """Has it read the checkpoint directory `path` beside the weights in use, for an update to come."""
+        where = "/stage_weights_from_disk"
+        await self.call("POST", where, {"model_path": path}, timeout_s=timeout_s, reach_s=REACH_S)
 
     async def release_memory(self, *, timeout_s: float = 120.0) -> None:
         """Has it put back what it runs, and give its memory to others; it then needs `load_weights`.

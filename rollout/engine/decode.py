@@ -12,7 +12,9 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ...adapters import hf
 from ...core import logprobs
 from ...models import attention, layers, rope
 from ...models import transformer as models
@@ -44,20 +46,30 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@jax.jit
-def stage(params):
-    """The weights as decoding reads them: copies, a list of layers, matrices transposed (the head too where tied)."""
+def stage(params, device):
+    """The weights as decoding reads them: copies, a list of layers, matrices transposed (the head too where tied).
 
-    def one(i):
-        return lambda w: layers.Transposed(w[i].T) if w.ndim == 3 else w[i]
-
+    One tensor at a time, so that a device which decodes meanwhile is never kept for long. Leaves may be arrays or
+    `hf.Parts`; what lies in host memory is read where it lies.
+    """
+    here = lambda w: w if isinstance(w, hf.Parts) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
+    ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
+    turned = lambda w: layers.Transposed(ready(w, True))
+    one = lambda w: turned(w) if w.ndim == 2 else ready(w, False)
+    top = {name: here(w) for name, w in params.items() if name != "stacks"}
+    stacks = [jax.tree.map(here, stack) for stack in params["stacks"]]
     depth = lambda stack: len(jax.tree.leaves(stack)[0])
     return {
-        "embed": jnp.copy(params["embed"]),
-        "norm": jnp.copy(params["norm"]),
-        "head": layers.Transposed(models.head(params).T),
-        "layers": [jax.tree.map(one(i), stack) for stack in params["stacks"] for i in range(depth(stack))],
+        "embed": ready(top["embed"], False),
+        "norm": ready(top["norm"], False),
+        "head": turned(models.head(top)),
+        "layers": [jax.tree.map(lambda w, i=i: one(w[i]), stack) for stack in stacks for i in range(depth(stack))],
     }
+
+
+@functools.partial(jax.jit, static_argnames=("turned",))
+def _copied(w, *, turned: bool):
+    return w.T if turned else jnp.copy(w)
 
 
 def with_adapters(weights, index_B):
@@ -83,6 +95,19 @@ def spans(layer) -> list[slice]:
     """Positions of each segment of a layer's caches."""
     ends = list(itertools.accumulate(keys.shape[-1] for keys, _ in layer))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@functools.partial(jax.jit, donate_argnames=("caches",))
+def wipe(caches, filled):
+    """The caches with zeros for the first `filled` positions of the values. Keys may stay as they are: of what a query
+    does not see, the score is replaced, but a value that is not finite would not vanish under a weight of 0."""
+
+    def clean(values):
+        zero = jnp.zeros((1, *values.shape[1:]), values.dtype)
+        put = lambda i, values: jax.lax.dynamic_update_slice(values, zero, (i, 0, 0, 0, 0))
+        return jax.lax.fori_loop(0, -(-filled // values.shape[3]), put, values)
+
+    return [(keys, clean(values)) for keys, values in caches]
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))

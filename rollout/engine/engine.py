@@ -161,22 +161,35 @@ class Engine:
         """Goes on after a pause."""
         self._call(lambda: setattr(self, "paused", False))
 
-    def load(self, params, version: str, *, flush: bool = True) -> None:
-        """Serves new weights from the next dispatch on; returns when they are in place.
+    def stage(self, params) -> Any:
+        """New weights for `swap`, made beside the live ones while requests go on.
 
-        They are staged beside the live ones first. While not paused, running requests finish under the old weights and
-        others wait.
+        Args:
+          params: the model's parameter tree: arrays, or what `hf.mapped` gives.
+
+        Raises:
+          ValueError: parameters of another shape or dtype, or memory for weights that is released.
+        """
+        self._needs_memory()
+        return self._slots.stage(params)
+
+    def load(self, params, version: str, *, flush: bool = True) -> None:
+        """`stage` and `swap`."""
+        self.swap(self.stage(params), version, flush=flush)
+
+    def swap(self, weights, version: str, *, flush: bool = True) -> None:
+        """Serves staged weights from the next dispatch on; returns when they are in place.
+
+        While not paused, running requests finish under the old weights and others wait.
 
         Args:
           flush: forget what old weights cached. False lets requests that were paused in place go on over the old
             weights' cache, which is neither model's distribution.
 
         Raises:
-          ValueError: parameters of another shape or dtype, requests paused in place while flush is asked for, or memory
-            for weights that is released; the old weights stay.
+          ValueError: requests paused in place while flush is asked for, or memory for weights that is released; the old
+            weights stay.
         """
-        self._needs_memory()
-        weights = self._slots.stage(params)
 
         def swap():
             self._needs_memory()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,10 +45,10 @@ class Weights:
 @contextlib.contextmanager
 def serving(
     path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, dtype: str
-) -> Iterator[tuple[str, Callable]]:
+) -> Iterator[tuple[str, Inside]]:
     """Serves the model of the checkpoint folder `path` on a free port of the loopback interface until the block ends.
 
-    Yields its address, and its `rollout.server.Server.handover`, which takes a `Weights` as arrays.
+    Yields its address, and what gives it a `Weights` as arrays.
 
     Args:
       first: gives the label and the weights to begin with, of which nothing is kept here; None = those in the folder,
@@ -74,7 +73,7 @@ def serving(
                 if not thread.is_alive():
                     raise RuntimeError("the generation server in this process ended before it was ready")
                 time.sleep(0.01)
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}", functools.partial(_handover, service)
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}", Inside(service)
         finally:
             service.engine.abort_all()
             uvicorn.should_exit = True
@@ -86,8 +85,29 @@ def _given(first: Callable[[], tuple[str, Weights]], dtype: str) -> tuple:
     return label, weights.config, weights.cast(dtype), weights.checksums()
 
 
-async def _handover(service: http.Service, _, weights, flush_cache: bool) -> None:
-    """Raises ValueError if the arrays are of another model: the old weights stay."""
-    new: Weights = weights.arrays
-    await asyncio.to_thread(lambda: service.engine.load(new.cast(service.dtype), weights.label, flush=flush_cache))
-    service.checksums = new.checksums()
+class Inside:
+    """Gives the engine of this process the arrays of a version: a `rollout.server.Server`'s `handover`, by which they
+    take the place of the old ones; `stage` is its `prepare`."""
+
+    def __init__(self, service: http.Service):
+        self._service = service
+        self._staged: tuple[Any, Any] = None, None  # a version's arrays, and what the engine made of them
+
+    async def stage(self, weights) -> None:
+        """Makes them ready beside the live ones, while requests go on. Raises ValueError as the call."""
+        if not self._service.engine.released:
+            await self._ready(weights.arrays)
+
+    async def _ready(self, new: Weights) -> Any:
+        if self._staged[0] is not new:
+            self._staged = None, None  # never three of them in memory
+            stage = self._service.engine.stage
+            self._staged = new, await asyncio.to_thread(lambda: stage(new.cast(self._service.dtype)))
+        return self._staged[1]
+
+    async def __call__(self, _, weights, flush_cache: bool) -> None:
+        """Raises ValueError if the arrays are of another model: the old weights stay."""
+        ready = await self._ready(weights.arrays)
+        self._staged = None, None
+        await asyncio.to_thread(self._service.engine.swap, ready, weights.label, flush=flush_cache)
+        self._service.checksums = weights.arrays.checksums()

@@ -12,8 +12,10 @@ import base64
 import dataclasses
 import functools
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,20 @@ from .request import Progress, Request, Sampling
 
 PAUSES = ("abort", "retract", "in_place")
 HEALTHY_S = 20.0  # how long /health waits for a sign of life
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """Weights that wait beside those in use.
+
+    Attributes:
+      files: what `state_of` said of the folder `path` when they were read.
+    """
+
+    path: str
+    files: frozenset
+    weights: Any
+    checksums: dict[str, str]
 
 
 class Service:
@@ -51,6 +67,7 @@ class Service:
         self.bridge: Bridge  # made on the event loop, when the server starts
         self.piece = functools.lru_cache(65536)(self._piece)
         self._updating: asyncio.Lock
+        self._staged: Staged | None = None
 
     def open(self) -> None:
         """To be called on the event loop before the first request."""
@@ -74,6 +91,7 @@ class Service:
             Route("/flush_cache", self.flush_cache, methods=either),
             Route("/release_memory_occupation", self.release_memory_occupation, methods=either),
             Route("/resume_memory_occupation", self.resume_memory_occupation, methods=either),
+            Route("/stage_weights_from_disk", self.stage_weights_from_disk, methods=post),
             Route("/update_weights_from_disk", self.update_weights_from_disk, methods=post),
             Route("/update_weight_version", self.update_weight_version, methods=post),
             Route("/weights_checker", self.weights_checker, methods=either),
@@ -195,6 +213,7 @@ class Service:
                 "max_req_input_len": self.engine.context,
                 "enable_deterministic_inference": True,
                 "enable_lora": True,
+                "stages_weights": True,
                 "max_lora_rank": None,
                 "lora_target_modules": ["all"],
                 "startup_time": self.started,
@@ -248,7 +267,10 @@ class Service:
     # -- memory ----------------------------------------------------------------------------------
 
     async def release_memory_occupation(self, http: HTTPRequest) -> Response:
-        await asyncio.to_thread(self.engine.release, tags(await read(http)))
+        named = tags(await read(http))
+        if "weights" in named:
+            self._staged = None
+        await asyncio.to_thread(self.engine.release, named)
         return Answer(None)
 
     async def resume_memory_occupation(self, http: HTTPRequest) -> Response:
@@ -270,21 +292,44 @@ class Service:
         message = f"Succeeded to update model weights. Weight version updated to {version}."
         return Answer({"success": True, "message": message, "num_paused_requests": 0})
 
-    async def _update(self, body: dict) -> str:
+    async def stage_weights_from_disk(self, http: HTTPRequest) -> Response:
+        """Reads a checkpoint folder of the same model beside the weights in use, while requests go on: an update from
+        this folder then takes what is there already, and generation need not stop for longer than that."""
+        body = await read(http)
+        async with self._updating:
+            try:
+                await self._stage(body, "/stage_weights_from_disk")
+            except ValueError as error:
+                return Answer({"success": False, "message": str(error)}, 400)
+        return Answer({"success": True, "message": "Staged model weights."})
+
+    async def _stage(self, body: dict, route: str) -> Staged:
         path: Any = body.get("model_path")
+        bodies.rule(isinstance(path, str), "model_path", "must name a checkpoint folder", path)
+        bodies.refuse(body, {"load_format": (None, "auto", "safetensors")}, route)
+        files = await asyncio.to_thread(state_of, path)
+        if self._staged is None or (self._staged.path, self._staged.files) != (path, files):
+            self._staged = None  # never three of them in memory
+            self._staged = await asyncio.to_thread(self._read, path, files)
+        return self._staged
+
+    def _read(self, path: str, files: frozenset) -> Staged:
+        config, params, checksums = read_weights(path, self.dtype)
+        self._same_model(config, path)
+        return Staged(path, files, self.engine.stage(params), checksums)
+
+    async def _update(self, body: dict) -> str:
         version: Any = body.get("weight_version")
         flush = bodies.boolean({"flush_cache": True, **body}, "flush_cache")
-        bodies.rule(isinstance(path, str), "model_path", "must name a checkpoint folder", path)
         named = version is None or isinstance(version, str) and version
         bodies.rule(named, "weight_version", "must be a string that is not empty", version)
-        bodies.refuse(body, {"load_format": (None, "auto", "safetensors")}, "/update_weights_from_disk")
-        config, params, checksums = await asyncio.to_thread(read_weights, path, self.dtype)
-        self._same_model(config, path)
-        version = version or f"unnamed-{together(checksums)[:8]}"  # tokens must not carry the old weights' label
+        staged = await self._stage(body, "/update_weights_from_disk")
+        # Tokens must not carry the old weights' label.
+        version = version or f"unnamed-{together(staged.checksums)[:8]}"
         if bodies.boolean(body, "abort_all_requests"):
             self.engine.abort_all()
-        await asyncio.to_thread(self.engine.load, params, version, flush=flush)  # waits for what runs, unless paused
-        self.path, self.checksums = path, checksums
+        await asyncio.to_thread(self.engine.swap, staged.weights, version, flush=flush)  # waits for what runs
+        self.path, self.checksums, self._staged = staged.path, staged.checksums, None
         return version
 
     def _same_model(self, config, path: str) -> None:
@@ -315,18 +360,26 @@ class Service:
         return Answer({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": whole})
 
 
+def state_of(path: str) -> frozenset:
+    """(name, inode, size, time of the last change) of the files in a folder; empty where there is no folder."""
+    if not Path(path).is_dir():
+        return frozenset()
+    found = ((file.name, file.stat()) for file in os.scandir(path))
+    return frozenset((name, is_.st_ino, is_.st_size, is_.st_mtime_ns) for name, is_ in found)
+
+
 def read_weights(path: str, dtype: str) -> tuple[Any, Any, dict[str, str]]:
     """(config, parameters, xxh3-128 of each tensor by its name) of a checkpoint folder, complete and as its
-    manifest.json says, where it has one.
+    manifest.json says, where it has one. The parameters are views of its files, as of `hf.mapped`.
 
     Raises:
       ValueError: as `hf.load` and `hf.verify`.
     """
-    manifest = hf.verify(path)
-    config, params = hf.load(path, dtype=dtype)
+    config, params, manifest = hf.mapped(path, dtype)
     if manifest is not None:
         return config, params, {name: entry["xxh3_128"] for name, entry in manifest["tensors"].items()}
-    specs, tensors = hf.to_tensors(config, params, hf.save_dtype(config, params))
+    stored = hf.mapped(path, None)[1]
+    specs, tensors = hf.to_tensors(config, stored, hf.save_dtype(config, stored))
     digest = lambda tensor: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
     return config, params, {name: digest(tensor) for name, tensor in zip(specs, tensors, strict=True)}
 

@@ -91,6 +91,7 @@ class Slots:
         self.weights: Any = self.stage(params)
         self.adapters = Adapters()
         self._caches: Any = None
+        self._filled = 0  # positions of the caches that something was written to
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
         self.clear()
 
@@ -112,7 +113,7 @@ class Slots:
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
         with self._alone():
-            return jax.block_until_ready(programs.stage(jax.device_put(params, self._device)))
+            return programs.stage(params, self._device)
 
     def release(self, *, weights: bool, caches: bool) -> None:
         """Gives device memory back at once, while nothing runs. `clear` makes new caches, weights have to be set."""
@@ -121,7 +122,7 @@ class Slots:
         if weights:
             self.weights = None
         if caches:
-            self._caches = None
+            self._caches, self._filled = None, 0
             self._forget()
 
     @property
@@ -142,10 +143,14 @@ class Slots:
             return self.adapters.add(staged)
 
     def clear(self) -> None:
-        """Forgets which prompts slots hold; while nothing runs, caches are new: no NaN of diverged weights lives on."""
+        """Forgets which prompts slots hold; while nothing runs, caches are wiped: no NaN of diverged weights lives on."""
         if not self.running:
             with self._alone():
-                self._caches = programs.caches(self.config, self.count, self.context, self._dtype)
+                if self._caches is None:
+                    self._caches = programs.caches(self.config, self.count, self.context, self._dtype)
+                else:
+                    self._caches = programs.wipe(self._caches, self._filled)
+                self._filled = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -209,6 +214,7 @@ class Slots:
             self._with_adapters(), self._caches, self._state, wanted, config=self.config, steps=self.steps
         )
         self._state[:, position] = position_S
+        self._filled = max(self._filled, int(self._state[:, position].max()) + 1)
         self.counts["dispatches"] += 1
         made_S = (self._state[:, position] - before_S).tolist()
         token_SU, logp_SU = (np.asarray(out[name]).T.tolist() for name in ("token", "logp"))
@@ -275,6 +281,7 @@ class Slots:
         self._caches, hidden_PTD, routed_PTLK = programs.prefill(
             self._with_adapters(), self._caches, token_PT, adapter_P, row_S, slot_S, len(places), config=self.config
         )
+        self._filled = max(self._filled, token_PT.shape[1])
         self.counts["prefills"] += 1
         self.counts["prefilled_tokens"] += sum(len(row.prefix) for row in rows)
         for i, slot in places:
