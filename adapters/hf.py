@@ -112,15 +112,11 @@ class Parts:
 
 
 def mapped(path: str | os.PathLike, dtype="float32"):
-    """(config, params, manifest.json or None) of a checkpoint, for those who read each weight once: the files are
-    mapped into memory, a leaf over layers is `Parts`, any other a numpy array. As strict as `load`, and as `verify`.
-    """
-    path = Path(path)
-    config, tensors = read_config(path), safetensors.read(path)
-    manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
-    if manifest is not None:
-        compare(path, manifest, tensors)
-    config, tree, tensors, keys, _ = _matched(config, tensors, str(path), ())
+    """(config, params, verify) of a checkpoint, as strict as `load`, for those who read each weight once: the files are
+    mapped into memory, a leaf over layers is `Parts`, any other a numpy array. `verify()` does as the function of that
+    name, on these very bytes."""
+    config, stored = read_config(path), safetensors.read(path)
+    config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
 
     def view(leaf):
         parts = [tensors[key] for key in keys[leaf.path]]
@@ -129,7 +125,8 @@ def mapped(path: str | os.PathLike, dtype="float32"):
             return parts[0].astype(wanted, copy=False)
         return Parts(dict(zip(np.ndindex(*leaf.apart), parts, strict=True)), leaf.shape, wanted)
 
-    return config, jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf)), manifest
+    params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
+    return config, params, functools.partial(_verified, Path(path), stored)
 
 
 def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32", mesh=None, init_missing=()):
@@ -207,10 +204,14 @@ def verify(path: str | os.PathLike) -> dict | None:
       ValueError: the tensors are not those of the manifest; names the first that differs.
     """
     path = Path(path)
+    return _verified(path, safetensors.read(path)) if (path / MANIFEST).is_file() else None
+
+
+def _verified(path: Path, tensors: Mapping[str, np.ndarray]) -> dict | None:
     if not (path / MANIFEST).is_file():
         return None
     manifest = read_json(path / MANIFEST)
-    compare(path, manifest, safetensors.read(path))
+    compare(path, manifest, tensors)
     return manifest
 
 

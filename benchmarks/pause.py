@@ -5,7 +5,7 @@
 A server in this process decodes long requests; versions are pushed to it from files, as a run pushes them, beside that.
 Between two dispatches the engine delivers tokens and lets requests in; that is the usual gap. The longest gap of a push
 is how long generation stood still for it: the pause, the swap, the continuation. Computing prompts anew, which
-`retract` has it do and `in_place` does not, is work and told apart. With --write it is the case `pause` of results.json.
+`retract` has it do and `in_place` does not, is work and told apart. With --write it is case `pause` of results.json.
 """
 
 import argparse
@@ -30,8 +30,9 @@ def watched() -> tuple[list, list]:
 
     spans: tuple[list, list] = [], []
     for name, its in zip(("step", "enter"), spans, strict=True):
+        work = getattr(Slots, name)
 
-        def timed(*arguments, work=getattr(Slots, name), its=its):
+        def timed(*arguments, work=work, its=its):
             begin = time.perf_counter()
             try:
                 return work(*arguments)
@@ -99,9 +100,7 @@ def main() -> None:
     parser.add_argument("--model", default="1GB", help="of sizes.py")
     parser.add_argument("--pushes", type=int, default=5)
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument(
-        "--tokens", type=int, default=1900, help="new tokens of a request: they must outlast the pushes"
-    )
+    parser.add_argument("--tokens", type=int, default=1900, help="of a request, which must outlast the pushes")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     import jax

@@ -1,10 +1,16 @@
-"""Publishing 1 GB of weights (named as in Hugging Face, hashed, synced, with a manifest, by rename) where servers on
-this machine read it, against a plain write of the same bytes to the same file system.
+"""Bringing 1 GB of new weights to a server on this machine: from the trainer's arrays to their being served, against a
+plain write and a plain read of the same bytes on the same file system.
 
-Both sides first touch as much memory as they are going to write: on a virtual machine that gives free memory back to
-its host, whoever comes first would pay for getting it again, up to four times the writing itself.
+Ours is the whole of it: a version is written (named as in Hugging Face, hashed, synced, with a manifest, by rename),
+and the embedded server, a process of its own, maps it, verifies each tensor's hash, stages it as decoding reads it and
+swaps it in. The plain side reads into memory that it has already; both first touch as much as they are going to write:
+on a virtual machine that gives free memory back to its host, whoever comes first would pay for getting it again, up to
+four times the writing itself.
 """
 
+import contextlib
+import itertools
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -31,33 +37,57 @@ def touch_memory():
 
 
 def ours(folder, model):
-    """A function that publishes one version and returns the bytes of its tensors."""
-    import json
+    """A function that brings a version to the server and returns the bytes of its tensors."""
+    import asyncio
 
     from areax.adapters import hf
+    from areax.rollout import client, local, publish
 
+    loop, stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
+    wait, versions = loop.run_until_complete, itertools.count()
     config, params = hf.load(folder)
     where = Path(tempfile.mkdtemp(dir=root(folder)))
 
+    async def begin():
+        servers = await stack.enter_async_context(local.servers(folder, local.Serve(slots=4)))
+        return await stack.enter_async_context(client.connect(servers.urls))
+
+    fleet = wait(begin())
+
     def once():
-        path = hf.write_published(where, 0, config, params)
+        v = next(versions)
+        path = hf.write_published(where, v, config, params)
+        label = publish.version_string(path / hf.MANIFEST)
+        wait(publish.push(fleet, path, label))
+        if fleet.labels != {label}:
+            raise RuntimeError(f"push: the server has {fleet.labels} instead of {label}")
         return json.loads((path / hf.MANIFEST).read_bytes())["bytes"]
 
+    def close():
+        wait(stack.aclose())
+        loop.close()
+        shutil.rmtree(where)
+
     once.before = touch_memory
-    once.after = lambda: shutil.rmtree(where / "0")
-    once.close = lambda: shutil.rmtree(where)
+    once.after = lambda: [shutil.rmtree(path) for path in where.iterdir()]
+    once.close = close
     return once
 
 
 def plain(folder, model):
     data = Path(folder, "model.safetensors").read_bytes()
     where = Path(tempfile.mkdtemp(dir=root(folder)))
+    memory = bytearray(len(data))
 
     def once():
         with open(where / "plain", "wb", buffering=0) as file:
             left = memoryview(data)
             while left:
                 left = left[file.write(left) :]
+        with open(where / "plain", "rb", buffering=0) as file:
+            left = memoryview(memory)
+            while left:
+                left = left[file.readinto(left) :]
         return len(data)
 
     once.before = touch_memory

@@ -26,7 +26,7 @@ from areax.rollout.engine import server as module
 
 PROMPT = [5, 6, 7]
 LONG = {"temperature": 1.0, "max_new_tokens": 4000, "ignore_eos": True}
-UPDATE = "/update_weights_from_disk"
+UPDATE, STAGE = "/update_weights_from_disk", "/stage_weights_from_disk"
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +319,37 @@ def test_an_update_may_abort_what_runs(server, models):
     assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["A"]
 
 
+def test_what_is_staged_changes_nothing_until_the_update(server, models, tmp_path):
+    server.ok(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
+    under_b = held(server)
+    server.ok(UPDATE, {"model_path": str(models / "a"), "weight_version": "A"})
+    under_a = held(server)
+    folder = tmp_path / "version"
+    shutil.copytree(models / "b", folder)
+    with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": LONG}) as events:
+        next(events)
+        server.ok(STAGE, {"model_path": str(folder)})
+        assert server.ok("/model_info")["weight_version"] == "A"
+        server.ok("/abort_request", {"abort_all": True})
+        *_, last = events
+    assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["A"]
+    assert held(server) == under_a
+    server.ok(UPDATE, {"model_path": str(folder), "weight_version": "B"})
+    assert held(server)[2:] == under_b[2:]
+    server.ok(STAGE, {"model_path": str(folder)})
+    for file in folder.iterdir():  # what was staged is no longer what the folder holds
+        shutil.copyfile(models / "a" / file.name, file)
+    server.ok(UPDATE, {"model_path": str(folder), "weight_version": "A"})
+    assert held(server)[2:] == under_a[2:]
+
+
+@pytest.mark.parametrize("body", [{}, {"model_path": 5}, {"model_path": "nowhere"}, {"load_format": "dummy"}])
+def test_what_cannot_be_staged_is_refused(server, body):
+    before = held(server)
+    assert server.post(STAGE, body)[0] == 400
+    assert held(server) == before
+
+
 # -- beginning and ending ------------------------------------------------------------------------
 
 
@@ -361,6 +392,12 @@ def test_a_port_in_use_is_seen_before_anything_is_read(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use; choose another, or 0"):
             module.serve(str(tmp_path / "no such model"), port=port)
+
+
+def test_answers_do_not_wait_for_more_to_send():
+    """Else each waits 40 ms for the client to acknowledge what came before."""
+    with module.bind("127.0.0.1", 0) as sock:
+        assert sock.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("host, port", [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70000)])

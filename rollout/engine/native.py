@@ -14,7 +14,8 @@ import functools
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -314,9 +315,12 @@ class Service:
         return self._staged
 
     def _read(self, path: str, files: frozenset) -> Staged:
-        config, params, checksums = read_weights(path, self.dtype)
-        self._same_model(config, path)
-        return Staged(path, files, self.engine.stage(params), checksums)
+        def stage(config, params):
+            self._same_model(config, path)
+            return self.engine.stage(params)
+
+        _, weights, checksums = read_weights(path, self.dtype, stage)
+        return Staged(path, files, weights, checksums)
 
     async def _update(self, body: dict) -> str:
         version: Any = body.get("weight_version")
@@ -368,14 +372,23 @@ def state_of(path: str) -> frozenset:
     return frozenset((name, is_.st_ino, is_.st_size, is_.st_mtime_ns) for name, is_ in found)
 
 
-def read_weights(path: str, dtype: str) -> tuple[Any, Any, dict[str, str]]:
+def read_weights(
+    path: str, dtype: str, take: Callable[[Any, Any], Any] = lambda config, params: params
+) -> tuple[Any, Any, dict[str, str]]:
     """(config, parameters, xxh3-128 of each tensor by its name) of a checkpoint folder, complete and as its
     manifest.json says, where it has one. The parameters are views of its files, as of `hf.mapped`.
 
+    Args:
+      take: `take(config, parameters)` is returned in their place; it works while the hashes are compared.
+
     Raises:
-      ValueError: as `hf.load` and `hf.verify`.
+      ValueError: as `hf.load`, `hf.verify` and `take`.
     """
-    config, params, manifest = hf.mapped(path, dtype)
+    with ThreadPoolExecutor(1) as pool:
+        config, params, verify = hf.mapped(path, dtype)
+        verified = pool.submit(verify)
+        params = take(config, params)
+        manifest = verified.result()
     if manifest is not None:
         return config, params, {name: entry["xxh3_128"] for name, entry in manifest["tensors"].items()}
     stored = hf.mapped(path, None)[1]

@@ -143,7 +143,7 @@ class Slots:
             return self.adapters.add(staged)
 
     def clear(self) -> None:
-        """Forgets which prompts slots hold; while nothing runs, caches are wiped: no NaN of diverged weights lives on."""
+        """Forgets which prompts slots hold; while nothing runs, wipes caches: no NaN of diverged weights lives on."""
         if not self.running:
             with self._alone():
                 if self._caches is None:
