@@ -19,7 +19,7 @@ def keep() -> None:
     that compiled in less than a second, of which a start has dozens; here all are kept, as long as
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says nothing else.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areax" / "programs"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -41,12 +41,11 @@ def load(path: str | Path) -> Any:
                 raise ValueError(f"{file}: damaged or half-written: {error}; copy it again from its source") from None
     elif isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ValueError(f"tokenizer.load: no such folder, got {path}")
-    if _plain(folder):
-        from transformers import PreTrainedTokenizerFast as Tokenizer
-    else:
-        from transformers import AutoTokenizer as Tokenizer
+    import transformers
+
+    kind: Any = transformers.PreTrainedTokenizerFast if _plain(folder) else transformers.AutoTokenizer
     try:
-        return Tokenizer.from_pretrained(folder if folder.is_dir() else path)
+        return kind.from_pretrained(folder if folder.is_dir() else path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"tokenizer.load: {path} cannot be loaded: {_line(error)}") from None
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
-from . import affinity, depot, journal, lora, meter, pressure, recovery, rest, versions
+from . import affinity, journal, lora, meter, pressure, recovery, rest, versions
 from .server import (
     FIRST_DELAY_S,
     MAX_DELAY_S,
@@ -89,6 +89,8 @@ async def connect(
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
         servers = [Server(url, http, handover=handover) for url in urls]
         if stagers:
+            from . import depot  # with a web server, which other fleets need not load
+
             here = await stack.enter_async_context(depot.serve(depot.towards(stagers[0])))
             for server, url in zip(servers, stagers, strict=True):
                 server.stager = depot.Stager(url, http, here)
