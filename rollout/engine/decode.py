@@ -102,12 +102,16 @@ def wipe(caches, filled):
     """The caches with zeros for the first `filled` positions of the values. Keys may stay as they are: of what a query
     does not see, the score is replaced, but a value that is not finite would not vanish under a weight of 0."""
 
-    def clean(values):
-        zero = jnp.zeros((1, *values.shape[1:]), values.dtype)
-        put = lambda i, values: jax.lax.dynamic_update_slice(values, zero, (i, 0, 0, 0, 0))
-        return jax.lax.fori_loop(0, -(-filled // values.shape[3]), put, values)
+    C = spans(caches[0])[0].stop  # a length that all segments are multiples of
 
-    return [(keys, clean(values)) for keys, values in caches]
+    def clean(values_SKLH, start):
+        S, K, L, H = values_SKLH.shape
+        zero_SKCH = jnp.zeros((S, K, C, H), values_SKLH.dtype)
+        put = lambda i, values_SKLH: jax.lax.dynamic_update_slice(values_SKLH, zero_SKCH, (0, 0, i * C, 0))
+        return jax.lax.fori_loop(0, -(-jnp.clip(filled - start, 0, L) // C), put, values_SKLH)
+
+    both = lambda pair, place: (pair[0], clean(pair[1], place.start))
+    return [[both(pair, place) for pair, place in zip(layer, spans(layer), strict=True)] for layer in caches]
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))
