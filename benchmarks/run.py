@@ -43,6 +43,9 @@ QUICK = 3
 LONG = ("logprob", "M"), ("generate", "M"), ("objective", "M")  # which a quick run leaves out
 TOLERANCE = 0.15  # of a committed ratio; medians of one case differ by up to a tenth from run to run
 AGREEMENT = 0.99  # at least, of what the sides of a case computed
+CACHE = (
+    "JAX_COMPILATION_CACHE_DIR"  # not for sides: it may have programs that were compiled for another number of cores
+)
 TABLE = "<!-- table: written by run.py -->", "<!-- end of table -->"
 
 
@@ -54,7 +57,7 @@ class Side:
         self.process = subprocess.Popen(
             [PYTHON.get(name, sys.executable), HERE / "side.py", case, model or "", name, folder],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            env={k: v for k, v in os.environ.items() if k != CACHE} | {"TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
 
     def answer(self) -> dict:

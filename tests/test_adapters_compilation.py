@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from areax.adapters import compilation
+
 PROGRAM = """
 from areax.adapters import compilation
 compilation.keep()
@@ -17,8 +19,8 @@ print(jax.jit(lambda x: x + 1)(1))
 @pytest.mark.parametrize(
     "given, where",
     [
-        ({"XDG_CACHE_HOME": "{here}"}, "areax/programs"),
-        ({"HOME": "{here}"}, ".cache/areax/programs"),
+        ({"XDG_CACHE_HOME": "{here}"}, f"areax/programs/{compilation.cores()}-cores"),
+        ({"HOME": "{here}"}, f".cache/areax/programs/{compilation.cores()}-cores"),
         ({"HOME": "{here}", "JAX_COMPILATION_CACHE_DIR": "{here}/mine"}, "mine"),
         ({"HOME": "{here}", "JAX_ENABLE_COMPILATION_CACHE": "0"}, None),
     ],
