@@ -135,7 +135,7 @@ def main() -> None:
     if given.write:
         row = {"case": "pause", "model": given.model, "peer": "plain", "unit": "pauses/s"}
         row |= {"ours": 1e3 / found["retract"]["still_ms"], "theirs": 1e3 / found["usual_gap_ms"]}
-        run.store([row | {"ratio": row["ours"] / row["theirs"], "details": found} | run.origin("plain")])
+        run.store([row | {"ratio": row["ours"] / row["theirs"], "details": found} | run.origin()])
 
 
 if __name__ == "__main__":
