@@ -4,9 +4,10 @@
 
 Each side of a case lives in a process of its own, a peer's in an environment of the peers where it needs one, and all
 take turns, ours first, so that a change in the machine's load or clock meets all; the sides that wait are blocked. The
-first repetitions are not counted: they compile. Ratios are of medians by the clock, above 1 where areax is better.
-CPU-seconds are kept beside it, and how many cores other programs used meanwhile: above 0.1 the clock says little.
-Writes results.json and the table in RESULTS.md, where cases that were not asked for stay as they were.
+first repetitions are not counted: they compile. Work that takes less than a second is done several times on end, by
+all sides equally often: a training run takes its steps on end, too. Ratios are of medians by the clock, above 1 where
+areax is better. CPU-seconds are kept beside it, and how many cores other programs used meanwhile: above 0.1 the clock
+says little. Writes results.json and the table in RESULTS.md, where cases that were not asked for stay as they were.
 
 A case is a module: `PEERS` names the peers of each model, `work(model)` says what one repetition is worth, `ours` and a
 function of each peer's name make, from a checkpoint, what is repeated; its result is compared.
@@ -40,6 +41,7 @@ CASES = (
 PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # of peers that do not go with our packages
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}
 QUICK = 3
+SECOND, MOST = 1.0, 10  # short work is done on end for about a second of ours, so many times at most
 LONG = ("logprob", "M"), ("generate", "M"), ("objective", "M")  # which a quick run leaves out
 TOLERANCE = 0.15  # of a committed ratio; medians of one case differ by up to a tenth from run to run
 AGREEMENT = 0.99  # at least, of what the sides of a case computed
@@ -66,9 +68,9 @@ class Side:
             raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; its own words are above")
         return json.loads(line)
 
-    def repeat(self) -> dict:
+    def repeat(self, times: int) -> dict:
         time.sleep(0.1)  # threads of the side before stop spinning
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{times}\n")
         self.process.stdin.flush()
         return self.answer()
 
@@ -94,17 +96,18 @@ def measure(case: str, model: str | None, folder: str, repetitions: int, peers) 
             stack.callback(sides[name].stop)
             first[name] = sides[name].answer()
         done: dict[str, list] = {name: [] for name in sides}
-        for i in range(2 + repetitions):
+        times = 1
+        for _ in range(2 + repetitions):
             for name, one in sides.items():
-                repetition = one.repeat()
-                if i >= 2:
-                    done[name].append(repetition)
+                done[name].append(one.repeat(times))
+            times = min(max(1, round(SECOND / done["ours"][1]["wall"])), MOST) if len(done["ours"]) > 1 else 1
+        done = {name: its[2:] for name, its in done.items()}
         last = {name: one.end() for name, one in sides.items()}
     details = {
         name: detail(done[name], last[name]["peak_mb"], flops, (first[name]["limit"], last[name]["limit"]))
         for name in sides
     }
-    ours = {"case": case, "model": model, "unit": module.UNIT, "repetitions": repetitions}
+    ours = {"case": case, "model": model, "unit": module.UNIT, "repetitions": repetitions, "times": times}
     ours |= {"ours": units / details["ours"]["seconds"], "ours_details": details["ours"]}
     rows = []
     for peer in peers:
@@ -113,7 +116,7 @@ def measure(case: str, model: str | None, folder: str, repetitions: int, peers) 
         row["ratio"] = row["ours"] / row["theirs"]
         row["ratio_interval"] = interval([b["wall"] / a["wall"] for a, b in zip(done["ours"], done[peer], strict=True)])
         row["cpu_ratio"] = details[peer]["cpu_seconds"] / details["ours"]["cpu_seconds"]
-        row["repetitions"] = repetitions
+        row |= {"repetitions": repetitions, "times": times}
         row["others"] = max(r["others"] for name in ("ours", peer) for r in done[name])
         row["agreement"] = agreement(done["ours"][-1]["result"], done[peer][-1]["result"])
         row |= {"ours_details": details["ours"], "theirs_details": details[peer]}

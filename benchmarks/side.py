@@ -55,14 +55,20 @@ def busy() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def repetition(once) -> dict:
-    """Seconds by the clock, CPU-seconds, how many cores others kept busy meanwhile, and what came out."""
-    getattr(once, "before", lambda: None)()
+def repetition(once, times: int = 1) -> dict:
+    """Seconds by the clock and CPU-seconds of doing it once, of so many times on end, how many cores others kept busy
+    meanwhile, and what came out last; once alone where something is to be done before or after."""
+    before, after = (getattr(once, name, None) for name in ("before", "after"))
+    times = 1 if before or after else times
+    if before:
+        before()
     wall, cpu, all_ = time.perf_counter(), time.process_time(), busy()
-    result = once()
+    for _ in range(times):
+        result = once()
     wall, cpu, all_ = time.perf_counter() - wall, time.process_time() - cpu, busy() - all_
-    getattr(once, "after", lambda: None)()
-    return {"wall": wall, "cpu": cpu, "others": max(0.0, (all_ - cpu) / wall), "result": result}
+    if after:
+        after()
+    return {"wall": wall / times, "cpu": cpu / times, "others": max(0.0, (all_ - cpu) / wall), "result": result}
 
 
 def main(case: str, model: str, side: str, folder: str) -> None:
@@ -79,8 +85,8 @@ def main(case: str, model: str, side: str, folder: str) -> None:
     probe = lambda: limit(side) if flops and side != "plain" else None
     print(json.dumps({"limit": probe(), "versions": versions(side)}), file=out)
     try:
-        for _ in sys.stdin:
-            print(json.dumps(repetition(once)), file=out)
+        for times in sys.stdin:
+            print(json.dumps(repetition(once, int(times))), file=out)
     finally:
         getattr(once, "close", lambda: None)()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
