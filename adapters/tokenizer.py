@@ -34,7 +34,7 @@ def load(path: str | Path) -> Any:
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
             raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}; it needs {FILES[0]}")
-        for file in folder.glob("tokenizer*.json"):
+        for file in (*folder.glob("tokenizer*.json"), *folder.glob("config.json")):
             try:
                 json.loads(file.read_bytes())
             except ValueError as error:
@@ -52,12 +52,15 @@ def load(path: str | Path) -> Any:
 
 def _plain(folder: Path) -> bool:
     """Whether tokenizer.json says all, by the class that the folder names. To find out by itself, transformers reads
-    the model's config, for which it imports torch: two seconds."""
-    if not all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    the model's config, for which it imports torch: two seconds. For Qwen2 it takes a class of its own instead."""
+    if not (folder / "tokenizer.json").is_file():
         return False
-    config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    named = config.get("tokenizer_class") if isinstance(config, dict) and "auto_map" not in config else None
-    return named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    read = lambda file: json.loads(file.read_bytes()) if file.is_file() else {}
+    config, model = read(folder / "tokenizer_config.json"), read(folder / "config.json")
+    if not (isinstance(config, dict) and isinstance(model, dict)) or "auto_map" in config:
+        return False
+    named = config.get("tokenizer_class")
+    return named in ("PreTrainedTokenizerFast", "TokenizersBackend") and model.get("model_type") != "qwen2"
 
 
 def save(tokenizer: Any, path: str | Path) -> None:

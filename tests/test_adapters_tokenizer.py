@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areax.adapters import tokenizer as tokenizers
 from areax.adapters.tokenizer import Decoder
@@ -267,3 +267,18 @@ def test_a_folder_that_names_the_plain_class_is_loaded_without_torch(tmp_path):
         f"assert tokenizer.load({str(tmp_path)!r})('1+1').input_ids; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", None])
+def test_the_class_is_that_of_transformers(tmp_path, family):
+    tokenizers.save(SUMS, tmp_path)
+    if family:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert type(tokenizers.load(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path))
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    tokenizers.save(SUMS, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type"')
+    with pytest.raises(ValueError, match="config.json: damaged"):
+        tokenizers.load(tmp_path)
