@@ -72,10 +72,21 @@ def spread(x_AD, plan: Plan, K: int):
 @shaped
 def combine(out_RD, weight_AK, plan: Plan):
     """Weighted sum over each token's rows, [A, D], in fp32 or wider within and out's dtype at the end."""
-    A, K = weight_AK.shape
     wide = jnp.promote_types(out_RD.dtype, jnp.float32)
-    out_AKD = out_RD.at[plan.row_P].get(mode="fill", fill_value=0).reshape(A, K, -1)
+    out_AKD = gather(out_RD, plan, weight_AK.shape[1])
     return jnp.einsum("AKD,AK->AD", out_AKD, weight_AK, preferred_element_type=wide).astype(out_RD.dtype)
+
+
+def gather(rows_RD, plan: Plan, K: int):
+    """The rows of each token, [A, K, D]; zeros for experts that are elsewhere."""
+    return rows_RD.at[plan.row_P].get(mode="fill", fill_value=0).reshape(-1, K, rows_RD.shape[1])
+
+
+def concrete(kernel: Kernel) -> Kernel:
+    """The kernel itself, where "auto" leaves it to the platform."""
+    if kernel == "auto":
+        return "megablox" if jax.default_backend() == "tpu" else "blocked"
+    return kernel
 
 
 def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
@@ -88,8 +99,7 @@ def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
         low_RF = matmul(matmul(x_RD, w_EFD.a, plan, kernel) * w_EFD.scale, w_EFD.b, plan, kernel)
         return matmul(x_RD, w_EFD.weight, plan, kernel) + low_RF
     w_EFD = w_EFD.astype(x_RD.dtype)
-    if kernel == "auto":
-        kernel = "megablox" if jax.default_backend() == "tpu" else "blocked"
+    kernel = concrete(kernel)
     if kernel == "blocked":
         return _matmul(x_RD, w_EFD, plan.expert_S, plan.used)
     fn, backends = {"megablox": (megablox, ("tpu",)), "ragged_dot": (ragged_dot, ("gpu", "tpu"))}[kernel]

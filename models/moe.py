@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from ..core.param import Adapted
 from ..parallel import experts
-from . import grouped, layers
+from . import blockwise, grouped, layers
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ def compute(x_AD, index_AK, weight_AK, matrices, first, parts=1, *, kernel: grou
     gate_EFD, up_EFD, down_EDF = matrices
     E, K = gate_EFD.shape[0], index_AK.shape[1]
     plan = grouped.plan((index_AK - first).reshape(-1), E, parts)
+    if grouped.concrete(kernel) == "blocked" and not any(isinstance(w, Adapted) for w in matrices):
+        return blockwise.mlps(x_AD, weight_AK, *(w.astype(x_AD.dtype) for w in matrices), plan)
     product = partial(grouped.matmul, plan=plan, kernel=kernel)
     rows_RD = grouped.spread(x_AD, plan, K)
-    hidden_RF = jax.nn.silu(product(rows_RD, gate_EFD)) * product(rows_RD, up_EFD)
-    return grouped.combine(product(hidden_RF, down_EDF), weight_AK, plan)
+    gate_RF, up_RF = (checkpoint_name(product(rows_RD, w), "mlp_gate_up") for w in (gate_EFD, up_EFD))
+    return grouped.combine(product(jax.nn.silu(gate_RF) * up_RF, down_EDF), weight_AK, plan)

@@ -7,7 +7,7 @@ Layers name the values that are worth keeping (`jax.ad_checkpoint.checkpoint_nam
 - qkv: queries, keys and values before norms and rope
 - attention: what attention gave, and the log-sum-exp of its scores
 - attention_out: the output projection of attention
-- mlp_gate_up: both halves of the gated MLP's hidden layer before the activation
+- mlp_gate_up: both halves of the gated MLP's hidden layer before the activation, experts' too
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Keep = Preset | Named
 OFFLOAD: Named = tuple((name, "offload") for name in get_args(Name))
 DOTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(attention.OUTPUT),
+    jax.checkpoint_policies.save_only_these_names(attention.OUTPUT, "mlp_gate_up"),
 )
 
 
@@ -36,7 +36,7 @@ def checkpoint(keep: Keep) -> Callable:
 
     Args:
       keep: "full": the layer's input; all else is computed again. "dots": that, and what attention and the matmuls with
-        weights gave, but for those of experts. "none": everything. "offload": all named values, in the host's pinned
+        weights gave. "none": everything. "offload": all named values, in the host's pinned
         memory; of a dense layer they are those that "dots" keeps. Or pairs of a name and "save" (on the device) or
         "offload"; the layer's input is kept on the device unless it is named.
 

@@ -25,9 +25,9 @@ class Run:
     Attributes:
       dtype: of activations and matmuls; None = that of the weights. Norms, softmax and the head stay in fp32.
       remat: what the backward pass computes again: "full" each layer from its input, "dots" all but attention and the
-        matmuls with weights other than those of experts, "none" nothing. In this order they take more memory; "dots" is
-        the fastest on a CPU. "offload" keeps what "dots" keeps in the host's memory; pairs of a name and "save" or
-        "offload" say it singly: `models.remat` has the names.
+        matmuls with weights, "none" nothing. In this order they take more memory; "dots" is the fastest on a CPU.
+        "offload" keeps what "dots" keeps in the host's memory; pairs of a name and "save" or "offload" say it singly:
+        `models.remat` has the names.
       attention: what computes attention, as `models.backends` lists; "auto" = a kernel of the platform that honours all
         that the model asks for, else "chunked".
       query_chunk: queries a chunk of chunked attention, which "auto" then takes; None = by the length of a row.

@@ -21,13 +21,14 @@ def choices(kind, rng, A=40):
     if kind == "all choose one":
         return np.tile([[3, 1]], (A, 1))
     usable = [e for e in range(E) if e != 2] if kind == "one gets none" else range(E)
-    return np.stack([rng.permutation(list(usable))[:K] for _ in range(A)])
+    index_AK = np.stack([rng.permutation(list(usable))[:K] for _ in range(A)])
+    return np.where(index_AK == 1, -1, index_AK) if kind == "some are elsewhere" else index_AK
 
 
 def by_loops(x_AD, index_AK, weight_AK, gate_EFD, up_EFD, down_EDF):
     """float64, one token and one expert at a time."""
     x_AD, weight_AK, *matrices = (np.asarray(x, np.float64) for x in (x_AD, weight_AK, gate_EFD, up_EFD, down_EDF))
-    each = zip(x_AD, np.asarray(index_AK), weight_AK, strict=True)
+    each = zip(x_AD, np.asarray(index_AK), np.where(index_AK < 0, 0, weight_AK), strict=True)
     return np.stack([mix(x, index, weight, *matrices) for x, index, weight in each])
 
 
@@ -51,7 +52,7 @@ def with_gradients(fn, cotangent, args, more):
     return out, back(cotangent)
 
 
-@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none"])
+@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none", "some are elsewhere"])
 def test_values_and_gradients(kind):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)

@@ -79,6 +79,14 @@ def test_what_is_kept():
     assert kept((("layer_input", "offload"),)) == {(32, "host"): 1}
 
 
+@pytest.mark.parametrize("keep, loops", [("full", 3), ("dots", 2), ((("mlp_gate_up", "save"),), 2), ("none", 2)])
+def test_experts_are_computed_again_where_their_halves_are_not_kept(keep, loops):
+    """Loops over blocks: forward, backward, and forward once more."""
+    config, params = model("qwen3_moe")
+    program = jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(params, config, keep)
+    assert str(program).count("while[") == loops
+
+
 @pytest.mark.parametrize(
     "keep, words",
     [
