@@ -1,6 +1,6 @@
 """areax beside its peers on the same models, weights and work, in one run on one machine.
 
-    python run.py [--quick | --check] [case ...]
+    python run.py [--quick | --check] [CASE | CASE/MODEL ...]
 
 Each side of a case lives in a process of its own, a peer's in an environment of the peers where it needs one, and all
 take turns, ours first, so that a change in the machine's load or clock meets all; the sides that wait are blocked. The
@@ -19,6 +19,7 @@ more than TOLERANCE, or where the two sides of a case no longer compute the same
 interval lies below, and if it does so again when it is measured a second time: on a busy machine one run says little.
 """
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -299,21 +300,37 @@ def check(pairs) -> int:
     return 1 if low else 0
 
 
+def pairs_of(wanted: list[str]) -> list[tuple[str, str | None]]:
+    """The (case, model) that are asked for; a case without a model stands for all of its models."""
+    found = []
+    for name in wanted or CASES:
+        case, _, model = name.partition("/")
+        models = importlib.import_module(case).PEERS if case in CASES else {}
+        if model and model not in models or not models:
+            known = ", ".join(f"{case}/{m}" for m in models if m) or ", ".join(CASES)
+            sys.exit(f"run.py: a case must be one of {known}, got {name}")
+        found += [(case, model)] if model else [(case, m) for m in models]
+    return found
+
+
 def main(arguments) -> None:
-    modes = [a for a in arguments if a in ("--quick", "--check")]
-    wanted = [a for a in arguments if a not in modes] or CASES
-    if unknown := set(wanted) - set(CASES):
-        sys.exit(f"run.py: a case must be one of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
-    if len(modes) > 1:
-        sys.exit("run.py: --quick has no peers to check against; give one of --quick and --check")
-    quick = modes == ["--quick"]
-    pairs = [(case, model) for case in wanted for model in importlib.import_module(case).PEERS]
+    what, _, how = __doc__.partition("    python run.py")
+    parser = argparse.ArgumentParser(
+        prog="run.py", description=what, epilog=how.split("\n", 1)[1].strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("case", nargs="*", help=f"{', '.join(CASES)}; with /MODEL for one of its models; none = all")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", action="store_true", help="areax alone, in few minutes")
+    mode.add_argument("--check", action="store_true", help="compare with the ratios that were committed last")
+    options = parser.parse_args(arguments)
+    pairs, quick = pairs_of(options.case), options.quick
     if quick:
         print(table_alone(measured([pair for pair in pairs if pair not in LONG], quick=True)))
         return
     if missing := [peer for peer, python in PYTHON.items() if not python.exists()]:
         sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; `make bench-env` makes it")
-    if modes:
+    if options.check:
         sys.exit(check(pairs))
     rows = measured(pairs)
     print(table(rows))

@@ -9,7 +9,6 @@ PEERS = {"M": ("transformers", "tunix"), "S": ("transformers", "tunix"), "MoE": 
 LENGTHS = [512] * 8
 ADAM = dict(lr=1e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.01)
 CLIP = 1.0
-REMAT = {"M": "dots", "S": "dots", "MoE": "none"}  # the fastest of each
 
 
 def work(model):
@@ -24,10 +23,10 @@ def rows(vocab):
 
 def ours(folder, model):
     """A function that takes one step and returns its loss."""
-    return packed(folder, rows, max(LENGTHS), len(LENGTHS), REMAT[model])
+    return packed(folder, rows, max(LENGTHS), len(LENGTHS))
 
 
-def packed(folder, rows, length, count, remat="dots"):
+def packed(folder, rows, length, count):
     """The same on the sequences `rows(vocab)`, packed to microbatches of `count` rows of `length` tokens."""
     from functools import partial
 
@@ -43,7 +42,7 @@ def packed(folder, rows, length, count, remat="dots"):
     config, params = hf.load(folder)
     optimizer = optim.make_optimizer(optim.Optimizer(**ADAM, clip=CLIP), models.table(config))
     objective = losses.SFT()
-    update = step.make_step(partial(models.score, config=config, run=models.Run(remat=remat)), objective, optimizer)
+    update = step.make_step(partial(models.score, config=config, run=models.Run(remat="dots")), objective, optimizer)
     prepare = jax.jit(objective.prepare)
     samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(rows(config.vocab))]
     state = step.init(params, optimizer)
