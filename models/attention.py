@@ -10,7 +10,9 @@ from ..core.shapes import shaped
 from ..parallel import ring as rings
 
 OUTPUT = "attention"  # name of what the backward pass needs of the forward pass, for rematerialisation policies
-# A chunk looks at so many chunks before itself where its sequences allow, else at all of the row before it. On 64
+CHUNK = 64  # queries
+RUNS = 32  # of a row at most: each is compiled for the keys before its end, its chunks are a loop
+# A run looks at so many of its lengths before itself where its sequences allow, else at all of the row before it. On 64
 # packed sequences of 170 tokens this takes 14 % off a training step; on full rows it costs nothing that was measurable.
 NEAR = 2, 5
 FITS = 1 << 18  # scores: 1 MB in fp32
@@ -31,7 +33,7 @@ def causal(
     Args:
       key_segment_BS, key_index_BS: of keys that are not the queries' own; every query must find itself among them.
       window: most tokens that one sees, itself and the window - 1 before it; None = no limit (arXiv:2004.05150).
-      chunk: queries a chunk; None = 64, or more in rows that would have over 32 chunks, each of which is compiled.
+      chunk: queries a chunk; None = 64.
 
     Returns:
       out_BTNH, in q's dtype.
@@ -111,19 +113,26 @@ def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
         or the sequence of its first query. Places may lie closer together than the tokens that stand there, never
         further apart.
     """
+    size = _size(q_BKGTH.shape[3], chunk)
 
-    def attend(queries, keys):
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys, window)
-        top_BKGC1 = score_BKGCS.max(-1, keepdims=True)
-        weight_BKGCS = jnp.exp(score_BKGCS - top_BKGC1)
-        sum_BKGC1 = weight_BKGCS.sum(-1, keepdims=True)
-        mean_BKRH = _rows(weight_BKGCS).astype(v_BKSH.dtype) @ v_BKSH[:, :, keys]
-        out_BKGCH = (mean_BKRH.reshape(*score_BKGCS.shape[:-1], -1) / sum_BKGC1).astype(v_BKSH.dtype)
-        return out_BKGCH, top_BKGC1 + jnp.log(sum_BKGC1)
+    def run(queries, keys):
+        q_BKGQH, places = q_BKGTH[:, :, :, queries], [x[:, queries] for x in here]
+        k_BKXH, v_BKXH, seen = k_BKSH[:, :, keys], v_BKSH[:, :, keys], [x[:, keys] for x in there]
+
+        def attend(cut):
+            score_BKGCX = _scores(cut(q_BKGQH, 3), k_BKXH, [cut(x, 1) for x in places], seen, window)
+            top_BKGC1 = score_BKGCX.max(-1, keepdims=True)
+            weight_BKGCX = jnp.exp(score_BKGCX - top_BKGC1)
+            sum_BKGC1 = weight_BKGCX.sum(-1, keepdims=True)
+            mean_BKRH = _rows(weight_BKGCX).astype(v_BKXH.dtype) @ v_BKXH
+            out_BKGCH = (mean_BKRH.reshape(*score_BKGCX.shape[:-1], -1) / sum_BKGC1).astype(v_BKXH.dtype)
+            return (), (out_BKGCH, top_BKGC1 + jnp.log(sum_BKGC1))
+
+        return _by_chunks(attend, q_BKGQH.shape[3], size)[1]
 
     made = [
-        _over_needed(partial(attend, queries), queries, seen, here, own)
-        for queries, seen in _chunks(q_BKGTH.shape[3], k_BKSH.shape[2], window, chunk, own)
+        _over_needed(partial(run, queries), queries, seen, here, own)
+        for queries, seen in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, own)
     ]
     return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
@@ -137,51 +146,77 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
     """
     wide, narrow = lse_BKGT1.dtype, q_BKGTH.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
+    size = _size(q_BKGTH.shape[3], chunk)
 
     # Sums over queries are taken as [head, key]: products that read both factors as they lie are twice as fast on CPUs.
     q_BKHGT, dout_BKHGT = (x_BKGTH.transpose(0, 1, 4, 2, 3) for x_BKGTH in (q_BKGTH, dout_BKGTH))
 
-    def attend(queries, seen, keys):
-        dout_BKRH = _rows(dout_BKGTH[:, :, :, queries])
-        score_BKGCS = _scores(q_BKGTH, k_BKSH, here, there, queries, keys, window)
-        prob_BKRS = _rows(jnp.exp(score_BKGCS - lse_BKGT1[:, :, :, queries]))
-        dprob_BKRS = product("BKRH,BKSH->BKRS", dout_BKRH, v_BKSH[:, :, keys])
-        dscore_BKRS = (prob_BKRS * (dprob_BKRS - _rows(inner_BKGT1[:, :, :, queries]))).astype(narrow)
-        q_BKHR, dout_BKHR = (x[..., queries].reshape(*x.shape[:3], -1) for x in (q_BKHGT, dout_BKHGT))
-        dv_BKHS = product("BKHR,BKRS->BKHS", dout_BKHR, prob_BKRS.astype(narrow))
-        dk_BKHS = product("BKHR,BKRS->BKHS", q_BKHR, dscore_BKRS)
-        dq_BKRH = product("BKRS,BKSH->BKRH", dscore_BKRS, k_BKSH[:, :, keys])
+    def run(queries, seen, keys):
+        of_queries = q_BKGTH, dout_BKGTH, lse_BKGT1, inner_BKGT1
+        q_BKGQH, dout_BKGQH, lse_BKGQ1, inner_BKGQ1 = (x[:, :, :, queries] for x in of_queries)
+        q_BKHGQ, dout_BKHGQ, places = q_BKHGT[..., queries], dout_BKHGT[..., queries], [x[:, queries] for x in here]
+        k_BKXH, v_BKXH, there_BX = k_BKSH[:, :, keys], v_BKSH[:, :, keys], [x[:, keys] for x in there]
+
+        def attend(cut):
+            score_BKGCX = _scores(cut(q_BKGQH, 3), k_BKXH, [cut(x, 1) for x in places], there_BX, window)
+            prob_BKRX = _rows(jnp.exp(score_BKGCX - cut(lse_BKGQ1, 3)))
+            dprob_BKRX = product("BKRH,BKXH->BKRX", _rows(cut(dout_BKGQH, 3)), v_BKXH)
+            dscore_BKRX = (prob_BKRX * (dprob_BKRX - _rows(cut(inner_BKGQ1, 3)))).astype(narrow)
+            q_BKHR, dout_BKHR = (cut(x, 4).reshape(*x.shape[:3], -1) for x in (q_BKHGQ, dout_BKHGQ))
+            dv_BKHX = product("BKHR,BKRX->BKHX", dout_BKHR, prob_BKRX.astype(narrow))
+            dk_BKHX = product("BKHR,BKRX->BKHX", q_BKHR, dscore_BKRX)
+            dq_BKRH = product("BKRX,BKXH->BKRH", dscore_BKRX, k_BKXH)
+            return (dk_BKHX, dv_BKHX), (dq_BKRH.reshape(*score_BKGCX.shape[:-1], -1),)
+
+        sums, (dq_BKGQH,) = _by_chunks(attend, q_BKGQH.shape[3], size)
         before = (0, 0), (0, 0), (0, 0), (keys.start - seen.start, 0)
-        return dq_BKRH.reshape(*score_BKGCS.shape[:-1], -1), jnp.pad(dk_BKHS, before), jnp.pad(dv_BKHS, before)
+        return dq_BKGQH, *(jnp.pad(x_BKHX, before) for x_BKHX in sums)
 
     dq = []
     B, K, S, H = k_BKSH.shape
     dk_BKHS, dv_BKHS = jnp.zeros((2, B, K, H, S), wide)
-    for queries, seen in _chunks(q_BKGTH.shape[3], S, window, chunk, own):
-        dq_BKGCH, *more = _over_needed(partial(attend, queries, seen), queries, seen, here, own)
+    for queries, seen in _runs(q_BKGTH.shape[3], S, window, size, own):
+        dq_BKGQH, *more = _over_needed(partial(run, queries, seen), queries, seen, here, own)
         dk_BKHS, dv_BKHS = (x.at[..., seen].add(new) for x, new in zip((dk_BKHS, dv_BKHS), more, strict=True))
-        dq.append(dq_BKGCH)
+        dq.append(dq_BKGQH)
     return jnp.concatenate(dq, 3), dk_BKHS.swapaxes(2, 3), dv_BKHS.swapaxes(2, 3)
 
 
-def _chunks(T, S, window, chunk, own):
-    """(queries, keys that any of them may see) of each chunk."""
-    chunk = _size(T, chunk)
-    queries = [slice(t, min(t + chunk, T)) for t in range(0, T, chunk)]
+def _size(T, chunk):
+    """Queries a chunk."""
+    return min(chunk or CHUNK, T)
+
+
+def _runs(T, S, window, size, own):
+    """(queries, keys that any of them may see) of each run of whole chunks, and of what is left of the last chunk."""
+    length = size * -(-T // (size * RUNS))
+    bounds = sorted({*range(0, T, length), T // size * size, T})
+    queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
     if not own:
         return [(each, slice(0, S)) for each in queries]
     return [(each, slice(max(0, each.start - (window or T) + 1), each.stop)) for each in queries]
 
 
-def _size(T, chunk):
-    """Queries a chunk."""
-    return min(chunk or max(64, T // 32), T)
+def _by_chunks(attend, length, size):
+    """(sums, outs) over the chunks of a run: of `attend(cut)` the first are added up, the others laid side by side on
+    axis 3. `cut(x, axis)` is the chunk's part of an array."""
+    if length <= size:
+        return attend(lambda x, axis: x)
+    at = lambda start: attend(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, size, axis))
+
+    def add(sums, start):
+        new, outs = at(start)
+        return jax.tree.map(jnp.add, sums, new), outs
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at, 0)[0])
+    sums, outs = jax.lax.scan(add, zeros, jnp.arange(0, length, size))
+    return sums, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], length, x.shape[5]), outs)
 
 
 def _over_needed(attend, queries, seen, here, own):
-    """`attend(keys)` over the shortest of a few runs of keys that holds all the keys of these queries' sequences."""
-    chunk = queries.stop - queries.start
-    near = (max(seen.start, queries.start - near * chunk) for near in NEAR) if own else ()
+    """`attend(keys)` over the shortest of a few stretches of keys that holds all those of these queries' sequences."""
+    length = queries.stop - queries.start
+    near = (max(seen.start, queries.start - near * length) for near in NEAR) if own else ()
     starts = sorted({seen.start, *near})
     ways = [partial(attend, slice(start, seen.stop)) for start in starts]
     if len(ways) == 1:
@@ -197,15 +232,14 @@ def _rows(x_BKGCX):
     return x_BKGCX.reshape(B, K, G * C, X)
 
 
-def _scores(q_BKGTH, k_BKSH, here, there, queries, keys, window):
-    """Of slices of queries and keys, with -1e30 added where a query may not look."""
-    q_BKGCH, k_BKSH = q_BKGTH[:, :, :, queries], k_BKSH[:, :, keys]
+def _scores(q_BKGCH, k_BKXH, here, there, window):
+    """Of a chunk of queries and the keys that it may see, with -1e30 added where a query may not look."""
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
-    segment_BC1, index_BC1 = (x[:, queries, None] for x in here)
-    segment_B1S, index_B1S = (x[:, None, keys] for x in there)
-    sees_BCS = (segment_BC1 == segment_B1S) & (index_BC1 >= index_B1S)
+    segment_BC1, index_BC1 = (x[:, :, None] for x in here)
+    segment_B1X, index_B1X = (x[:, None, :] for x in there)
+    sees_BCX = (segment_BC1 == segment_B1X) & (index_BC1 >= index_B1X)
     if window is not None:
-        sees_BCS &= index_BC1 - index_B1S < window
-    mask_BCS = jnp.where(sees_BCS, 0, wide.type(-1e30))
-    score_BKRS = jnp.einsum("BKRH,BKSH->BKRS", _rows(q_BKGCH), k_BKSH, preferred_element_type=wide)
-    return score_BKRS.reshape(*q_BKGCH.shape[:-1], -1) + mask_BCS[:, None, None]
+        sees_BCX &= index_BC1 - index_B1X < window
+    mask_BCX = jnp.where(sees_BCX, 0, wide.type(-1e30))
+    score_BKRX = jnp.einsum("BKRH,BKXH->BKRX", _rows(q_BKGCH), k_BKXH, preferred_element_type=wide)
+    return score_BKRX.reshape(*q_BKGCH.shape[:-1], -1) + mask_BCX[:, None, None]
