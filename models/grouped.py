@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from ..core.param import Adapted
 from ..core.shapes import shaped
+from ..parallel import experts
 
 Kernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
-BLOCKS = 8, 256  # fewest and most rows of a block
 TILE = 128  # of megablox, in each dimension
 
 
@@ -40,14 +40,11 @@ class Plan(NamedTuple):
 def plan(expert_P, E: int, parts: int = 1) -> Plan:
     """Sorts pairs by expert; numbers outside [0, E) are left out.
 
-    A block is half of what an expert gets on average, so that padding costs about a quarter.
-
     Args:
-      parts: how many times E experts the pairs are for, those that are left out included.
+      parts: as of `experts.blocks`, which says how many blocks there are.
     """
     P = len(expert_P)
-    block = min(max(BLOCKS[0], 1 << (P // (2 * E * parts)).bit_length() >> 1), BLOCKS[1])
-    S = -(-P // block) + min(E, P)
+    S, block = experts.blocks(P, E, parts)
     expert_P = jnp.where((expert_P >= 0) & (expert_P < E), expert_P, E)
     count_E = jnp.bincount(expert_P, length=E + 1)[:E]
     blocks_E = -(-count_E // block)

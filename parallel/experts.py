@@ -19,6 +19,7 @@ from .exchange import exchange
 from .island import island, rows
 
 Method = Literal["gather", "all_to_all"]
+BLOCKS = 8, 256  # fewest and most rows of a block
 MATRICES = P("ep", "tp", None), P("ep", "tp", None), P("ep", None, "tp")  # gate, up, down while they are used
 
 
@@ -31,6 +32,18 @@ def top(score_BTE, k: int):
     if meshes.alone():
         return best(score_BTE)
     return island(best, rows(), rows())(score_BTE)
+
+
+def blocks(P: int, E: int, parts: int = 1) -> tuple[int, int]:
+    """(blocks, rows of a block) with room for P pairs of a token and one of E experts, whichever they choose.
+
+    A block is half of what an expert gets on average, so that padding costs about a quarter.
+
+    Args:
+      parts: how many times E experts the pairs are for, those that are left out included.
+    """
+    rows = min(max(BLOCKS[0], 1 << (P // (2 * E * parts)).bit_length() >> 1), BLOCKS[1])
+    return -(-P // rows) + min(E, P), rows
 
 
 def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "gather"):

@@ -17,7 +17,7 @@ from .mesh import AXES, BATCH, Layout
 # large they are. A remat policy is a line here; "attention" under "none" is among what plain differentiation keeps.
 KEPT = {
     "full": ("input",),
-    "dots": ("input", "dots", "attention"),
+    "dots": ("input", "dots", "attention", "halves"),
     "none": ("norms", "operands", "qkv", "attention", "gates", "experts", "weights"),
 }
 

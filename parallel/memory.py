@@ -13,12 +13,11 @@ import jax
 
 from ..core import logprobs, optim, param
 from ..core.param import Leaf
-from . import rules
+from . import experts, rules
 from .job import KEPT, Job, bytes_of, depth, matrix
 
 STEP = 4  # bytes of the count of steps
 WIDE = 4  # bytes of what is computed in fp32 whatever the compute dtype
-BLOCK = 1.25  # rows of grouped matmuls, padding included, per pair of a token and an expert
 GATES = {"gate": "ffn", "shared_gate": "shared_ffn"}  # gated MLPs that every token goes through, and their widths
 
 
@@ -97,8 +96,9 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
 
     input: what the layer is given. dots: results of matmuls with weights. attention: its result and log-sum-exp.
     norms: three copies in fp32 of what a norm reads. operands: what is multiplied with weights. qkv: queries, keys and
-    values as attention reads them. gates: what lies between the matmuls of a gated MLP. experts: all of a mixture,
-    about. weights: as they are used, gathered and cast, where that is not how they are stored.
+    values as attention reads them. gates: what lies between the matmuls of a gated MLP. halves: of the hidden layer of
+    experts, before the activation. experts: all of a mixture, about. weights: as they are used, gathered and cast,
+    where that is not how they are stored.
     """
     tokens, tp, item, D = job.local_tokens, job.layout.tp, job.itemsize, job.embed
     heads, kv_heads = job.heads / tp, job.kv_heads * job.kv_copies / tp
@@ -108,10 +108,12 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     norms = {"norm1": (D, 1), "norm2": (D, 1)} | {
         f"{name}_norm": (width(axis), width(axis) / job.head_dim) for name, axis in (("q", "heads"), ("k", "kv_heads"))
     }
-    mixture = 0.0
+    halves = mixture = 0.0
     if "router" in stack:  # room for all pairs of the ep group, whichever experts they choose
-        pairs, gate = tokens * job.layout.ep * job.top_k, width("expert_ffn")
-        mixture = (BLOCK * (D + 6 * gate) + D) * pairs * item + tokens * width("router") * WIDE
+        ep = job.layout.ep
+        pairs = tokens * ep * job.top_k
+        halves = 2 * math.prod(experts.blocks(pairs, job.table.dims["experts"] // ep, ep)) * width("expert_ffn") * item
+        mixture = halves + tokens * (ep * D * item + 2 * width("router") * WIDE) + 4 * pairs * WIDE
     own_dtype = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))
     # Flattened, each matmul keeps an operand of its own; with cp they are not, and attention and MLP keep one each.
@@ -130,6 +132,7 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         "operands": tokens * item * read,
         "qkv": tokens * item * job.head_dim * (heads + 2 * kv_heads * seen),
         "gates": 5 * tokens * item * sum(width(axis) for name, axis in GATES.items() if name in stack),
+        "halves": halves,
         "experts": mixture,
         "weights": 0 if own_dtype else used * item,
     }
