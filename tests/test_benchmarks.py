@@ -146,13 +146,21 @@ def test_the_rows_that_are_there_are_known_to_the_suite(suite):
     "given, says",
     [
         (["tarin"], "a case must be one of train, "),
-        (["--quick", "--check"], "give one of"),
-        (["--qiuck"], "a case must"),
+        (["train/L"], "a case must be one of train/M, train/S, train/MoE, got train/L"),
+        (["--quick", "--check"], "--check: not allowed with argument --quick"),
+        (["--qiuck"], "unrecognized arguments: --qiuck"),
     ],
 )
-def test_a_wrong_command_line_ends_in_one_line(suite, given, says):
-    with pytest.raises(SystemExit, match=says):
+def test_a_wrong_command_line_is_told(suite, given, says, capsys):
+    with pytest.raises(SystemExit) as ended:
         suite("run").main(given)
+    assert says in f"{ended.value} {capsys.readouterr().err}"
+
+
+def test_a_case_stands_for_its_models(suite):
+    pairs_of = suite("run").pairs_of
+    assert pairs_of(["train/S", "push"]) == [("train", "S"), ("push", None)]
+    assert pairs_of(["train"]) == [("train", "M"), ("train", "S"), ("train", "MoE")]
 
 
 def test_every_case_has_a_side_for_each_peer(suite):
