@@ -11,10 +11,11 @@ from ..parallel import ring as rings
 
 OUTPUT = "attention"  # name of what the backward pass needs of the forward pass, for rematerialisation policies
 CHUNK = 64  # queries
-RUNS = 32  # of a row at most: each is compiled for the keys before its end, its chunks are a loop
-# A run looks at so many of its lengths before itself where its sequences allow, else at all of the row before it. On 64
-# packed sequences of 170 tokens this takes 14 % off a training step; on full rows it costs nothing that was measurable.
-NEAR = 2, 5
+RUNS = 16  # of a row at most: each is compiled for the keys before its end, its chunks are a loop
+# Where its sequences allow, a chunk looks back so many chunks, in longer rows so many 32nds of the row, else to the
+# row's beginning. On 64 packed sequences of 170 tokens this takes 14 % off a training step; on full rows it costs
+# nothing that was measurable.
+NEAR = 5, 2
 FITS = 1 << 18  # scores: 1 MB in fp32
 
 
@@ -115,24 +116,25 @@ def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
     """
     size = _size(q_BKGTH.shape[3], chunk)
 
-    def run(queries, keys):
+    def run(queries, keys, reach):
         q_BKGQH, places = q_BKGTH[:, :, :, queries], [x[:, queries] for x in here]
-        k_BKXH, v_BKXH, seen = k_BKSH[:, :, keys], v_BKSH[:, :, keys], [x[:, keys] for x in there]
+        k_BKXH, v_BKXH, there_BX = k_BKSH[:, :, keys], v_BKSH[:, :, keys], [x[:, keys] for x in there]
 
-        def attend(cut):
-            score_BKGCX = _scores(cut(q_BKGQH, 3), k_BKXH, [cut(x, 1) for x in places], seen, window)
-            top_BKGC1 = score_BKGCX.max(-1, keepdims=True)
-            weight_BKGCX = jnp.exp(score_BKGCX - top_BKGC1)
-            sum_BKGC1 = weight_BKGCX.sum(-1, keepdims=True)
-            mean_BKRH = _rows(weight_BKGCX).astype(v_BKXH.dtype) @ v_BKXH
-            out_BKGCH = (mean_BKRH.reshape(*score_BKGCX.shape[:-1], -1) / sum_BKGC1).astype(v_BKXH.dtype)
+        def attend(cut, look):
+            places_BC, there_BY = [cut(x, 1) for x in places], [look(x, 1) for x in there_BX]
+            score_BKGCY = _scores(cut(q_BKGQH, 3), look(k_BKXH, 2), places_BC, there_BY, window)
+            top_BKGC1 = score_BKGCY.max(-1, keepdims=True)
+            weight_BKGCY = jnp.exp(score_BKGCY - top_BKGC1)
+            sum_BKGC1 = weight_BKGCY.sum(-1, keepdims=True)
+            mean_BKRH = _rows(weight_BKGCY).astype(v_BKXH.dtype) @ look(v_BKXH, 2)
+            out_BKGCH = (mean_BKRH.reshape(*score_BKGCY.shape[:-1], -1) / sum_BKGC1).astype(v_BKXH.dtype)
             return (), (out_BKGCH, top_BKGC1 + jnp.log(sum_BKGC1))
 
-        return _by_chunks(attend, q_BKGQH.shape[3], size)[1]
+        return _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)[1]
 
     made = [
-        _over_needed(partial(run, queries), queries, seen, here, own)
-        for queries, seen in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, own)
+        _over_needed(partial(run, queries), ways, queries, here, size)
+        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, own)
     ]
     return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
@@ -151,32 +153,34 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
     # Sums over queries are taken as [head, key]: products that read both factors as they lie are twice as fast on CPUs.
     q_BKHGT, dout_BKHGT = (x_BKGTH.transpose(0, 1, 4, 2, 3) for x_BKGTH in (q_BKGTH, dout_BKGTH))
 
-    def run(queries, seen, keys):
+    def run(queries, seen, keys, reach):
         of_queries = q_BKGTH, dout_BKGTH, lse_BKGT1, inner_BKGT1
         q_BKGQH, dout_BKGQH, lse_BKGQ1, inner_BKGQ1 = (x[:, :, :, queries] for x in of_queries)
         q_BKHGQ, dout_BKHGQ, places = q_BKHGT[..., queries], dout_BKHGT[..., queries], [x[:, queries] for x in here]
         k_BKXH, v_BKXH, there_BX = k_BKSH[:, :, keys], v_BKSH[:, :, keys], [x[:, keys] for x in there]
 
-        def attend(cut):
-            score_BKGCX = _scores(cut(q_BKGQH, 3), k_BKXH, [cut(x, 1) for x in places], there_BX, window)
-            prob_BKRX = _rows(jnp.exp(score_BKGCX - cut(lse_BKGQ1, 3)))
-            dprob_BKRX = product("BKRH,BKXH->BKRX", _rows(cut(dout_BKGQH, 3)), v_BKXH)
-            dscore_BKRX = (prob_BKRX * (dprob_BKRX - _rows(cut(inner_BKGQ1, 3)))).astype(narrow)
+        def attend(cut, look):
+            k_BKYH, v_BKYH, there_BY = look(k_BKXH, 2), look(v_BKXH, 2), [look(x, 1) for x in there_BX]
+            score_BKGCY = _scores(cut(q_BKGQH, 3), k_BKYH, [cut(x, 1) for x in places], there_BY, window)
+            prob_BKRY = _rows(jnp.exp(score_BKGCY - cut(lse_BKGQ1, 3)))
+            dprob_BKRY = product("BKRH,BKYH->BKRY", _rows(cut(dout_BKGQH, 3)), v_BKYH)
+            dscore_BKRY = (prob_BKRY * (dprob_BKRY - _rows(cut(inner_BKGQ1, 3)))).astype(narrow)
             q_BKHR, dout_BKHR = (cut(x, 4).reshape(*x.shape[:3], -1) for x in (q_BKHGQ, dout_BKHGQ))
-            dv_BKHX = product("BKHR,BKRX->BKHX", dout_BKHR, prob_BKRX.astype(narrow))
-            dk_BKHX = product("BKHR,BKRX->BKHX", q_BKHR, dscore_BKRX)
-            dq_BKRH = product("BKRX,BKXH->BKRH", dscore_BKRX, k_BKXH)
-            return (dk_BKHX, dv_BKHX), (dq_BKRH.reshape(*score_BKGCX.shape[:-1], -1),)
+            dv_BKHY = product("BKHR,BKRY->BKHY", dout_BKHR, prob_BKRY.astype(narrow))
+            dk_BKHY = product("BKHR,BKRY->BKHY", q_BKHR, dscore_BKRY)
+            dq_BKRH = product("BKRY,BKYH->BKRH", dscore_BKRY, k_BKYH)
+            return (dk_BKHY, dv_BKHY), (dq_BKRH.reshape(*score_BKGCY.shape[:-1], -1),)
 
-        sums, (dq_BKGQH,) = _by_chunks(attend, q_BKGQH.shape[3], size)
+        sums, (dq_BKGQH,) = _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)
         before = (0, 0), (0, 0), (0, 0), (keys.start - seen.start, 0)
         return dq_BKGQH, *(jnp.pad(x_BKHX, before) for x_BKHX in sums)
 
     dq = []
     B, K, S, H = k_BKSH.shape
     dk_BKHS, dv_BKHS = jnp.zeros((2, B, K, H, S), wide)
-    for queries, seen in _runs(q_BKGTH.shape[3], S, window, size, own):
-        dq_BKGQH, *more = _over_needed(partial(run, queries, seen), queries, seen, here, own)
+    for queries, ways in _runs(q_BKGTH.shape[3], S, window, size, own):
+        seen = ways[0][0]
+        dq_BKGQH, *more = _over_needed(partial(run, queries, seen), ways, queries, here, size)
         dk_BKHS, dv_BKHS = (x.at[..., seen].add(new) for x, new in zip((dk_BKHS, dv_BKHS), more, strict=True))
         dq.append(dq_BKGQH)
     return jnp.concatenate(dq, 3), dk_BKHS.swapaxes(2, 3), dv_BKHS.swapaxes(2, 3)
@@ -188,42 +192,55 @@ def _size(T, chunk):
 
 
 def _runs(T, S, window, size, own):
-    """(queries, keys that any of them may see) of each run of whole chunks, and of what is left of the last chunk."""
+    """(queries, ways) of each run of whole chunks, and of what is left of the last chunk.
+
+    A way is (keys, reach), most keys first: a chunk of the run looks at those of the keys that stand up to `reach`
+    before it and at its own, or, where `reach` is None, at all of them.
+    """
     length = size * -(-T // (size * RUNS))
     bounds = sorted({*range(0, T, length), T // size * size, T})
     queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
     if not own:
-        return [(each, slice(0, S)) for each in queries]
-    return [(each, slice(max(0, each.start - (window or T) + 1), each.stop)) for each in queries]
+        return [(each, [(slice(0, S), None)]) for each in queries]
+    most = T if window is None else window - 1
+    reaches = sorted({most, *(min(most, near * max(size, T // 32)) for near in NEAR)}, reverse=True)
+
+    def ways(each):
+        near = [(slice(each.start - reach, each.stop), reach) for reach in reaches if reach < each.start]
+        return near if most < each.start else [(slice(0, each.stop), None), *near]
+
+    return [(each, ways(each)) for each in queries]
 
 
-def _by_chunks(attend, length, size):
-    """(sums, outs) over the chunks of a run: of `attend(cut)` the first are added up, the others laid side by side on
-    axis 3. `cut(x, axis)` is the chunk's part of an array."""
+def _by_chunks(attend, length, size, keys, reach):
+    """(sums, outs) over the chunks of a run: of `attend(cut, look)` the first are added up where the keys that they are
+    of stand, the others laid side by side on axis 3. `cut(x, axis)` is the chunk's part of what queries have,
+    `look(x, axis)` of what keys have, of which the run has so many."""
     if length <= size:
-        return attend(lambda x, axis: x)
-    at = lambda start: attend(lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, size, axis))
+        return attend(lambda x, axis: x, lambda x, axis: x)
+    count = keys if reach is None else reach + size
+    part = lambda begin, count: lambda x, axis: jax.lax.dynamic_slice_in_dim(x, begin, count, axis)
+    at = lambda start, begin: attend(part(start, size), part(begin, count))
 
     def add(sums, start):
-        new, outs = at(start)
-        return jax.tree.map(jnp.add, sums, new), outs
+        begin = 0 if reach is None else start
+        new, outs = at(start, begin)
+        plus = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, part(begin, count)(x, 3) + new, begin, 3)
+        return jax.tree.map(plus, sums, new), outs
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(at, 0)[0])
+    zeros = jax.tree.map(lambda x: jnp.zeros((*x.shape[:3], keys), x.dtype), jax.eval_shape(at, 0, 0)[0])
     sums, outs = jax.lax.scan(add, zeros, jnp.arange(0, length, size))
     return sums, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], length, x.shape[5]), outs)
 
 
-def _over_needed(attend, queries, seen, here, own):
-    """`attend(keys)` over the shortest of a few stretches of keys that holds all those of these queries' sequences."""
-    length = queries.stop - queries.start
-    near = (max(seen.start, queries.start - near * length) for near in NEAR) if own else ()
-    starts = sorted({seen.start, *near})
-    ways = [partial(attend, slice(start, seen.stop)) for start in starts]
+def _over_needed(attend, ways, queries, here, size):
+    """`attend(*way)` by the way of fewest keys in which every chunk of the run has all those of its sequences."""
+    branches = [partial(attend, *way) for way in ways]
     if len(ways) == 1:
-        return ways[0]()
+        return branches[0]()
     _, index_BT = here
-    first = queries.start - index_BT[:, queries.start].max()
-    return jax.lax.switch(sum((first >= start).astype(jnp.int32) for start in starts[1:]), ways)
+    before = index_BT[:, queries.start : queries.stop : size].max()  # keys that a chunk needs before its own
+    return jax.lax.switch(sum((before <= reach).astype(jnp.int32) for _, reach in ways[1:]), branches)
 
 
 def _rows(x_BKGCX):

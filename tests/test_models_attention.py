@@ -79,8 +79,17 @@ def test_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, window, elsew
     monkeypatch.setattr(attention, "RUNS", 3)
     assert [each.stop - each.start for each, _ in attention._runs(T - 1, T - 1, None, 4, True)] == [16, 16, 12, 3]
     packed.clear_cache()  # it would not see other constants
-    check(rows([48], [7, 20, 15]), window, elsewhere)
+    check(rows([48], [7, 20, 15]), window, elsewhere)  # the row from its beginning
+    check(rows([20, 20, 8], [7, 21, 15]), window, elsewhere)  # 20 before each chunk
+    check(rows([9] * 5, [3, 8, 5, 2] * 2), window, elsewhere)  # 8 before each chunk
     packed.clear_cache()
+
+
+def test_chunks_of_a_run_look_back_no_further_than_they_need():
+    """All, 20 or 8 keys before each chunk of 4; a window's 4."""
+    reaches = lambda window: [[reach for _, reach in ways] for _, ways in attention._runs(36, 36, window, 4, True)]
+    assert reaches(None) == [[None]] * 3 + [[None, 8]] * 3 + [[None, 20, 8]] * 3
+    assert reaches(5) == [[None]] * 2 + [[4]] * 7
 
 
 @pytest.mark.parametrize(
@@ -118,5 +127,5 @@ def test_a_window_reads_only_keys_inside_it():
         fn = partial(attention.causal, window=window, chunk=4)
         return jax.jit(fn).lower(*args).cost_analysis()["flops"]
 
-    assert flops(96, 4) < 2.2 * flops(48, 4)
-    assert flops(96, None) > 3 * flops(48, None)
+    assert flops(64, 4) < 2.2 * flops(32, 4)
+    assert flops(64, None) > 3 * flops(32, None)

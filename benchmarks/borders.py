@@ -1,0 +1,123 @@
+"""Checkpoints in and out, 1 GB of fp32, against plain reads and writes of the same bytes.
+
+    python benchmarks/borders.py [--runs 7] [--in DIR] [--write]
+
+`load` is `hf.load` to arrays of the default device, beside a read of the file into memory; `save` is `hf.save`, hashed
+and synced, beside a synced write; `convert` is `areax convert`'s function to the same dtype, beside a read and a synced
+write. Of what is read nothing is in the system's cache. All take turns in one process, and memory that they are going
+to need is touched before: on a virtual machine that gives free memory back to its host, getting it again takes longer
+than the work. `--in` says on which medium the files lie. With --write it is the case `borders` of results.json.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import run
+import sizes
+
+SOURCE = "1GB"
+FILE = "model.safetensors"
+
+
+def forget(path: Path) -> None:
+    """Takes a file out of the system's cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read(path: Path, memory: bytearray) -> None:
+    with open(path, "rb", buffering=0) as file:
+        left = memoryview(memory)
+        while left:
+            left = left[file.readinto(left) :]
+
+
+def write(path: Path, memory: bytearray) -> None:
+    with open(path, "wb", buffering=0) as file:
+        left = memoryview(memory)
+        while left:
+            left = left[file.write(left) :]
+        os.fsync(file.fileno())
+
+
+def timed(once, source: Path, out: Path) -> tuple[float, float]:
+    """(seconds, CPU-seconds) of doing it once; what it wrote to `out` is removed."""
+    np.empty(2 * source.stat().st_size, np.uint8).fill(1)
+    forget(source)
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = once()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    del result
+    if out.is_dir():
+        shutil.rmtree(out)
+    out.unlink(missing_ok=True)
+    return wall, cpu
+
+
+def measure(root: Path, runs: int) -> dict[str, dict[str, list]]:
+    """Seconds and CPU-seconds of ours and the plain side of each border."""
+    from areax.adapters import convert, hf
+    from areax.recipes import common
+
+    common.keep_memory()  # as the recipes do
+    folder, out = root / SOURCE, root / "out"
+    sizes.main(SOURCE, str(folder))
+    config, params = hf.load(folder)
+    memory = bytearray((folder / FILE).stat().st_size)
+    sides = {
+        "load": (lambda: hf.load(folder), lambda: read(folder / FILE, memory)),
+        "save": (lambda: hf.save(out, config, params), lambda: write(out, memory)),
+        "convert": (
+            lambda: convert.convert(folder, out), lambda: (read(folder / FILE, memory), write(out, memory)),
+        ),
+    }  # fmt: skip
+    done: dict = {name: {"ours": [], "plain": []} for name in sides}
+    for i in range(1 + runs):
+        for name, (ours, plain) in sides.items():
+            for side, once in (("ours", ours), ("plain", plain)):
+                took = timed(once, folder / FILE, out)
+                if i:
+                    done[name][side].append(took)
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--in", dest="root", type=Path, help="a directory; default: that of temporary files")
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.root) as root:
+        done = measure(Path(root), given.runs)
+    middle = lambda took, of: statistics.median(one[of] for one in took)
+    print("| | areax, s (min to max) | plain | plain / areax | CPU-s, areax | plain |\n|---|---|---|---|---|---|")
+    details = {}
+    for name, sides in done.items():
+        one = details[name] = {
+            side: {
+                "seconds": middle(took, 0), "seconds_min": min(took)[0], "seconds_max": max(took)[0],
+                "cpu_seconds": middle(took, 1),
+            }
+            for side, took in sides.items()
+        }  # fmt: skip
+        ours, plain = one["ours"], one["plain"]
+        print(
+            f"| {name} | {run.spread(ours)} | {run.spread(plain)} | {plain['seconds'] / ours['seconds']:.2f} | "
+            f"{ours['cpu_seconds']:.2f} | {plain['cpu_seconds']:.2f} |"
+        )
+    if given.write:
+        ours, theirs = (sum(one[side]["seconds"] for one in details.values()) for side in ("ours", "plain"))
+        row = {"case": "borders", "model": SOURCE, "peer": "plain", "unit": "rounds/s"}
+        row |= {"ours": 1 / ours, "theirs": 1 / theirs, "ratio": theirs / ours, "details": details}
+        run.store([row | run.origin()])
+
+
+if __name__ == "__main__":
+    main()
