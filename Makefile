@@ -123,7 +123,7 @@ bench: $(dev) bench-env ## speed beside transformers, TRL and tunix on the same 
 	$(py) benchmarks/run.py
 
 .PHONY: bench-quick
-bench-quick: $(runtime) ## areax alone with few repeats, and its share of the machine's limit; printed only, under 3 minutes
+bench-quick: $(runtime) ## areax alone with few repeats, and its share of the machine's limit; printed only, a few minutes
 	$(py) benchmarks/run.py --quick
 
 .PHONY: bench-check

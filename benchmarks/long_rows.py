@@ -4,10 +4,10 @@
 
 One row a step: of one sequence, or of many of 512 tokens. Each length is a process of its own, which finds its
 programs compiled (compiling takes more memory than a step of a short row), says how much the program needs besides its
-arguments, takes steps and says what it held at most. That has the loaded program in it, 0.8 GB from 4,096 tokens on,
-where it has as many runs of chunks as there are. Printed with the coefficient of determination (R^2) of a straight
-line through memory against length, and whether the optimised program of the longest row holds an array with two axes
-that long, or with as many entries as their square. With --write it is the case `long_rows` of results.json.
+arguments, takes steps and says what it held at most, the loaded program among it. Printed with the coefficient of
+determination (R^2) of a straight line through memory against length, and whether the optimised program of the longest
+row holds an array with two axes that long, or with as many entries as their square. With --write it is the case
+`long_rows` of results.json.
 """
 
 import argparse

@@ -139,7 +139,7 @@ def test_the_rows_that_are_there_are_known_to_the_suite(suite):
     run = suite("run")
     rows = json.loads((BENCHMARKS / "results.json").read_text())
     assert len({run.name(r) for r in rows}) == len(rows)
-    assert {r["case"] for r in rows} <= {*run.CASES, "async", "delta", "pause", "long_rows"}
+    assert {r["case"] for r in rows} <= {*run.CASES, "async", "delta", "pause", "long_rows", "borders"}
 
 
 @pytest.mark.parametrize(
