@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
+import files
 import run
 import sizes
 
@@ -25,31 +25,20 @@ SOURCE = "1GB"
 FILE = "model.safetensors"
 
 
-def forget(path: Path) -> None:
-    """Takes a file out of the system's cache."""
+def sync(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def forget(path: Path) -> None:
+    """Takes a file, which is synced, out of the system's cache."""
+    with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read(path: Path, memory: bytearray) -> None:
-    with open(path, "rb", buffering=0) as file:
-        left = memoryview(memory)
-        while left:
-            left = left[file.readinto(left) :]
-
-
-def write(path: Path, memory: bytearray) -> None:
-    with open(path, "wb", buffering=0) as file:
-        left = memoryview(memory)
-        while left:
-            left = left[file.write(left) :]
-        os.fsync(file.fileno())
 
 
 def timed(once, source: Path, out: Path) -> tuple[float, float]:
     """(seconds, CPU-seconds) of doing it once; what it wrote to `out` is removed."""
-    np.empty(2 * source.stat().st_size, np.uint8).fill(1)
+    files.touch_memory(2 * source.stat().st_size)
     forget(source)
     wall, cpu = time.perf_counter(), time.process_time()
     result = once()
@@ -71,13 +60,12 @@ def measure(root: Path, runs: int) -> dict[str, dict[str, list]]:
     sizes.main(SOURCE, str(folder))
     config, params = hf.load(folder)
     memory = bytearray((folder / FILE).stat().st_size)
+    read, write = lambda: files.read(folder / FILE, memory), lambda: (files.write(out, memory), sync(out))
     sides = {
-        "load": (lambda: hf.load(folder), lambda: read(folder / FILE, memory)),
-        "save": (lambda: hf.save(out, config, params), lambda: write(out, memory)),
-        "convert": (
-            lambda: convert.convert(folder, out), lambda: (read(folder / FILE, memory), write(out, memory)),
-        ),
-    }  # fmt: skip
+        "load": (lambda: hf.load(folder), read),
+        "save": (lambda: hf.save(out, config, params), write),
+        "convert": (lambda: convert.convert(folder, out), lambda: (read(), write())),
+    }
     done: dict = {name: {"ours": [], "plain": []} for name in sides}
     for i in range(1 + runs):
         for name, (ours, plain) in sides.items():

@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import files
 import ml_dtypes
 import numpy as np
 import run
@@ -112,7 +113,7 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
                         stager = there.stdout.readline().split()[0]
                         if name == "delta":
                             await stage(stager, first)
-                        np.empty(int(1.5e9 * gb), np.uint8).fill(1)  # as in push.py: pages that the machine has
+                        files.touch_memory(int(1.5e9 * gb))
                         said = await stage(stager, second)
                     finally:
                         there.kill()

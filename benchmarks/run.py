@@ -12,7 +12,8 @@ says little. Writes results.json and the table in RESULTS.md, where cases that w
 A case is a module: `PEERS` names the peers of each model, `work(model)` says what one repetition is worth, `ours` and a
 function of each peer's name make, from a checkpoint, what is repeated; its result is compared.
 
---quick measures areax alone, with few repetitions, M only in training and no pushes, and writes nothing.
+--quick measures areax alone, with few repetitions, and writes nothing. Unless cases are named, it measures M in
+training alone, and no pushes.
 
 --check writes nothing either: it compares with the ratios that were committed last, and ends with 1 where one fell by
 more than TOLERANCE, or where the two sides of a case no longer compute the same. A ratio fell if all of its confidence
@@ -43,7 +44,7 @@ PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # of peers t
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}
 QUICK = 3
 SECOND, MOST = 1.0, 10  # short work is done on end for about a second of ours, so many times at most
-# What a quick run leaves out: it takes long, or is for ours alone what another case is.
+# What a quick run leaves out unless asked: it takes long, or is for ours alone what another case is.
 SLOW = ("logprob", "M"), ("generate", "M"), ("objective", "M"), ("push", None), ("varlen_sorted", "S")
 TOLERANCE = 0.15  # of a committed ratio; medians of one case differ by up to a tenth from run to run
 AGREEMENT = 0.99  # at least, of what the sides of a case computed
@@ -328,7 +329,7 @@ def main(arguments) -> None:
     options = parser.parse_args(arguments)
     pairs, quick = pairs_of(options.case), options.quick
     if quick:
-        print(table_alone(measured([pair for pair in pairs if pair not in SLOW], quick=True)))
+        print(table_alone(measured([pair for pair in pairs if options.case or pair not in SLOW], quick=True)))
         return
     if missing := [peer for peer, python in PYTHON.items() if not python.exists()]:
         sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; `make bench-env` makes it")
