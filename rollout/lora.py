@@ -62,7 +62,8 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         server.base, server.adapters = "", []
         return took
     below = Loaded(0.0, 0.0, 0.0, None)
-    if server.released or server.base != weights.base.label or await server.weight_label() != server.base:
+    held = server.base == weights.base.label and not server.released
+    if not held or await server.weight_label(reach_s=REACH_S) != server.base:
         mode = "abort" if server.adapters else mode
         server.adapters = []
         below = await server.load_weights(weights.base, mode)
@@ -89,7 +90,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
 
 async def loaded(server: Server) -> dict[str, str]:
     """Directories of the adapters that the server lists, by name."""
-    answer = await server.call("GET", "/v1/models", timeout_s=60.0)
+    answer = await server.call("GET", "/v1/models", timeout_s=60.0, reach_s=REACH_S)
     try:
         return {card["id"]: card["root"] for card in answer["data"] if card.get("parent")}
     except (KeyError, TypeError, AttributeError) as error:

@@ -231,7 +231,7 @@ class Server:
             await self.handover(self, weights, mode != "in_place")
         self.cached.clear()  # what old weights computed is flushed, or not found any more
         load_s = now() - loading
-        reported = await self.weight_label()
+        reported = await self.weight_label(reach_s=REACH_S)
         if reported != weights.label:
             raise RuntimeError(f"{self.url}: reports weights {reported!r} instead of {weights.label!r}")
         self.admitted = len(self.labels) - 1
@@ -250,8 +250,8 @@ class Server:
             return False
         return True
 
-    async def model_info(self, *, timeout_s: float = 60.0) -> dict:
-        return await self.call("GET", "/model_info", timeout_s=timeout_s)
+    async def model_info(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> dict:
+        return await self.call("GET", "/model_info", timeout_s=timeout_s, reach_s=reach_s)
 
     async def server_info(self, *, timeout_s: float = 60.0) -> dict:
         return await self.call("GET", "/server_info", timeout_s=timeout_s)
@@ -263,9 +263,9 @@ class Server:
         except (RuntimeError, ValueError):  # another look says whether it is there at all
             return None
 
-    async def weight_label(self, *, timeout_s: float = 60.0) -> str:
+    async def weight_label(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> str:
         """The label of the weights it serves now, by its own report."""
-        label = (await self.model_info(timeout_s=timeout_s)).get("weight_version")
+        label = (await self.model_info(timeout_s=timeout_s, reach_s=reach_s)).get("weight_version")
         if not isinstance(label, str):
             raise RuntimeError(f"{self.url}/model_info: no weight_version in the answer")
         return label
@@ -276,7 +276,7 @@ class Server:
 
     async def resume(self, *, timeout_s: float = 60.0) -> None:
         """Continues generation after a pause."""
-        await self.call("POST", "/continue_generation", {}, timeout_s=timeout_s)
+        await self.call("POST", "/continue_generation", {}, timeout_s=timeout_s, reach_s=REACH_S)
 
     async def update_weights_from_disk(
         self, path: str, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0
@@ -284,7 +284,7 @@ class Server:
         """Loads the checkpoint directory `path`, as the server sees it, and names it `label`."""
         body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
         where = "/update_weights_from_disk"
-        answer = await self.call("POST", where, body, timeout_s=timeout_s)
+        answer = await self.call("POST", where, body, timeout_s=timeout_s, reach_s=REACH_S)
         if answer.get("success") is not True:
             raise RuntimeError(f"{self.url}{where}: {answer.get('message') or answer}")
 
@@ -301,7 +301,7 @@ class Server:
         await self.pause("retract", reach_s=REACH_S)
         self.released = True
         try:
-            await self.call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s)
+            await self.call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s, reach_s=REACH_S)
         except ValueError:
             self.released = False
             raise
@@ -309,8 +309,8 @@ class Server:
     async def reclaim(self, *, timeout_s: float = 120.0) -> None:
         """Has it take its memory again, where it gave it back. SGLang does not survive being told so twice, nor being
         told so after it was started anew: then it has other weights."""
-        if self.released and await self.weight_label(timeout_s=timeout_s) == self.label:
-            await self.call("POST", "/resume_memory_occupation", {}, timeout_s=timeout_s)
+        if self.released and await self.weight_label(timeout_s=timeout_s, reach_s=REACH_S) == self.label:
+            await self.call("POST", "/resume_memory_occupation", {}, timeout_s=timeout_s, reach_s=REACH_S)
         self.released = False
 
     async def flush_cache(self, *, timeout_s: float = 60.0) -> None:
@@ -323,7 +323,8 @@ class Server:
 
     async def weights_checker(self, action: str = "checksum", *, timeout_s: float = 600.0) -> dict:
         """The server's own checksums of the weights it holds."""
-        return await self.call("POST", "/weights_checker", {"action": action}, timeout_s=timeout_s)
+        body = {"action": action}
+        return await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=REACH_S)
 
     async def generate(self, body: dict, on_tokens: Callable[[list[int]], None] | None = None) -> Part:
         """One attempt at `/generate`; Unreached and Broken are the fleet's to handle.

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .server import Handover, Published, Server
+from .server import REACH_S, Handover, Published, Server
 
 BEGIN, END, UPDATE = "/begin_weight_update", "/end_weight_update", "/update_weights_from_tensor"
 MESSAGE_S = 600.0
@@ -28,7 +28,7 @@ def handover(messages: Callable[[Any], Iterator[tuple[str, bool]]]) -> Handover:
 
     async def give(server: Server, weights: Published, flush_cache: bool) -> None:
         with contextlib.suppress(ValueError):  # refused where no session was left open, as it should be
-            await server.call("POST", END, {}, timeout_s=CONTROL_S)
+            await server.call("POST", END, {}, timeout_s=CONTROL_S, reach_s=REACH_S)
         await _agreed(server, BEGIN, {}, CONTROL_S)
         parts, last = messages(weights.arrays), False
         while not last:
@@ -41,6 +41,6 @@ def handover(messages: Callable[[Any], Iterator[tuple[str, bool]]]) -> Handover:
 
 
 async def _agreed(server: Server, path: str, body: dict, timeout_s: float) -> None:
-    answer = await server.call("POST", path, body, timeout_s=timeout_s)
+    answer = await server.call("POST", path, body, timeout_s=timeout_s, reach_s=REACH_S)
     if answer.get("success") is not True:
         raise RuntimeError(f"{server.url}{path}: {answer.get('message') or answer}")

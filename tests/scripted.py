@@ -164,7 +164,8 @@ def check(done, prompt, n):
 
 
 def run(main):
-    asyncio.run(asyncio.wait_for(main(), 30))
+    """Ends what hangs. A test takes 6 s at most, 20 on a slow machine; a call of the product that nothing limits, 120."""
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def controls(server):

@@ -99,6 +99,27 @@ def test_a_failed_resume_poisons(tmp_path):
     run(main)
 
 
+@pytest.mark.parametrize("path", ["/model_info", "/resume_memory_occupation", "/update_weights_from_disk"])
+def test_a_server_that_is_gone_half_way_is_left_out(tmp_path, path):
+    """At rest, and when it is brought back: each of these calls may take minutes, none may wait so long for nobody."""
+
+    async def main():
+        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+            await publish.push(fleet, tmp_path, V1)
+            await rest.rest(fleet)
+            a.refuse[path] = answers(503, {})
+            report = await publish.push(fleet, tmp_path, V2)
+            assert (report.loaded, list(report.failed)) == ((b.url,), [a.url])
+            await until(lambda: states(fleet) == ["dead", "healthy"])
+            await rest.rest(fleet)  # does not wait for it either
+            a.refuse.clear()
+            await publish.push(fleet, tmp_path, V1)
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert a.label == b.label == V1 and a.wrong == b.wrong == []
+
+    run(main)
+
+
 def test_a_server_that_was_started_anew_meanwhile_is_not_told_to_resume(tmp_path):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
