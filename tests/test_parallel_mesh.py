@@ -204,7 +204,8 @@ def test_replayed_experts_stay_with_their_tokens():
             scores = step.make_scores(partial(models.score, config=config, run=how))
             there = jax.device_put(params, rules.of_params(table, on))
             out.append(jax.tree.map(np.asarray, scores(there, place.batch(batch, on))))
-    np.testing.assert_allclose(out[1].logp_BT, out[0].logp_BT, atol=1e-5)
+    # as in `compare`: some are of size 9; records that are one token off differ by 6
+    np.testing.assert_allclose(out[1].logp_BT, out[0].logp_BT, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(out[1].aux["load"], out[0].aux["load"])
 
 
