@@ -164,7 +164,7 @@ def check(done, prompt, n):
 
 
 def run(main):
-    """Ends what hangs. A test takes 6 s at most, 20 on a slow machine; a call of the product that nothing limits, 120."""
+    """Ends what hangs: a test takes 6 s at most, 20 on a slow machine, and a call that nobody answers 120 or more."""
     asyncio.run(asyncio.wait_for(main(), 100))
 
 
