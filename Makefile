@@ -15,7 +15,10 @@ peers := .venv-bench
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes; files stay together but where one helps the other at the end
-fast = --xla_backend_optimization_level=0# compiles in a third of the time; what then runs slower is tiny
+# XLA compiles in a fifth of the time: not optimised, by its older code generator, in one thread; what runs is tiny.
+fast = --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
+# Only files with tests of a kind are loaded for it: what all of them import takes longer than some kinds.
+marked = -m $(1) $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)
 # Commands, files that travel with the code, and processes that start the installed copy.
 installed = package adapters_cli adapters_chat adapters_report recipes_sft rollout_loop rollout_rewards rollout_remote_sandbox
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -65,29 +68,29 @@ test: $(dev) ## the tests, under 10 minutes on two cores
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
 test-slow: $(dev) ## every algorithm from the command line, three steps each; TRL and PEFT in full
-	$(py) -m pytest -q -m slow $(both)
+	$(py) -m pytest -q $(call marked,slow) $(both)
 
 .PHONY: test-mesh
 test-mesh: export XLA_FLAGS += $(fast)
 test-mesh: $(dev) ## every family on every kind of mesh beside one device, several processes, what ends them
-	$(py) -m pytest -q -m mesh $(both)
+	$(py) -m pytest -q $(call marked,mesh) $(both)
 
 .PHONY: test-wide
 test-wide: export XLA_FLAGS += $(fast)
 test-wide: $(dev) ## more of test-mesh: every family with every objective on every mesh, every recipe over processes
-	$(py) -m pytest -q -m wide $(both)
+	$(py) -m pytest -q $(call marked,wide) $(both)
 
 .PHONY: test-learning
 test-learning: $(dev) ## each way of learning takes a small task to a stated level, under 20 minutes
-	$(py) -m pytest -q -m learning $(both)
+	$(py) -m pytest -q $(call marked,learning) $(both)
 
 .PHONY: test-agents
 test-agents: $(dev) ## an agent of each SDK learns from the command line which tool a question wants
-	$(py) -m pytest -q -m agents
+	$(py) -m pytest -q $(call marked,agents)
 
 .PHONY: test-kernels
 test-kernels: $(dev) ## kernels for GPUs and TPUs, interpreted, beside the reference
-	$(py) -m pytest -q -m kernel
+	$(py) -m pytest -q $(call marked,kernel)
 
 .PHONY: test-sglang
 ifdef AREAX_SGLANG_PYTHON

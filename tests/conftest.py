@@ -4,6 +4,8 @@ The environment is set before JAX and torch load, and child processes inherit it
 `JAX_PLATFORMS=cuda pytest -m gpu` runs the tests of an accelerator.
 """
 
+import contextlib
+import itertools
 import os
 from pathlib import Path
 
@@ -26,8 +28,22 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
 )
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # JAX does not write its cache in one piece: none is shared
+
+
+def exchange(root):
+    """Gives each worker the programs that the others compiled in earlier runs. Within a run none are shared: JAX does
+    not write a file in one piece."""
+    folders = [root, *root.glob("gw*")]
+    for one, other in itertools.permutations(folders, 2):
+        for path in one.glob("*-cache"):
+            with contextlib.suppress(FileExistsError):
+                (other / path.name).hardlink_to(path)
+
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
+else:
+    exchange(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
