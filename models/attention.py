@@ -16,6 +16,7 @@ RUNS = 16  # of a row at most: each is compiled for the keys before its end, its
 # row's beginning. On 64 packed sequences of 170 tokens this takes 14 % off a training step; on full rows it costs
 # nothing that was measurable.
 NEAR = 2, 5
+ELSEWHERE = 512, 4, ()  # the same three where no cache is to be kept to, and each product costs seconds of compilation
 FITS = 1 << 18  # scores: 1 MB in fp32
 
 
@@ -34,7 +35,7 @@ def causal(
     Args:
       key_segment_BS, key_index_BS: of keys that are not the queries' own; every query must find itself among them.
       window: most tokens that one sees, itself and the window - 1 before it; None = no limit (arXiv:2004.05150).
-      chunk: queries a chunk; None = 64.
+      chunk: queries a chunk; None = 64 on a CPU, 512 elsewhere.
 
     Returns:
       out_BTNH, in q's dtype.
@@ -188,7 +189,12 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
 
 def _size(T, chunk):
     """Queries a chunk."""
-    return min(chunk or CHUNK, T)
+    return min(chunk or _cuts()[0], T)
+
+
+def _cuts():
+    """Queries a chunk, runs, and how near keys are looked for."""
+    return (CHUNK, RUNS, NEAR) if jax.default_backend() == "cpu" else ELSEWHERE
 
 
 def _runs(T, S, window, size, own):
@@ -197,13 +203,14 @@ def _runs(T, S, window, size, own):
     A way is (keys, reach), most keys first: a chunk of the run looks at those of the keys that stand up to `reach`
     before it and at its own, or, where `reach` is None, at all of them.
     """
-    length = size * -(-T // (size * RUNS))
+    _, runs, nears = _cuts()
+    length = size * -(-T // (size * runs))
     bounds = sorted({*range(0, T, length), T // size * size, T})
     queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
     if not own:
         return [(each, [(slice(0, S), None)]) for each in queries]
     most = T if window is None else window - 1
-    reaches = sorted({most, *(min(most, near * max(size, T // 32)) for near in NEAR)}, reverse=True)
+    reaches = sorted({most, *(min(most, near * max(size, T // 32)) for near in nears)}, reverse=True)
 
     def ways(each):
         near = [(slice(each.start - reach, each.stop), reach) for reach in reaches if reach < each.start]

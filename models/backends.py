@@ -65,11 +65,12 @@ class Supports:
 
 
 HALF = "bfloat16", "float16"
+FLOAT = *HALF, "float32"
 # By the file of this folder that has them, in the order in which "auto" looks for one that honours everything.
 BACKENDS: dict[str, Supports] = {
     "splash": Supports(("tpu",), length=128, packing=True, window=True),
     "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True),
-    "triton": Supports(("gpu",), HALF, length=128, head_dim=16, most_head_dim=128, packing=True),
+    "triton": Supports(("gpu",), FLOAT, most_head_dim=256, packing=True, window=True),
     "chunked": Supports(packing=True, other_keys=True, window=True, chunk=True),
 }
 
