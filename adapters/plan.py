@@ -72,7 +72,8 @@ def plan(config: Any, options: Options = Options()) -> dict:
         table, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
         dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
         head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0), slots=step.slots, reads=aot.reads(step),
-        scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference, optim=step.optim,
+        scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference,
+        platform=chip.platform, optim=step.optim,
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
     made = plans.plan(job, chip, generation=_generation(config, options, sequence, itemsize), push_itemsize=itemsize)

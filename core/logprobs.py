@@ -3,17 +3,22 @@
 The same primitive serves SFT, RL, distillation and evaluation.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from .shapes import shaped
 
 KEPT = 2**26  # logits, 256 MB in fp32, up to which the backward pass finds them kept
+SUMS = "logprobs"  # the name of what the backward pass of a chunk finds again
 
 
-def chunk_size(vocabulary: int) -> int:
-    """Tokens a chunk: about 16 MB of fp32 logits, which stay in a processor's cache; at least 256."""
-    return max(256, 1 << max(0, (2**22 // vocabulary).bit_length() - 1))
+def chunk_size(vocabulary: int, platform: str = "cpu") -> int:
+    """Tokens a chunk: about 16 MB of fp32 logits on a CPU, which stay in its cache, 1 GB elsewhere; at least 256."""
+    logits = 2**22 if platform == "cpu" else 2**28
+    return max(256, 1 << max(0, (logits // vocabulary).bit_length() - 1))
 
 
 @shaped
@@ -43,6 +48,55 @@ def from_logits(logits_AV, target_A, *, axis: str | None = None):
     return picked_A - lse_A, entropy_A, lse_A
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _in_one_pass(logits_AV, target_A, axis):
+    """`from_logits`, whose backward pass goes over the logits once, not once for each sum over them: for logits that
+    it computes again. Where it finds them kept, it finds their exponentials kept, too."""
+    return _one_pass_forward(logits_AV, target_A, axis)[0]
+
+
+def _one_pass_forward(logits_AV, target_A, axis):
+    logp_A, *sums = from_logits(logits_AV, target_A, axis=axis)
+    entropy_A, lse_A = checkpoint_name(tuple(sums), SUMS)
+    return (logp_A, entropy_A, lse_A), (logits_AV, target_A, entropy_A, lse_A)
+
+
+def _one_pass_backward(axis, kept, given):
+    logits_AV, target_A, entropy_A, lse_A = kept
+    column_V = jnp.arange(logits_AV.shape[-1], dtype=target_A.dtype)
+    if axis is not None:
+        column_V += logits_AV.shape[-1] * jax.lax.axis_index(axis)
+        given = jax.lax.psum(given, axis)  # each device has its share of what comes back for all
+    dlogp_A1, dentropy_A1, dlse_A1 = (x_A[:, None] for x_A in given)
+    logp_AV = logits_AV - lse_A[:, None]
+    slope_AV = jnp.exp(logp_AV) * (dlse_A1 - dlogp_A1 - dentropy_A1 * (logp_AV + entropy_A[:, None]))
+    return slope_AV + jnp.where(target_A[:, None] == column_V[None], dlogp_A1, 0), None
+
+
+_in_one_pass.defvjp(_one_pass_forward, _one_pass_backward)
+
+
+@jax.custom_vjp
+def _project(h_CD, head_VD, narrow_VD):
+    """Logits in fp32 or wider; their gradient is multiplied in the dtype of the hidden states, as it is in layers.
+
+    Args:
+      narrow_VD: the head in that dtype; gradients go to `head_VD` alone.
+    """
+    wide = jnp.promote_types(h_CD.dtype, jnp.float32)
+    return jnp.einsum("CD,VD->CV", h_CD, narrow_VD, preferred_element_type=wide)
+
+
+def _project_backward(kept, d_CV):
+    h_CD, head_VD, narrow_VD = kept
+    d_CV, wide = d_CV.astype(h_CD.dtype), d_CV.dtype
+    dhead_VD = jnp.einsum("CV,CD->VD", d_CV, h_CD, preferred_element_type=wide)
+    return d_CV @ narrow_VD, dhead_VD.astype(head_VD.dtype), None
+
+
+_project.defvjp(lambda *given: (_project(*given), given), _project_backward)
+
+
 @shaped
 def from_hidden(
     hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, beside=None, others=(), axis=None
@@ -54,7 +108,7 @@ def from_hidden(
 
     Args:
       temperature: positive scalar, or one a token, [A].
-      chunk: tokens a chunk; None = `chunk_size(V)`.
+      chunk: tokens a chunk; None = `chunk_size(V)` of the platform.
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, for what else needs whole
         rows of logits; `given` is the chunk's part of `beside`.
       beside: pytree of [A, ...].
@@ -67,27 +121,27 @@ def from_hidden(
     """
     A, V = hidden_AD.shape[0], head_VD.shape[0]
     wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)
-    C = min(chunk or chunk_size(V), A)
+    C = min(chunk or chunk_size(V, jax.default_backend()), A)
     pad = -A % C
+    again = chunk or per_chunk or A * V > KEPT
     temperature_A = jnp.broadcast_to(jnp.asarray(temperature, wide), (A,))
 
-    others_AE, heads_VE = [hidden for hidden, _ in others], [head for _, head in others]
-
-    def project(h_CD, head_VD):
-        return jnp.einsum("CD,VD->CV", h_CD, head_VD.astype(h_CD.dtype), preferred_element_type=wide)
+    others_AE = [hidden_AE for hidden_AE, _ in others]
+    heads = [(head, jax.lax.stop_gradient(head).astype(h.dtype)) for h, head in ((hidden_AD, head_VD), *others)]
 
     def one(h_CD, target_C, temperature_C, given, others_CE):
-        logits_CV = project(h_CD, head_VD) / temperature_C[:, None]
+        logits_CV = _project(h_CD, *heads[0]) / temperature_C[:, None]
         extra = None
         if per_chunk:
-            rows = [logits_CV, *map(project, others_CE, heads_VE)]
+            rows = [logits_CV, *(_project(h_CE, *head) for h_CE, head in zip(others_CE, heads[1:], strict=True))]
             if axis is not None:
                 rows = [jax.lax.all_gather(x_CV, axis, axis=1, tiled=True) for x_CV in rows]
             extra = per_chunk(rows[0], target_C, given, *rows[1:])
-        return *from_logits(logits_CV, target_C, axis=axis), extra
+        sums = _in_one_pass(logits_CV, target_C, axis) if again else from_logits(logits_CV, target_C, axis=axis)
+        return *sums, extra
 
-    if chunk or per_chunk or A * V > KEPT:
-        one = jax.checkpoint(one)
+    if again:
+        one = jax.checkpoint(one, policy=jax.checkpoint_policies.save_only_these_names(SUMS))
     if pad == 0 and C == A:
         return one(hidden_AD, target_A, temperature_A, beside, others_AE)
     chunks = lambda x, value: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=value).reshape(

@@ -39,6 +39,7 @@ class Job:
       reads: of the batch's arrays those that a step reads, by name (..._BT or ..._BJ), and the bytes of one entry.
       scores: forward passes without gradients over the same tokens, before the step.
       reference: one of them is by other weights, which are held beside.
+      platform: that the devices are of, which says how many logits are computed at a time.
       optim: as in a recipe's Config.
 
     Raises:
@@ -62,6 +63,7 @@ class Job:
     reads: Mapping[str, int] = field(default_factory=dict)
     scores: int = 0
     reference: bool = False
+    platform: str = "cpu"
     optim: Optimizer = Optimizer()
 
     def __post_init__(self):

@@ -152,7 +152,7 @@ def logits(job: Job) -> int:
 
 def _chunk(job: Job) -> int:
     """Tokens whose logits a device computes at a time."""
-    return min(job.head_chunk or logprobs.chunk_size(job.vocab), job.local_tokens)
+    return min(job.head_chunk or logprobs.chunk_size(job.vocab, job.platform), job.local_tokens)
 
 
 def _layer(job: Job) -> int:
