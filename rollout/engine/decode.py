@@ -16,11 +16,11 @@ import numpy as np
 
 from ...adapters import hf
 from ...core import logprobs
-from ...models import attention, layers, rope
+from ...models import backends, layers, rope
 from ...models import transformer as models
 from . import sampling
 
-PREFILL_TOKENS = 256  # tokens a prefill computes: one long prompt or several short ones
+PREFILL_TOKENS, ON_CPUS = 4096, 256  # that a prefill computes: one long prompt or several short ones
 
 
 def segments(context: int) -> list[slice]:
@@ -39,7 +39,7 @@ def bucket(length: int, context: int) -> int:
 
 def rows(bucket: int) -> int:
     """Prompts that one prefill of that bucket takes."""
-    return max(1, PREFILL_TOKENS // bucket)
+    return max(1, (ON_CPUS if jax.default_backend() == "cpu" else PREFILL_TOKENS) // bucket)
 
 
 def _power(n: int) -> int:
@@ -135,7 +135,8 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
     def attend(window, q_PTNH, k_PTKH, v_PTKH):
         k_PKHT, v_PKTH = k_PTKH.transpose(0, 2, 3, 1), v_PTKH.transpose(0, 2, 1, 3)
         made.append([(k_PKHT[..., place], v_PKTH[:, :, place]) for place in places])
-        return attention.causal(q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT, window=window)
+        rows = q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT
+        return backends.causal(*rows, backend="auto", packing=False, window=window)
 
     reports = []
     for w, window in zip(with_adapters(weights, adapter_P), config.windows, strict=True):
