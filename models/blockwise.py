@@ -26,18 +26,13 @@ def _activate(gate_CF, up_CF):
     return jax.nn.silu(gate_CF) * up_CF
 
 
-def _take(rows_AD, index_C):
-    """These rows, zeros where there is none."""
-    return rows_AD.at[index_C].get(mode="fill", fill_value=0)
-
-
 def _forward(x_AD, weight_AK, gate_EFD, up_EFD, down_EDF, plan):
     S, K = len(plan.expert_S), weight_AK.shape[1]
     token_SC = plan.pair_R.reshape(S, -1) // K
 
     def block(s, carry):
         gate_SCF, up_SCF, out_SCD = carry
-        e, x_CD = plan.expert_S[s], _take(x_AD, token_SC[s])
+        e, x_CD = plan.expert_S[s], grouped.take(x_AD, token_SC[s])
         gate_CF, up_CF = x_CD @ gate_EFD[e].T, x_CD @ up_EFD[e].T
         out_CD = _activate(gate_CF, up_CF) @ down_EDF[e].T
         return gate_SCF.at[s].set(gate_CF), up_SCF.at[s].set(up_CF), out_SCD.at[s].set(out_CD)
@@ -60,8 +55,8 @@ def _backward(kept, dout_AD):
     def block(s, carry):
         dx_SCD, dweight_SC, dgate_EFD, dup_EFD, ddown_EDF = carry
         e, pair_C = plan.expert_S[s], pair_SC[s]
-        x_CD, dout_CD = _take(x_AD, pair_C // K), _take(dout_AD, pair_C // K)
-        weight_C1 = _take(weight_AK.reshape(-1, 1), pair_C)
+        x_CD, dout_CD = grouped.take(x_AD, pair_C // K), grouped.take(dout_AD, pair_C // K)
+        weight_C1 = grouped.take(weight_AK.reshape(-1, 1), pair_C)
         hidden_CF, activation = jax.vjp(_activate, gate_SCF[s], up_SCF[s])
         dhidden_CF = dout_CD @ down_EDF[e]  # but for the token's weight
         dweight_C = jnp.einsum("CF,CF->C", dhidden_CF, hidden_CF, preferred_element_type=wide)

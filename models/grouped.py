@@ -1,11 +1,13 @@
 """Matmuls of which each row has its own matrix: rows are sorted by matrix, each group is padded to whole blocks.
 
-Three ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in
-use, so that the work is that of the rows plus at most one block a matrix. "megablox" is the Pallas kernel that JAX
-ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU it would cost as much as all matrices for every
-row. "auto" is megablox on a TPU, else blocked.
+Four ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in use,
+so that the work is that of the rows plus at most one block a matrix. "triton" is our kernel for GPUs. "megablox" is the
+Pallas kernel that JAX ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU, and backward on a GPU, it
+costs as much as all matrices for every row. "auto" is megablox on a TPU, else blocked: triton was compiled for GPUs and
+computed in the interpreter, but not yet timed on one.
 """
 
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -14,8 +16,10 @@ import jax.numpy as jnp
 from ..core.param import Adapted
 from ..core.shapes import shaped
 from ..parallel import experts
+from . import grouped_triton
 
-Kernel = Literal["auto", "blocked", "megablox", "ragged_dot"]
+Kernel = Literal["auto", "blocked", "triton", "megablox", "ragged_dot"]
+PLATFORMS = {"triton": ("gpu",), "megablox": ("tpu",), "ragged_dot": ("gpu", "tpu")}
 TILE = 128  # of megablox, in each dimension
 
 
@@ -63,7 +67,27 @@ def plan(expert_P, E: int, parts: int = 1) -> Plan:
 @shaped
 def spread(x_AD, plan: Plan, K: int):
     """Rows of the tokens in the order of the plan, [R, D]; zeros where it pads."""
-    return x_AD.at[plan.pair_R // K].get(mode="fill", fill_value=0)
+    return _spread(x_AD, plan.pair_R, plan.row_P, K)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _spread(x_AD, pair_R, row_P, K):
+    return take(x_AD, pair_R // K)
+
+
+def _collect(K, plan, dx_RD):
+    """Both permutations are known, so that nothing has to be scattered."""
+    wide = jnp.promote_types(dx_RD.dtype, jnp.float32)
+    _, row_P = plan
+    return take(dx_RD, row_P).reshape(-1, K, dx_RD.shape[1]).sum(1, dtype=wide).astype(dx_RD.dtype), None, None
+
+
+_spread.defvjp(lambda x_AD, pair_R, row_P, K: (_spread(x_AD, pair_R, row_P, K), (pair_R, row_P)), _collect)
+
+
+def take(rows_AD, index_R):
+    """These rows, zeros where there is none."""
+    return rows_AD.at[index_R].get(mode="fill", fill_value=0)
 
 
 @shaped
@@ -76,35 +100,56 @@ def combine(out_RD, weight_AK, plan: Plan):
 
 def gather(rows_RD, plan: Plan, K: int):
     """The rows of each token, [A, K, D]; zeros for experts that are elsewhere."""
-    return rows_RD.at[plan.row_P].get(mode="fill", fill_value=0).reshape(-1, K, rows_RD.shape[1])
+    return _pairs(rows_RD, plan.row_P, plan.pair_R).reshape(-1, K, rows_RD.shape[1])
 
 
-def concrete(kernel: Kernel) -> Kernel:
-    """The kernel itself, where "auto" leaves it to the platform."""
+@jax.custom_vjp
+def _pairs(rows_RD, row_P, pair_R):
+    return take(rows_RD, row_P)
+
+
+_pairs.defvjp(
+    lambda rows_RD, row_P, pair_R: (take(rows_RD, row_P), pair_R),
+    lambda pair_R, d_PD: (take(d_PD, pair_R), None, None),
+)
+
+
+def choose(kernel: Kernel, plan: Plan, w_EFD) -> Kernel:
+    """The kernel itself, where "auto" leaves it to the platform.
+
+    Raises:
+      ValueError: a kernel that JAX's default backend cannot compute, or not in these sizes.
+    """
+    here, rows = jax.default_backend(), len(plan.pair_R) // len(plan.expert_S)
     if kernel == "auto":
-        return "megablox" if jax.default_backend() == "tpu" else "blocked"
+        return "megablox" if here == "tpu" else "blocked"
+    if here not in PLATFORMS.get(kernel, (here,)):
+        raise ValueError(f"expert_kernel: {kernel} runs on {' or '.join(PLATFORMS[kernel])}, got {here}; take blocked")
+    if kernel == "triton" and not grouped_triton.fits(rows, *w_EFD.shape[1:]):
+        raise ValueError(
+            f"expert_kernel: triton needs blocks and matrices in multiples of {grouped_triton.LEAST}, "
+            f"got {rows} rows and {list(w_EFD.shape[1:])}; take blocked"
+        )
     return kernel
 
 
 def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
     """x @ w[expert of the row]^T, [R, F], in x's dtype, zero in rows that no matrix has; sums in fp32 or wider.
 
-    Raises:
-      ValueError: a kernel that JAX's default backend cannot compute.
+    Raises as `choose`.
     """
     if isinstance(w_EFD, Adapted):
         low_RF = matmul(matmul(x_RD, w_EFD.a, plan, kernel) * w_EFD.scale, w_EFD.b, plan, kernel)
         return matmul(x_RD, w_EFD.weight, plan, kernel) + low_RF
     w_EFD = w_EFD.astype(x_RD.dtype)
-    kernel = concrete(kernel)
-    if kernel == "blocked":
-        return _matmul(x_RD, w_EFD, plan.expert_S, plan.used)
-    fn, backends = {"megablox": (megablox, ("tpu",)), "ragged_dot": (ragged_dot, ("gpu", "tpu"))}[kernel]
-    if jax.default_backend() not in backends:
-        raise ValueError(
-            f"expert_kernel: {kernel} runs on {' or '.join(backends)}, got {jax.default_backend()}; take blocked"
-        )
-    return fn(x_RD, w_EFD, plan.rows_E)
+    match choose(kernel, plan, w_EFD):
+        case "blocked":
+            return _matmul(x_RD, w_EFD, plan.expert_S, plan.used)
+        case "triton":
+            return grouped_triton.matmul(x_RD, w_EFD, plan.expert_S, plan.used, plan.rows_E)
+        case "megablox":
+            return megablox(x_RD, w_EFD, plan.rows_E)
+    return ragged_dot(x_RD, w_EFD, plan.rows_E)
 
 
 def megablox(x_RD, w_EFD, rows_E, *, interpret: bool = False):

@@ -109,7 +109,8 @@ def compute(x_AD, index_AK, weight_AK, matrices, first, parts=1, *, kernel: grou
     gate_EFD, up_EFD, down_EDF = matrices
     E, K = gate_EFD.shape[0], index_AK.shape[1]
     plan = grouped.plan((index_AK - first).reshape(-1), E, parts)
-    if grouped.concrete(kernel) == "blocked" and not any(isinstance(w, Adapted) for w in matrices):
+    plain = not any(isinstance(w, Adapted) for w in matrices)
+    if plain and grouped.choose(kernel, plan, gate_EFD) == "blocked":
         return blockwise.mlps(x_AD, weight_AK, *(w.astype(x_AD.dtype) for w in matrices), plan)
     product = partial(grouped.matmul, plan=plan, kernel=kernel)
     rows_RD = grouped.spread(x_AD, plan, K)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixture import E, K, mix
 
-from areax.models import grouped, moe
+from areax.models import grouped, grouped_triton, moe
 
 D, F = 12, 20
 compute, plan_of = jax.jit(moe.compute), jax.jit(grouped.plan, static_argnums=1)
@@ -128,24 +128,61 @@ def test_other_kernels_equal_blocked(other, kind):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
+def triton(x_RD, w_EFD, plan, interpret=False):
+    return grouped_triton.matmul(x_RD, w_EFD, plan.expert_S, plan.used, plan.rows_E, interpret)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("D, F", [(32, 48), (144, 208)])  # matrices of one tile, and of several
+@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none"])
+def test_the_kernel_for_gpus_equals_blocked(kind, D, F):
+    """Values and gradients, interpreted, also in rows behind the last that is used."""
+    rng = np.random.default_rng(0)
+    expert_P = choices(kind, rng, 300).reshape(-1) - 1
+    plan = plan_of(expert_P, E - 1)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    x_RD = np.where((np.asarray(plan.pair_R) < len(expert_P))[:, None], draw(len(plan.pair_R), D), 0)
+    w_EFD, dy_RF = draw(E - 1, F, D), draw(len(plan.pair_R), F)
+    interpreted = partial(triton, interpret=True)
+    got, wanted = (jax.tree.leaves(with_gradients(fn, dy_RF, (x_RD, w_EFD), plan)) for fn in (interpreted, blocked))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+def test_a_mixture_by_one_product_after_the_other_equals_the_blockwise_one(monkeypatch):
+    """As kernels compute it, with the gradients of all that goes in."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    args = draw(40, D), draw(40, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F))
+    index_AK, cotangent = choices("some are elsewhere", rng), draw(40, D)
+    wanted = with_gradients(alone, cotangent, args, index_AK)
+    monkeypatch.setattr(grouped, "choose", lambda kernel, plan, w_EFD: "ragged_dot")
+    by_products = lambda *args: alone(*args)
+    for a, b in zip(
+        jax.tree.leaves(with_gradients(by_products, cotangent, args, index_AK)), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
 @pytest.mark.parametrize(
     "fn, platform, words",
     [
-        (grouped.megablox, "tpu", "tpu_custom_call"),
-        (grouped.ragged_dot, "tpu", "ragged_dot"),
-        (grouped.ragged_dot, "cuda", "ragged_dot"),
+        (triton, "cuda", "__gpu$xla.gpu.triton"),
+        (lambda x, w, plan: grouped.megablox(x, w, plan.rows_E), "tpu", "tpu_custom_call"),
+        (ragged_dot, "tpu", "ragged_dot"),
+        (ragged_dot, "cuda", "ragged_dot"),
     ],
 )
 def test_kernels_are_lowered_for_their_platforms(fn, platform, words):
     """Forward and backward, for machines that are not at hand."""
-    plan = plan_of(np.arange(64) % 4, 4)
+    plan = plan_of(np.arange(256) % 4, 4)
     x_RD, w_EFD = jnp.zeros((len(plan.pair_R), 128), jnp.bfloat16), jnp.zeros((4, 256, 128), jnp.bfloat16)
-    loss = jax.grad(lambda x, w: jnp.sum(fn(x, w, plan.rows_E).astype(jnp.float32)), (0, 1))
+    loss = jax.grad(lambda x, w: jnp.sum(fn(x, w, plan).astype(jnp.float32)), (0, 1))
     text = jax.jit(loss).trace(x_RD, w_EFD).lower(lowering_platforms=(platform,)).as_text()
     assert text.count(words) >= 2  # the gradients of both arguments
 
 
-@pytest.mark.parametrize("kernel, where", [("megablox", "tpu"), ("ragged_dot", "gpu or tpu")])
+@pytest.mark.parametrize("kernel, where", [("triton", "gpu"), ("megablox", "tpu"), ("ragged_dot", "gpu or tpu")])
 def test_a_kernel_that_cannot_run_here_is_refused(kernel, where):
     plan = plan_of(np.arange(64) % 4, 4)
     with pytest.raises(ValueError, match=f"expert_kernel: {kernel} runs on {where}, got cpu; take blocked"):
