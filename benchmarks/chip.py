@@ -1,13 +1,16 @@
-"""A training step on the accelerator of this machine: tokens/s, MFU and peak memory, beside what `areax plan` says.
+"""A training step on the accelerator of this machine: tokens/s, MFU and peak memory, beside transformers and the plan.
 
     python chip.py [--chip h200] [shape ...]
 
-Rows of 4,096 and 16,384 packed tokens, four sequences each, bf16 over fp32 masters, AdamW, by each attention backend
-that can, under remat "full" and "dots". Each case runs in a process of its own: peak memory is counted from its start.
-Model FLOPs are those of the plan: what is computed again does not count. Writes chips.json and CHIPS.md, where cases of
-other chips stay as they were.
+16,384 and 4,096 tokens in four sequences of equal length, bf16 over fp32 masters, AdamW: here packed to one row, with
+the kernels that `auto` takes, under remat "dots" and "full"; in transformers as a batch without any padding, under
+autocast, with torch's scaled-dot-product attention and fused AdamW, without and with gradient checkpointing, where
+torch sees the accelerator. Each case runs in a process of its own: peak memory is counted from its start. Model FLOPs
+are those of the plan, over the chip's peak on its data sheet: what is computed again does not count. Writes chips.json
+and CHIPS.md after each case; cases that were not asked for stay as they were.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -17,6 +20,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -33,27 +37,29 @@ SHAPES = {
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=4, num_attention_heads=32,
         tie_word_embeddings=False,
     ),
+    "Qwen3-30B-A3B-2-layers": COMMON | dict(
+        model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=4, tie_word_embeddings=True,
+    ),
     "tiny": COMMON | dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=512,
     ),
 }  # fmt: skip
-LENGTHS, SEQUENCES = (4096, 16384), 4  # of a packed row, and how many of equal length stand in it
-REMATS = "full", "dots"
+LENGTHS, SEQUENCES = (16384, 4096), 4  # tokens of a step, and in how many sequences
+REMATS = {"areax": ("dots", "full"), "transformers": ("none", "full")}
 STEPS, UNCOUNTED = 10, 3
-CASE = "chip", "shape", "length", "attention", "remat"
+ADAM = dict(lr=1e-6, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+CASE = "chip", "shape", "length", "system", "remat"
+PACKAGES = {"areax": ("jax",), "transformers": ("transformers", "torch")}
 KINDS = {"H100": "h100", "H200": "h200", "B200": "b200", "TPU v5p": "v5p", "TPU v6": "v6e"}  # in JAX's device_kind
 
 
-def measure(chip: str, shape: str, length: int, attention: str, remat: str) -> dict:
-    """One row of chips.json."""
-    import jax
-    import numpy as np
-
+def planned(chip: str, shape: str, length: int, remat: str) -> dict:
+    """Figures of the plan, by name."""
     from areax import models
     from areax.adapters import plan
-    from areax.core import losses, optim, packing, param, step
     from areax.parallel.mesh import Layout
-    from areax.rollout.types import supervised
 
     @dataclass(frozen=True)
     class Config:
@@ -64,74 +70,129 @@ def measure(chip: str, shape: str, length: int, attention: str, remat: str) -> d
         rows: int = 1
         mesh: Layout = Layout()
 
-    run = models.Run(dtype="bfloat16", attention=attention, remat=remat)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPES[shape]))
         options = plan.Options(chip=chip, sample_tokens=length // SEQUENCES)
-        planned = plan.plan(Config(folder, length, run), options)["figures"]
+        return plan.plan(Config(folder, length, models.Run(dtype="bfloat16", remat=remat)), options)["figures"]
+
+
+def tokens(shape: str, length: int):
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, SHAPES[shape]["vocab_size"], (SEQUENCES, length // SEQUENCES))
+
+
+def areax(shape: str, length: int, remat: str):
+    """(a function that takes a step and returns its loss, one that gives the peak of memory in bytes or None)."""
+    import jax
+
+    from areax import models
+    from areax.core import losses, optim, packing, param, step
+    from areax.rollout.types import supervised
+
     config = models.config_from_hf(SHAPES[shape])
     table, objective = models.table(config), losses.SFT()
-    optimizer = optim.make_optimizer(optim.Optimizer(), table)
+    optimizer = optim.make_optimizer(optim.Optimizer(**ADAM), table)
+    run = models.Run(dtype="bfloat16", remat=remat)
     update = step.make_step(partial(models.score, config=config, run=run), objective, optimizer)
     state = step.init(jax.jit(lambda key: param.init(key, table))(jax.random.key(0)), optimizer)
-    token_ST = np.random.default_rng(0).integers(0, config.vocab, (SEQUENCES, length // SEQUENCES))
-    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in enumerate(token_ST)]
+    rows = enumerate(tokens(shape, length))
+    samples = [supervised(row[:1], row[1:], sample=i, rollout=i, group=i) for i, row in rows]
     batch = objective.prepare(jax.device_put(packing.pack(samples, length, rows=1)))
+
+    def once():
+        nonlocal state
+        state, report = update(state, batch)
+        jax.block_until_ready(state)
+        return float(report["loss"].sum)
+
+    return once, lambda: (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")  # None on a CPU
+
+
+def transformers(shape: str, length: int, remat: str):
+    """The same."""
+    import peers
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_float32_matmul_precision("high")
+    config = AutoConfig.for_model(**SHAPES[shape])
+    with torch.device("cuda"):
+        net = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        token = torch.from_numpy(tokens(shape, length)).cuda()
+    if remat == "full":
+        net.gradient_checkpointing_enable()
+    optimizer = peers.torch_adamw(net.train(), **ADAM)
+
+    def once():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = net(input_ids=token, labels=token, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return once, torch.cuda.max_memory_allocated
+
+
+def measure(chip: str, shape: str, length: int, system: str, remat: str) -> dict:
+    """One row of chips.json."""
+    from areax.parallel import chips
+
+    figures = planned(chip, shape, length, "dots" if system == "transformers" else remat)
+    once, peak = {"areax": areax, "transformers": transformers}[system](shape, length, remat)
     seconds = []
     for _ in range(UNCOUNTED + STEPS):
         start = time.perf_counter()
-        state, report = update(state, batch)
-        jax.block_until_ready(state)
+        loss = once()
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[UNCOUNTED:])
-    device = jax.local_devices()[0]
-    used = device.memory_stats() or {}  # None on a CPU
-    return {
-        "chip": chip, "device": device.device_kind, "shape": shape, "length": length, "attention": attention,
-        "remat": remat, "tokens_per_s": length / median, "step_s": median,
-        "step_s_min": min(seconds[UNCOUNTED:]), "step_s_max": max(seconds[UNCOUNTED:]),
-        "mfu": planned["model_flops"]["value"] / median / plan.CHIPS[chip].flops,
-        "planned_mfu": planned["mfu"]["value"], "peak_bytes": used.get("peak_bytes_in_use"),
-        "planned_peak_bytes": planned["peak_bytes"]["value"],
-        "loss": float(report["loss"].sum), "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"),
+    row = {
+        "chip": chip, "shape": shape, "length": length, "system": system, "remat": remat,
+        "tokens_per_s": length / median, "step_s": median,
+        "step_s_min": min(seconds[UNCOUNTED:]), "step_s_max": max(seconds[UNCOUNTED:]), "first_s": seconds[0],
+        "mfu": figures["model_flops"]["value"] / median / chips.CHIPS[chip].flops, "peak_bytes": peak(), "loss": loss,
+        "versions": {name: version(name) for name in PACKAGES[system]}, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-
-
-def cases(shapes, platform: str):
-    """(shape, length, attention, remat) of what a packed batch on this platform can use."""
-    from areax.models import backends
-
-    for shape in shapes:
-        for length in LENGTHS:
-            needs = backends.Needs(platform, "bfloat16", length, SHAPES[shape]["head_dim"])
-            for backend in backends.BACKENDS:
-                if not backends.refusals(backend, needs):
-                    yield from ((shape, length, backend, remat) for remat in REMATS)
+    if system == "areax":
+        row |= {f"planned_{name}": figures[name]["value"] for name in ("mfu", "peak_bytes")}
+    return row
 
 
 def table(rows) -> str:
-    names = "chip, shape, packed tokens, attention, remat, tokens/s, MFU, by the plan, peak GB, by the plan".split(", ")
+    names = "chip, shape, tokens, system, remat, tokens/s, MFU, by the plan, peak GB, by the plan".split(", ")
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for r in rows:
-        cells = [r["chip"], r["shape"], f"{r['length']:,}", r["attention"], r["remat"]]
+        cells = [r["chip"], r["shape"], f"{r['length']:,}", r["system"], r["remat"]]
         if "failed" in r:
             cells += [r["failed"], "", "", "", ""]
         else:
-            cells += [f"{r['tokens_per_s']:,.0f}", f"{r['mfu']:.1%}", f"{r['planned_mfu']:.1%}"]
-            cells += [f"{r[peak] / 1e9:.2f}" if r[peak] else "" for peak in ("peak_bytes", "planned_peak_bytes")]
+            share = lambda name, r=r: f"{r[name]:.1%}" if name in r else ""
+            size = lambda name, r=r: f"{r[name] / 1e9:.1f}" if r.get(name) else ""
+            cells += [f"{r['tokens_per_s']:,.0f}", share("mfu"), share("planned_mfu")]
+            cells += [size("peak_bytes"), size("planned_peak_bytes")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def write(rows) -> None:
-    """Adds these rows, in the place of earlier ones of the same case."""
+def write(row) -> None:
+    """Adds this row, in the place of an earlier one of the same case."""
     page, name = HERE / "chips.json", lambda row: [row[key] for key in CASE]
     old = json.loads(page.read_text()) if page.exists() else []
-    new = [name(r) for r in rows]
-    rows = sorted([r for r in old if name(r) not in new] + rows, key=name)
+    rows = sorted([r for r in old if name(r) != name(row)] + [row], key=name)
     page.write_text(json.dumps(rows, indent=1) + "\n")
     about = "\n\n".join(part for part in __doc__.strip().split("\n\n") if not part.startswith("    python"))
     (HERE / "CHIPS.md").write_text(f"# Training steps on accelerators\n\n{about}\n\n{table(rows)}\n")
+
+
+def systems() -> list[str]:
+    """transformers only where its torch has an accelerator."""
+    sees = "import torch, sys; sys.exit(not torch.cuda.is_available())"
+    found = subprocess.run([sys.executable, "-c", sees], capture_output=True)
+    if found.returncode:
+        print("chip.py: torch sees no accelerator, so areax is measured alone", file=sys.stderr)
+    return ["areax"] if found.returncode else ["areax", "transformers"]
 
 
 def main(arguments) -> None:
@@ -149,10 +210,13 @@ def main(arguments) -> None:
     shapes = arguments or [shape for shape in SHAPES if shape != "tiny"]
     if unknown := set(shapes) - SHAPES.keys():
         sys.exit(f"chip.py: a shape must be one of {', '.join(SHAPES)}, got {', '.join(sorted(unknown))}")
-    rows = [run(dict(zip(CASE, (chip, *case), strict=True))) for case in cases(shapes, device.platform)]
+    rows = []
+    for length, shape, system in itertools.product(LENGTHS, shapes, systems()):
+        for remat in REMATS[system]:
+            rows.append(run(dict(zip(CASE, (chip, shape, length, system, remat), strict=True))))
+            if shape != "tiny":
+                write(rows[-1])
     print(table(rows))
-    if "tiny" not in shapes:
-        write(rows)
 
 
 def run(case: dict) -> dict:
@@ -161,7 +225,7 @@ def run(case: dict) -> dict:
     words = [sys.executable, __file__, "--one", json.dumps(case)]
     done = subprocess.run(words, env=environ, text=True, capture_output=True)
     row = (
-        json.loads(done.stdout)
+        json.loads(done.stdout.strip().split("\n")[-1])
         if done.returncode == 0
         else case | {"failed": done.stderr.strip().split("\n")[-1][:100]}
     )
