@@ -143,7 +143,7 @@ $(peers)/.done: benchmarks/requirements.txt
 	@touch $@
 
 .PHONY: bench-chip
-bench-chip: $(dev) ## training steps on the GPU or TPU of this machine: tokens/s, MFU and memory beside the plan
+bench-chip: $(dev) ## training steps on the GPU or TPU of this machine: beside transformers and the plan
 	$(py) benchmarks/chip.py
 
 .PHONY: lint
