@@ -49,10 +49,9 @@ def _rows(x_RI, w_EFD, expert_S, used, turned, interpret):
     (R, I), O = x_RI.shape, w_EFD.shape[2 if turned else 1]
     block = R // len(expert_S)
     rows, width, depth = gcd(block, ROWS), gcd(O, WIDTH), gcd(I, DEPTH)
-    begin_S = jnp.zeros(expert_S.shape, jnp.int32)
-    end_S = jnp.where(jnp.arange(len(expert_S)) < used, I // depth, begin_S)  # unused blocks are zeros
+    end_S = jnp.where(jnp.arange(len(expert_S)) < used, jnp.int32(I // depth), 0)  # unused blocks are zeros
 
-    def kernel(x_ref, w_ref, expert_ref, begin_ref, end_ref, y_ref):
+    def kernel(x_ref, w_ref, expert_ref, end_ref, y_ref):
         s = jax.lax.div(pl.program_id(0) * rows, block)
         e = expert_ref[s]
 
@@ -61,7 +60,7 @@ def _rows(x_RI, w_EFD, expert_S, used, turned, interpret):
             w_IO = w_ref[e, at, :] if turned else w_ref[e, :, at].T
             return y_RO + jnp.dot(x_ref[:, at], w_IO, preferred_element_type=jnp.float32)
 
-        y_RO = jax.lax.fori_loop(begin_ref[s], end_ref[s], add, jnp.zeros((rows, width), jnp.float32))
+        y_RO = jax.lax.fori_loop(0, end_ref[s], add, jnp.zeros((rows, width), jnp.float32))
         y_ref[...] = y_RO.astype(y_ref.dtype)
 
     return pl.pallas_call(
@@ -72,14 +71,14 @@ def _rows(x_RI, w_EFD, expert_S, used, turned, interpret):
             pl.BlockSpec((len(w_EFD), I, width), lambda r, o: (0, 0, o))
             if turned
             else pl.BlockSpec((len(w_EFD), width, I), lambda r, o: (0, o, 0)),
-            *[pl.BlockSpec(expert_S.shape, lambda r, o: (0,))] * 3,
+            *[pl.BlockSpec(expert_S.shape, lambda r, o: (0,))] * 2,
         ],
         out_specs=pl.BlockSpec((rows, width), lambda r, o: (r, o)),
         out_shape=jax.ShapeDtypeStruct((R, O), x_RI.dtype),
         compiler_params=triton.CompilerParams(num_warps=8 if rows * width >= 128 * 128 else 4, num_stages=3),
         interpret=interpret,
         name="grouped_turned" if turned else "grouped",
-    )(x_RI, w_EFD, expert_S, begin_S, end_S)
+    )(x_RI, w_EFD, expert_S, end_S)
 
 
 def _matrices(dy_RF, x_RD, w_EFD, rows_E, blocks, interpret):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_ir
 from jax.extend import core
 
 from areax import models
@@ -134,9 +135,11 @@ def test_splash_lowers_for_tpus(window, H):
     assert lowered(partial(splash.causal, window=window), "tpu", H) == ["tpu_custom_call"] * 3
 
 
-@pytest.mark.parametrize("H", [64, 128])
-def test_triton_lowers_for_gpus(H):
-    assert lowered(triton.causal, "cuda", H) == ["__gpu$xla.gpu.triton"] * 3
+@pytest.mark.parametrize("H, dtype, window", [(64, "bfloat16", 300), (128, "float32", None), (72, "float16", None)])
+def test_triton_lowers_for_gpus(H, dtype, window, monkeypatch):
+    triton_ir.verify(monkeypatch)
+    calls = lowered(partial(triton.causal, window=window), "cuda", H, dtype, length=1000)
+    assert calls == ["__gpu$xla.gpu.triton"] * 3
 
 
 @pytest.mark.parametrize("window", [None, 300])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_ir
 from hypothesis import given
 from hypothesis import strategies as st
 from mixture import E, K, mix
@@ -173,8 +174,9 @@ def test_a_mixture_by_one_product_after_the_other_equals_the_blockwise_one(monke
         (ragged_dot, "cuda", "ragged_dot"),
     ],
 )
-def test_kernels_are_lowered_for_their_platforms(fn, platform, words):
+def test_kernels_are_lowered_for_their_platforms(fn, platform, words, monkeypatch):
     """Forward and backward, for machines that are not at hand."""
+    triton_ir.verify(monkeypatch)
     plan = plan_of(np.arange(256) % 4, 4)
     x_RD, w_EFD = jnp.zeros((len(plan.pair_R), 128), jnp.bfloat16), jnp.zeros((4, 256, 128), jnp.bfloat16)
     loss = jax.grad(lambda x, w: jnp.sum(fn(x, w, plan).astype(jnp.float32)), (0, 1))
