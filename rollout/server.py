@@ -208,8 +208,9 @@ class Server:
     async def load_weights(self, weights: Published, mode: str) -> Loaded:
         """Stage, pause, reclaim, load, see that it reports this label, continue, see that it holds these weights.
 
-        Raises Unreached where nothing came of it, RuntimeError or ValueError where a part failed: the server may then
-        be paused, or hold new weights under an old name, and what it answers after that is not let through.
+        Raises RuntimeError or ValueError where a part failed: the server may then be paused, or hold new weights under
+        an old name, and what it answers after that is not let through. It is an Unreached where a part could not be
+        delivered; the server is then as it was if it is neither `released` nor without a proof.
         """
         now = asyncio.get_running_loop().time
         directory = (await self.stage(weights)).directory
@@ -296,7 +297,8 @@ class Server:
     async def release_memory(self, *, timeout_s: float = 120.0) -> None:
         """Has it put back what it runs, and give its memory to others; it then needs `load_weights`.
 
-        Raises as `load_weights`, ValueError where it refused and has its memory still.
+        Raises Unreached where nothing came of it, ValueError where it refused and has its memory still, RuntimeError
+        where it may be paused or have no memory.
         """
         await self.pause("retract", reach_s=REACH_S)
         self.released = True
@@ -305,6 +307,9 @@ class Server:
         except ValueError:
             self.released = False
             raise
+        except Unreached as error:  # it is paused, and has its memory still
+            self.released = False
+            raise RuntimeError(str(error)) from error
 
     async def reclaim(self, *, timeout_s: float = 120.0) -> None:
         """Has it take its memory again, where it gave it back. SGLang does not survive being told so twice, nor being

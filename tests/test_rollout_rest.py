@@ -64,6 +64,7 @@ def test_every_way_of_pushing_ends_a_rest(tmp_path, mode):
     [
         ("/pause_generation", answers(500, {})),
         ("/release_memory_occupation", answers(400, {"message": "it is not idle"})),
+        ("/release_memory_occupation", answers(503, {})),
         ("/release_memory_occupation", hangs_up),
     ],
 )
