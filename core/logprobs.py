@@ -78,7 +78,8 @@ _in_one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 @jax.custom_vjp
 def _project(h_CD, head_VD, narrow_VD):
-    """Logits in fp32 or wider; their gradient is multiplied in the dtype of the hidden states, as it is in layers.
+    """Logits in fp32 or wider; their gradient is multiplied in the dtype of the hidden states, as it is in layers, but
+    for fp16: most gradients of logits are too small for it.
 
     Args:
       narrow_VD: the head in that dtype; gradients go to `head_VD` alone.
@@ -89,9 +90,9 @@ def _project(h_CD, head_VD, narrow_VD):
 
 def _project_backward(kept, d_CV):
     h_CD, head_VD, narrow_VD = kept
-    d_CV, wide = d_CV.astype(h_CD.dtype), d_CV.dtype
+    wide, d_CV = d_CV.dtype, d_CV.astype(jnp.promote_types(h_CD.dtype, jnp.bfloat16))
     dhead_VD = jnp.einsum("CV,CD->VD", d_CV, h_CD, preferred_element_type=wide)
-    return d_CV @ narrow_VD, dhead_VD.astype(head_VD.dtype), None
+    return (d_CV @ narrow_VD).astype(h_CD.dtype), dhead_VD.astype(head_VD.dtype), None
 
 
 _project.defvjp(lambda *given: (_project(*given), given), _project_backward)

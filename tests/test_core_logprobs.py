@@ -54,6 +54,20 @@ def test_gradients_equal_those_of_full_logits():
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+def test_small_gradients_survive_half_precision():
+    """Of a mean over a million tokens; fp16 has no room for what most logits get of it."""
+    hidden, head, target = data(A=64, D=64, V=512)
+    scale = 1e-6
+
+    def loss(hidden, dtype):
+        return scale * jnp.sum(logprobs.from_hidden(hidden.astype(dtype), head, target, chunk=16)[0])
+
+    wanted = jax.grad(loss)(jnp.asarray(hidden), "float32")
+    for dtype, atol in (("float16", 0.08), ("bfloat16", 0.02)):
+        got = jax.grad(loss)(jnp.asarray(hidden), dtype)
+        assert jnp.linalg.norm(got - wanted) < atol * jnp.linalg.norm(wanted)
+
+
 def test_per_chunk_sees_whole_rows():
     hidden, head, target = data()
     top = lambda logits_CV, target_C, given: jax.lax.top_k(logits_CV, 3)[1]
