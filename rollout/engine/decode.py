@@ -37,9 +37,10 @@ def bucket(length: int, context: int) -> int:
     return min(max(16, _power(length)), segments(context)[-1].stop)
 
 
-def rows(bucket: int) -> int:
-    """Prompts that one prefill of that bucket takes."""
-    return max(1, (ON_CPUS if jax.default_backend() == "cpu" else PREFILL_TOKENS) // bucket)
+def rows(bucket: int, slots: int) -> int:
+    """Prompts that one prefill of that bucket takes, in an engine of so many slots."""
+    tokens = ON_CPUS if jax.default_backend() == "cpu" else PREFILL_TOKENS
+    return max(1, min(tokens // bucket, _power(slots)))
 
 
 def _power(n: int) -> int:

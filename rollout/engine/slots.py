@@ -267,7 +267,7 @@ class Slots:
         for row in rows:
             groups.setdefault(programs.bucket(len(row.prefix), self.context), []).append(row)
         for T, group in groups.items():
-            P = programs.rows(T)
+            P = programs.rows(T, self.count)
             for start in range(0, len(group), P):
                 self._prefill_rows(group[start : start + P], np.zeros((P, T), np.int32))
 
