@@ -36,7 +36,7 @@ def exchange(root):
     folders = [root, *root.glob("gw*")]
     for one, other in itertools.permutations(folders, 2):
         for path in one.glob("*-cache"):
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(OSError):  # there already, or a file system without links
                 (other / path.name).hardlink_to(path)
 
 
