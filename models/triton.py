@@ -18,6 +18,7 @@ from .attention import OUTPUT
 from .layers import segment_index
 
 UNSEEN = -1e30
+LEAST = 16  # in each dimension of a product
 ROWS = 128  # they are filled up to a multiple of it, which all blocks divide
 
 
@@ -37,7 +38,7 @@ def causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int | None = None, int
       interpret: compute step by step on any platform, for tests.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
-    rows, columns = -T % ROWS, pl.next_power_of_2(H) - H
+    rows, columns = -T % ROWS, max(LEAST, pl.next_power_of_2(H)) - H
     fill = lambda x: jnp.pad(x, [(0, 0), (0, rows), (0, 0), (0, columns)])
     first_BT = _first(jnp.pad(segment_BT, [(0, 0), (0, rows)]), window)
     out_BTNH = _causal(fill(q_BTNH), fill(k_BTKH), fill(v_BTKH), first_BT, H**-0.5, interpret)

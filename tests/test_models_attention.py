@@ -73,10 +73,11 @@ def test_a_token_sees_its_own_sequence_up_to_itself(lengths):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, window, elsewhere):
-    """Runs of 4 chunks of 4."""
+@pytest.mark.parametrize("elsewhere, near", [(False, attention.NEAR), (True, attention.NEAR), (False, ())])
+def test_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, window, elsewhere, near):
+    """Runs of 4 chunks of 4; without near keys as accelerators compute them."""
     monkeypatch.setattr(attention, "RUNS", 3)
+    monkeypatch.setattr(attention, "NEAR", near)
     assert [each.stop - each.start for each, _ in attention._runs(T - 1, T - 1, None, 4, True)] == [16, 16, 12, 3]
     packed.clear_cache()  # it would not see other constants
     check(rows([48], [7, 20, 15]), window, elsewhere)  # the row from its beginning

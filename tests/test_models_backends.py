@@ -23,24 +23,24 @@ CASES = {
 }
 
 
-def segments():
+def segments(length=T):
     """Sequences that begin and end within blocks, and padding; a row of one sequence."""
     out = np.zeros((B, T), np.int32)
     out[0, :240] = np.repeat([1, 2, 3, 4], [100, 1, 29, 110])
     out[1] = 1
-    return out
+    return out[:, :length]
 
 
 @cache
-def arrays(H, dtype="float32"):
+def arrays(H, dtype="float32", N=N, T=T):
     rng = np.random.default_rng(H)
     return tuple(jnp.asarray(rng.normal(size=(B, T, heads, H)), dtype) for heads in (N, K, K, N))
 
 
-def passes(causal, H, dtype="float32"):
+def passes(causal, H, dtype="float32", **sizes):
     """(out, dq, dk, dv) of what is no padding: what padding gives is not said, and nothing comes back from it."""
-    q, k, v, dout = arrays(H, dtype)
-    real_BT11 = segments()[..., None, None] > 0
+    q, k, v, dout = arrays(H, dtype, **sizes)
+    real_BT11 = segments(q.shape[1])[..., None, None] > 0
 
     @jax.jit
     def run(q, k, v):
@@ -51,9 +51,10 @@ def passes(causal, H, dtype="float32"):
 
 
 @cache
-def reference(H, window, dtype="float32"):
-    where = segments(), layers.segment_index(jnp.asarray(segments()))
-    return passes(lambda q, k, v: attention.causal(q, k, v, *where, window=window), H, dtype)
+def reference(H, window, dtype="float32", **sizes):
+    segment_BT = segments(sizes.get("T", T))
+    where = segment_BT, layers.segment_index(jnp.asarray(segment_BT))
+    return passes(lambda q, k, v: attention.causal(q, k, v, *where, window=window), H, dtype, **sizes)
 
 
 @pytest.mark.kernel
@@ -65,6 +66,26 @@ def test_kernels_compute_what_the_reference_computes(name, window, H):
     got = passes(lambda q, k, v: kernel(q, k, v, segments(), **more), H)
     for what, a, b in zip(("out", "dq", "dk", "dv"), got, reference(H, window), strict=True):
         np.testing.assert_allclose(a, b, atol=atol if what == "out" else atol_of_gradients, err_msg=what)
+
+
+@pytest.mark.kernel
+def test_triton_fills_rows_and_heads():
+    """Up to whole blocks, and 3 query heads to one of keys."""
+    kernel = lambda q, k, v: triton.causal(q, k, v, segments(200), window=37, interpret=True)
+    sizes = {"N": 3 * K, "T": 200}
+    for a, b in zip(passes(kernel, 8, **sizes), reference(8, 37, **sizes), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N, T, window", [(K, T, None), (3 * K, 200, 37)])
+@pytest.mark.parametrize("H", [8, 64, 72, 128, 256])
+def test_triton_computes_what_the_reference_computes_on_its_own_platform(H, N, T, window):
+    kernel = lambda q, k, v: triton.causal(q, k, v, segments(T), window=window)
+    with jax.default_matmul_precision("highest"):
+        both = passes(kernel, H, N=N, T=T), reference(H, window, N=N, T=T)
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
 @pytest.mark.kernel
@@ -137,9 +158,9 @@ def test_splash_lowers_for_tpus(window, H):
 
 @pytest.mark.parametrize("H, dtype, window", [(64, "bfloat16", 300), (128, "float32", None), (72, "float16", None)])
 def test_triton_lowers_for_gpus(H, dtype, window, monkeypatch):
-    triton_ir.verify(monkeypatch)
+    verified = triton_ir.verify(monkeypatch)
     calls = lowered(partial(triton.causal, window=window), "cuda", H, dtype, length=1000)
-    assert calls == ["__gpu$xla.gpu.triton"] * 3
+    assert calls == ["__gpu$xla.gpu.triton"] * 3 and len(verified) == 3
 
 
 @pytest.mark.parametrize("window", [None, 300])

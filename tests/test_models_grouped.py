@@ -176,12 +176,13 @@ def test_a_mixture_by_one_product_after_the_other_equals_the_blockwise_one(monke
 )
 def test_kernels_are_lowered_for_their_platforms(fn, platform, words, monkeypatch):
     """Forward and backward, for machines that are not at hand."""
-    triton_ir.verify(monkeypatch)
+    verified = triton_ir.verify(monkeypatch)
     plan = plan_of(np.arange(256) % 4, 4)
     x_RD, w_EFD = jnp.zeros((len(plan.pair_R), 128), jnp.bfloat16), jnp.zeros((4, 256, 128), jnp.bfloat16)
     loss = jax.grad(lambda x, w: jnp.sum(fn(x, w, plan).astype(jnp.float32)), (0, 1))
     text = jax.jit(loss).trace(x_RD, w_EFD).lower(lowering_platforms=(platform,)).as_text()
     assert text.count(words) >= 2  # the gradients of both arguments
+    assert len(verified) >= 2 or fn is not triton
 
 
 @pytest.mark.parametrize("kernel, where", [("triton", "gpu"), ("megablox", "tpu"), ("ragged_dot", "gpu or tpu")])
@@ -189,6 +190,17 @@ def test_a_kernel_that_cannot_run_here_is_refused(kernel, where):
     plan = plan_of(np.arange(64) % 4, 4)
     with pytest.raises(ValueError, match=f"expert_kernel: {kernel} runs on {where}, got cpu; take blocked"):
         grouped.matmul(jnp.zeros((len(plan.pair_R), 8)), jnp.zeros((4, 8, 8)), plan, kernel)
+
+
+def test_sizes_that_the_kernel_for_gpus_cannot_cut_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    few, many = plan_of(np.arange(64) % 4, 4), plan_of(np.arange(256) % 4, 4)
+    words = r"triton needs blocks and matrices in multiples of 16, got 8 rows and \[32, 48\]; take blocked"
+    with pytest.raises(ValueError, match=words):
+        grouped.choose("triton", few, jnp.zeros((4, 32, 48)))
+    with pytest.raises(ValueError, match=r"got 32 rows and \[32, 40\]"):
+        grouped.choose("triton", many, jnp.zeros((4, 32, 40)))
+    assert grouped.choose("triton", many, jnp.zeros((4, 32, 48))) == "triton"
 
 
 @pytest.mark.parametrize("tokens", [256, 1024, 4096])
