@@ -13,7 +13,7 @@ A case is a module: `PEERS` names the peers of each model, `work(model)` says wh
 function of each peer's name make, from a checkpoint, what is repeated; its result is compared.
 
 --quick measures areax alone, with few repetitions, and writes nothing. Unless cases are named, it measures M in
-training alone, and no pushes.
+training alone, varlen in random order alone, and no pushes.
 
 --check writes nothing either: it compares with the ratios that were committed last, and ends with 1 where one fell by
 more than TOLERANCE, or where the two sides of a case no longer compute the same. A ratio fell if all of its confidence

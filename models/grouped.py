@@ -3,8 +3,8 @@
 Four ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in use,
 so that the work is that of the rows plus at most one block a matrix. "triton" is our kernel for GPUs. "megablox" is the
 Pallas kernel that JAX ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU, and backward on a GPU, it
-costs as much as all matrices for every row. "auto" is megablox on a TPU, else blocked: triton was compiled for GPUs and
-computed in the interpreter, but not yet timed on one.
+costs as much as all matrices for every row. "auto" is megablox on a TPU, else blocked: triton was lowered for GPUs and
+interpreted, but not yet run on one.
 """
 
 from functools import partial
