@@ -73,7 +73,7 @@ def test_a_token_sees_its_own_sequence_up_to_itself(lengths):
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("elsewhere, near", [(False, attention.NEAR), (True, attention.NEAR), (False, ())])
+@pytest.mark.parametrize("elsewhere, near", [(False, (2, 4)), (True, (2, 4)), (False, ())])
 def test_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, window, elsewhere, near):
     """Runs of 4 chunks of 4; without near keys as accelerators compute them."""
     monkeypatch.setattr(attention, "RUNS", 3)
@@ -81,16 +81,17 @@ def test_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, window, elsew
     assert [each.stop - each.start for each, _ in attention._runs(T - 1, T - 1, None, 4, True)] == [16, 16, 12, 3]
     packed.clear_cache()  # it would not see other constants
     check(rows([48], [7, 20, 15]), window, elsewhere)  # the row from its beginning
-    check(rows([20, 20, 8], [7, 21, 15]), window, elsewhere)  # 20 before each chunk
-    check(rows([9] * 5, [3, 8, 5, 2] * 2), window, elsewhere)  # 8 before each chunk
+    check(rows([20, 20, 8], [7, 21, 15]), window, elsewhere)  # 16 before each chunk of the last run
+    check(rows([9] * 5, [3, 8, 5, 2] * 2), window, elsewhere)  # 8 before each chunk of the last two
     packed.clear_cache()
 
 
 def test_chunks_of_a_run_look_back_no_further_than_they_need():
-    """All, 20 or 8 keys before each chunk of 4; a window's 4."""
-    reaches = lambda window: [[reach for _, reach in ways] for _, ways in attention._runs(36, 36, window, 4, True)]
-    assert reaches(None) == [[None]] * 3 + [[None, 8]] * 3 + [[None, 20, 8]] * 3
-    assert reaches(5) == [[None]] * 2 + [[4]] * 7
+    """All, 20 or 8 keys before each chunk of 4, where those are at most half of all; no more than a window has."""
+    reaches = lambda window: [[reach for _, reach in ways] for _, ways in attention._runs(48, 48, window, 4, True)]
+    assert reaches(None) == [[None]] * 4 + [[None, 8]] * 6 + [[None, 20, 8]] * 2
+    assert reaches(33) == [[None]] * 4 + [[None, 8]] * 5 + [[32, 8]] * 3
+    assert reaches(5) == [[None]] * 2 + [[4]] * 10
 
 
 @pytest.mark.parametrize(
