@@ -10,13 +10,13 @@ from ..core.shapes import shaped
 from ..parallel import ring as rings
 
 OUTPUT = "attention"  # name of what the backward pass needs of the forward pass, for rematerialisation policies
-CHUNK = 128  # queries
+CHUNK = 64, 128  # queries: a quarter of the row, no fewer and no more than these
 RUNS = 16  # of a row at most: each is compiled for the keys before its end, its chunks are a loop
 # Where its sequences allow, a chunk looks back so many chunks, in longer rows so many 32nds of the row, else to the
 # row's beginning. To choose costs some percent of a step, so a run chooses only where it can leave out half its keys:
 # rows of 768 tokens gain nothing by it, a step on 64 sequences of 180 tokens in rows of 4,096 takes 0.55 of the time.
 NEAR = 2, 5
-ELSEWHERE = 512, 4, ()  # the same three where no cache is to be kept to, and each product costs seconds of compilation
+ELSEWHERE = (512, 512), 4, ()  # the same three where no cache is to be kept to, and each product costs seconds of compilation
 FITS = 1 << 19  # scores: 2 MB in fp32
 
 
@@ -35,7 +35,7 @@ def causal(
     Args:
       key_segment_BS, key_index_BS: of keys that are not the queries' own; every query must find itself among them.
       window: most tokens that one sees, itself and the window - 1 before it; None = no limit (arXiv:2004.05150).
-      chunk: queries a chunk; None = 128 on a CPU, 512 elsewhere.
+      chunk: queries a chunk; None = 64 to 128 on a CPU, 512 elsewhere.
 
     Returns:
       out_BTNH, in q's dtype.
@@ -189,7 +189,8 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
 
 def _size(T, chunk):
     """Queries a chunk."""
-    return min(chunk or _cuts()[0], T)
+    (least, most), _, _ = _cuts()
+    return min(chunk or max(least, min(most, T // 4)), T)
 
 
 def _cuts():
