@@ -16,7 +16,7 @@ RUNS = 16  # of a row at most: each is compiled for the keys before its end, its
 # row's beginning. To choose costs some percent of a step, so a run chooses only where it can leave out half its keys:
 # rows of 768 tokens gain nothing by it, a step on 64 sequences of 180 tokens in rows of 4,096 takes 0.55 of the time.
 NEAR = 2, 5
-ELSEWHERE = (512, 512), 4, ()  # the same three where no cache is to be kept to, and each product costs seconds of compilation
+ELSEWHERE = (512, 512), 4, ()  # the same three without a cache to be kept to, where each product takes long to compile
 FITS = 1 << 19  # scores: 2 MB in fp32
 
 

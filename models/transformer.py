@@ -30,7 +30,7 @@ class Run:
         `models.remat` has the names.
       attention: what computes attention, as `models.backends` lists; "auto" = a kernel of the platform that honours all
         that the model asks for, else "chunked".
-      query_chunk: queries a chunk of chunked attention, which "auto" then takes; None = 64 to 128 on a CPU, 512 elsewhere.
+      query_chunk: queries a chunk of chunked attention, which "auto" then takes; None = 64 to 128 on a CPU, else 512.
       cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
       head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
       dispatch: how tokens reach experts on other devices: `parallel.experts` says what each way costs.
