@@ -9,6 +9,7 @@ import io
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -274,8 +275,16 @@ def main(argv: list[str] | None = None) -> int:
         print(_line(error), file=sys.stderr)
         return 2
     except RuntimeError as error:
+        if not _raised_here(error):
+            raise
         print(_line(error), file=sys.stderr)
         return 1
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether areax raised the error, so that its message suffices; a bug in a user's code needs its traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
 
 
 def _forward(command, arguments: list[str]) -> int:

@@ -35,8 +35,8 @@ BURST_S = 0.05
 def versions(root: Path, gb: float, changed: float) -> list:
     """Two published versions."""
     from areax.adapters import safetensors
-    from areax.rollout import publish
-    from areax.rollout.server import Published
+    from areax.rollout.labels import read_label
+    from areax.rollout.server_types import Published
 
     rng = np.random.default_rng(0)
     rows = int(gb * 1e9 / 2 / 8 / 8192)
@@ -49,7 +49,7 @@ def versions(root: Path, gb: float, changed: float) -> list:
         described = safetensors.write(path, tensors, tensors.values())
         (path / "manifest.json").write_text(json.dumps({"version": v, "tensors": described}))
         (path / "config.json").write_text("{}")
-        made.append(Published(str(path), publish.version_string(path / "manifest.json")))
+        made.append(Published(str(path), read_label(path / "manifest.json")))
         for x in tensors.values():
             bits = x.view(np.uint16)
             bits += (rng.random(bits.shape, np.float32) < changed) * rng.choice(np.array([1, 65535], np.uint16))
@@ -131,7 +131,7 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
 
 
 def main() -> None:
-    from areax.rollout import publish
+    from areax.rollout import store
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=1.0)
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=125.0)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=publish.choose_root(int(given.gb * 1e9))) as folder:
+    with tempfile.TemporaryDirectory(dir=store.choose_root(int(given.gb * 1e9))) as folder:
         found = asyncio.run(measure(Path(folder), given.gb, given.changed, given.link))
     ours, theirs = found["delta"], found["all"]
     print(

@@ -56,6 +56,7 @@ def gaps(dispatches, entries, begin: float, end: float) -> list[tuple[float, flo
 
 async def measure(url: str, root: Path, spans, given) -> dict:
     from areax.rollout import client, publish
+    from areax.rollout.labels import read_label
 
     now, found = time.perf_counter, {}
     async with client.connect([url]) as fleet:
@@ -73,7 +74,7 @@ async def measure(url: str, root: Path, spans, given) -> dict:
             still, filled, pauses, seconds = [], [], [], []
             for i in range(1 + given.pushes):  # the first compiles what retracted requests need
                 folder = root / str(v)
-                report = await publish.push(fleet, folder, publish.version_string(folder / "manifest.json"), mode=mode)
+                report = await publish.push(fleet, folder, read_label(folder / "manifest.json"), mode=mode)
                 began, ended = now() - report.total_s, now()
                 while spans[0][-1][0] < ended:
                     await asyncio.sleep(0.001)
@@ -106,14 +107,14 @@ def main() -> None:
     import jax
 
     from areax.adapters import hf, memory
-    from areax.rollout import publish
+    from areax.rollout import store
     from areax.rollout.engine import inside
 
     memory.keep_memory()  # as the server and the recipes do
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, given.model)
         subprocess.run([sys.executable, HERE / "sizes.py", given.model, folder], check=True)
-        root = Path(tempfile.mkdtemp(dir=publish.choose_root((folder / "model.safetensors").stat().st_size)))
+        root = Path(tempfile.mkdtemp(dir=store.choose_root((folder / "model.safetensors").stat().st_size)))
         try:
             config, params = hf.load(folder)
             for v in range(2):

@@ -27,9 +27,9 @@ def work(model):
 
 
 def root(folder):
-    from areax.rollout import publish
+    from areax.rollout import store
 
-    return publish.choose_root(Path(folder, "model.safetensors").stat().st_size)
+    return store.choose_root(Path(folder, "model.safetensors").stat().st_size)
 
 
 def touch_memory():
@@ -42,6 +42,7 @@ def ours(folder, model):
 
     from areax.adapters import hf
     from areax.rollout import client, local, publish
+    from areax.rollout.labels import read_label
 
     loop, stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
     wait, versions = loop.run_until_complete, itertools.count()
@@ -57,7 +58,7 @@ def ours(folder, model):
     def once():
         v = next(versions)
         path = hf.write_published(where, v, config, params)
-        label = publish.version_string(path / hf.MANIFEST)
+        label = read_label(path / hf.MANIFEST)
         wait(publish.push(fleet, path, label))
         if fleet.labels != {label}:
             raise RuntimeError(f"push: the server has {fleet.labels} instead of {label}")

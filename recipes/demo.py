@@ -19,7 +19,7 @@ from areax.core.optim import Optimizer
 from areax.recipes import common, grpo, sft
 from areax.rollout import arithmetic
 from areax.rollout.local import Serve
-from areax.rollout.workflows import Sampling
+from areax.rollout.types import Sampling
 
 MODEL = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 128, "intermediate_size": 256,

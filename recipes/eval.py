@@ -9,7 +9,7 @@ import numpy as np
 from areax.adapters import compilation, tokenizer
 from areax.recipes import common
 from areax.rollout import agents, binding, episodes, executor, local, names, rewards
-from areax.rollout.workflows import Sampling
+from areax.rollout.types import Sampling
 
 
 @dataclass(frozen=True)

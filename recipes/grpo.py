@@ -45,9 +45,8 @@ from areax.rollout import (
     teacher,
 )
 from areax.rollout.curriculum import Curriculum, ordered
-from areax.rollout.proof import Probe
-from areax.rollout.types import Sample
-from areax.rollout.workflows import Sampling, Workflow
+from areax.rollout.server_types import Probe
+from areax.rollout.types import Sample, Sampling, Workflow
 
 log = logging.getLogger(__name__)
 
@@ -382,7 +381,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         async def batch(v: int):
             groups = await rollout.batch(v)
             if config.colocated:
-                rested.append(await rest.rest(fleet))
+                rested.append(await rest.offload(fleet))
             return groups
 
         def on_step(v: int, report: dict, seconds: dict[str, float]):

@@ -19,10 +19,12 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.recipes import learner
 from areax.recipes.learner import Learner
-from areax.rollout import client, local, proof, publish, tensors, versions
+from areax.rollout import client, local, publish, store, tensors
 from areax.rollout import lora as named
 from areax.rollout.engine import inside
+from areax.rollout.labels import label_of, read_label
 from areax.rollout.server import Handover
+from areax.rollout.server_types import Probe
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +72,18 @@ async def opened(config, policy: Learner, do: Callable, tokens, start: int) -> A
         yield Way(settings, config.push, path, root, write, adapters, handover=handover(config.push, settings))
 
 
-async def push(way: Way, fleet: client.Fleet, v: int, host, known: proof.Probe | None) -> None:
+async def push(way: Way, fleet: client.Fleet, v: int, host, known: Probe | None) -> None:
     """Brings version v, of which `host` is what `host_copy` gave, to the servers; older versions go."""
     if way.root is None or way.write is None:
         label, weights = await asyncio.to_thread(in_memory, way.settings, v, host)
         await publish.push(fleet, "", label, mode=way.options.mode, arrays=weights, probe=known)
         return
-    directory = await publish.written(functools.partial(way.write, v, host), way.root, lambda: fleet.labels)
+    directory = await store.written(functools.partial(way.write, v, host), way.root, lambda: fleet.labels)
     await publish.push(
-        fleet, directory, publish.version_string(directory / hf.MANIFEST), mode=way.options.mode,
-        at_once=way.options.at_once, arrays=host if way.handover else None, probe=known,
+        fleet, directory, read_label(directory / hf.MANIFEST), mode=way.options.mode,
+        parallel_servers=way.options.parallel_servers, arrays=host if way.handover else None, probe=known,
     )  # fmt: skip
-    await asyncio.to_thread(publish.prune, way.root, 2, fleet.labels)
+    await asyncio.to_thread(store.prune, way.root, 2, fleet.labels)
 
 
 def in_memory(settings, version: int, params) -> tuple[str, inside.Weights]:
@@ -91,7 +93,7 @@ def in_memory(settings, version: int, params) -> tuple[str, inside.Weights]:
       params: a host copy, so that the trainer may donate its own.
     """
     manifest = hf.manifest(settings, params, version=version)
-    return versions.label_of(hf.json_bytes(manifest)), inside.Weights(settings, params, manifest)
+    return label_of(hf.json_bytes(manifest)), inside.Weights(settings, params, manifest)
 
 
 def handover(options: publish.Push, settings) -> Handover | None:
@@ -112,7 +114,7 @@ def folder(published: str, policy: Learner) -> Iterator[Path]:
         yield root
         return
     size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy)))
-    root = local.folder(publish.choose_root(size), "weights")
+    root = local.folder(store.choose_root(size), "weights")
     try:
         yield root
     finally:
@@ -161,7 +163,7 @@ def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callab
     is whole."""
     if adapters:
         base = (root / BASE / "0").absolute()
-        label = publish.version_string(base / hf.MANIFEST)
+        label = read_label(base / hf.MANIFEST)
         once = functools.partial(
             peft.write_published, root, config=policy.settings, spec=adapters, base=base, base_label=label
         )

@@ -26,8 +26,7 @@ from .conversation import Session
 from .gateway import server
 from .gateway.sessions import Limits
 from .trajectory import Style
-from .types import Sample
-from .workflows import Generate, Sampling, Workflow
+from .types import Generate, Sample, Sampling, Workflow
 
 log = logging.getLogger(__name__)
 

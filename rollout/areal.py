@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from . import names, rewards
-from .types import Finish, Sample
-from .workflows import Generate, Sampling, Workflow
+from .types import Finish, Generate, Sample, Sampling, Workflow
 
 
 @dataclass

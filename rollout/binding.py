@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from . import agents, areal, names
-from .workflows import Sampling, Workflow
+from .types import Sampling, Workflow
 
 ONLINE, COMMAND = "online", "exec:"
 

@@ -14,11 +14,11 @@ from typing import Any
 import xxhash
 
 from . import rewards, template, trajectory
+from .errors import ServerError
 from .parsers import MARKERS, Answer
 from .text import Text
 from .trajectory import Interaction
-from .types import Completion, Sample
-from .workflows import Generate, Sampling
+from .types import Completion, Generate, Sample, Sampling
 
 
 class Session:
@@ -40,7 +40,7 @@ class Session:
         """
         self.id = secrets.token_hex(8)
         self.interactions: list[Interaction] = []
-        self.failure: RuntimeError | None = None
+        self.failure: ServerError | None = None
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._mute = {id for id, token in added if token.special and token.content not in MARKERS}
@@ -67,7 +67,7 @@ class Session:
 
         Raises:
           ValueError: the template refuses the messages, or the server the request.
-          RuntimeError: the server failed.
+          ServerError: the server failed.
         """
         interaction = self._asked(messages, tools, dict(template or {}), self._temperature(sampling))
         await self._sample(interaction, parse, on_text, sampling)
@@ -166,7 +166,7 @@ class Session:
         more = {"on_tokens": reader.sampled} if on_text else {}
         try:
             x.completion = await self._generate(list(x.prompt), **sampling, **more)
-        except RuntimeError as error:
+        except ServerError as error:
             self.failure = error
             raise
         x.text = reader.whole(x.completion)
@@ -221,11 +221,11 @@ class _Reader:
         self._read: list[int] = []
 
     def sampled(self, tokens: list[int]) -> None:
-        """Takes the tokens so far. Raises RuntimeError if they are no longer those of the last time."""
+        """Takes the tokens so far. Raises ServerError if they are no longer those of the last time."""
         if self._stopped:
             return
         if tokens[: len(self._read)] != self._read:
-            raise RuntimeError("tokens were sampled anew after their text had been sent")
+            raise ServerError("tokens were sampled anew after their text had been sent")
         new = tokens[len(self._read) : -1]
         self._read += new
         self._stopped = self._text.feed(new, self._stops) is not None

@@ -27,7 +27,9 @@ import aiohttp.web
 import xxhash
 
 from . import delta, serving
-from .server import REACH_S, Published, Server, Staged
+from .endpoint import Endpoint
+from .errors import ServerError
+from .server_types import Published, Staged
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +144,7 @@ class Stager:
     """What fetches versions for a server that does not see the trainer's files; its address, and where it fetches."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession, depot: Depot):
-        self._there, self._depot = Server(url, http), depot
+        self._there, self._depot = Endpoint(url, http), depot
 
     def beside(self, url: str) -> Stager:
         """One at another address, which fetches from the same depot."""
@@ -151,7 +153,7 @@ class Stager:
     async def stage(self, weights: Published) -> Staged:
         """`weights` on the server's machine, once every file is there and verified.
 
-        Raises ValueError where the stager refuses, RuntimeError where it cannot be reached or failed.
+        Raises ValueError where the stager refuses, ServerError where it cannot be reached or failed.
         """
         self._depot.offer(weights)
         body = {
@@ -160,11 +162,11 @@ class Stager:
             "source": self._depot.url,
             "source_key": self._depot.key,
         }
-        answer = await self._there.call("POST", "/stage", body, timeout_s=STAGE_S, reach_s=REACH_S)
+        answer = await self._there.call("POST", "/stage", body, timeout_s=STAGE_S, reach_s=self._there.reach_s)
         try:
             return Staged(str(answer["path"]), int(answer["bytes"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise RuntimeError(f"{self._there.url}/stage: not an answer of a stager: {answer}") from error
+            raise ServerError(f"{self._there.url}/stage: not an answer of a stager: {answer}") from error
 
 
 def listing(directory: Path) -> dict[str, dict]:

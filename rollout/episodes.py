@@ -12,8 +12,8 @@ from typing import Any
 import xxhash
 
 from . import journal, names
-from .types import Sample
-from .workflows import Generate, Workflow
+from .errors import ServerError
+from .types import Generate, Sample, Workflow
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ async def rollouts(
 
     Episodes that the workflow rejects are missing from their row's list. At most `max_concurrent` rows run at a time.
     With a `seed` (for servers that honour one) the samples are the same whenever it is called with the same policy.
-    Raises the first error, RuntimeError included once an episode failed ATTEMPTS times.
+    Raises the first error; a ServerError once an episode failed ATTEMPTS times.
     """
     limit = asyncio.Semaphore(max_concurrent)
 
@@ -67,14 +67,14 @@ async def group(
         them where fewer than two with samples would be left to compare; with the first one where this is None.
     """
     least = min(2, size)
-    lost: list[RuntimeError] = []
+    lost: list[ServerError] = []
 
     async def episode(index: int) -> list[Sample]:
         try:
             return await _episode(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
-        except RuntimeError as error:
+        except ServerError as error:
             lost.append(error)
-            if on_lost is None or not of_server(error) or len(lost) > size - least:
+            if on_lost is None or len(lost) > size - least:
                 raise
             log.warning("prompt %d goes on without episode %d: %s", prompt, index, error)
             return []
@@ -112,8 +112,8 @@ async def _played(workflow, generate, row, *, prompt, index, seed, on_retry) -> 
         try:
             result = await workflow(_seeded(generate, seed, prompt, index, turns), row)
             break
-        except RuntimeError as error:
-            if attempt == ATTEMPTS or not of_server(error):
+        except ServerError as error:
+            if attempt == ATTEMPTS:
                 raise
             log.warning("prompt %d, episode %d, attempt %d: %s", prompt, index, attempt, error)
             on_retry()
@@ -143,11 +143,6 @@ def _seeded(generate, seed, prompt, index, turns) -> Generate:
         return generate(tokens, **sampling)
 
     return bound
-
-
-def of_server(error: BaseException) -> bool:
-    """Whether another process failed (ours to retry) rather than the code."""
-    return isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError | RecursionError)
 
 
 async def _together(coroutines: Sequence[Coroutine]) -> list:

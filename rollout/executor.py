@@ -33,10 +33,10 @@ from typing import Any
 from . import journal, survival
 from .curriculum import Adaptive, EasyFirst, success
 from .curriculum import Prompts as Prompts
-from .episodes import group, of_server, stop
+from .episodes import group, stop
 from .episodes import rollouts as rollouts  # the same episodes, where nothing is scheduled
-from .types import Sample
-from .workflows import Generate, Workflow
+from .errors import ServerError
+from .types import Generate, Sample, Workflow
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Executor:
         """The G groups of batch v = 0, 1, ... in the order of their prompts, samples in theirs, once it closes.
 
         Raises:
-          The error of a workflow, of `accept` or of the data, at once; RuntimeError when many groups in a
+          The error of a workflow, of `accept` or of the data, at once; ServerError when many groups in a
           row were lost to failing servers; ValueError when the workflow or `accept` refuses everything.
         """
         if v != self._batch:
@@ -352,12 +352,12 @@ class Executor:
                     f"Executor: {self._refused} groups in a row were refused by the workflow or by accept; "
                     "is the task solved, or out of reach?"
                 )
-        elif of_server(error):
+        elif isinstance(error, ServerError):
             log.warning("prompt %d is given up: %s", prompt, error)
             self._total["failed"] += 1
             self._failed += 1
             if self._failed >= max(GIVEN_UP, self.groups_per_batch):
-                self._error = RuntimeError(
+                self._error = ServerError(
                     f"Executor: {self._failed} prompts in a row were given up; the last failed with: {error}"
                 )
         else:

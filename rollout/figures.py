@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .client import Fleet
+from .fleet import Fleet
 
 WORK = ("update_s", "save_s", "publish_s")  # parts of a step in which the trainer does something
 PUSHED = ("total_s", "pause_s", "load_s", "prove_s", "stage_s", "bytes", "stage_bytes")  # of a push, by its report

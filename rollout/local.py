@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from .server import Published
+from .server_types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
 STOP_S = 20.0

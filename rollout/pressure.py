@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 BACKOFF = 0.9
 GROWTH = 1 / 32  # of the limit, when all that run have been answered; a request at least
@@ -42,19 +40,6 @@ class Report:
     def queues(self) -> bool:
         """Whether more wait than run; where none runs, it was just pushed to."""
         return self.waiting > self.running > 0
-
-
-def report(answer: Mapping[str, Any]) -> Report | None:
-    """Of an answer of `/v1/loads`, all its replicas together; None where it says nothing that is understood."""
-    try:
-        names = "num_running_reqs", "num_waiting_reqs", "token_usage"
-        loads = [[float(load[name]) for name in names] for load in answer["loads"]]
-    except (KeyError, TypeError, ValueError):
-        return None
-    if not loads:
-        return None
-    running, waiting, usage = zip(*loads, strict=True)
-    return Report(int(sum(running)), int(sum(waiting)), max(usage))
 
 
 class Limit:

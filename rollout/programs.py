@@ -39,7 +39,7 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
 
     Raises:
       ValueError: the row has no tests, or others.
-      RuntimeError: no program can be closed in on this machine, or it failed to be.
+      ServerError: no program can be closed in on this machine, or it failed to be.
     """
     blocks = BLOCK.findall(text)
     return float(asyncio.run(passes(blocks[-1] if blocks else text, row.get("tests"))))

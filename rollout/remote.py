@@ -18,6 +18,8 @@ import aiohttp
 from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
+from .errors import ServerError
+
 LARGEST = 1 << 20  # bytes of an answer
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
 
@@ -73,7 +75,7 @@ async def ask(
 
     Raises:
       ValueError: no http or https URL, or it leads to an address that is not public and whose host is not in `allow`.
-      RuntimeError: after all attempts no answer, or at once a redirect, another refusal, or an answer that is no JSON.
+      ServerError: after all attempts no answer, or at once a redirect, another refusal, or an answer that is no JSON.
     """
     try:
         address = URL(url)
@@ -100,13 +102,13 @@ async def ask(
                         continue
                     if answer.status != 200:
                         what = "redirects are refused" if answer.status // 100 == 3 else answer.reason
-                        raise RuntimeError(f"{url}: HTTP {answer.status}, {what}")
+                        raise ServerError(f"{url}: HTTP {answer.status}, {what}")
                     return await _read(url, answer)
             except TimeoutError:
                 trouble = f"no answer in {timeout_s:g} s"
             except aiohttp.ClientError as error:
                 trouble = f"{type(error).__name__}: {error}"
-    raise RuntimeError(f"{url}: {trouble}, in each of {attempts} attempts")
+    raise ServerError(f"{url}: {trouble}, in each of {attempts} attempts")
 
 
 async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:
@@ -114,11 +116,11 @@ async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:
     async for chunk in answer.content.iter_chunked(1 << 16):
         data += chunk
         if len(data) > LARGEST:
-            raise RuntimeError(f"{url}: the answer has more than {LARGEST} bytes")
+            raise ServerError(f"{url}: the answer has more than {LARGEST} bytes")
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise RuntimeError(f"{url}: the answer is no JSON: {bytes(data[:80])!r}") from None
+        raise ServerError(f"{url}: the answer is no JSON: {bytes(data[:80])!r}") from None
 
 
 class Checked(ThreadedResolver):

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import sandbox, serving
+from .errors import ServerError
 from .sandbox import Limits, Result
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Remote:
 
         Raises:
           ValueError: a limit that is out of range, here or there.
-          RuntimeError: the server cannot be reached, refuses the key, is busy or failed.
+          ServerError: the server cannot be reached, refuses the key, is busy or failed.
         """
         import aiohttp
 
@@ -76,10 +77,10 @@ class Remote:
                 return Result(**said)
             error = said["error"]
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as failed:
-            raise RuntimeError(f"sandbox: no answer of {self.url}: {type(failed).__name__}: {failed}") from failed
+            raise ServerError(f"sandbox: no answer of {self.url}: {type(failed).__name__}: {failed}") from failed
         if status == 400:
             raise ValueError(f"{error} (of {self.url})")
-        raise RuntimeError(f"sandbox: {self.url} answered {status}: {error}")
+        raise ServerError(f"sandbox: {self.url} answered {status}: {error}")
 
 
 def app(*, places: int, key: str | None = None, most: Limits = MOST) -> Starlette:
@@ -114,7 +115,7 @@ def app(*, places: int, key: str | None = None, most: Limits = MOST) -> Starlett
             return refused(413, str(error))
         except ValueError as error:
             return refused(400, str(error))
-        except RuntimeError as error:
+        except ServerError as error:
             return refused(500, str(error))
         finally:
             inside -= 1
@@ -168,7 +169,7 @@ def serve(*, host: str = "127.0.0.1", port: int = 8080, places: int = 4, key: st
 
     Raises:
       ValueError: the address cannot be had, or it can be reached from elsewhere and there is no key.
-      RuntimeError: there can be no sandbox here.
+      ServerError: there can be no sandbox here.
     """
     if places < 1:
         raise ValueError(f"sandbox: places must be at least 1, got {places}")
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=4, help="programs that run at the same time")
     try:
         serve(**vars(parser.parse_args()), key=os.environ.get(KEY))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, ServerError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
 

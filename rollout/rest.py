@@ -1,71 +1,69 @@
-"""Servers on the trainer's devices, in turns: they rest, without weights and caches, while it computes.
+"""Offloads servers that share the trainer's devices: they release their memory while it computes.
 
-    rest(fleet): healthy -> resting      paused, what runs is put back, memory is released
-    the next push: resting -> healthy    memory is taken again, the version loaded and verified, what waits goes on
+    offload(fleet): healthy -> offloaded      generation pauses, requests are requeued, memory is released
+    the next push:  offloaded -> healthy      memory is resumed, the version loaded and verified, requests go on
 
-Meanwhile requests wait, and no server is restarted or loaded: that would take the memory which the trainer was given.
+Meanwhile new requests wait, and no server is restarted or loaded, which would take the trainer's memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
-from .server import Server, Unreached
-
-if TYPE_CHECKING:
-    from .client import Fleet
+from .endpoint import Unreached
+from .errors import ServerError
+from .fleet import Fleet
+from .server import Server
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-END_S = 20.0  # that a server has for taking its memory again when the run ends
 
 
-async def rest(fleet: Fleet) -> float:
-    """Has every server release its memory, until the next push; returns the seconds that took.
+async def offload(fleet: Fleet) -> float:
+    """Makes every server release its memory until the next push; returns the seconds it took.
 
-    Servers that are just being brought back are waited for; dead ones are left alone till that push. One that fails to
-    release its memory is poisoned; it may hold it still. While they rest already nothing is done.
+    Waits for servers that are being recovered and skips dead ones. A server that fails to release its memory becomes
+    `weights_unknown` and may still hold it. Does nothing while servers are offloaded already.
 
-    Raises RuntimeError if no server is left.
+    Raises ServerError if no server is left.
     """
     now = asyncio.get_running_loop().time
     begun = now()
-    if not fleet.awake.is_set():
+    if not fleet.not_offloaded.is_set():
         return 0.0
     while any(server.state not in ("healthy", "dead", "leaving") for server in fleet.servers):
-        fleet.hope()
+        fleet.raise_if_unrecoverable()
         await asyncio.sleep(POLL_S)
-    fleet.awake.clear()
+    fleet.not_offloaded.clear()
     for server in fleet.servers:
-        if server.tending:  # on from the beginning, once the fleet is awake
-            server.tending.cancel()
-            await asyncio.wait({server.tending})
-            server.tending = None
+        if server.recovery:  # starts over after the next push
+            server.recovery.cancel()
+            await asyncio.wait({server.recovery})
+            server.recovery = None
             fleet.fail(server, "dead", server.why)
-    await asyncio.gather(*(_rest(fleet, server) for server in fleet.healthy))
+    await asyncio.gather(*(_offload(fleet, server) for server in fleet.healthy))
     return now() - begun
 
 
-async def _rest(fleet: Fleet, server: Server) -> None:
-    fleet.turn(server, "resting", "")
+async def _offload(fleet: Fleet, server: Server) -> None:
+    fleet.set_state(server, "offloaded", "")
     try:
         await server.release_memory()
     except Unreached as error:
-        fleet.miss(server, str(error))
-    except (ValueError, RuntimeError) as error:
-        fleet.fail(server, "poisoned", f"{server.url}: did not release its memory: {error}")
+        fleet.mark_suspect(server, str(error))
+    except (ValueError, ServerError) as error:
+        fleet.fail(server, "weights_unknown", f"{server.url}: did not release its memory: {error}")
 
 
-async def end(fleet: Fleet) -> None:
-    """Lets the servers that rest take their memory again. They stay paused: nobody has given them weights."""
-    await asyncio.gather(*(_end(server) for server in fleet.servers if server.state == "resting"))
+async def resume_all(fleet: Fleet) -> None:
+    """Gives offloaded servers their memory back at the end of a run. They stay paused, for they have no weights."""
+    await asyncio.gather(*(_resume(fleet, server) for server in fleet.servers if server.state == "offloaded"))
 
 
-async def _end(server: Server) -> None:
+async def _resume(fleet: Fleet, server: Server) -> None:
     try:
-        await server.reclaim(timeout_s=END_S)
-    except (ValueError, RuntimeError) as error:
+        await server.reclaim_memory(timeout_s=fleet.timeouts.resume_memory_s)
+    except (ValueError, ServerError) as error:
         log.warning("%s: did not take its memory again: %s", server.url, error)

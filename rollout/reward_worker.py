@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from . import names
+from .errors import ServerError
 from .signatures import Bound, Score, bind, score
 
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
@@ -109,14 +110,14 @@ class Worker:
                 )
             except OSError as error:
                 writer.close()
-                raise RuntimeError(f"reward {name}: no process could be started for it ({error})") from error
+                raise ServerError(f"reward {name}: no process could be started for it ({error})") from error
         worker = cls(process, reader, writer)
         try:
             async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that meets the greeting
                 greeting = await worker.receive()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             await worker.end()
-            raise RuntimeError(
+            raise ServerError(
                 f"reward {name}: its worker did not start ({type(error).__name__}); see what it printed"
             ) from error
         except BaseException:

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from .errors import ServerError
+
 log = logging.getLogger(__name__)
 
 CONFINE = str(Path(__file__).with_name("confine.py"))
@@ -125,7 +127,7 @@ async def run_python(code: str, *, stdin: str = "", **limits: Any) -> Result:
 
     Raises:
       ValueError: a limit that is out of range.
-      RuntimeError: the sandbox itself failed, or there can be none here.
+      ServerError: the sandbox itself failed, or there can be none here.
     """
     result = await run([sys.executable, "-I", "main.py"], files={"main.py": code}, stdin=stdin, **limits)
     last = result.stderr.rstrip().rpartition("\n")[2]
@@ -149,7 +151,7 @@ async def run(
 
     Raises:
       ValueError: a limit that is out of range, or a name of a file with a slash.
-      RuntimeError: the sandbox itself failed, the command cannot be run, or there can be no sandbox here.
+      ServerError: the sandbox itself failed, the command cannot be run, or there can be no sandbox here.
     """
     chosen = Limits(**limits)
     for name in files or {}:
@@ -176,10 +178,10 @@ def isolation() -> Isolation:
     """What this machine lets us forbid to sandboxes; found out by trying, once.
 
     Raises:
-      RuntimeError: not even the number of processes can be bounded here.
+      ServerError: not even the number of processes can be bounded here.
     """
     if sys.platform != "linux":
-        raise RuntimeError(f"sandbox: needs Linux, this is {sys.platform}; use a remote sandbox")
+        raise ServerError(f"sandbox: needs Linux, this is {sys.platform}; use a remote sandbox")
     refused: list[str] = []
     for kind in ISOLATIONS:
         if not (reason := _refusal(kind)):
@@ -187,7 +189,7 @@ def isolation() -> Isolation:
                 log.warning("sandbox: isolation is %s (%s)", kind, "; ".join(refused))
             return kind
         refused.append(f"{kind.mode}: {reason}")
-    raise RuntimeError(f"sandbox: nothing that bounds a process works here ({'; '.join(refused)})")
+    raise ServerError(f"sandbox: nothing that bounds a process works here ({'; '.join(refused)})")
 
 
 def _refusal(kind: Isolation) -> str:
@@ -229,7 +231,7 @@ async def _supervised(mode: str, folder: Path, command: list[str], limits: Limit
         stdout, stderr = [task.result().decode(errors="replace") for task in printed]
         said = reports.read()
     if "error" in said or not said and ended in done:
-        raise RuntimeError(f"sandbox: {said.get('error') or f'the supervisor died; {stderr[-300:]}'}")
+        raise ServerError(f"sandbox: {said.get('error') or f'the supervisor died; {stderr[-300:]}'}")
     why = "output" if full.is_set() else said["why"] if said else "wall"
     return Result(stdout, stderr, said.get("code", -signal.SIGKILL), why)
 
@@ -258,7 +260,7 @@ async def _end(process: asyncio.subprocess.Process, ended: asyncio.Task, printed
         for task in (ended, *printed):
             task.cancel()
     if late:
-        raise RuntimeError(f"sandbox: a command and its supervisor did not end within {STOP_S:.0f} s")
+        raise ServerError(f"sandbox: a command and its supervisor did not end within {STOP_S:.0f} s")
 
 
 class _Reports:

@@ -23,8 +23,8 @@ from .executor import Executor, Prompts
 from .rates import Rates
 from .rates import Server as Simulated
 from .server import Server
-from .types import Sample, sampled
-from .workflows import Generate
+from .sglang import SGLang
+from .types import Generate, Sample, sampled
 
 BEST = 0.02  # of two step times that lie so close together the one with less staleness is better
 
@@ -167,8 +167,8 @@ def simulate(config: Config, eta: int, oversample: int = 0) -> Outcome:
 
 async def _simulate(config: Config, eta: int, oversample: int) -> Outcome:
     network = clock.Network({f"http://{i}": Simulated(config.server) for i in range(config.servers)})
-    servers = [Server(url, network, ["default"]) for url in network.servers]  # type: ignore[arg-type]
-    fleet = client.Fleet(servers, config.max_concurrent * config.group_size, float("inf"))
+    servers = [Server(SGLang(url, network), ["default"]) for url in network.servers]  # type: ignore[arg-type]
+    fleet = client.assemble(servers, concurrency=config.max_concurrent * config.group_size, timeout_s=float("inf"))
     busy = lambda: [server.busy() for server in network.servers.values()]
     try:
         return await play(config, eta, fleet, clock.spend, busy, oversample=oversample)

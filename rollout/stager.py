@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
-from . import delta, serving, versions
+from . import delta, serving
 from .depot import KEY, described
+from .labels import version_of
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -69,7 +70,7 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
             return refused(400, "the body must be an object with label, source, source_key and key")
         if key is not None and not hmac.compare_digest(str(asked.get("key")).encode(), key.encode()):
             return refused(401, f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager")
-        if versions.number(label) < 0:
+        if version_of(label) < 0:
             return refused(400, f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
         try:
             async with one_at_a_time:
@@ -141,7 +142,7 @@ async def fetch_version(
 
 def _kept(root: Path) -> list[Path]:
     """Versions here, the newest last."""
-    found = [path for path in root.iterdir() if versions.number(path.name) >= 0]
+    found = [path for path in root.iterdir() if version_of(path.name) >= 0]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)  # a new run begins with small numbers again
 
 

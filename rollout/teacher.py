@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from . import names
-from .client import Fleet
+from .errors import ServerError
+from .fleet import Fleet
 from .types import Sample
 
 
@@ -28,19 +29,19 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
 
     Raises:
       ValueError: a server refuses the request (more tokens than its context, more likeliest ones than it names).
-      RuntimeError: no answer, or one that is not about these tokens.
+      ServerError: no answer, or one that is not about these tokens.
     """
     url, part = await fleet.read(tokens, top_k=top_k)
     n = len(tokens)
     if [row[1] for row in part.inputs] != [int(t) for t in tokens]:
-        raise RuntimeError(f"{url}/generate: log-probabilities of {n} input tokens were asked for, got others")
+        raise ServerError(f"{url}/generate: log-probabilities of {n} input tokens were asked for, got others")
     number = lambda value: np.nan if value is None else value
     logp = np.array([0.0, *(number(row[0]) for row in part.inputs[1:])], np.float32)
     ids, top = np.zeros((n, top_k), np.int32), np.zeros((n, top_k), np.float32)
     if top_k:
         counts = {len(row or ()) for row in part.input_top[1:]}
         if len(part.input_top) != n or counts - {top_k}:
-            raise RuntimeError(
+            raise ServerError(
                 f"{url}/generate: the {top_k} likeliest tokens in each of {n} places were asked for, got "
                 f"{sorted(counts)} in {len(part.input_top)}; is its vocabulary smaller?"
             )
@@ -79,7 +80,7 @@ async def annotate(
 
     Raises:
       ValueError: a row names no teacher, or one that there is not; a token the student does not know; as `score`.
-      RuntimeError: as `score`.
+      ServerError: as `score`.
     """
 
     async def one(sample: Sample) -> Sample:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from . import sandbox
+from .errors import ServerError
 from .sandbox import Limits, Sandbox
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ async def call(tools: Sequence[Tool], name: str, arguments: str, *, timeout_s: f
       "error: ..." for an unknown tool, arguments that are no JSON or do not fit, an exception of the tool, a timeout.
 
     Raises:
-      RuntimeError: of the tool, for failures that are not the model's: a sandbox that cannot be reached, say.
+      ServerError: of the tool, for failures that are not the model's doing, such as an unreachable sandbox.
       ValueError: two tools of one name.
     """
     named = {tool.name: tool for tool in tools}
@@ -153,9 +154,7 @@ async def call(tools: Sequence[Tool], name: str, arguments: str, *, timeout_s: f
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             value = await _answer(named[name].call, given)
-    except (RecursionError, NotImplementedError) as error:  # RuntimeErrors that may well be the model's doing
-        return _error(f"{name}: {type(error).__name__}: {error}")
-    except RuntimeError:
+    except ServerError:
         raise
     except Exception as error:  # whatever a tool raises is for the model to read
         if isinstance(error, TimeoutError) and deadline.expired():

@@ -17,8 +17,8 @@ from . import names, parsers, rewards, template
 from . import tools as toolbox
 from .conversation import Session
 from .trajectory import Interaction
-from .types import Sample
-from .workflows import Generate, Sampling, conversation
+from .types import Generate, Sample, Sampling
+from .workflows import conversation
 
 log = logging.getLogger(__name__)
 

@@ -6,47 +6,13 @@ needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rej
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from . import names, rewards
-from .types import Completion, Sample, sampled
-
-Generate = Callable[..., Awaitable[Completion]]
-Workflow = Callable[[Generate, Mapping[str, Any]], Awaitable[Sample | list[Sample] | None]]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn: the keyword arguments of `generate`.
-
-    Training needs the whole distribution at a temperature above 0: top_p, top_k, min_p and min_new_tokens (which rules
-    out stop tokens) are for evaluation.
-
-    Attributes:
-      temperature: 0 = greedy.
-      max_new_tokens, min_new_tokens: the stop token counts.
-      top_p, top_k, min_p: 1, -1 and 0 leave the distribution whole.
-      stop, stop_token_ids: strings and ids that end a completion, besides the model's own.
-      routed_experts: of a model with experts: those that tokens went to are recorded, and training takes them again.
-    """
-
-    temperature: float = 1.0
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    routed_experts: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+from .types import Generate, Sample, Sampling, sampled
 
 
 async def single_turn(

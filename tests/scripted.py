@@ -8,7 +8,7 @@ import types
 
 import aiohttp.web
 
-from areax.rollout import versions
+from areax.rollout.labels import version_of
 
 V0, V1, V2 = "0-00000000", "1-11111111", "2-22222222"
 
@@ -61,7 +61,7 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
                 state.wrong.append("generates while released")
             ids.append(token_at(index))
             labels.append(state.label)
-            really.append(-float(max(0, versions.number(state.weights))))
+            really.append(-float(max(0, version_of(state.weights))))
         logp = really if honest else [logp_at(first + i) for i in range(len(ids))]
         return answer(reply(ids, logp, labels, finish))
 

@@ -16,7 +16,8 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
 from areax.core import param
-from areax.rollout import publish
+from areax.rollout import store
+from areax.rollout.labels import read_label
 
 CONFIG = dict(
     model_type="qwen3", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
@@ -290,10 +291,10 @@ def test_a_published_version_is_a_numbered_directory(tmp_path):
     path = hf.write_published(tmp_path / "versions", 4, config, params, "bfloat16")
     assert path == tmp_path / "versions" / "4" and os.listdir(tmp_path / "versions") == ["4"]
     assert json.loads((path / "manifest.json").read_text())["version"] == 4
-    assert publish.version_string(path / "manifest.json").startswith("4-")
+    assert read_label(path / "manifest.json").startswith("4-")
     for version in (5, 6):
         hf.write_published(tmp_path / "versions", version, config, params, "bfloat16")
-    assert publish.prune(tmp_path / "versions") == [path]
+    assert store.prune(tmp_path / "versions") == [path]
     with pytest.raises(ValueError, match="version must be"):
         hf.write_published(tmp_path / "versions", -1, config, params)
 

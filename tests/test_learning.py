@@ -17,7 +17,7 @@ from areax.models.lora import Lora
 from areax.recipes import demo, distill, eval, grpo, preference, sft
 from areax.rollout import arithmetic
 from areax.rollout.local import Serve
-from areax.rollout.workflows import Sampling
+from areax.rollout.types import Sampling
 
 pytestmark = pytest.mark.learning
 REWARD = "areax.rollout.arithmetic:reward"

@@ -38,8 +38,8 @@ from areax.rollout import arithmetic, journal, local, names, publish
 from areax.rollout.curriculum import Curriculum
 from areax.rollout.episodes import sampling_seed
 from areax.rollout.local import Serve
-from areax.rollout.types import Completion, sampled
-from areax.rollout.workflows import Sampling, prompt_tokens
+from areax.rollout.types import Completion, Sampling, sampled
+from areax.rollout.workflows import prompt_tokens
 
 
 @pytest.fixture(scope="module")
@@ -503,7 +503,7 @@ def test_a_server_inside_that_rests_changes_no_number(place):
     assert done["complete"] and done["max_logp_diff"] <= 1e-4 and done["server_version"] == plain["server_version"]
     same(place, "inside", "plainly")
     lines = [x for x in tracker.read_lines(place / "inside/metrics.jsonl") if x["kind"] == "grpo"]
-    assert all(x["rest_s"] > 0 for x in lines) and "poisoned" not in done["counts"]
+    assert all(x["rest_s"] > 0 for x in lines) and "weights_unknown" not in done["counts"]
     assert not any("areax" in thread.name for thread in threading.enumerate())
 
 
@@ -524,7 +524,7 @@ def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
     monkeypatch.setattr(grpo.rest, "rest", deadly)
     monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
     done = grpo.main(config(place, "killed at rest", servers=(), colocated=True))
-    assert killed == [["resting"], ["resting"], None] and len(started) == 2
+    assert killed == [["offloaded"], ["offloaded"], None] and len(started) == 2
     assert done["counts"]["restarted"] == done["counts"]["recovered"] == 1
     grpo.main(config(place, "unharmed"))
     same(place, "killed at rest", "unharmed")

@@ -10,6 +10,7 @@ from scripted import V1, run, serving, until
 from areax.rollout import client, clock, publish, rates
 from areax.rollout.affinity import BLOCK, RATIO, SLACK, Cached, chain, choose
 from areax.rollout.server import Server
+from areax.rollout.sglang import SGLang
 
 words = st.lists(st.integers(0, 1), max_size=5)  # blocks of two kinds
 
@@ -95,7 +96,7 @@ def sessions(routed, *, episodes=48, turns=6):
     async def main():
         speed = rates.Rates(slots=16, step_s=0.01, request_s=0.0, read_tokens_s=5000.0)
         network = clock.Network({f"http://{i}": rates.Server(speed) for i in range(3)})
-        fleet = client.Fleet([Server(url, network, ["default"]) for url in network.servers], 64, 600.0)
+        fleet = client.assemble([Server(SGLang(url, network), ["default"]) for url in network.servers])
 
         async def episode(i):
             context = [i] * 500

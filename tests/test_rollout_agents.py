@@ -13,6 +13,7 @@ from test_rollout_turns import SAMPLING, TOKENS, learnt, policy
 
 from areax.rollout import agents, binding
 from areax.rollout.binding import bind
+from areax.rollout.errors import ServerError
 
 ROW = {"prompt": "2 + 2", "answer": "4"}
 
@@ -86,7 +87,7 @@ def test_a_server_that_fails_is_no_failing_agent():
     """The error that an SDK makes of it is not what the executor has to see."""
 
     async def generate(tokens, **_):
-        raise RuntimeError("no usable generation server is left")
+        raise ServerError("no usable generation server is left")
 
     async def run(row, base_url, api_key):
         await chat(base_url, api_key, "hello")

@@ -24,7 +24,7 @@ from scripted import (
     until,
 )
 
-from areax.rollout import client, publish, recovery
+from areax.rollout import client, endpoint, publish
 from areax.rollout.types import sampled
 
 # ---------------------------------------------------------------- one request
@@ -235,8 +235,8 @@ def test_an_abort_is_resumed_with_what_was_generated():
             task = asyncio.create_task(fleet.generate([5, 6, 7], max_new_tokens=60, min_new_tokens=50, seed=11))
             for _ in range(2):
                 await asyncio.sleep(0.03)
-                await fleet.servers[0].pause("abort")
-                await fleet.servers[0].resume()
+                await fleet.servers[0].api.pause("abort")
+                await fleet.servers[0].api.resume()
             done = await task
             check(done, [5, 6, 7], 60)
             assert (done.finish, done.text, done.info["resumed"]) == ("length", "", 2)
@@ -306,7 +306,7 @@ def test_an_abort_with_a_full_budget_is_a_finish_by_length():
 
 
 def test_aborts_without_a_token_come_to_an_end(monkeypatch):
-    monkeypatch.setattr(client, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(endpoint, "FIRST_DELAY_S", 0.001)
 
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
@@ -353,14 +353,14 @@ def test_a_busy_server_is_asked_again():
 # ---------------------------------------------------------------- servers that go
 
 
-def test_a_dead_server_hands_its_requests_to_the_others(monkeypatch):
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0.3)
-
+def test_a_dead_server_hands_its_requests_to_the_others():
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             a = await stack.enter_async_context(serving())
             async with serving() as b:
-                fleet = await stack.enter_async_context(client.connect([a.url, b.url], concurrency=4))
+                fleet = await stack.enter_async_context(
+                    client.connect([a.url, b.url], concurrency=4, timeouts=client.Timeouts(lost_s=0.3))
+                )
                 b.going.clear()
                 tasks = [asyncio.create_task(fleet.generate([i])) for i in range(8)]
                 await until(lambda: b.load == 4)
@@ -375,13 +375,11 @@ def test_a_dead_server_hands_its_requests_to_the_others(monkeypatch):
     run(main)
 
 
-def test_the_last_dead_server_ends_the_run_with_the_reason(monkeypatch):
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0.2)
-
+def test_the_last_dead_server_ends_the_run_with_the_reason():
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             async with serving() as a:
-                fleet = await stack.enter_async_context(client.connect([a.url]))
+                fleet = await stack.enter_async_context(client.connect([a.url], timeouts=client.Timeouts(lost_s=0.2)))
             with pytest.raises(RuntimeError, match="no usable generation server is left .*connect"):
                 await fleet.generate([1])
             assert fleet.counts["refused"] == 1
@@ -446,20 +444,20 @@ def test_control_calls_have_deadlines_and_say_what_failed():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             (server,) = fleet.servers
-            assert await server.health()
-            await server.flush_cache()
-            await server.abort("some")
-            await server.abort()
+            assert await server.api.health()
+            await server.api.flush_cache()
+            await server.api.abort("some")
+            await server.api.abort()
             assert [body for path, body in a.calls if path == "/abort_request"] == [
                 {"rid": "some", "abort_all": False},
                 {"rid": "", "abort_all": True},
             ]
-            assert await server.weights_checker() == {"message": "done"}
+            assert await server.api.checksums() == []
             a.going.clear()
-            assert not await server.health()
+            assert not await server.api.health()
             a.refuse["/flush_cache"] = answers(503, "starting")
             with pytest.raises(RuntimeError, match="/flush_cache: HTTP 503.*gave up after 0.2 s"):
-                await server.flush_cache(timeout_s=0.2)
+                await server.api.flush_cache(timeout_s=0.2)
 
     run(main)
 

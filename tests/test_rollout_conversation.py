@@ -16,8 +16,7 @@ from areax.core import advantages
 from areax.rollout import template, trajectory
 from areax.rollout.conversation import Session
 from areax.rollout.parsers import Answer, ToolCall
-from areax.rollout.types import Completion
-from areax.rollout.workflows import Sampling
+from areax.rollout.types import Completion, Sampling
 
 THINKING = """
 {%- if tools %}{{ '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}

@@ -11,8 +11,9 @@ import tiny
 
 from areax import models
 from areax.adapters import hf
-from areax.rollout import client, publish, recovery, rest, versions
+from areax.rollout import client, publish, rest
 from areax.rollout.engine import inside
+from areax.rollout.labels import label_of, read_label
 
 SERVE = dict(slots=2, context=64, dtype="float32")
 
@@ -34,7 +35,7 @@ def handed(place, v, masters=None):
     config = place[1]
     params = hf.host_copy(config, masters or place[2][v])
     manifest = hf.manifest(config, params, version=v)
-    return versions.label_of(hf.json_bytes(manifest)), inside.Weights(config, params, manifest)
+    return label_of(hf.json_bytes(manifest)), inside.Weights(config, params, manifest)
 
 
 @pytest.mark.parametrize("v", [0, 2])
@@ -43,7 +44,7 @@ def test_a_manifest_is_the_file_that_would_have_been_written(place, v):
     written = (root / str(v) / "manifest.json").read_bytes()
     assert hf.json_bytes(hf.manifest(config, masters[v], version=v)) == written
     label, weights = handed(place, v)
-    assert label == publish.version_string(root / str(v) / "manifest.json")
+    assert label == read_label(root / str(v) / "manifest.json")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(weights.params)} == {"bfloat16"}
 
 
@@ -51,7 +52,7 @@ async def seen(fleet):
     """What the server says of its weights, and does with them."""
     [server] = fleet.servers
     done = await fleet.generate([5, 6, 7], temperature=1.0, max_new_tokens=20, ignore_eos=True, seed=3)
-    sums = (await server.weights_checker())["ranks"][0]["checksums"]
+    sums = (await server.api.checksums())[0]
     return done.version, done.tokens, done.logp, sums
 
 
@@ -64,14 +65,14 @@ def test_arrays_give_what_files_give(place):
             assert fleet.servers[0].label == "0-begun"
             versions = []
             for v in (0, 1, 2):
-                await publish.push(fleet, root / str(v), publish.version_string(root / str(v) / "manifest.json"))
+                await publish.push(fleet, root / str(v), read_label(root / str(v) / "manifest.json"))
                 versions.append(await seen(fleet))
             fleet.servers[0].handover = handover
             for v in (0, 1, 2):
                 trainers = jax.tree.map(jnp.copy, masters[v])
                 label, weights = handed(place, v, trainers)
                 if v == 1:
-                    await rest.rest(fleet)
+                    await rest.offload(fleet)
                 report = await publish.push(fleet, "", label, arrays=weights)
                 assert report.failed == {} and 0 < report.load_s <= report.pause_s
                 jax.jit(lambda x: jax.tree.map(lambda w: w * 0, x), donate_argnums=0)(trainers)
@@ -86,8 +87,7 @@ def test_arrays_give_what_files_give(place):
         asyncio.run(main(url, handover))
 
 
-def test_a_server_that_has_to_load_anew_gets_the_arrays_of_the_last_push(place, monkeypatch):
-    monkeypatch.setattr(recovery, "PAUSE_S", 0.02)
+def test_a_server_that_has_to_load_anew_gets_the_arrays_of_the_last_push(place):
     root = place[0]
     (label, first), (other, second) = (handed(place, v) for v in (1, 2))
     given = []
@@ -99,14 +99,14 @@ def test_a_server_that_has_to_load_anew_gets_the_arrays_of_the_last_push(place, 
                 raise RuntimeError("RESOURCE_EXHAUSTED")
             await handover(server, weights, flush_cache)
 
-        async with client.connect([url]) as fleet:
+        async with client.connect([url], timeouts=client.Timeouts(retry_s=0.02)) as fleet:
             fleet.servers[0].handover = flawed
             await publish.push(fleet, "", label, arrays=first)
             await publish.push(fleet, "", other, arrays=second)
             assert given == [label, other, label, other] and fleet.counts["undone"] == 1
             assert set((await seen(fleet))[0]) == {2}
             strange = inside.Weights(first.config, {**first.params, "norm": np.ones(3, np.float32)}, first.manifest)
-            monkeypatch.setattr(publish, "ATTEMPTS", 1)
+            fleet.timeouts = client.Timeouts(retry_s=0.02, push_attempts=1)
             with pytest.raises(RuntimeError, match="parameter norm must be .*, got .*3,"):
                 await publish.push(fleet, "", "3-00000000", arrays=strange)
             while fleet.servers[0].state != "healthy":

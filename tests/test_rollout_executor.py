@@ -17,6 +17,7 @@ from scripted import run, serving, until
 from areax.rollout import client, episodes, survival
 from areax.rollout.curriculum import Adaptive, Curriculum, EasyFirst
 from areax.rollout.episodes import rollouts, sampling_seed
+from areax.rollout.errors import ServerError
 from areax.rollout.executor import Executor, Prompts
 from areax.rollout.types import Completion, sampled
 
@@ -55,7 +56,7 @@ def sleeper(seconds, outcome=lambda row, sample: "stop", reward=lambda row, samp
         done = await generate([1, 2])
         end = outcome(row, done.info["seed"])
         if end == "fail":
-            raise RuntimeError("server is gone")
+            raise ServerError("server is gone")
         if end == "none":
             return None
         value = reward(row, done.info["seed"])
@@ -404,7 +405,7 @@ def test_a_failed_episode_is_tried_again_and_draws_the_same():
     async def generate(tokens, *, seed):
         fails[seed] += 1
         if fails[seed] < episodes.ATTEMPTS:
-            raise RuntimeError("server is gone")
+            raise ServerError("server is gone")
         return Completion([1], [-1.0], [0], "stop")
 
     groups, counts = one_batch(plain, generate)
@@ -416,7 +417,7 @@ def test_a_failed_episode_is_tried_again_and_draws_the_same():
 def test_a_group_whose_servers_keep_failing_is_replaced():
     async def workflow(generate, row):
         if row["id"] == 1:
-            raise RuntimeError("server is gone")
+            raise ServerError("server is gone")
         return await plain(generate, row)
 
     groups, counts = one_batch(workflow)
@@ -431,7 +432,7 @@ def test_a_lost_episode_leaves_its_group_while_two_can_be_compared(size, broken,
     async def workflow(generate, row):
         done = await generate([1])
         if row["id"] == 0 and done.info["episode"] < broken:
-            raise RuntimeError("server is gone")
+            raise ServerError("server is gone")
         return sampled([1], done, temperature=1.0, info={"row": row})
 
     async def generate(tokens, *, seed):
@@ -453,7 +454,7 @@ def test_one_sample_and_one_lost_are_no_group():
     async def workflow(generate, row):
         done = await generate([1])
         if row["id"] == 0 and done.info["episode"] == 0:
-            raise RuntimeError("server is gone")
+            raise ServerError("server is gone")
         return None if row["id"] == 0 and done.info["episode"] == 1 else sampled([1], done, temperature=1.0)
 
     async def generate(tokens, *, seed):
@@ -466,14 +467,15 @@ def test_one_sample_and_one_lost_are_no_group():
 
 def test_servers_that_are_all_gone_end_the_run():
     async def workflow(generate, row):
-        raise RuntimeError("connection refused")
+        raise ServerError("connection refused")
 
     with pytest.raises(RuntimeError, match="8 prompts in a row .* connection refused"):
         one_batch(workflow)
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("answer"), ValueError("too long"), RecursionError("deep"), NotImplementedError()]
+    "error",
+    [KeyError("answer"), ValueError("too long"), RuntimeError("a bug"), RecursionError("deep"), NotImplementedError()],
 )
 def test_a_bug_ends_the_run_at_once(error):
     async def workflow(generate, row):

@@ -23,7 +23,8 @@ from aiohttp import web
 from areax import models
 from areax.adapters import hf, peft, tokenizer
 from areax.models import lora
-from areax.rollout import client, episodes, local, publish, recovery
+from areax.rollout import client, episodes, local, publish
+from areax.rollout.labels import read_label
 from areax.rollout.types import sampled
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ def versions(tmp_path_factory):
         padded[0, : len(ids)] = ids
         return np.asarray(forward(params[v], padded))[0]
 
-    labels = [publish.version_string(path / "manifest.json") for path in paths]
+    labels = [read_label(path / "manifest.json") for path in paths]
     logp = functools.partial(logp_of, params)
     return types.SimpleNamespace(
         config=config, params=params, paths=paths, labels=labels, logp=logp, logp_of=logp_of
@@ -96,7 +97,7 @@ def named(versions, tmp_path_factory):
     base = versions.paths[0], versions.labels[0]
     paths = [peft.write_published(root, v, config, tree, spec, *base) for v, tree in enumerate(trees)]
     joined = [lora.join(versions.params[0], tree, spec) for tree in trees]
-    labels = [publish.version_string(path / "manifest.json") for path in paths]
+    labels = [read_label(path / "manifest.json") for path in paths]
     return types.SimpleNamespace(paths=paths, labels=labels, logp=functools.partial(versions.logp_of, joined))
 
 
@@ -160,8 +161,6 @@ def test_two_of_three_killed_and_a_push_meanwhile(versions):
 
 
 def test_one_stopped_in_the_middle_of_a_push(versions, monkeypatch):
-    monkeypatch.setattr(recovery, "BEAT_S", 0.5)
-    monkeypatch.setattr(recovery, "ANSWER_S", 10.0)
 
     async def main(fleet, own):
         tasks = begin(fleet, 200)
@@ -268,7 +267,6 @@ PATHS = ["/generate", "/pause_generation", "/update_weights_from_disk", "/model_
 @pytest.mark.parametrize("fault", FAULTS)
 def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
     """One server after the other, at one path after the other; requests run meanwhile, and none is lost."""
-    monkeypatch.setattr(recovery, "PAUSE_S", 0.05)
     monkeypatch.setattr(episodes, "PAUSE_S", 0.05)
 
     async def play(generate, row):
@@ -282,7 +280,9 @@ def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
                 local.servers(versions.paths[0], local.Serve(count=3, slots=4, context=256))
             )
             gates = [await stack.enter_async_context(Between(url).serve()) for url in own.urls]
-            fleet = await stack.enter_async_context(client.connect([gate.url for gate in gates]))
+            fleet = await stack.enter_async_context(
+                client.connect([gate.url for gate in gates], timeouts=client.Timeouts(retry_s=0.05))
+            )
             await publish.push(fleet, versions.paths[0], versions.labels[0])
             rows = [{"prompt": prompt} for prompt in PROMPTS]
             for turn, path in enumerate(PATHS):

@@ -10,6 +10,8 @@ import pytest
 
 from areax.adapters import glossary, tracker
 from areax.rollout import client, clock, executor, figures, journal, loop, meter, publish, rates, server
+from areax.rollout.errors import ServerError
+from areax.rollout.sglang import SGLang, _slots
 from areax.rollout.types import Completion, sampled
 
 
@@ -38,8 +40,8 @@ def played(tmp_path_factory):
         now = asyncio.get_running_loop().time
         speed = rates.Rates(slots=4, step_s=0.01, request_s=0.001, load_s=0.2)
         network = clock.Network({f"http://{i}": rates.Server(speed) for i in range(2)})
-        servers = [server.Server(url, network, ["default"], slots=4) for url in network.servers]
-        fleet = client.Fleet(servers, 64, float("inf"))
+        servers = [server.Server(SGLang(url, network), ["default"], slots=4) for url in network.servers]
+        fleet = client.assemble(servers, timeout_s=float("inf"))
         draws = iter(lengths)
 
         async def workflow(generate, row):
@@ -151,7 +153,8 @@ def alone(concurrency, *urls, rate=None):
     """A fleet of simulated servers that generate 100 tokens a second, whatever they hold."""
     speed = rate or rates.Rates(slots=8, step_s=0.01, request_s=0.0, read_tokens_s=float("inf"))
     network = clock.Network({url: rates.Server(speed) for url in urls})
-    return client.Fleet([server.Server(url, network, ["default"]) for url in urls], concurrency, float("inf"))
+    servers = [server.Server(SGLang(url, network), ["default"]) for url in urls]
+    return client.assemble(servers, concurrency=concurrency, timeout_s=float("inf"))
 
 
 SECONDS = dict.fromkeys((*loop.PARTS, *loop.BESIDE), 0.0)
@@ -200,7 +203,7 @@ def test_drops_by_cause_and_retries():
         i = row["i"]
         tries[i] = tries.get(i, 0) + 1
         if i % 10 == 4 or (i % 10 == 3 and tries[i] < 3):
-            raise RuntimeError("its server failed")
+            raise ServerError("its server failed")
         await asyncio.sleep(0.01)
         if i % 10 == 5:
             journal.note("left_out", tokens=99)
@@ -260,7 +263,7 @@ def test_what_is_told_live():
     ],
 )
 def test_slots_where_a_server_says_so(info, wanted):
-    assert server.slots(info) == wanted
+    assert _slots(info) == wanted
 
 
 def test_who_watches_sees_events_without_a_file():

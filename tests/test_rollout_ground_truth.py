@@ -3,12 +3,12 @@
 import asyncio
 import json
 
-import pytest
 import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.rollout import affinity, client, clock, executor, proof, publish, recovery, server, versions
+from areax.rollout import affinity, client, clock, executor, publish, recovery, server, server_types, sglang
+from areax.rollout.labels import read_label
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
@@ -43,19 +43,14 @@ def adapter(root):
     for path in (root / "base", root / "adapter"):
         path.mkdir(exist_ok=True)
     (root / "base/manifest.json").write_text('{"version": 999}')
-    base = versions.version_string(root / "base/manifest.json")
+    base = read_label(root / "base/manifest.json")
     (root / "adapter/manifest.json").write_text(json.dumps({"version": 0, "base": base}))
     (root / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(root / "base")}))
     return root / "adapter"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unlimited():
-    """Whoever dies is started again, however often: else a schedule may kill them all, which ends a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recovery, "RESTARTS", 10**6)
-        patch.setattr(publish, "ATTEMPTS", 10**6)
-        yield
+# Dead servers are restarted however often they die: otherwise a schedule may kill them all, which ends a run.
+UNLIMITED = client.Timeouts(max_restarts=10**6, push_attempts=10**6)
 
 
 @settings(max_examples=120)
@@ -63,7 +58,7 @@ def unlimited():
     events=events,
     eta=st.integers(0, 3),
     mode=st.sampled_from(["retract", "abort", "drain", "in_place"]),
-    at_once=st.integers(0, 2),
+    parallel_servers=st.integers(0, 2),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
     train_s=st.floats(0.0, 3.0),
     max_concurrent=st.integers(1, 8),
@@ -78,7 +73,7 @@ def test_every_label_is_right_and_nothing_is_lost(
     events,
     eta,
     mode,
-    at_once,
+    parallel_servers,
     lengths,
     train_s,
     max_concurrent,
@@ -117,9 +112,8 @@ def test_every_label_is_right_and_nothing_is_lost(
             await asyncio.sleep(2.0)
             return network.start(0.02)
 
-        fleet = client.Fleet(
-            [server.Server(url, network, ["default"]) for url in urls], 4, 600.0, restart if restarts else None
-        )
+        servers = [server.Server(sglang.SGLang(url, network), ["default"]) for url in urls]
+        fleet = client.assemble(servers, concurrency=4, restart=restart if restarts else None, timeouts=UNLIMITED)
         fleets.append(fleet)
 
         async def back(engine, after_s):
@@ -164,8 +158,10 @@ def test_every_label_is_right_and_nothing_is_lost(
                 pass
 
         async def push(v):
-            known = proof.Probe((0, 1), (-float(v),))
-            report = await publish.push(fleet, directory, label(v), mode=mode, at_once=at_once, probe=known)
+            known = server_types.Probe((0, 1), (-float(v),))
+            report = await publish.push(
+                fleet, directory, label(v), mode=mode, parallel_servers=parallel_servers, probe=known
+            )
             assert report.probe_diff == 0.0
 
         side = [asyncio.create_task(recovery.watch(fleet))]

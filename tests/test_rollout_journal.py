@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from areax.adapters import trace, tracker
 from areax.rollout import clock, episodes, executor, journal, simulate
+from areax.rollout.errors import ServerError
 from areax.rollout.rates import Rates
 from areax.rollout.types import Completion, sampled
 
@@ -176,7 +177,7 @@ def test_a_run_that_goes_on_stays_on_one_axis():
 def test_groups_that_are_rejected_refused_or_fail_are_told_apart(tmp_path):
     async def workflow(generate, row):
         if row["i"] == 1:
-            raise RuntimeError("its server failed")
+            raise ServerError("its server failed")
         if row["i"] == 3:
             return None
         return sampled([1], Completion([2], [-1.0], [0], "stop"), temperature=1.0, reward=float(row["i"]))

@@ -6,8 +6,10 @@ import json
 import pytest
 import virtual
 
-from areax.rollout import clock, lora, versions
+from areax.rollout import clock, lora
+from areax.rollout.labels import read_label
 from areax.rollout.server import Server
+from areax.rollout.sglang import SGLang, _adapter_refusal
 
 ABLE = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"], "max_loaded_loras": None}
 
@@ -25,7 +27,7 @@ ABLE = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj
     ],
 )
 def test_which_servers_take_adapters(changes, words):
-    said = lora._refusal(ABLE | changes, 8, ["q_proj", "v_proj"])
+    said = _adapter_refusal(ABLE | changes, 8, ["q_proj", "v_proj"])
     assert words in said and bool(said) == bool(words)
 
 
@@ -37,7 +39,7 @@ def test_adapters_name_their_base(tmp_path):
     with pytest.raises(ValueError, match="adapters to push need a manifest and a published base"):
         lora.published(path, "1-00000000")
     (base / "manifest.json").write_text('{"version": 0}')
-    label = versions.version_string(base / "manifest.json")
+    label = read_label(base / "manifest.json")
     (path / "manifest.json").write_text(json.dumps({"base": label}))
     found = lora.published(path, "1-00000000")
     assert (found.base.directory, found.base.label) == (str(base), label)
@@ -52,11 +54,10 @@ def test_what_is_unloaded():
     url = network.start(0.01)
     names = [f"{v}-0000000{v}" for v in range(6)]
     network.servers[url].adapters = dict.fromkeys(["mine", *names], "somewhere")
-    server = Server(url, network, ["default"], adapters=names[1:])
+    server = Server(SGLang(url, network), ["default"], adapters=names[1:])
 
     async def main():
-        with lora.using(server, names[2]) as body:
-            assert body == {"lora_path": names[2]}
+        with lora.using(server, names[2]):
             await lora.unload(server)
             assert [*network.servers[url].adapters] == ["mine", names[2], *names[4:]]
             assert server.adapters == [names[2], *names[4:]]

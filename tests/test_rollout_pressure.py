@@ -1,6 +1,7 @@
 """Limits that follow what servers can hold: rules one by one, then fleets of servers that run out of memory."""
 
 import asyncio
+import functools
 import math
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from scripted import V0, V1, answers, check, reply, run, serving, until
 
 from areax.rollout import client, clock, publish, rates, recovery
-from areax.rollout.pressure import BACKOFF, MEMORY, Limit, Report, report
+from areax.rollout.pressure import BACKOFF, MEMORY, Limit, Report
 from areax.rollout.server import Server
+from areax.rollout.sglang import SGLang, _load_report
 
 # ---------------------------------------------------------------- one limit
 
@@ -110,7 +112,7 @@ def test_a_long_queue_lowers_it_to_as_many_again_as_run_by_half_at_most():
     ],
 )
 def test_reports_are_read_or_left_alone(answer, found):
-    assert report(answer) == found
+    assert _load_report(answer) == found
 
 
 # ---------------------------------------------------------------- on sockets
@@ -166,15 +168,16 @@ def test_a_push_puts_requests_back_too(tmp_path):
     run(main)
 
 
-def test_the_heartbeat_hears_a_queue_but_not_beside_a_push(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "BEAT_S", 0.05)
+def test_the_heartbeat_hears_a_queue_but_not_beside_a_push(tmp_path):
     queue = {"loads": [{"num_running_reqs": 4, "num_waiting_reqs": 60, "token_usage": 0.2}]}
+
+    connect = functools.partial(client.connect, timeouts=client.Timeouts(heartbeat_s=0.05))
 
     async def hangs(request, body):
         await asyncio.sleep(60)
 
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url], concurrency=64) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url], concurrency=64) as fleet:
             first, second = fleet.servers
             looks = lambda: sum(path == "/v1/loads" for path, _ in a.calls)
             await until(lambda: looks() > 2)
@@ -185,7 +188,7 @@ def test_the_heartbeat_hears_a_queue_but_not_beside_a_push(tmp_path, monkeypatch
                 await publish.push(fleet, tmp_path, V1)
                 await until(lambda before=before: looks() > before)
             a.refuse["/v1/loads"] = answers(404, {"detail": "Not Found"})
-            monkeypatch.setattr(recovery, "LOAD_S", 0.05)
+            fleet.timeouts = client.Timeouts(heartbeat_s=0.05, load_report_s=0.05)
             b.refuse["/v1/loads"] = hangs
             before = looks()
             await until(lambda: looks() > before + 3)
@@ -205,9 +208,10 @@ def stream(most, *, adapts, speeds, waves=1, requests=1200, mean=50, prompt=60):
 
     async def main():
         network = clock.Network({f"http://{i}": rates.Server(speed) for i, speed in enumerate(speeds)})
-        fleet = client.Fleet([Server(url, network, ["default"]) for url in network.servers], most, math.inf)
+        servers = [Server(SGLang(url, network), ["default"]) for url in network.servers]
+        fleet = client.assemble(servers, concurrency=most, timeout_s=math.inf)
         if not adapts:
-            fleet._feel = fleet.hear = lambda *args, **kwargs: None
+            fleet._update_concurrency_limit = fleet.on_load_report = lambda *args, **kwargs: None
         watching = asyncio.create_task(recovery.watch(fleet))
         lengths = np.ceil(np.random.default_rng(0).lognormal(np.log(mean) - 0.35, 0.83, requests)).astype(int)
         ask = lambda i: fleet.generate([i] * prompt, max_new_tokens=int(min(lengths[i], 10 * mean)))

@@ -11,7 +11,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areax.rollout import clock, publish, versions
+from areax.rollout import clock, store
+from areax.rollout.labels import per_token, read_label, version_of
 
 labels = st.builds("{}-{:08x}".format, st.integers(0, 10**6), st.integers(0, 2**32 - 1))
 
@@ -23,9 +24,9 @@ def test_spans_expand_to_one_label_a_token(runs):
         start = len(expected)
         expected += [label] * length
         spans.append({"version": label, "start": start, "end": start + length})
-    assert versions.per_token(spans, len(expected)) == expected
+    assert per_token(spans, len(expected)) == expected
     with pytest.raises(RuntimeError, match="cover each token once"):
-        versions.per_token(spans, len(expected) + 1)
+        per_token(spans, len(expected) + 1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=4), st.integers(0, 6))
@@ -33,7 +34,7 @@ def test_spans_are_refused_unless_each_token_has_exactly_one_label(bounds, token
     spans = [{"version": str(i), "start": a, "end": b} for i, (a, b) in enumerate(bounds)]
     covering = [[i for i, (a, b) in enumerate(bounds) if a <= t < b] for t in range(6)]
     try:
-        got = versions.per_token(spans, tokens)
+        got = per_token(spans, tokens)
     except RuntimeError:
         return
     assert [[int(label)] for label in got] == covering[:tokens]
@@ -42,12 +43,12 @@ def test_spans_are_refused_unless_each_token_has_exactly_one_label(bounds, token
 
 @given(labels)
 def test_the_number_of_a_label(label):
-    assert versions.number(label) == int(label.split("-")[0])
+    assert version_of(label) == int(label.split("-")[0])
 
 
 @pytest.mark.parametrize("label", ["default", "", "7", "7-abc", "7-ABCDEF01", "-1-00000000", "7-000000000"])
 def test_other_labels_have_no_number(label):
-    assert versions.number(label) == -1
+    assert version_of(label) == -1
 
 
 def put(root, name, version):
@@ -61,38 +62,38 @@ def put(root, name, version):
 def test_version_string_is_the_version_and_the_manifests_hash(tmp_path):
     path = put(tmp_path, "a", 12) / "manifest.json"
     digest = xxhash.xxh3_128(path.read_bytes()).hexdigest()
-    assert publish.version_string(path) == f"12-{digest[:8]}"
-    assert versions.number(publish.version_string(path)) == 12
+    assert read_label(path) == f"12-{digest[:8]}"
+    assert version_of(read_label(path)) == 12
     for text in ("{", "[]", "{}", '{"version": "x"}', '{"version": true}', '{"version": -1}'):
         path.write_text(text)
         with pytest.raises(ValueError, match=str(path)):
-            publish.version_string(path)
+            read_label(path)
 
 
 def test_prune_keeps_the_newest_and_those_in_use(tmp_path):
     paths = {v: put(tmp_path, f"weights{v}", v) for v in (9, 10, 2, 3, 4)}
     (tmp_path / "notes").mkdir()  # not a published version
     put(tmp_path, ".weights1.removing", 1)  # an earlier removal that was cut off
-    used = publish.version_string(paths[3] / "manifest.json")
-    assert publish.prune(tmp_path, keep=2, in_use={used}) == [paths[2], paths[4]]
+    used = read_label(paths[3] / "manifest.json")
+    assert store.prune(tmp_path, keep=2, in_use={used}) == [paths[2], paths[4]]
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["notes", "weights10", "weights3", "weights9"]
-    assert publish.prune(tmp_path) == [paths[3]]
-    assert publish.prune(tmp_path) == []
+    assert store.prune(tmp_path) == [paths[3]]
+    assert store.prune(tmp_path) == []
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
-        publish.prune(tmp_path, keep=0)
+        store.prune(tmp_path, keep=0)
 
 
 def test_choose_root_takes_memory_only_if_three_versions_fit():
     disk = pathlib.Path(tempfile.gettempdir())
-    assert publish.choose_root() in (pathlib.Path("/dev/shm"), disk)
-    assert publish.choose_root(2**60) == disk
+    assert store.choose_root() in (pathlib.Path("/dev/shm"), disk)
+    assert store.choose_root(2**60) == disk
 
 
 def test_a_full_disk_is_waited_for_and_older_versions_go(tmp_path):
     for v in range(3):
         put(tmp_path, str(v), v)
-    label = publish.version_string(tmp_path / "0/manifest.json")
+    label = read_label(tmp_path / "0/manifest.json")
     errors = [OSError(errno.ENOSPC, "No space left on device")] * 3
 
     def write():
@@ -101,7 +102,7 @@ def test_a_full_disk_is_waited_for_and_older_versions_go(tmp_path):
         return put(tmp_path, "3", 3)
 
     async def main():
-        done = await publish.written(write, tmp_path, lambda: {label})
+        done = await store.written(write, tmp_path, lambda: {label})
         return done, asyncio.get_running_loop().time()
 
     assert clock.run(main()) == (tmp_path / "3", 1.0 + 2.0 + 4.0)
@@ -117,5 +118,5 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, number, attempts):
         raise OSError(number, "no")
 
     with pytest.raises(OSError, match="no"):
-        clock.run(publish.written(write, tmp_path, set))
+        clock.run(store.written(write, tmp_path, set))
     assert len(tried) == attempts

@@ -2,21 +2,19 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import random
 
 import pytest
 from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, serving, states, until
 
-from areax.rollout import client, publish, recovery, rest, server
+from areax.rollout import client, publish, rest
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(recovery, "PAUSE_S", 0.02)
-    monkeypatch.setattr(recovery, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(recovery, "OWN_PATIENCE_S", 1.0)
-    monkeypatch.setattr(server, "REACH_S", 0.5)
+QUICK = client.Timeouts(retry_s=0.02, lost_s=1.0, lost_own_s=1.0, reach_s=0.5)
+WATCHFUL = dataclasses.replace(QUICK, heartbeat_s=0.05, heartbeat_answer_s=0.5)
+connect = functools.partial(client.connect, timeouts=QUICK)
+watched = functools.partial(client.connect, timeouts=WATCHFUL)
 
 
 def port(place):
@@ -48,15 +46,15 @@ async def spread(fleet, n=8):
 )
 def test_a_poisoned_server_is_loaded_anew_before_it_gets_a_request(tmp_path, path, wrong):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             a.refuse[path] = wrong
             assert list((await publish.push(fleet, tmp_path, V1)).failed) == [a.url]
-            assert states(fleet) == ["poisoned", "healthy"]
+            assert states(fleet) == ["weights_unknown", "healthy"]
             assert await spread(fleet) == ({1}, {b.url})
             a.refuse.clear()
             await until(lambda: states(fleet) == ["healthy", "healthy"])
             assert await spread(fleet) == ({1}, {a.url, b.url})
-            assert fleet.counts["poisoned"] == fleet.counts["recovered"] == 1
+            assert fleet.counts["weights_unknown"] == fleet.counts["recovered"] == 1
             assert (await publish.push(fleet, tmp_path, V2)).failed == {}
 
     run(main)
@@ -64,7 +62,7 @@ def test_a_poisoned_server_is_loaded_anew_before_it_gets_a_request(tmp_path, pat
 
 def test_a_push_that_fails_everywhere_is_undone_and_tried_again(tmp_path):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
 
             async def refuses(one, request, body):
@@ -80,7 +78,7 @@ def test_a_push_that_fails_everywhere_is_undone_and_tried_again(tmp_path):
             assert (await spread(fleet))[0] == {1}
             with pytest.raises(RuntimeError, match=f"no server took version {V2}: .*no such file"):
                 await task
-            assert fleet.counts["undone"] == publish.ATTEMPTS
+            assert fleet.counts["undone"] == QUICK.push_attempts
             await until(lambda: states(fleet) == ["healthy", "healthy"])
             assert (await spread(fleet))[0] == {1} and fleet.version == 1
 
@@ -93,7 +91,7 @@ def test_a_push_that_fails_everywhere_is_undone_and_tried_again(tmp_path):
 
 def test_a_version_that_comes_meanwhile_is_the_one_it_gets(tmp_path):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             slow = asyncio.Event()
 
             async def loads(request, body):
@@ -107,7 +105,7 @@ def test_a_version_that_comes_meanwhile_is_the_one_it_gets(tmp_path):
             a.refuse["/update_weights_from_disk"] = loads
             await until(lambda: not a.refuse)  # it loads V1 again
             assert (await publish.push(fleet, tmp_path, V2)).loaded == (b.url,)
-            assert states(fleet) == ["poisoned", "healthy"]
+            assert states(fleet) == ["weights_unknown", "healthy"]
             slow.set()
             await until(lambda: states(fleet) == ["healthy", "healthy"])
             assert (a.label, fleet.version) == (V2, 2)
@@ -125,7 +123,7 @@ def test_a_server_that_returns_with_other_weights_loads_the_newest(tmp_path):
         async with contextlib.AsyncExitStack() as stack:
             b = await stack.enter_async_context(serving())
             async with serving() as a:
-                fleet = await stack.enter_async_context(client.connect([a.url, b.url]))
+                fleet = await stack.enter_async_context(connect([a.url, b.url]))
                 await publish.push(fleet, tmp_path, V1)
             await spread(fleet)
             await until(lambda: states(fleet) == ["dead", "healthy"])
@@ -149,7 +147,7 @@ def test_a_dead_server_is_restarted_while_requests_wait(tmp_path):
                 return (await stack.enter_async_context(serving("default"))).url
 
             async with serving() as a:
-                fleet = await stack.enter_async_context(client.connect([a.url], restart=restart))
+                fleet = await stack.enter_async_context(connect([a.url], restart=restart))
                 await publish.push(fleet, tmp_path, V1)
                 a.going.clear()
                 task = asyncio.create_task(fleet.generate([1]))
@@ -173,20 +171,17 @@ def test_restarts_have_a_budget(tmp_path):
                 raise RuntimeError("the GPU fell off the bus")
 
             async with serving() as a:
-                fleet = await stack.enter_async_context(client.connect([a.url], restart=restart))
+                fleet = await stack.enter_async_context(connect([a.url], restart=restart))
             with pytest.raises(RuntimeError, match="no usable .*the restart failed: the GPU fell"):
                 await fleet.generate([1])
-            assert len(tried) == recovery.RESTARTS
+            assert len(tried) == QUICK.max_restarts
 
     run(main)
 
 
-def test_a_server_that_hangs_is_noticed_without_a_broken_connection(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "BEAT_S", 0.05)
-    monkeypatch.setattr(recovery, "ANSWER_S", 0.5)
-
+def test_a_server_that_hangs_is_noticed_without_a_broken_connection(tmp_path):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url], concurrency=4) as fleet:
+        async with serving() as a, serving() as b, watched([a.url, b.url], concurrency=4) as fleet:
             a.going.clear()
             a.refuse["/model_info"] = never
             tasks = [asyncio.create_task(fleet.generate([i])) for i in range(8)]
@@ -201,12 +196,9 @@ def test_a_server_that_hangs_is_noticed_without_a_broken_connection(tmp_path, mo
     run(main)
 
 
-def test_a_push_does_not_wait_for_a_server_that_hangs_in_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "BEAT_S", 0.05)
-    monkeypatch.setattr(recovery, "ANSWER_S", 0.5)
-
+def test_a_push_does_not_wait_for_a_server_that_hangs_in_it(tmp_path):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, watched([a.url, b.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
             a.refuse["/update_weights_from_disk"] = a.refuse["/model_info"] = never
             report = await publish.push(fleet, tmp_path, V2)
@@ -221,10 +213,8 @@ def test_a_push_does_not_wait_for_a_server_that_hangs_in_it(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("body", [[], None, "yes", 3, {"weight_version": 7}])
 def test_answers_that_say_nothing_are_those_of_a_dead_server(tmp_path, monkeypatch, body):
-    monkeypatch.setattr(recovery, "BEAT_S", 0.02)
-
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, watched([a.url, b.url]) as fleet:
             a.refuse["/model_info"] = answers(200, body)
             await until(lambda: states(fleet) == ["dead", "healthy"])
             assert await spread(fleet) == ({0}, {b.url})
@@ -232,11 +222,9 @@ def test_answers_that_say_nothing_are_those_of_a_dead_server(tmp_path, monkeypat
     run(main)
 
 
-def test_a_server_restarted_behind_our_back_is_noticed_while_idle(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "BEAT_S", 0.02)
-
+def test_a_server_restarted_behind_our_back_is_noticed_while_idle(tmp_path):
     async def main():
-        async with serving() as a, client.connect([a.url]) as fleet:
+        async with serving() as a, watched([a.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
             a.label = "default"
             await until(lambda: fleet.counts["stale"])
@@ -251,7 +239,7 @@ def test_a_server_restarted_behind_our_back_is_noticed_while_idle(tmp_path, monk
 
 def test_servers_join_with_the_newest_version_and_leave_when_they_are_done(tmp_path):
     async def main():
-        async with serving(step_s=0.002) as a, serving() as b, client.connect([a.url]) as fleet:
+        async with serving(step_s=0.002) as a, serving() as b, connect([a.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
             await fleet.join(b.url + "/")
             assert states(fleet) == ["healthy", "stale"]
@@ -278,7 +266,7 @@ def test_what_may_not_join(tmp_path):
             serving(seeded=True) as a,
             serving() as b,
             serving(V2, seeded=True) as c,
-            client.connect([a.url]) as fleet,
+            connect([a.url]) as fleet,
         ):
             with pytest.raises(ValueError, match=f"{b.url} honours no seed"):
                 await fleet.join(b.url)
@@ -295,9 +283,8 @@ def test_what_may_not_join(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed, monkeypatch):
+def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed):
     """Servers say in a token's log-probability which weights really sampled it; they die, lie and refuse at random."""
-    monkeypatch.setattr(recovery, "BEAT_S", 0.05)
     rng = random.Random(seed)
 
     async def main():
@@ -316,8 +303,11 @@ def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed, 
                 return await start()
 
             urls = [await start() for _ in range(3)]
-            fleet = await stack.enter_async_context(client.connect(urls, concurrency=6, restart=restart))
-            monkeypatch.setattr(recovery, "RESTARTS", 99)
+            fleet = await stack.enter_async_context(
+                client.connect(
+                    urls, concurrency=6, restart=restart, timeouts=dataclasses.replace(WATCHFUL, max_restarts=99)
+                )
+            )
             label = lambda v: f"{v}-{v:08x}"
             await publish.push(fleet, tmp_path, label(1))
             done, tasks = [], set()
@@ -331,7 +321,7 @@ def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed, 
                 tasks |= {asyncio.create_task(ask(i)) for i in range(10)}
                 await asyncio.sleep(rng.random() * 0.02)
                 if rng.randrange(3) == 0:
-                    await rest.rest(fleet)
+                    await rest.offload(fleet)
                 victim, inner = rng.choice(list(alive.values()))
                 match rng.randrange(6):
                     case 0:  # dies

@@ -2,34 +2,29 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 
 import pytest
 from scripted import V0, V1, V2, answers, controls, hangs_up, run, serving, states, until
 
-from areax.rollout import client, publish, recovery, rest, server
+from areax.rollout import client, publish, rest
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(recovery, "PAUSE_S", 0.02)
-    monkeypatch.setattr(recovery, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(recovery, "OWN_PATIENCE_S", 1.0)
-    monkeypatch.setattr(recovery, "BEAT_S", 0.02)
-    monkeypatch.setattr(server, "REACH_S", 0.5)
-    monkeypatch.setattr(rest, "END_S", 0.2)
+QUICK = client.Timeouts(retry_s=0.02, lost_s=1.0, lost_own_s=1.0, heartbeat_s=0.02, reach_s=0.5, resume_memory_s=0.2)
+connect = functools.partial(client.connect, timeouts=QUICK)
 
 
 def test_requests_wait_from_the_rest_to_the_push(tmp_path):
     async def main():
-        async with serving(step_s=0.002) as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving(step_s=0.002) as a, serving() as b, connect([a.url, b.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
             running = asyncio.create_task(fleet.generate([1], max_new_tokens=30))
             await until(lambda: a.load)
-            assert await rest.rest(fleet) > 0
-            assert states(fleet) == ["resting", "resting"] and a.released and b.released
+            assert await rest.offload(fleet) > 0
+            assert states(fleet) == ["offloaded", "offloaded"] and a.released and b.released
             waiting = asyncio.create_task(fleet.generate([2], max_new_tokens=3))
             await asyncio.sleep(0.1)  # several looks at servers
-            assert states(fleet) == ["resting", "resting"] and fleet.version == 1 and await rest.rest(fleet) == 0
+            assert states(fleet) == ["offloaded", "offloaded"] and fleet.version == 1 and await rest.offload(fleet) == 0
             assert not running.done() and not waiting.done() and len(a.generated()) + len(b.generated()) == 1
 
             assert (await publish.push(fleet, tmp_path, V2)).failed == {}
@@ -49,10 +44,10 @@ def test_requests_wait_from_the_rest_to_the_push(tmp_path):
 @pytest.mark.parametrize("mode", ["retract", "abort", "drain"])
 def test_every_way_of_pushing_ends_a_rest(tmp_path, mode):
     async def main():
-        async with serving(step_s=0.002) as a, client.connect([a.url]) as fleet:
+        async with serving(step_s=0.002) as a, connect([a.url]) as fleet:
             running = asyncio.create_task(fleet.generate([1], max_new_tokens=30))
             await until(lambda: a.load)
-            await rest.rest(fleet)
+            await rest.offload(fleet)
             await publish.push(fleet, tmp_path, V1, mode=mode)
             assert len((await running).tokens) == 30 and states(fleet) == ["healthy"] and a.wrong == []
 
@@ -70,14 +65,14 @@ def test_every_way_of_pushing_ends_a_rest(tmp_path, mode):
 )
 def test_a_server_that_does_not_release_is_loaded_anew_after_the_others(tmp_path, path, wrong):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
             a.refuse[path] = wrong
-            await rest.rest(fleet)
+            await rest.offload(fleet)
             a.refuse.clear()
             a.released = wrong is hangs_up  # it had done so before it hung up
             await asyncio.sleep(0.1)
-            assert states(fleet) == ["poisoned", "resting"]  # nobody loads it while the trainer computes
+            assert states(fleet) == ["weights_unknown", "offloaded"]  # nobody loads it while the trainer computes
             assert controls(a).count("/update_weights_from_disk") == 1
             assert (await publish.push(fleet, tmp_path, V2)).loaded == (b.url,)
             await until(lambda: states(fleet) == ["healthy", "healthy"])
@@ -88,11 +83,11 @@ def test_a_server_that_does_not_release_is_loaded_anew_after_the_others(tmp_path
 
 def test_a_failed_resume_poisons(tmp_path):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
-            await rest.rest(fleet)
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
+            await rest.offload(fleet)
             a.refuse["/resume_memory_occupation"] = answers(500, {"message": "out of memory"})
             report = await publish.push(fleet, tmp_path, V1)
-            assert list(report.failed) == [a.url] and states(fleet) == ["poisoned", "healthy"]
+            assert list(report.failed) == [a.url] and states(fleet) == ["weights_unknown", "healthy"]
             a.refuse.clear()
             await until(lambda: states(fleet) == ["healthy", "healthy"])
             assert a.label == V1 and a.wrong == []
@@ -105,14 +100,14 @@ def test_a_server_that_is_gone_half_way_is_left_out(tmp_path, path):
     """At rest, and when it is brought back: each of these calls may take minutes, none may wait so long for nobody."""
 
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
-            await rest.rest(fleet)
+            await rest.offload(fleet)
             a.refuse[path] = answers(503, {})
             report = await publish.push(fleet, tmp_path, V2)
             assert (report.loaded, list(report.failed)) == ((b.url,), [a.url])
             await until(lambda: states(fleet) == ["dead", "healthy"])
-            await rest.rest(fleet)  # does not wait for it either
+            await rest.offload(fleet)  # does not wait for it either
             a.refuse.clear()
             await publish.push(fleet, tmp_path, V1)
             await until(lambda: states(fleet) == ["healthy", "healthy"])
@@ -123,9 +118,9 @@ def test_a_server_that_is_gone_half_way_is_left_out(tmp_path, path):
 
 def test_a_server_that_was_started_anew_meanwhile_is_not_told_to_resume(tmp_path):
     async def main():
-        async with serving() as a, client.connect([a.url]) as fleet:
+        async with serving() as a, connect([a.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
-            await rest.rest(fleet)
+            await rest.offload(fleet)
             a.released, a.label = False, "default"
             await publish.push(fleet, tmp_path, V2)
             assert a.label == V2 and a.wrong == [] and states(fleet) == ["healthy"]
@@ -135,12 +130,12 @@ def test_a_server_that_was_started_anew_meanwhile_is_not_told_to_resume(tmp_path
 
 def test_a_server_whose_connection_breaks_at_rest_is_not_healthy_before_it_has_loaded(tmp_path):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await publish.push(fleet, tmp_path, V1)
-            await rest.rest(fleet)
-            fleet.miss(fleet.servers[0], "a connection broke")
+            await rest.offload(fleet)
+            fleet.mark_suspect(fleet.servers[0], "a connection broke")
             await asyncio.sleep(0.1)
-            assert states(fleet) == ["suspect", "resting"] and a.released
+            assert states(fleet) == ["suspect", "offloaded"] and a.released
             assert (await publish.push(fleet, tmp_path, V2)).failed == {}
             assert fleet.counts["recovered"] == 1 and a.label == b.label == V2 and a.wrong == b.wrong == []
 
@@ -159,16 +154,15 @@ def test_nobody_is_restarted_while_servers_rest(tmp_path):
 
             b = await stack.enter_async_context(serving())
             async with serving() as a, serving() as c:
-                fleet = await stack.enter_async_context(client.connect([a.url, b.url, c.url], restart=restart))
-                monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
-                monkeypatch.setattr(recovery, "RESTARTS", 0)
+                fleet = await stack.enter_async_context(connect([a.url, b.url, c.url], restart=restart))
+                fleet.timeouts = dataclasses.replace(QUICK, max_restarts=0)
                 await publish.push(fleet, tmp_path, V1)
-                fleet.miss(fleet.servers[2], "a test")
+                fleet.mark_suspect(fleet.servers[2], "a test")
                 c.refuse["/model_info"] = answers(500, {})
                 await until(lambda: states(fleet)[2] == "dead")
-                await rest.rest(fleet)
-                monkeypatch.setattr(recovery, "RESTARTS", 3)
-            assert states(fleet) == ["resting", "resting", "dead"]
+                await rest.offload(fleet)
+                fleet.timeouts = QUICK
+            assert states(fleet) == ["offloaded", "offloaded", "dead"]
             await asyncio.sleep(0.1)
             assert started == []
             assert (await publish.push(fleet, tmp_path, V2)).loaded == (b.url,)
@@ -190,9 +184,9 @@ def test_the_only_server_dies_at_rest_and_is_started_again_by_the_push(tmp_path)
                 return fresh[-1].url
 
             async with serving() as a:
-                fleet = await stack.enter_async_context(client.connect([a.url], restart=restart))
+                fleet = await stack.enter_async_context(connect([a.url], restart=restart))
                 await publish.push(fleet, tmp_path, V1)
-                await rest.rest(fleet)
+                await rest.offload(fleet)
             assert (await publish.push(fleet, tmp_path, V2)).loaded == tuple(one.url for one in fresh)
             assert (await fleet.generate([1], max_new_tokens=2)).version == [2, 2] and fresh[0].wrong == []
 
@@ -201,15 +195,15 @@ def test_the_only_server_dies_at_rest_and_is_started_again_by_the_push(tmp_path)
 
 def test_a_rest_waits_for_those_that_are_being_brought_back(tmp_path):
     async def main():
-        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             a.refuse["/update_weights_from_disk"] = answers(500, {})
             await publish.push(fleet, tmp_path, V1)
-            resting = asyncio.create_task(rest.rest(fleet))
+            resting = asyncio.create_task(rest.offload(fleet))
             await asyncio.sleep(0.1)
             assert not resting.done() and not b.released
             a.refuse.clear()
             await resting
-            assert states(fleet) == ["resting", "resting"] and a.released and a.label == V1
+            assert states(fleet) == ["offloaded", "offloaded"] and a.released and a.label == V1
 
     run(main)
 
@@ -217,11 +211,11 @@ def test_a_rest_waits_for_those_that_are_being_brought_back(tmp_path):
 def test_a_run_that_ends_gives_the_memory_back_to_the_servers(tmp_path):
     async def main():
         async with serving() as a, serving() as b:
-            async with client.connect([a.url, b.url]) as fleet:
-                await rest.rest(fleet)
+            async with connect([a.url, b.url]) as fleet:
+                await rest.offload(fleet)
                 b.refuse["/resume_memory_occupation"] = answers(500, {})
             assert not a.released and a.wrong == [] and not a.going.is_set()  # it has no weights to go on with
-            async with client.connect([a.url]) as fleet:
+            async with connect([a.url]) as fleet:
                 await publish.push(fleet, tmp_path, V0)
                 assert (await fleet.generate([1], max_new_tokens=2)).version == [0, 0] and a.wrong == []
 
@@ -233,7 +227,7 @@ def test_a_server_that_a_killed_run_left_at_rest_is_taken_up(tmp_path):
         async with serving() as a:
             a.released = True
             a.going.clear()
-            async with client.connect([a.url]) as fleet:
+            async with connect([a.url]) as fleet:
                 await publish.push(fleet, tmp_path, V1)
                 assert (await fleet.generate([1], max_new_tokens=2)).version == [1, 1] and a.wrong == []
 

@@ -14,6 +14,7 @@ from areax.adapters import cli
 from areax.rollout import client, clock, executor, loop, rates, simulate
 from areax.rollout.rates import Rates
 from areax.rollout.server import Server
+from areax.rollout.sglang import SGLang
 from areax.rollout.types import sampled
 
 # Everybody generates 100 tokens at 0.01 s and nothing else takes time but training, 1600 tokens a batch.
@@ -56,7 +57,7 @@ def test_servers_generate_while_the_trainer_trains_saves_and_evaluates(eta, step
     async def main():
         speed = Rates(slots=G + 5, step_s=0.01, request_s=0.0, read_tokens_s=1e9, load_s=0.0)
         network = clock.Network({"http://0": rates.Server(speed)})
-        fleet = client.Fleet([Server("http://0", network, ["default"])], 64, math.inf)
+        fleet = client.assemble([Server(SGLang("http://0", network), ["default"])], timeout_s=math.inf)
         now = asyncio.get_running_loop().time
         heldout = [{"i": i, "tokens": 50} for i in range(5)]
 

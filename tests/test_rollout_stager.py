@@ -17,7 +17,8 @@ import pytest
 from scripted import V0, controls, run, serving, states, until
 
 from areax.rollout import client, depot, publish, stager
-from areax.rollout.server import Published
+from areax.rollout.labels import read_label
+from areax.rollout.server_types import Published
 
 KEY = "a key of the fleet"
 
@@ -29,7 +30,7 @@ def published(root, v, weights):
     (path / "model.safetensors").write_bytes(weights)
     (path / "config.json").write_text('{"model_type": "any"}')
     (path / "manifest.json").write_text(json.dumps({"version": v, "first": weights[:8].hex()}))
-    return Published(str(path), publish.version_string(path / "manifest.json"))
+    return Published(str(path), read_label(path / "manifest.json"))
 
 
 def contents(path):
@@ -72,7 +73,7 @@ def test_versions_arrive_whole_and_later_ones_as_deltas(place, weights):
             assert [name[0] for name in kept] == ["2", "3"]
             # another run begins with version 0 again
             (place / "trainer/0/manifest.json").write_text('{"version": 0}')
-            one = Published(str(place / "trainer/0"), publish.version_string(place / "trainer/0/manifest.json"))
+            one = Published(str(place / "trainer/0"), read_label(place / "trainer/0/manifest.json"))
             here._listings.clear()
             here.offer(one)
             assert contents((await stager.fetch_version(place / "server", one.label, here.url, here.key))["path"])
@@ -352,7 +353,7 @@ def test_a_stager_refuses_strangers_and_nonsense(place, monkeypatch):
         with process(place / "server") as (url, _):
             async with serving(V0) as a, client.connect([a.url], stagers=[url]) as fleet:
                 one = published(place / "trainer", 1, b"weights")
-                monkeypatch.setattr(publish, "ATTEMPTS", 1)
+                fleet.timeouts = client.Timeouts(push_attempts=1)
                 with pytest.raises(RuntimeError, match="no server took version .* HTTP 401: .*AREAX_STAGER_KEY"):
                     await publish.push(fleet, one.directory, one.label)
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areax.rollout import tools
+from areax.rollout.errors import ServerError
 from areax.rollout.sandbox import Result
 from areax.rollout.tools import Tool, calculator, hinted, schema, tool
 
@@ -237,7 +238,7 @@ def test_a_tool_may_run_out_of_its_iterator():
 
 def test_what_is_not_the_models_fault_is_raised():
     def unreachable():
-        raise RuntimeError("the sandbox is gone")
+        raise ServerError("the sandbox is gone")
 
     with pytest.raises(RuntimeError, match="gone"):
         call("", unreachable)

@@ -8,8 +8,7 @@ import pytest
 
 from areax.adapters import tokenizer
 from areax.rollout import turns
-from areax.rollout.types import Completion
-from areax.rollout.workflows import Sampling
+from areax.rollout.types import Completion, Sampling
 
 TOKENS = tokenizer.byte_level()
 SAMPLING = Sampling(max_new_tokens=64)

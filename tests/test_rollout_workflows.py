@@ -12,8 +12,8 @@ import pytest
 from areax.rollout import client
 from areax.rollout.episodes import rollouts
 from areax.rollout.rewards import Score
-from areax.rollout.types import Completion
-from areax.rollout.workflows import Sampling, prompt_tokens, single_turn
+from areax.rollout.types import Completion, Sampling
+from areax.rollout.workflows import prompt_tokens, single_turn
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"

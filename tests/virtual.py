@@ -7,7 +7,8 @@ import types
 import aiohttp
 from scripted import reply
 
-from areax.rollout import clock, versions
+from areax.rollout import clock
+from areax.rollout.labels import version_of
 
 BASE = "999-"  # how the label of weights under adapters begins
 
@@ -129,10 +130,10 @@ class Engine:
                 break
             ids.append(token_at(index))
             labels.append(self.label)
-            truth.append(-float(versions.number(self.sampling(body))))
+            truth.append(-float(version_of(self.sampling(body))))
         answer = reply(ids, truth, labels, finish)
         if "logprob_start_len" in body:  # of the prompt the weights of now
-            known = [[-float(versions.number(self.sampling(body))), token, None] for token in body["input_ids"][1:]]
+            known = [[-float(version_of(self.sampling(body))), token, None] for token in body["input_ids"][1:]]
             answer["meta_info"]["input_token_logprobs"] = [[None, body["input_ids"][0], None], *known]
         return answer
 

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .. import parsers, template
 from ..conversation import Session
 from ..parsers import STYLES, Parser, Piece, Text
-from ..server import Part
+from ..server_types import Part
 from ..serving import loopback
 from ..trajectory import Interaction
 from ..types import Completion

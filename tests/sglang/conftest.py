@@ -21,7 +21,9 @@ from areax.adapters import hf, tokenizer, torch
 from areax.adapters import peft as peft_files
 from areax.core import param
 from areax.models import lora
-from areax.rollout import proof, publish, tensors
+from areax.rollout import tensors
+from areax.rollout.labels import read_label
+from areax.rollout.server_types import Probe
 
 PYTHON = os.environ.get("AREAX_SGLANG_PYTHON")
 collect_ignore = [] if PYTHON else ["test_real.py"]
@@ -84,12 +86,12 @@ def versions(tmp_path_factory):
     stop = next(id for id in greedy(0, ending, 12)[3:] if id not in greedy(0, PROMPT, 12))
     config = dataclasses.replace(config, eos=(*config.eos, stop))
     paths = [hf.write_published(root, v, config, p, tokenizer=tokens) for v, p in enumerate(params)]
-    labels = [publish.version_string(path / "manifest.json") for path in paths]
+    labels = [read_label(path / "manifest.json") for path in paths]
     handover = tensors.handover(lambda arrays: torch.messages(config, arrays, size=50_000))
 
     def probe(v):
         logp_TV = logp(v, PROMPT)
-        return proof.Probe(tuple(PROMPT), tuple(float(logp_TV[t, id]) for t, id in enumerate(PROMPT[1:])), 1e-4)
+        return Probe(tuple(PROMPT), tuple(float(logp_TV[t, id]) for t, id in enumerate(PROMPT[1:])), 1e-4)
 
     return types.SimpleNamespace(
         config=config, tokenizer=tokens, paths=paths, labels=labels, logp=logp, greedy=greedy, ending=ending,
@@ -126,7 +128,7 @@ def adapters(versions, tmp_path_factory):
         with torch.no_grad():
             return model(v)(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1).numpy()
 
-    labels = {v: publish.version_string(path / "manifest.json") for v, path in paths.items()}
+    labels = {v: read_label(path / "manifest.json") for v, path in paths.items()}
     return types.SimpleNamespace(paths=paths, labels=labels, logp=logp)
 
 

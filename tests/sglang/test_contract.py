@@ -15,7 +15,7 @@ import pytest
 import servers
 
 from areax.rollout import client, publish, rest
-from areax.rollout.server import Published
+from areax.rollout.server_types import Published
 
 PROMPT = [5, 17, 42, 100, 61]
 CONTEXT = 4096  # of the servers
@@ -601,16 +601,16 @@ def test_a_rest_and_the_push_that_ends_it(server, versions):
                 fleet.generate(PROMPT, max_new_tokens=1000, ignore_eos=True, on_tokens=lambda _: begun.set())
             )
             await begun.wait()
-            await rest.rest(fleet)
-            assert fleet.servers[0].state == "resting" and fleet.servers[0].released
+            await rest.offload(fleet)
+            assert fleet.servers[0].state == "offloaded" and fleet.servers[0].released
             waiting = asyncio.create_task(fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True))
             assert (await asyncio.to_thread(server.ok, "/model_info"))["weight_version"] == versions.labels[0]
             assert not waiting.done() and (await push(fleet, 1)).failed == {}
             done = [(PROMPT, await running), (OTHER, await waiting)]
-            await rest.rest(fleet)  # with nothing running
+            await rest.offload(fleet)  # with nothing running
             await push(fleet, 2)
             done.append((OTHER, await fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True)))
-            await rest.rest(fleet)
+            await rest.offload(fleet)
         async with client.connect([server.url]) as fleet:  # the next run
             await push(fleet, 1)
             done.append((OTHER, await fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True)))

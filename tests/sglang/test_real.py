@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from areax.adapters import torch
 from areax.rollout import client, publish, tensors
-from areax.rollout.server import Server
+from areax.rollout.sglang import SGLang
 
 PROMPT = [5, 17, 42, 100, 61]
 
@@ -169,12 +169,11 @@ def test_an_update_under_an_in_place_pause_fails_and_happens(real, versions):
 @pytest.mark.parametrize("kind", ["in place with a flush", "half a checkpoint", "names that it does not know"])
 def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, monkeypatch, kind):
     """What runs meanwhile is answered by the version before, loaded again in full."""
-    monkeypatch.setattr(publish, "ATTEMPTS", 1)
     mode, path, handover = "retract", versions.paths[1], None
     if kind == "in place with a flush":
-        mode, load = "in_place", Server.update_weights_from_disk
+        mode, load = "in_place", SGLang.update_weights_from_disk
         flushing = lambda self, path, label, **_: load(self, path, label)
-        monkeypatch.setattr(Server, "update_weights_from_disk", flushing)
+        monkeypatch.setattr(SGLang, "update_weights_from_disk", flushing)
     elif kind == "half a checkpoint":
         path = altered(lambda them: [them.pop(name) for name in list(them) if "layers.1." in name])
     else:
@@ -182,7 +181,8 @@ def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, mo
         handover = tensors.handover(lambda params: iter([(wrong(params), True)]))
 
     async def run():
-        async with client.connect([real.url], handover=handover) as fleet:
+        timeouts = client.Timeouts(push_attempts=1)
+        async with client.connect([real.url], handover=handover, timeouts=timeouts) as fleet:
             await publish.push(fleet, versions.paths[0], versions.labels[0], probe=versions.probe(0))
             begun = asyncio.Event()
             look = lambda tokens: len(tokens) >= 4 and begun.set()
@@ -195,7 +195,7 @@ def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, mo
             return await running, fleet
 
     done, fleet = asyncio.run(run())
-    assert (done.version, fleet.counts["poisoned"], fleet.counts["recovered"]) == ([0] * 100, 1, 1)
+    assert (done.version, fleet.counts["weights_unknown"], fleet.counts["recovered"]) == ([0] * 100, 1, 1)
     logp_TV = versions.logp(0, [*PROMPT, *done.tokens])[len(PROMPT) - 1 :]
     np.testing.assert_allclose(done.logp, [logp_TV[i, id] for i, id in enumerate(done.tokens)], atol=1e-4)
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import xxhash
 
+from .errors import ServerError
+
 _LABEL = re.compile(r"(\d+)-[0-9a-f]{8}")
 
 
-def version_string(manifest_path: str | os.PathLike) -> str:
+def read_label(manifest_path: str | os.PathLike) -> str:
     """The weight label of the published version whose manifest this is."""
     return label_of(Path(manifest_path).read_bytes(), manifest_path)
 
@@ -30,7 +32,7 @@ def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
     return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
 
 
-def number(label: str) -> int:
+def version_of(label: str) -> int:
     """The policy version in `label`; -1 for any other word.
 
     A server answers with such a word ("default") until the first push: it serves weights that the
@@ -43,19 +45,19 @@ def number(label: str) -> int:
 def per_token(spans: Iterable[Mapping[str, Any]], tokens: int) -> list[str]:
     """The label of each of `tokens` tokens, from spans `{version, start, end}` over [start, end).
 
-    Raises RuntimeError unless the spans, in order, cover every token exactly once.
+    Raises ServerError unless the spans, in order, cover every token exactly once.
     """
     labels: list[str] = []
     for span in spans:
         start, end = span["start"], span["end"]
         if start != len(labels) or end < start:
-            raise RuntimeError(
+            raise ServerError(
                 f"weight_versions: spans must follow each other without gap or overlap, "
                 f"got [{start}, {end}) after {len(labels)} tokens"
             )
         labels += [span["version"]] * (end - start)
     if len(labels) != tokens:
-        raise RuntimeError(
+        raise ServerError(
             f"weight_versions: spans must cover each token once, got {len(labels)} labels for {tokens} tokens"
         )
     return labels
