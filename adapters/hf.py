@@ -240,7 +240,7 @@ def save(
     bytes, tensors: {name: {dtype, shape, xxh3_128}}}`; its base is null, the tensors being complete.
 
     Args:
-      params: jax or numpy arrays (`host_copy`); a `param.Adapted` is merged when its turn comes.
+      params: jax or numpy arrays (`host_copy`); a `param.LoRAWeight` is merged when its turn comes.
       dtype: of the tensors; None = that of the checkpoint the model came from, or else of the parameters.
       base: a checkpoint directory whose tokenizer and generation settings are taken over.
       tokenizer: a tokenizer of transformers to save instead.
@@ -309,7 +309,7 @@ def write_published(
 
 def host_copy(config, params, dtype=None):
     """The parameters as numpy arrays in the dtype that `save` would write: the originals may be donated afterwards.
-    What is a `param.Adapted` among them comes out merged.
+    What is a `param.LoRAWeight` among them comes out merged.
 
     Of several processes all call it, as `save`; process 0 gets the arrays, the others a tree of None.
     """
@@ -341,7 +341,7 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
     """`to_tensors` of any table."""
     leaves = _leaves(param.leaves(table))
-    whole = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.Adapted))
+    whole = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.LoRAWeight))
     found = {keystr(path, simple=True, separator="."): x for path, x in whole}
     paths = [leaf.path for leaf in leaves]
     missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
@@ -378,7 +378,7 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     """The leaf's tensors on the host, in the order of its keys: views where they are there already."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     indices = list(np.ndindex(*leaf.apart))
-    x = param.merged(x) if isinstance(x, param.Adapted) else x
+    x = param.merged(x) if isinstance(x, param.LoRAWeight) else x
     if isinstance(x, Parts):
         yield from (x.tensors[index].astype(wanted, copy=False) for index in indices)
         return

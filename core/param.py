@@ -83,7 +83,7 @@ class Leaf:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted:
+class LoRAWeight:
     """A weight [..., out, in] with a change of low rank beside it, in its place in a parameter tree.
 
     Acts as weight + scale * b @ a (LoRA, arXiv:2106.09685).
@@ -104,13 +104,13 @@ class Adapted:
 
 
 def factors(axes: tuple, rank=None) -> tuple[tuple, tuple]:
-    """What names the axes of `Adapted.a` and `Adapted.b`, from what names those of the weight and of the rank."""
+    """What names the axes of `LoRAWeight.a` and `LoRAWeight.b`, from what names those of the weight and of the rank."""
     *lead, out, into = axes
     return (*lead, rank, into), (*lead, out, rank)
 
 
 @jax.jit
-def merged(w: Adapted):
+def merged(w: LoRAWeight):
     """The sum as a plain weight, added in fp32 or wider and rounded once, to the weight's dtype."""
     wide = jnp.promote_types(w.weight.dtype, jnp.float32)
     change = jnp.matmul(w.b.astype(wide), w.a.astype(wide), precision="highest")

@@ -56,3 +56,13 @@ def last(mask_BT, segment_BT):
     after_BT = jnp.concatenate([next_T[..., 1:], jnp.full_like(next_T[..., :1], T)], -1)
     other_BT = jnp.take_along_axis(segment_BT, jnp.minimum(after_BT, T - 1), -1) != segment_BT
     return mask_BT & ((after_BT == T) | other_BT)
+
+
+@shaped
+def segment_index(segment_BT):
+    """Order of each token inside its segment: 0, 1, ... from where the segment number changes."""
+    T = segment_BT.shape[-1]
+    t_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), segment_BT.shape)
+    first = jnp.ones((*segment_BT.shape[:-1], 1), bool)
+    new_BT = jnp.concatenate([first, segment_BT[..., 1:] != segment_BT[..., :-1]], -1)
+    return t_BT - jax.lax.cummax(jnp.where(new_BT, t_BT, 0), axis=segment_BT.ndim - 1)

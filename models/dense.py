@@ -12,8 +12,10 @@ from jax.nn.initializers import normal, ones, zeros
 
 from ..core.param import Param, Stack, Table
 from ..parallel import vocab
-from . import layers
 from . import rope as rotary
+from .linear import linear
+from .mlp import gated_mlp
+from .norm import rms_norm
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def table(config: Config, *, qk_norm: bool) -> Table:
 
 def mlp(h_BTD, w, routing=None):
     """What stands behind attention: (out_BTD, what the layer reports, which is nothing without experts)."""
-    return layers.gated_mlp(h_BTD, w), {}
+    return gated_mlp(h_BTD, w), {}
 
 
 def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=mlp):
@@ -238,20 +240,20 @@ def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=
     B, T, _ = x_BTD.shape
 
     def heads(name, count):
-        x = checkpoint_name(layers.linear(h_BTD, w[name], w.get(f"{name}_bias")), "qkv")
+        x = checkpoint_name(linear(h_BTD, w[name], w.get(f"{name}_bias")), "qkv")
         return x.reshape(B, T, count, config.head_dim)
 
     def place(x, norm):
         if norm in w:
-            x = layers.rms_norm(x, w[norm], config.norm_eps)
+            x = rms_norm(x, w[norm], config.norm_eps)
         return rotary.rotate(x, cos_BTP, sin_BTP)
 
-    h_BTD = layers.rms_norm(x_BTD, w["norm1"], config.norm_eps)
+    h_BTD = rms_norm(x_BTD, w["norm1"], config.norm_eps)
     q_BTNH = place(heads("q", config.heads), "q_norm")
     k_BTKH = place(heads("k", config.kv_heads), "k_norm")
     a_BTNH = attend(q_BTNH, k_BTKH, heads("v", config.kv_heads))
-    x_BTD = x_BTD + checkpoint_name(layers.linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias")), "attention_out")
-    h_BTD = layers.rms_norm(x_BTD, w["norm2"], config.norm_eps)
+    x_BTD = x_BTD + checkpoint_name(linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias")), "attention_out")
+    h_BTD = rms_norm(x_BTD, w["norm2"], config.norm_eps)
     out_BTD, report = mlp(h_BTD, w, routing=routing)
     return x_BTD + out_BTD, report
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..core.param import Adapted
+from ..core.param import LoRAWeight
 from ..core.shapes import shaped
 from ..parallel import experts
 from . import grouped_triton
@@ -138,7 +138,7 @@ def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
 
     Raises as `choose`.
     """
-    if isinstance(w_EFD, Adapted):
+    if isinstance(w_EFD, LoRAWeight):
         low_RF = matmul(matmul(x_RD, w_EFD.a, plan, kernel) * w_EFD.scale, w_EFD.b, plan, kernel)
         return matmul(x_RD, w_EFD.weight, plan, kernel) + low_RF
     w_EFD = w_EFD.astype(x_RD.dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax
 
-from ..core.param import Adapted, Param, Stack, Table, factors, merged
+from ..core.param import LoRAWeight, Param, Stack, Table, factors, merged
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def _uniform(key, shape, dtype):
 
 
 def join(params, adapters, spec: Lora):
-    """The tree that `models.score` and `models.forward` take: the base's, with `Adapted` in the place of targets."""
+    """The tree that `models.score` and `models.forward` take: the base's, with `LoRAWeight` in the place of targets."""
 
     def layer(weights, pairs):
         adapted = {
-            name: Adapted(w, pairs[f"{name}_a"], pairs[f"{name}_b"], spec.scale)
+            name: LoRAWeight(w, pairs[f"{name}_a"], pairs[f"{name}_b"], spec.scale)
             for name, w in weights.items()
             if f"{name}_a" in pairs
         }
@@ -102,8 +102,8 @@ def join(params, adapters, spec: Lora):
 
 def merge(params, adapters, spec: Lora):
     """The base's tree with the changes added to its weights, by `param.merged`: a plain model."""
-    plain = lambda w: merged(w) if isinstance(w, Adapted) else w
-    return jax.tree.map(plain, join(params, adapters, spec), is_leaf=lambda w: isinstance(w, Adapted))
+    plain = lambda w: merged(w) if isinstance(w, LoRAWeight) else w
+    return jax.tree.map(plain, join(params, adapters, spec), is_leaf=lambda w: isinstance(w, LoRAWeight))
 
 
 def over_base(score: Callable, spec: Lora) -> Callable:

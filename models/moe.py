@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..core.param import Adapted
+from ..core.param import LoRAWeight
 from ..parallel import experts
-from . import blockwise, grouped, layers
+from . import blockwise, grouped
+from .linear import linear
+from .mlp import gated_mlp
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def mlp(x_BTD, w, *, top_k: int, norm_top_k: bool, routing: Routing | None = Non
 
 def probabilities(x_BTD, router_ED):
     """(logits, softmax over all experts), [B, T, E] each, in fp32 or wider."""
-    logits_BTE = layers.linear(x_BTD, router_ED)
+    logits_BTE = linear(x_BTD, router_ED)
     logits_BTE = logits_BTE.astype(jnp.promote_types(logits_BTE.dtype, jnp.float32))
     return logits_BTE, jax.nn.softmax(logits_BTE)
 
@@ -94,10 +96,10 @@ def statistics(logits_BTE, prob_BTE, index_BTK, real_BT=None):
 
 def shared(x_BTD, w):
     """The gated MLP that every token goes through, scaled by sigmoid(x @ shared_router^T) where there is one."""
-    out_BTD = layers.gated_mlp(x_BTD, {name: w[f"shared_{name}"] for name in ("gate", "up", "down")})
+    out_BTD = gated_mlp(x_BTD, {name: w[f"shared_{name}"] for name in ("gate", "up", "down")})
     if "shared_router" not in w:
         return out_BTD
-    return out_BTD * jax.nn.sigmoid(layers.linear(x_BTD, w["shared_router"]))
+    return out_BTD * jax.nn.sigmoid(linear(x_BTD, w["shared_router"]))
 
 
 def compute(x_AD, index_AK, weight_AK, matrices, first, parts=1, *, kernel: grouped.Kernel = "blocked"):
@@ -109,7 +111,7 @@ def compute(x_AD, index_AK, weight_AK, matrices, first, parts=1, *, kernel: grou
     gate_EFD, up_EFD, down_EDF = matrices
     E, K = gate_EFD.shape[0], index_AK.shape[1]
     plan = grouped.plan((index_AK - first).reshape(-1), E, parts)
-    plain = not any(isinstance(w, Adapted) for w in matrices)
+    plain = not any(isinstance(w, LoRAWeight) for w in matrices)
     if plain and grouped.choose(kernel, plan, gate_EFD) == "blocked":
         return blockwise.mlps(x_AD, weight_AK, *(w.astype(x_AD.dtype) for w in matrices), plan)
     product = partial(grouped.matmul, plan=plan, kernel=kernel)

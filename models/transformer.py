@@ -12,9 +12,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ..core.batch import Batch
+from ..core.segments import segment_index
 from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
-from . import backends, grouped, layers, moe, remat, rope
+from . import backends, grouped, moe, remat, rope
+from .linear import linear
+from .norm import rms_norm
 from .remat import Keep
 
 
@@ -118,7 +121,7 @@ def backbone(
         x_BTD, sums = jax.lax.scan(remat.checkpoint(run.remat)(layer), x_BTD, (weights, chosen_LBTK))
         reports += [sums] if sums else []
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else {}
-    return layers.rms_norm(x_BTD, params["norm"], config.norm_eps), aux
+    return rms_norm(x_BTD, params["norm"], config.norm_eps), aux
 
 
 def _by_stack(chosen_BTLK, sparse, table, config):
@@ -154,7 +157,7 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     """
     packing = segment_BT is not None
     segment_BT = segment_BT if packing else jnp.ones(token_BT.shape, jnp.int32)
-    index_BT = layers.segment_index(segment_BT)
+    index_BT = segment_index(segment_BT)
     position_BT = index_BT if position_BT is None else position_BT
     into, back = context.arrange(run.cp, token_BT.shape[1])
     rows = map(into, (token_BT, position_BT, segment_BT, index_BT))
@@ -202,7 +205,7 @@ def value(params, batch: Batch, *, config, run: Run = Run()):
 
 def _value(params, hidden_BTD, back):
     wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
-    return back(layers.linear(hidden_BTD.astype(wide), params["score"])[..., 0])
+    return back(linear(hidden_BTD.astype(wide), params["score"])[..., 0])
 
 
 def _hidden(params, batch: Batch, config, run: Run):

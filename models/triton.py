@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from ..core.segments import segment_index
 from .attention import OUTPUT
-from .layers import segment_index
 
 UNSEEN = -1e30
 LEAST = 16  # in each dimension of a product

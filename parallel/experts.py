@@ -71,7 +71,7 @@ def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "
 
 def _spec(w, spec: P):
     """Where a matrix lies while it is used, and the factors beside it."""
-    if not isinstance(w, param.Adapted):
+    if not isinstance(w, param.LoRAWeight):
         return spec
     a, b = param.factors(tuple(spec))
     return dataclasses.replace(w, weight=spec, a=P(*a), b=P(*b))

@@ -127,7 +127,7 @@ def gather(weights: Mapping[str, jax.Array], params: Mapping[str, param.Param]):
 
 
 def _gathered(w, axes: str):
-    if not isinstance(w, param.Adapted):
+    if not isinstance(w, param.LoRAWeight):
         return constrain(w, axes, GATHERED)
     a, b = (" ".join(its) for its in param.factors(tuple(axes.split()), "rank"))
     return dataclasses.replace(w, weight=_gathered(w.weight, axes), a=_gathered(w.a, a), b=_gathered(w.b, b))

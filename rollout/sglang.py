@@ -91,7 +91,7 @@ class SGLang(Endpoint):
     async def reported_load(self, *, timeout_s: float = 60.0) -> Report | None:
         """Its queue and memory use, summed over its replicas; None if it does not report them."""
         try:
-            return _load_report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
+            return load_report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
         except (ServerError, ValueError):  # whether the server is up at all is checked elsewhere
             return None
 
@@ -307,7 +307,7 @@ def _parse(answer: Mapping[str, Any]) -> Part:
     )
 
 
-def _load_report(answer: Mapping[str, Any]) -> Report | None:
+def load_report(answer: Mapping[str, Any]) -> Report | None:
     try:
         names = "num_running_reqs", "num_waiting_reqs", "token_usage"
         loads = [[float(load[name]) for name in names] for load in answer["loads"]]

@@ -118,7 +118,7 @@ def test_the_root_imports_nothing():
         ("core/x.py", "from .. import adapters"),
         ("core/x.py", "from areax.core import packing"),
         ("core/x.py", "def f():\n    from ..rollout import types"),
-        ("parallel/x.py", "from ..models.layers import linear"),
+        ("parallel/x.py", "from ..models.linear import linear"),
         ("models/x.py", "from ..adapters import hf"),
         ("models/x.py", "import torch"),
         ("adapters/x.py", "from ..rollout import client"),
@@ -154,7 +154,7 @@ def test_a_broken_rule_is_seen(name, source):
         ("adapters/cli.py", "from ..rollout import client\nfrom ..rollout.engine import server"),
         ("rollout/x.py", "import aiohttp\nfrom . import types\nfrom .types import Sample"),
         ("rollout/engine/x.py", "import jax\nfrom ..types import Sample\nfrom . import decode"),
-        ("rollout/engine/x.py", "from ...adapters.hf import load\nfrom ...models import layers"),
+        ("rollout/engine/x.py", "from ...adapters.hf import load\nfrom ...models import linear"),
         (
             "recipes/x.py",
             "from areax.rollout import client\nfrom areax.rollout.engine import server",

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.models import attention, layers
+from areax.core.segments import segment_index
+from areax.models import attention
 
 T, N, K, H, CHUNK = 48, 4, 2, 8, 4
 
@@ -38,7 +39,7 @@ def alone(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH, window=None):
 
 @partial(jax.jit, static_argnames=("window", "elsewhere"))
 def packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH, window=None, elsewhere=False):
-    where = segment_BT, layers.segment_index(segment_BT)
+    where = segment_BT, segment_index(segment_BT)
     keys = dict(zip(("key_segment_BS", "key_index_BS"), where, strict=True)) if elsewhere else {}
     causal = lambda q, k, v: attention.causal(q, k, v, *where, window=window, chunk=CHUNK, **keys)
     out, back = jax.vjp(causal, q_BTNH, k_BTKH, v_BTKH)

@@ -12,7 +12,8 @@ from jax.extend import core
 
 from areax import models
 from areax.core import param
-from areax.models import attention, backends, cudnn, layers, remat, splash, triton
+from areax.core.segments import segment_index
+from areax.models import attention, backends, cudnn, remat, splash, triton
 from areax.parallel import context, mesh
 
 B, T, N, K = 2, 256, 4, 2
@@ -53,7 +54,7 @@ def passes(causal, H, dtype="float32", **sizes):
 @cache
 def reference(H, window, dtype="float32", **sizes):
     segment_BT = segments(sizes.get("T", T))
-    where = segment_BT, layers.segment_index(jnp.asarray(segment_BT))
+    where = segment_BT, segment_index(jnp.asarray(segment_BT))
     return passes(lambda q, k, v: attention.causal(q, k, v, *where, window=window), H, dtype, **sizes)
 
 
@@ -107,7 +108,7 @@ def test_kernels_work_on_whole_rows_that_ulysses_brings_together(name):
     kernel = lambda q, k, v, segment_BT, index_BT: CASES[name][0](q, k, v, segment_BT)
     attend = partial(context.attention, kernel, None, method="ulysses")
     with jax.set_mesh(mesh.make(mesh.Layout(dp=2, cp=2, tp=2))):
-        got = jax.jit(attend)(q, k, v, segment_BT, layers.segment_index(segment_BT))
+        got = jax.jit(attend)(q, k, v, segment_BT, segment_index(segment_BT))
     real_BT11 = segments()[..., None, None] > 0
     np.testing.assert_allclose(got * real_BT11, reference(32, None)[0], atol=2e-6)
 

@@ -1,7 +1,7 @@
 """Adapters (LoRA) beside the weights of an engine, by name: one request may use one, its neighbour another or none.
 
 All that are loaded lie in one array a weight, of which a decode step takes each slot's own by its index
-(`layers.Choice`); index 0 is that of no adapter. While none is loaded the programs are those of the weights alone.
+(`MultiLoRAWeight`); index 0 is that of no adapter. While none is loaded the programs are those of the weights alone.
 """
 
 import functools

@@ -16,8 +16,10 @@ import numpy as np
 
 from ...adapters import hf
 from ...core import logprobs
-from ...models import backends, layers, rope
+from ...models import backends, rope
 from ...models import transformer as models
+from ...models.linear import MultiLoRAWeight, Transposed
+from ...models.norm import rms_norm
 from . import sampling
 
 PREFILL_TOKENS, ON_CPUS = 4096, 256  # that a prefill computes: one long prompt or several short ones
@@ -55,7 +57,7 @@ def stage(params, device):
     """
     here = lambda w: w if isinstance(w, hf.Parts) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
     ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
-    turned = lambda w: layers.Transposed(ready(w, True))
+    turned = lambda w: Transposed(ready(w, True))
     one = lambda w: turned(w) if w.ndim == 2 else ready(w, False)
     top = {name: here(w) for name, w in params.items() if name != "stacks"}
     stacks = [jax.tree.map(here, stack) for stack in params["stacks"]]
@@ -78,7 +80,7 @@ def with_adapters(weights, index_B):
     if "adapters" not in weights:
         return weights["layers"]
     choose = lambda layer, factors: {
-        name: layers.Choice(layer[name], a, b, index_B) for name, (a, b) in factors.items()
+        name: MultiLoRAWeight(layer[name], a, b, index_B) for name, (a, b) in factors.items()
     }
     each = zip(weights["layers"], weights["adapters"], strict=True)
     return [{**layer, **choose(layer, factors)} for layer, factors in each]
@@ -152,7 +154,7 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
         return [new + old[len(places) :] for new, old in zip(filled, caches, strict=True)]
 
     caches = jax.lax.fori_loop(0, count, insert, caches)
-    return caches, layers.rms_norm(x, weights["norm"], config.norm_eps), routed(reports)
+    return caches, rms_norm(x, weights["norm"], config.norm_eps), routed(reports)
 
 
 def routed(reports):
@@ -272,7 +274,7 @@ def forward(weights, caches, token_S, position_S, active_S, config):
 
         x, report = module.block(x, w, cos, sin, attend, config)
         reports.append(report)
-    x = layers.rms_norm(x, weights["norm"], config.norm_eps)
+    x = rms_norm(x, weights["norm"], config.norm_eps)
     logits_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
     experts = routed(reports)
     return logits_SV, filled, None if experts is None else experts[:, 0]

@@ -481,14 +481,14 @@ def test_a_flushed_cache_changes_no_answer(server, versions):
 
 
 def test_a_server_says_how_much_it_has_to_do(server, versions):
-    from areax.rollout import pressure
+    from areax.rollout.sglang import load_report
 
-    idle = pressure.report(server.ok("/v1/loads"))
+    idle = load_report(server.ok("/v1/loads"))
     assert idle is not None and idle.running == idle.waiting == 0 and idle.usage < 0.1
     with long_request(server):
         busy = []
         for _ in range(100):
-            busy.append(pressure.report(server.ok("/v1/loads")))
+            busy.append(load_report(server.ok("/v1/loads")))
             if busy[-1].running:
                 break
             time.sleep(0.05)
