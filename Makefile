@@ -20,7 +20,7 @@ fast = --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --
 # Only files with tests of a kind are loaded for it: what all of them import takes longer than some kinds.
 marked = -m $(1) $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)
 # Commands, files that travel with the code, and processes that start the installed copy.
-installed = package adapters_cli adapters_chat adapters_report recipes_sft rollout_loop rollout_rewards rollout_remote_sandbox
+installed = package adapters_cli adapters_data_chat_sft adapters_report_build recipes_sft rollout_loop rollout_rewards rollout_sandbox_remote
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: help

@@ -36,7 +36,7 @@ def train(recipe: str, *options: str) -> int:
 
 def plan(recipe: str, *options: str) -> int:
     """Say whether a run would fit and what it would cost, without devices: areax plan RECIPE --model DIR ..."""
-    from . import plan
+    from .commands import plan
 
     module, settings = _recipe(recipe, "plan")
     # What a plan does not need (data, reward) is not asked for.
@@ -68,13 +68,13 @@ def _algorithms() -> dict:
 
 def _recipe(recipe: str, command: str):
     """(module, settings of its Config other than its defaults)."""
-    from ..rollout import names
+    from ..rollout import object_path
 
     settings: dict = {}
     if recipe in RECIPES:
         module = importlib.import_module(f"areax.recipes.{recipe}")
     elif recipe.endswith(".py"):
-        module = names.module(recipe)
+        module = object_path.module(recipe)
     elif recipe in (algorithms := _algorithms()):
         its, preset = algorithms[recipe]
         module, settings = importlib.import_module(f"areax.recipes.{its}"), {"objective": preset()}
@@ -119,10 +119,10 @@ def serve(
       api_key: requests must carry it, as `Authorization: Bearer KEY`.
     """
     from ..rollout.engine import server
-    from . import compilation, memory
+    from .runtime import compile_cache, malloc
 
-    memory.keep_memory()  # new weights then take the place of those before them
-    compilation.keep()
+    malloc.keep_memory()  # new weights then take the place of those before them
+    compile_cache.keep()
     server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=api_key)
     return 0
 
@@ -140,7 +140,7 @@ def convert(
       destination: new directory; appears complete or not at all.
       json_: print what was written as JSON.
     """
-    from . import convert
+    from .commands import convert
 
     _show(convert.convert(source, destination, dtype), json_)
     return 0
@@ -158,7 +158,7 @@ def check(
       against: "torch" compares logits with those of transformers, in fp32.
       json_: print the findings as JSON.
     """
-    from . import check
+    from .commands import check
 
     report = check.check(source, against)
     _show(report, json_)
@@ -187,7 +187,8 @@ def report(
       tensorboard: folder that gets the numbers as TensorBoard's event files, in the place of those it has.
       wandb: project on Weights & Biases that gets the numbers.
     """
-    from . import report, sinks
+    from .report import build as report
+    from .tracking import sinks
 
     if tensorboard or wandb:
         sinks.copy(run, tensorboard=tensorboard, wandb=wandb)
@@ -207,7 +208,7 @@ def new(
       name: of the file; a workflow and a reward have it too.
       out: the folder for NAME.py and test_NAME.py.
     """
-    from . import new
+    from .commands import scaffold as new
 
     files, commands = new.new(kind, name, out)
     print(*(f"wrote {file}" for file in files), "try:", *(f"  {command}" for command in commands), sep="\n")
@@ -216,12 +217,12 @@ def new(
 
 def simulate(*options: str) -> int:
     """Say what a step of asynchronous RL would take, and which eta and split of devices are best: no devices needed."""
-    from ..rollout import simulate
-    from . import tracker
+    from ..rollout.simulation import simulate
+    from .tracking import run_dir
 
     config = _parse(simulate.Config, options, "areax simulate")
     every, outcomes = simulate.settings(config), []
-    with tracker.progress("simulate", len(every)) as tick:
+    with run_dir.progress("simulate", len(every)) as tick:
         for setting in every:
             outcomes.append(simulate.simulate(*setting))
             tick(len(outcomes))

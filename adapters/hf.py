@@ -27,7 +27,7 @@ from ..core import param
 from ..parallel import rules
 from . import safetensors
 from . import tokenizer as tokenizers
-from .directory import replacing
+from .atomic_dir import replacing
 
 MANIFEST = "manifest.json"
 TOKENIZER_FILES = (

@@ -23,7 +23,7 @@ from ..core import param
 from ..models import lora
 from ..parallel import rules
 from . import hf, safetensors
-from .directory import replacing
+from .atomic_dir import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FUSED = r".*\.gate_up_proj"  # how PEFT spells, among the patterns of ranks, what holds gate and up of all experts

@@ -2,11 +2,12 @@
 
     python benchmarks/asynchronous.py [--write]
 
-Servers are processes that answer at the speed of a rate model (areax.rollout.rates); lengths are lognormal, cut at 1200
-tokens, with a coefficient of variation above 1. The trainer sleeps for as long as the servers need for the tokens of a
-batch with every slot taken, so that both have the same resources. Prints seconds a step with eta = 0, with eta = 4, and
-with eta = 4 where a push waits for the end of what runs; beside them what `areax simulate` says of the same settings,
-and the bound: no step can be shorter than the trainer's own time. With --write it is the case `async` of results.json.
+Servers are processes that answer at the speed of a rate model (areax.rollout.simulation.server); lengths are
+lognormal, cut at 1200 tokens, with a coefficient of variation above 1. The trainer sleeps for as long as the servers
+need for the tokens of a batch with every slot taken, so that both have the same resources. Prints seconds a step with
+eta = 0, with eta = 4, and with eta = 4 where a push waits for the end of what runs; beside them what `areax simulate`
+says of the same settings, and the bound: no step can be shorter than the trainer's own time. With --write it is the
+case `async` of results.json.
 """
 
 import argparse
@@ -29,8 +30,8 @@ SETTINGS = {  # name: (eta, push)
 
 def config():
     """Two servers of 32 slots; a batch of 128 episodes; the trainer as fast as the servers."""
-    from areax.rollout import simulate
-    from areax.rollout.rates import Rates
+    from areax.rollout.simulation import simulate
+    from areax.rollout.simulation.server import Rates
 
     rates = Rates(slots=32, step_s=0.002, request_s=0.00005, read_tokens_s=1e6, load_s=0.05)
     made = simulate.Config(
@@ -46,7 +47,7 @@ def serve() -> None:
     """A server in this process; prints its address."""
     from aiohttp import web
 
-    from areax.rollout.rates import Rates, Server
+    from areax.rollout.simulation.server import Rates, Server
 
     async def main():
         server = Server(Rates(**json.loads(sys.argv[2])))
@@ -82,7 +83,8 @@ def servers(rates, count: int):
 
 def measure(made, eta: int, push: str):
     """What the controller achieves, by the clock."""
-    from areax.rollout import client, simulate
+    from areax.rollout import client
+    from areax.rollout.simulation import simulate
 
     made = dataclasses.replace(made, push=push)
     with servers(made.server, made.servers) as urls:
@@ -99,7 +101,7 @@ def measure(made, eta: int, push: str):
 
 
 def main() -> None:
-    from areax.rollout import simulate
+    from areax.rollout.simulation import simulate
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true")

@@ -52,8 +52,9 @@ def timed(once, source: Path, out: Path) -> tuple[float, float]:
 
 def measure(root: Path, runs: int) -> dict[str, dict[str, list]]:
     """Seconds and CPU-seconds of ours and the plain side of each border."""
-    from areax.adapters import convert, hf
-    from areax.recipes import common
+    from areax.adapters import hf
+    from areax.adapters.commands import convert
+    from areax.recipes.shared import common
 
     common.keep_memory()  # as the recipes do
     folder, out = root / SOURCE, root / "out"

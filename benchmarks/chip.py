@@ -58,7 +58,7 @@ KINDS = {"H100": "h100", "H200": "h200", "B200": "b200", "TPU v5p": "v5p", "TPU 
 def planned(chip: str, shape: str, length: int, remat: str) -> dict:
     """Figures of the plan, by name."""
     from areax import models
-    from areax.adapters import plan
+    from areax.adapters.commands import plan
     from areax.parallel.mesh import Layout
 
     @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def transformers(shape: str, length: int, remat: str):
 
 def measure(chip: str, shape: str, length: int, system: str, remat: str) -> dict:
     """One row of chips.json."""
-    from areax.parallel import chips
+    from areax.parallel.planner import chips
 
     figures = planned(chip, shape, length, "dots" if system == "transformers" else remat)
     once, peak = {"areax": areax, "transformers": transformers}[system](shape, length, remat)

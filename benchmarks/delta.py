@@ -35,8 +35,8 @@ BURST_S = 0.05
 def versions(root: Path, gb: float, changed: float) -> list:
     """Two published versions."""
     from areax.adapters import safetensors
-    from areax.rollout.labels import read_label
-    from areax.rollout.server_types import Published
+    from areax.rollout.servers.labels import read_label
+    from areax.rollout.servers.types import Published
 
     rng = np.random.default_rng(0)
     rows = int(gb * 1e9 / 2 / 8 / 8192)
@@ -84,14 +84,18 @@ async def link(url: str, mb_s: float):
 async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
     import aiohttp
 
-    from areax.rollout import depot
+    from areax.rollout.weights import file_server
 
     (root / "trainer").mkdir()
     first, second = versions(root / "trainer", gb, changed)
     own = root / "server"
-    command = [sys.executable, "-m", "areax.rollout.stager", "--port", "0", "--root", str(own)]
+    command = [sys.executable, "-m", "areax.rollout.weights.stager", "--port", "0", "--root", str(own)]
     found: dict[str, list] = {"delta": [], "all": []}
-    async with aiohttp.ClientSession() as http, depot.serve("127.0.0.1") as here, contextlib.AsyncExitStack() as stack:
+    async with (
+        aiohttp.ClientSession() as http,
+        file_server.serve("127.0.0.1") as here,
+        contextlib.AsyncExitStack() as stack,
+    ):
         source = await stack.enter_async_context(link(here.url, mb_s)) if mb_s else here.url
 
         async def stage(stager, weights):
@@ -131,7 +135,7 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
 
 
 def main() -> None:
-    from areax.rollout import store
+    from areax.rollout.weights import store
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=1.0)

@@ -75,7 +75,8 @@ def memory() -> float:
 
 async def ours(url: str, episodes: int, concurrent: int, tokens: int, note) -> None:
     """Executor, fleet, episodes, samples and journal, as a training run has them; the batches are thrown away."""
-    from areax.rollout import client, executor, journal
+    from areax.rollout import client, events
+    from areax.rollout.scheduling import executor
     from areax.rollout.types import sampled
 
     async def workflow(generate, row):
@@ -83,7 +84,7 @@ async def ours(url: str, episodes: int, concurrent: int, tokens: int, note) -> N
 
     eta = 1 + concurrent // (GROUPS * SIZE)
     prompts = executor.Prompts([{"i": i} for i in range(1000)])
-    with tempfile.NamedTemporaryFile() as file, journal.writing(file.name):
+    with tempfile.NamedTemporaryFile() as file, events.writing(file.name):
         async with client.connect([url], concurrency=concurrent) as fleet:
             async with executor.Executor(
                 workflow, fleet.generate, prompts, group_size=SIZE, groups_per_batch=GROUPS, eta=eta,

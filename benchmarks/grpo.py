@@ -44,7 +44,7 @@ def ours(folder, model):
     from areax import models
     from areax.adapters import hf
     from areax.core import losses, optim, packing, step
-    from areax.recipes import common
+    from areax.recipes.shared import common
     from areax.rollout.engine.engine import Engine
     from areax.rollout.engine.request import Request, Sampling
     from areax.rollout.types import Completion, sampled

@@ -38,7 +38,7 @@ def measure(kind: str, length: int, steps: int) -> dict:
 
     from areax import models
     from areax.core import losses, optim, packing, param, step
-    from areax.recipes import common
+    from areax.recipes.shared import common
     from areax.rollout.types import supervised
 
     common.keep_memory()  # as the recipes do

@@ -55,8 +55,9 @@ def gaps(dispatches, entries, begin: float, end: float) -> list[tuple[float, flo
 
 
 async def measure(url: str, root: Path, spans, given) -> dict:
-    from areax.rollout import client, publish
-    from areax.rollout.labels import read_label
+    from areax.rollout import client
+    from areax.rollout.fleet.push import push_weights
+    from areax.rollout.servers.labels import read_label
 
     now, found = time.perf_counter, {}
     async with client.connect([url]) as fleet:
@@ -74,7 +75,7 @@ async def measure(url: str, root: Path, spans, given) -> dict:
             still, filled, pauses, seconds = [], [], [], []
             for i in range(1 + given.pushes):  # the first compiles what retracted requests need
                 folder = root / str(v)
-                report = await publish.push(fleet, folder, read_label(folder / "manifest.json"), mode=mode)
+                report = await push_weights(fleet, folder, read_label(folder / "manifest.json"), mode=mode)
                 began, ended = now() - report.total_s, now()
                 while spans[0][-1][0] < ended:
                     await asyncio.sleep(0.001)
@@ -106,11 +107,12 @@ def main() -> None:
     given = parser.parse_args()
     import jax
 
-    from areax.adapters import hf, memory
-    from areax.rollout import store
-    from areax.rollout.engine import inside
+    from areax.adapters import hf
+    from areax.adapters.runtime import malloc
+    from areax.rollout.engine import in_process
+    from areax.rollout.weights import store
 
-    memory.keep_memory()  # as the server and the recipes do
+    malloc.keep_memory()  # as the server and the recipes do
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, given.model)
         subprocess.run([sys.executable, HERE / "sizes.py", given.model, folder], check=True)
@@ -121,7 +123,7 @@ def main() -> None:
                 hf.write_published(root, v, config, jax.tree.map(lambda x, v=v: x * (1 + v), params))
             del params
             spans = watched()
-            with inside.serving(str(folder), slots=given.slots, context=2048, dtype="float32") as (url, _):
+            with in_process.serving(str(folder), slots=given.slots, context=2048, dtype="float32") as (url, _):
                 found = asyncio.run(measure(url, root, spans, given))
         finally:
             shutil.rmtree(root)

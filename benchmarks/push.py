@@ -27,7 +27,7 @@ def work(model):
 
 
 def root(folder):
-    from areax.rollout import store
+    from areax.rollout.weights import store
 
     return store.choose_root(Path(folder, "model.safetensors").stat().st_size)
 
@@ -41,8 +41,10 @@ def ours(folder, model):
     import asyncio
 
     from areax.adapters import hf
-    from areax.rollout import client, local, publish
-    from areax.rollout.labels import read_label
+    from areax.rollout import client
+    from areax.rollout.fleet.push import push_weights
+    from areax.rollout.servers import local
+    from areax.rollout.servers.labels import read_label
 
     loop, stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
     wait, versions = loop.run_until_complete, itertools.count()
@@ -59,7 +61,7 @@ def ours(folder, model):
         v = next(versions)
         path = hf.write_published(where, v, config, params)
         label = read_label(path / hf.MANIFEST)
-        wait(publish.push(fleet, path, label))
+        wait(push_weights(fleet, path, label))
         if fleet.labels != {label}:
             raise RuntimeError(f"push: the server has {fleet.labels} instead of {label}")
         return json.loads((path / hf.MANIFEST).read_bytes())["bytes"]

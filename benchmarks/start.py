@@ -23,8 +23,9 @@ import sizes
 PLAIN = {"client": ("-c", "import areax.rollout.client"), "help": ("-m", "areax", "--help")}
 OPTIONS = {
     "sft": ("sft", "--batch", "32", "--length", "256", "--rows", "4"),
-    "grpo": ("grpo", "--reward", "areax.rollout.arithmetic:reward", "--groups", "4", "--group-size", "8", "--length",
-             "128", "--rows", "8", "--sampling.max-new-tokens", "64", "--serve.slots", "32", "--serve.context", "256"),
+    "grpo": ("grpo", "--reward", "areax.rollout.tasks.arithmetic:reward", "--groups", "4", "--group-size", "8",
+             "--length", "128", "--rows", "8", "--sampling.max-new-tokens", "64", "--serve.slots", "32",
+             "--serve.context", "256"),
 }  # fmt: skip
 OPTIONS["inside"] = (*OPTIONS["grpo"], "--serve.inside")
 
@@ -39,7 +40,7 @@ def write(folder: Path) -> None:
     from areax import models
     from areax.adapters import hf, tokenizer
     from areax.core import param
-    from areax.rollout import arithmetic
+    from areax.rollout.tasks import arithmetic
 
     config = models.config_from_hf(sizes.config("S"))
     tokens = tokenizer.character("0123456789+")

@@ -35,7 +35,7 @@ def packed(folder, rows, length, count):
     from areax import models
     from areax.adapters import hf
     from areax.core import losses, optim, packing, step
-    from areax.recipes import common
+    from areax.recipes.shared import common
     from areax.rollout.types import supervised
 
     common.keep_memory()  # as the recipes do

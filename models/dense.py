@@ -12,10 +12,10 @@ from jax.nn.initializers import normal, ones, zeros
 
 from ..core.param import Param, Stack, Table
 from ..parallel import vocab
-from . import rope as rotary
-from .linear import linear
-from .mlp import gated_mlp
-from .norm import rms_norm
+from .layers import rope as rotary
+from .layers.linear import linear
+from .layers.mlp import gated_mlp
+from .layers.norm import rms_norm
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..core.param import Param, Stack, Table
-from . import dense, moe, qwen3
+from . import dense, qwen3
 from .dense import embed as embed
+from .layers import moe
 
 
 @dataclass(frozen=True)

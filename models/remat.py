@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import jax
 
-from . import attention
+from .attention import chunked
 
 Name = Literal["layer_input", "qkv", "attention", "attention_out", "mlp_gate_up"]
 Preset = Literal["full", "dots", "none", "offload"]
@@ -27,7 +27,7 @@ Keep = Preset | Named
 OFFLOAD: Named = tuple((name, "offload") for name in get_args(Name))
 DOTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(attention.OUTPUT, "mlp_gate_up"),
+    jax.checkpoint_policies.save_only_these_names(chunked.OUTPUT, "mlp_gate_up"),
 )
 
 

@@ -15,9 +15,11 @@ from ..core.batch import Batch
 from ..core.segments import segment_index
 from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
-from . import backends, grouped, moe, remat, rope
-from .linear import linear
-from .norm import rms_norm
+from . import remat
+from .attention import backends
+from .layers import grouped, moe, rope
+from .layers.linear import linear
+from .layers.norm import rms_norm
 from .remat import Keep
 
 

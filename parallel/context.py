@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from . import mesh as meshes
 from . import ring as rings
-from .island import island, rows
 from .rules import constrain, spec
+from .shard_map import island, rows
 
 Method = Literal["gather", "ulysses", "ring"]
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ..core import param
 from . import mesh as meshes
 from .exchange import exchange
-from .island import island, rows
+from .shard_map import island, rows
 
 Method = Literal["gather", "all_to_all"]
 BLOCKS = 8, 256  # fewest and most rows of a block

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from ..core import logprobs
 from ..core.shapes import shaped
 from . import mesh as meshes
-from .island import island, rows
+from .shard_map import island, rows
 
 TABLE = P("tp", None)  # a vocabulary's matrix while it is used
 

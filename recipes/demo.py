@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areax import models
-from areax.adapters import report, tokenizer, tracker
+from areax.adapters import tokenizer
+from areax.adapters.report import build
+from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
-from areax.recipes import common, grpo, sft
-from areax.rollout import arithmetic
-from areax.rollout.local import Serve
+from areax.recipes import grpo, sft
+from areax.recipes.shared import common
+from areax.rollout.servers.local import Serve
+from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Sampling
 
 MODEL = {
@@ -65,7 +68,7 @@ def main(config: Config) -> int:
     began = time.monotonic()
     out = common.out_directory(config.out)
     heldout = write_data(config, out)
-    if not (out / "sft" / tracker.SUMMARY).exists() or not config.controls:
+    if not (out / "sft" / run_dir.SUMMARY).exists() or not config.controls:
         print("1 of 3  supervised fine-tuning of a new model")
         sft.main(sft_config(config, out))
     if config.controls:
@@ -88,13 +91,13 @@ def main(config: Config) -> int:
         "report": str(out / "report.html"),
         "complete": rl["complete"],
     }
-    tracker.write_json(out / tracker.SUMMARY, summary)
-    report.report(out)
+    run_dir.write_json(out / run_dir.SUMMARY, summary)
+    build.report(out)
     before, after = summary["sft_accuracy"], summary["rl_accuracy"]
     print(
         f"\nheld-out accuracy, greedy, {heldout} rows: {_percent(before)} after SFT, {_percent(after)} after "
         f"{rl['steps']} steps of GRPO\ncheckpoint  {summary['checkpoint']}\nreport      {summary['report']}\n"
-        f"summary     {out / tracker.SUMMARY}\nseconds     {summary['seconds']:.0f}"
+        f"summary     {out / run_dir.SUMMARY}\nseconds     {summary['seconds']:.0f}"
     )
     return 0 if rl["complete"] else 130
 
@@ -111,7 +114,7 @@ def controls(config: Config, out: Path) -> int:
         changes = {"shuffle_rewards": True} if name == "shuffled" else frozen
         run = dataclasses.replace(run, **changes, steps=(config.rl_steps + 1) // 2)
         results[name] = grpo.main(run)["accuracy"]
-    tracker.write_json(out / "controls.json", results)
+    run_dir.write_json(out / "controls.json", results)
     for name, accuracy in results.items():
         print(f"control {name:9} held-out accuracy {_percent(accuracy)}, must stay below 60 %")
     return int(any(accuracy is None or accuracy >= 0.6 for accuracy in results.values()))
@@ -131,7 +134,7 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
     return grpo.Config(
         model=str(out / "sft/model"), data=str(out / "data/train.jsonl"),
         heldout=str(out / f"data/{config.rows}.jsonl"),
-        reward="areax.rollout.arithmetic:reward", out=str(out / name), eta=config.eta, steps=config.rl_steps,
+        reward="areax.rollout.tasks.arithmetic:reward", out=str(out / name), eta=config.eta, steps=config.rl_steps,
         groups=64, group_size=8, max_concurrent=192, sampling=Sampling(max_new_tokens=4), length=64, rows=40,
         objective=GRPO(advantage={"std": "none"}), optim=Optimizer(lr=config.rl_lr, b2=0.99, warmup=10),
         serve=Serve(slots=128, context=64), evaluate_every=25, seed=config.seed,
@@ -154,20 +157,20 @@ def write_data(config: Config, out: Path) -> int:
     tokenizer.save(tokens, out / "base")
     source = {**MODEL, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
     hf = models.config_to_hf(models.config_from_hf(source))
-    tracker.write_json(out / "base" / "config.json", hf)
+    run_dir.write_json(out / "base" / "config.json", hf)
     return len(splits[config.rows])
 
 
 def _join(out: Path) -> None:
     """Both stages' lines in one run directory, for one report."""
-    for name in (tracker.METRICS, tracker.SAMPLES):
+    for name in (run_dir.METRICS, run_dir.SAMPLES):
         lines, before = [], 0.0
         for stage in ("sft", "grpo"):
-            own = list(tracker.read_lines(out / stage / name))
+            own = list(run_dir.read_lines(out / stage / name))
             lines += [{**line, "seconds": before + line["seconds"]} if "seconds" in line else line for line in own]
             before = max((line.get("seconds", 0.0) for line in lines), default=0.0)
         (out / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tracker.write_json(out / tracker.CONFIG, json.loads((out / "grpo" / tracker.CONFIG).read_text()))
+    run_dir.write_json(out / run_dir.CONFIG, json.loads((out / "grpo" / run_dir.CONFIG).read_text()))
 
 
 def _percent(value) -> str:

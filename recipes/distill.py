@@ -16,17 +16,17 @@ import jax
 
 from areax import models
 from areax.adapters import tokenizer
-from areax.adapters.sinks import Sinks
+from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
-from areax.models import teacher
+from areax.models import frozen as teacher
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import common, learner, offline
+from areax.recipes.shared import common, learner, offline
 from areax.rollout import client
-from areax.rollout import teacher as served
 from areax.rollout.types import Sample
+from areax.rollout.workflows import teacher as served
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Config:
         theirs in "teacher"; equal names share the work. They need --objective.top-k.
       objective: the divergence, on what it is computed, and what goes beside it.
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
       out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics, report.
       init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areax.adapters import compilation, tokenizer
-from areax.recipes import common
-from areax.rollout import agents, binding, episodes, executor, local, names, rewards
+from areax.adapters import tokenizer
+from areax.adapters.runtime import compile_cache
+from areax.recipes.shared import common
+from areax.rollout import object_path, rewards
+from areax.rollout.scheduling import episodes, executor
+from areax.rollout.servers import local
 from areax.rollout.types import Sampling
+from areax.rollout.workflows import agents, resolve
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Config:
       model: Hugging Face directory with weights and tokenizer; with `servers`, the tokenizer alone is read.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       workflow: an episode: `module:function` that takes `generate` and a row, or an agent (`rollout.binding.bind`).
       workflow_options: a JSON object of further arguments of the workflow.
@@ -58,15 +62,15 @@ class Config:
 
 def main(config: Config) -> dict:
     """Returns {"accuracy": mean reward, "rows", "samples", "unscorable", "truncated", "length", "stderr"}."""
-    compilation.keep()
+    compile_cache.keep()
     return asyncio.run(evaluate(config))
 
 
 async def evaluate(config: Config) -> dict:
     tokens = tokenizer.load(config.model)
     rows = common.keep_short(common.read_rows(config.data, config.row, config.limit), tokens, config.max_prompt)
-    binding.find(config.workflow)
-    names.resolve(config.reward)
+    resolve.find(config.workflow)
+    object_path.resolve(config.reward)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         fleet = await enter(
@@ -76,9 +80,9 @@ async def evaluate(config: Config) -> dict:
             rewards.pool(config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s)
         )
         episode = await enter(
-            binding.bind(
+            resolve.bind(
                 config.workflow, tokenizer=tokens, reward=reward, sampling=config.sampling, agent=config.agent,
-                options=binding.options(config.workflow_options),
+                options=resolve.options(config.workflow_options),
             )
         )  # fmt: skip
         groups = await executor.rollouts(

@@ -19,34 +19,27 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import compilation, hf, sinks, state, tokenizer, trace, tracker
+from areax.adapters import hf, orbax, tokenizer
+from areax.adapters.report import chrome_trace
+from areax.adapters.runtime import compile_cache
+from areax.adapters.tracking import run_dir, sinks
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
-from areax.parallel import follow, processes
 from areax.parallel.mesh import Layout
-from areax.recipes import common, describe, learner, probe, publishing
-from areax.recipes.trainer import CriticOptions, Trainer, advance, build, restore, saved
-from areax.rollout import (
-    agents,
-    binding,
-    client,
-    episodes,
-    executor,
-    figures,
-    journal,
-    local,
-    loop,
-    names,
-    publish,
-    rest,
-    rewards,
-    teacher,
-)
-from areax.rollout.curriculum import Curriculum, ordered
-from areax.rollout.server_types import Probe
+from areax.parallel.multihost import lockstep, processes
+from areax.recipes.shared import common, describe, learner, probe, publishing
+from areax.recipes.shared.trainer import CriticOptions, Trainer, advance, build, restore, saved
+from areax.rollout import client, events, loop, object_path, rewards
+from areax.rollout.fleet import offload, step_metrics
+from areax.rollout.fleet.push import Push
+from areax.rollout.scheduling import episodes, executor
+from areax.rollout.scheduling.curriculum import Curriculum, ordered
+from areax.rollout.servers import local
+from areax.rollout.servers.types import Probe
 from areax.rollout.types import Sample, Sampling, Workflow
+from areax.rollout.workflows import agents, resolve, teacher
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +54,7 @@ class Config:
       model: Hugging Face directory with weights and tokenizer.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
@@ -128,7 +121,7 @@ class Config:
     servers: tuple[str, ...] = ()
     stagers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
-    push: publish.Push = publish.Push()
+    push: Push = Push()
     colocated: bool = False
     published: str = ""
     eta: int = 1
@@ -167,8 +160,8 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
-        binding.options(self.workflow_options)
-        if self.workflow == binding.ONLINE and (self.heldout or self.objective.advantage.mean not in ("batch", "none")):
+        resolve.options(self.workflow_options)
+        if self.workflow == resolve.ONLINE and (self.heldout or self.objective.advantage.mean not in ("batch", "none")):
             raise ValueError(
                 "--workflow online: users' sessions are no group to be compared, nor can they be evaluated; take "
                 f"--objective.advantage.mean batch without --heldout, got {self.objective.advantage.mean} and "
@@ -256,7 +249,7 @@ def main(config: Config) -> dict:
     """
     began = time.monotonic()
     common.keep_memory()
-    compilation.keep()
+    compile_cache.keep()
     if config.colocated and not config.serve.inside:
         common.share_devices()
     with processes.job() as index:
@@ -269,7 +262,7 @@ def main(config: Config) -> dict:
         out = common.out_directory(config.out)
         processes.same("options", config)
         trainer = build(config)
-        with state.open_store(out / "state") as store:
+        with orbax.open_store(out / "state") as store:
             cursor = restore(trainer, store)
             start, policy = trainer.version, trainer.policy
             work: dict[str, Callable] = {
@@ -284,19 +277,19 @@ def main(config: Config) -> dict:
                 "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
             }
             if index > 0:
-                follow.follow(work)
+                lockstep.follow(work)
                 return {}
-            with follow.lead(work) as do:
+            with lockstep.lead(work) as do:
                 summary = asyncio.run(train(config, trainer, do, start, cursor, tokens, *inputs))
                 summary["seconds"] = time.monotonic() - began
-                tracker.write_json(out / tracker.SUMMARY, summary)
+                run_dir.write_json(out / run_dir.SUMMARY, summary)
                 return summary
 
 
 def read(config: Config, tokens) -> tuple:
     """(prompts, held-out rows), and sees that there are a reward and a workflow."""
-    names.resolve(config.reward)
-    binding.find(config.workflow)
+    object_path.resolve(config.reward)
+    resolve.find(config.workflow)
     rows = common.read_rows(config.data, config.row, config.limit)
     heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
     rows, heldout = (common.keep_short(some, tokens, config.max_prompt) for some in (rows, heldout))
@@ -309,10 +302,10 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
         keep = {kind: start for kind in ("grpo", "eval")}
-        run = enter(tracker.open_run(out, config=config, keep=keep))
+        run = enter(run_dir.open_run(out, config=config, keep=keep))
         track = enter(sinks.following(out, config.track))
-        enter(journal.writing(out / trace.JOURNAL))
-        tick = enter(tracker.progress("grpo", config.steps, start=start))
+        enter(events.writing(out / chrome_trace.JOURNAL))
+        tick = enter(run_dir.progress("grpo", config.steps, start=start))
         way = await enter_async(publishing.opened(config, trainer.policy, do, tokens, start))
         fleet = await enter_async(
             common.fleet(
@@ -328,8 +321,8 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             )
         )  # fmt: skip
         play = functools.partial(
-            binding.bind, config.workflow, tokenizer=tokens, reward=reward, agent=config.agent,
-            options=binding.options(config.workflow_options),
+            resolve.bind, config.workflow, tokenizer=tokens, reward=reward, agent=config.agent,
+            options=resolve.options(config.workflow_options),
         )  # fmt: skip
         episode = fitting(await enter_async(play(sampling=config.sampling)), config)
         plain = replace(config.sampling, temperature=0.0, routed_experts=False)
@@ -360,8 +353,8 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             **{name: rollout.counts[name] for name in ("rejected", "refused", "failed", "stopped", "lost", "retries")},
             "reward_retries": reward.counts["retried"],
         }
-        watched = figures.Figures(fleet, counted)
-        enter(journal.watching(watched.see))
+        watched = step_metrics.Figures(fleet, counted)
+        enter(events.watching(watched.see))
         track.live = watched.live
 
         ids = probe.prompt(tokens, prompts.rows, config.length) if config.push.tolerance else ()
@@ -372,7 +365,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
             return functools.partial(publishing.push, way, fleet, v, host, known)
 
         async def evaluate(v: int):
-            with journal.about(of="evaluation"):
+            with events.about(of="evaluation"):
                 groups = await executor.rollouts(greedy, fleet.generate, heldout, max_concurrent=config.max_concurrent)
             values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
             accuracy[v] = float(np.nanmean(values))
@@ -381,7 +374,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, start: int, curs
         async def batch(v: int):
             groups = await rollout.batch(v)
             if config.colocated:
-                rested.append(await rest.offload(fleet))
+                rested.append(await offload.offload(fleet))
             return groups
 
         def on_step(v: int, report: dict, seconds: dict[str, float]):
@@ -434,8 +427,8 @@ def fitting(episode: Workflow, config: Config) -> Workflow:
         kept = [s for s in samples if len(s.tokens) <= config.length]
         for n in (len(s.tokens) for s in samples if len(s.tokens) > config.length):
             long.append(n)
-            journal.note("left_out", tokens=n)
-            log.warning("a row of %d tokens is left out: longer than --length; %s", n, names.row(row))
+            events.note("left_out", tokens=n)
+            log.warning("a row of %d tokens is left out: longer than --length; %s", n, object_path.row(row))
         if kept:
             long.clear()
         if len(long) >= TOO_LONG:

@@ -16,13 +16,13 @@ import jax
 
 from areax import models
 from areax.adapters import hf, tokenizer
-from areax.adapters.sinks import Sinks
+from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses, preference, step
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import common, learner, offline
+from areax.recipes.shared import common, learner, offline
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
@@ -37,7 +37,7 @@ class Config:
       data: rows with "prompt" (or "messages"), "chosen" and "rejected", for KTO "completion" and a "label" true or
         false: a JSONL or Parquet file, a folder, or a hub name.
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
       out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics; "" = runs/ and
         the objective's name.

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areax import models
-from areax.adapters import chat, tokenizer
-from areax.adapters.sinks import Sinks
+from areax.adapters import tokenizer
+from areax.adapters.data import chat_sft
+from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import common, learner, offline
+from areax.recipes.shared import common, learner, offline
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Config:
       data: rows with "prompt" (or "messages") and "completion", or with "messages" of which the last is the
         assistant's: a JSONL or Parquet file, a folder, or a hub name.
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.formats:auto` reads the usual formats; "" = records are rows.
+        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, report.
@@ -57,7 +58,7 @@ class Config:
     out: str = "runs/sft"
     row: str = ""
     limit: int = 0
-    learn: chat.Learn = "last"
+    learn: chat_sft.Learn = "last"
     init: Literal["checkpoint", "random"] = "checkpoint"
     heldout: str = ""
     steps: int = 100

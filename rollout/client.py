@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 import aiohttp
 
-from . import recovery, rest
-from .fleet import TIMEOUTS, Restart
-from .fleet import Fleet as Fleet
-from .fleet import Timeouts as Timeouts
-from .server import Handover
-from .server import connect as connect_server
+from .fleet import health, offload
+from .fleet.fleet import TIMEOUTS, Restart
+from .fleet.fleet import Fleet as Fleet
+from .fleet.fleet import Timeouts as Timeouts
+from .servers.server import Handover
+from .servers.server import connect as connect_server
 
 
 @contextlib.asynccontextmanager
@@ -59,22 +59,22 @@ async def connect(
             *(connect_server(url, http, ready_s=ready_s, handover=handover, reach_s=timeouts.reach_s) for url in urls)
         )
         if stagers:
-            from . import depot  # with a web server, which other fleets need not load
+            from .weights import file_server  # with a web server, which other fleets need not load
 
-            here = await stack.enter_async_context(depot.serve(depot.towards(stagers[0])))
+            here = await stack.enter_async_context(file_server.serve(file_server.towards(stagers[0])))
             for server, url in zip(servers, stagers, strict=True):
-                server.stager = depot.Stager(url, http, here)
+                server.stager = file_server.Stager(url, http, here)
         fleet = assemble(servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts)
-        watching = asyncio.create_task(recovery.watch(fleet))
+        watching = asyncio.create_task(health.watch(fleet))
         try:
             yield fleet
         finally:
             watching.cancel()
-            await rest.resume_all(fleet)
+            await offload.resume_all(fleet)
             await fleet.close()
             await asyncio.gather(watching, return_exceptions=True)
 
 
 def assemble(servers: Sequence, **options) -> Fleet:
     """A Fleet of servers that are connected already, which recovers those that fail; options as `Fleet`."""
-    return Fleet(servers, recovery.recover, **options)
+    return Fleet(servers, health.recover, **options)

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from . import journal
+from . import events
 
 Push = Callable[[], Awaitable[Any]]
 PARTS = ("publish_s", "save_s", "wait_s", "rollout_s", "update_s")  # of a step, one after the other
@@ -80,7 +80,7 @@ async def run(
             yield
         finally:
             seconds[part] += now() - began
-            journal.note("part", begun=began, name=part.removesuffix("_s"))
+            events.note("part", begun=began, name=part.removesuffix("_s"))
 
     async def bring(v: int, push: Push | None) -> None:
         if push:

@@ -4,7 +4,7 @@ import uuid
 
 import torch
 
-from areax.rollout.areal import (
+from areax.rollout.workflows.areal import (
     AsyncRewardWrapper,
     GenerationHyperparameters,
     InferenceEngine,

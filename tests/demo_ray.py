@@ -13,7 +13,8 @@ from pathlib import Path
 
 import raylets
 
-from areax.adapters import report, tracker
+from areax.adapters.report import build
+from areax.adapters.tracking import run_dir
 from areax.recipes import demo, grpo, sft
 
 OUT = Path("runs/demo-ray")
@@ -38,8 +39,8 @@ def main():
     demo.write_data(config, OUT)
     for old in ("grpo", "logs"):
         shutil.rmtree(OUT / old, ignore_errors=True)
-    if not (OUT / "sft" / tracker.SUMMARY).exists():
-        if Path("runs/demo/sft", tracker.SUMMARY).exists():
+    if not (OUT / "sft" / run_dir.SUMMARY).exists():
+        if Path("runs/demo/sft", run_dir.SUMMARY).exists():
             shutil.copytree("runs/demo/sft", OUT / "sft", dirs_exist_ok=True)
         else:
             sft.main(demo.sft_config(config, OUT))
@@ -53,9 +54,9 @@ def main():
             [*command, "--logs", str(OUT / "logs"), "--", "train", "grpo", *words(run, usual)]
         ).returncode
     seconds = time.monotonic() - began
-    summary = json.loads((OUT / "grpo" / tracker.SUMMARY).read_text())
-    servers = json.loads((OUT / "grpo" / tracker.CONFIG).read_text())["servers"]
-    print(report.report(OUT / "grpo"))
+    summary = json.loads((OUT / "grpo" / run_dir.SUMMARY).read_text())
+    servers = json.loads((OUT / "grpo" / run_dir.CONFIG).read_text())["servers"]
+    print(build.report(OUT / "grpo"))
     rules = {
         "exit code 0": code == 0,
         "two servers on two nodes": {url.split("/")[2].split(":")[0] for url in servers} == set(raylets.ADDRESSES),

@@ -7,7 +7,7 @@ import anthropic
 import openai
 
 from areax.adapters import tokenizer
-from areax.rollout.conversation import Session
+from areax.rollout.chat.session import Session
 from areax.rollout.gateway.server import serve
 from areax.rollout.types import Completion
 

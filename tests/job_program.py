@@ -1,4 +1,4 @@
-"""What the processes of test_parallel_processes.py run: python job_program.py FUNCTION ARGUMENTS."""
+"""What the processes of test_parallel_multihost_processes.py run: python job_program.py FUNCTION ARGUMENTS."""
 
 import json
 import sys
@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from areax import models
-from areax.adapters import hf, state
+from areax.adapters import hf, orbax
 from areax.core import losses, optim, param, step
 from areax.models import lora
-from areax.parallel import follow, mesh, place, processes, rules
-from areax.recipes import common, grpo, learner, trainer
+from areax.parallel import batches, mesh, rules
+from areax.parallel.multihost import lockstep, processes
+from areax.recipes import grpo
+from areax.recipes.shared import common, learner, trainer
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
@@ -60,9 +62,9 @@ def grpo_steps(model: str, layout: str, out: str, beside: str = "reference") -> 
         "write": lambda: hf.save(out, learning.policy.settings, learner.weights(learning.policy)),
     }
     if jax.process_index() > 0:
-        follow.follow(work)
+        lockstep.follow(work)
         return []
-    with follow.lead(work) as do:
+    with lockstep.lead(work) as do:
         reports = [do("advance", groups(i)) for i in range(3)]
         do("write")
     return [{k: v for k, v in report.items() if isinstance(v, float)} for report in reports]
@@ -87,7 +89,7 @@ def filled(model: str, layout: str):
 
 
 def save_state(model: str, layout: str, path: str) -> None:
-    with state.open_store(path) as store:
+    with orbax.open_store(path) as store:
         store.save(7, filled(model, layout), {"next": 3})
 
 
@@ -95,7 +97,7 @@ def restore_state(model: str, layout: str, path: str) -> dict:
     """How many arrays came back, and how many of them as they were, to the bit, on this process's devices."""
     whole = filled(model, layout)
     like = jax.tree.map(lambda x: jax.jit(jnp.zeros_like, out_shardings=x.sharding)(x), whole)
-    with state.open_store(path) as store:
+    with orbax.open_store(path) as store:
         back, cursor = store.restore(like)
     assert cursor == {"next": 3} and store.latest == 7
     bits = lambda x: [np.asarray(one.data).tobytes() for one in x.addressable_shards]
@@ -106,7 +108,7 @@ def restore_state(model: str, layout: str, path: str) -> dict:
 def load_and_export(model: str, layout: str, out: str) -> dict:
     """What memory this process takes at most, beyond what it had, to load its part of a checkpoint and to export it."""
     on = mesh.make(mesh.Layout(**json.loads(layout)))
-    jax.block_until_ready(place.host(jax.jit(lambda: jnp.zeros(8), out_shardings=jax.NamedSharding(on, jax.P()))()))
+    jax.block_until_ready(batches.host(jax.jit(lambda: jnp.zeros(8), out_shardings=jax.NamedSharding(on, jax.P()))()))
     (config, params), loading = growth(lambda: hf.load(model, mesh=on))
     held = sum(one.data.nbytes for x in jax.tree.leaves(params) for one in x.addressable_shards)
     _, exporting = growth(lambda: hf.save(out, config, params))

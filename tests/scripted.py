@@ -8,7 +8,7 @@ import types
 
 import aiohttp.web
 
-from areax.rollout.labels import version_of
+from areax.rollout.servers.labels import version_of
 
 V0, V1, V2 = "0-00000000", "1-11111111", "2-22222222"
 

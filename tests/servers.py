@@ -121,7 +121,7 @@ def embedded(path, *, environment=None, **options):
 @contextlib.contextmanager
 def stager(root):
     """The address of a stager in a process of its own, which keeps versions in `root`."""
-    command = [sys.executable, "-m", "areax.rollout.stager", "--port", "0", "--root", str(root)]
+    command = [sys.executable, "-m", "areax.rollout.weights.stager", "--port", "0", "--root", str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process.stdout.readline().split()[0]

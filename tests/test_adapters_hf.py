@@ -16,8 +16,8 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
 from areax.core import param
-from areax.rollout import store
-from areax.rollout.labels import read_label
+from areax.rollout.servers.labels import read_label
+from areax.rollout.weights import store
 
 CONFIG = dict(
     model_type="qwen3", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,

@@ -18,10 +18,14 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areax.adapters import cli, launch_devices, launch_job, trace, tracker
-from areax.adapters.launch_host import PYTHON, Host
-from areax.adapters.launch_job import Part
-from areax.rollout import arithmetic
+from areax.adapters import cli
+from areax.adapters.launch import devices as launch_devices
+from areax.adapters.launch import job as launch_job
+from areax.adapters.launch.host import PYTHON, Host
+from areax.adapters.launch.job import Part
+from areax.adapters.report import chrome_trace
+from areax.adapters.tracking import run_dir
+from areax.rollout.tasks import arithmetic
 
 # Answers /health as a server does; says in a file which GPUs it was given, and what it was ended by.
 SERVER = """
@@ -88,7 +92,7 @@ def data(tmp_path_factory):
 def grpo(data, out, steps):
     """The words of a small run."""
     named = {
-        "model": data / "model", "data": data / "rows.jsonl", "reward": "areax.rollout.arithmetic:reward",
+        "model": data / "model", "data": data / "rows.jsonl", "reward": "areax.rollout.tasks.arithmetic:reward",
         "out": out, "steps": steps, "groups": 4, "group-size": 4, "max-concurrent": 8, "length": 32, "rows": 4,
         "eta": 0, "sampling.max-new-tokens": 4, "objective.advantage.std": "none", "optim.lr": 0.01,
     }  # fmt: skip
@@ -101,7 +105,7 @@ SERVED = ["--servers", "2", "--server.slots", "8", "--server.context", "64"]
 def trained(out, steps):
     """The addresses of a run's servers, if it did its steps and they have the last version."""
     summary = json.loads((out / "summary.json").read_text())
-    lines = [line for line in tracker.read_lines(out / "metrics.jsonl") if line["kind"] == "grpo"]
+    lines = [line for line in run_dir.read_lines(out / "metrics.jsonl") if line["kind"] == "grpo"]
     assert [line["step"] for line in lines] == list(range(1, steps + 1)) and summary["complete"]
     # the servers sample from what the trainer has pushed: it finds the same log-probabilities
     assert all(line["max_logp_diff"] <= 1e-4 for line in lines)
@@ -268,7 +272,7 @@ def test_what_a_killed_launcher_started_ends(tmp_path):
     child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '1000']); print(p.pid, flush=True); p.wait()"
     program = (
         "import time\n"
-        "from areax.adapters.launch_host import PYTHON, Host\n"
+        "from areax.adapters.launch.host import PYTHON, Host\n"
         "host = Host()\n"
         f"host.start('one', [PYTHON, '-c', {child!r}], {{}}, {str(tmp_path / 'log')!r})\n"
         "print(host.scratch('nowhere'), flush=True)\n"
@@ -296,7 +300,7 @@ def test_a_server_is_killed_and_comes_back_with_the_newest_weights(data, tmp_pat
         os.kill(before[1], signal.SIGKILL)
         jobs.until(lambda: serving(urls[1]) not in (None, before[1]))
 
-        changes = lambda: [x for x in tracker.read_lines(out / trace.JOURNAL) if x["kind"] == "server"]
+        changes = lambda: [x for x in run_dir.read_lines(out / chrome_trace.JOURNAL) if x["kind"] == "server"]
         jobs.until(lambda: [x["state"] for x in changes() if x["url"] == urls[1]][-1:] == ["healthy"])
         again = serving(urls[1])
         assert (

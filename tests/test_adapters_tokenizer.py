@@ -253,7 +253,7 @@ def test_the_window_of_a_decoder_does_not_grow():
 
 def test_importing_it_loads_no_transformers():
     program = (
-        "import sys, areax.adapters.tokenizer, areax.adapters.datasets\n"
+        "import sys, areax.adapters.tokenizer, areax.adapters.data.datasets\n"
         "print(*{'transformers', 'tokenizers', 'datasets', 'pyarrow', 'jax', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from areax import models
 from areax.core import balance, losses, metrics, packing, param, step
-from areax.models import moe
+from areax.models.layers import moe
 from areax.rollout.types import supervised
 
 BOTH = balance.Balance(load=0.3, z=0.02)

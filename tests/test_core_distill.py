@@ -15,8 +15,8 @@ import torch
 
 from areax import models
 from areax.core import divergence, logprobs, losses, metrics, packing, step
-from areax.models import teacher
-from areax.parallel import mesh, place, rules
+from areax.models import frozen as teacher
+from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
 KINDS = ("forward", "reverse", "js")
@@ -264,7 +264,7 @@ def sgd_step(data, objective, *, rows=ROWS, layout=ONE, run=RUN, local=True):
         shardings = rules.of_state(sgd, models.table(config), on)
         score = partial(teacher.score, objective=objective, config=config, teacher_config=its, run=run)
         frozen = (jax.device_put(weights, rules.of_params(models.table(its), on)),) * local
-        batch = jax.jit(objective.prepare)(place.batch(packing.pack(data, LENGTH, rows=rows), on))
+        batch = jax.jit(objective.prepare)(batches.batch(packing.pack(data, LENGTH, rows=rows), on))
         state = step.init(jax.tree.map(jnp.copy, jax.device_put(params, shardings.params)), sgd, shardings)
         state, report = step.make_step(score, objective, sgd, shardings)(state, batch, *frozen)
         return metrics.to_dict(report), jax.tree.map(np.asarray, state.params)

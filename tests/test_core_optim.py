@@ -11,10 +11,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from areax.adapters import aot
-from areax.adapters import state as states
+from areax.adapters import orbax as states
+from areax.adapters.commands import aot
 from areax.core import matrixwise, metrics, optim, packing, param, step
-from areax.parallel import mesh, place, rules
+from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
 weight = lambda axes, key="w.weight", **rest: param.Param(axes, (key,), jax.nn.initializers.normal(), **rest)
@@ -358,7 +358,7 @@ def test_the_state_is_split_like_the_weights_and_skipped(name, tmp_path):
     batch = packing.pack([supervised([1], [2, 3], sample=i, rollout=i) for i in range(8)], 4, rows=8)
     with jax.set_mesh(on):
         start = step.init(jax.device_put(weights, shardings.params), optimizer, shardings)
-        split = place.batch(batch, on)
+        split = batches.batch(batch, on)
         lowered = step.make_step(quadratic, Quadratic, optimizer, shardings).lower(start, split)
         update = lowered.compile(aot.CHEAP)
         stepped, _ = update(start, split)

@@ -20,8 +20,9 @@ import tiny
 import yaml
 
 from areax import models
-from areax.adapters import cli, hf, tokenizer, tracker
-from areax.rollout import local
+from areax.adapters import cli, hf, tokenizer
+from areax.adapters.tracking import run_dir
+from areax.rollout.servers import local
 
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.S)
 NAMED = re.compile(r"`([\w/]+\.(?:py|jsonl))`")
@@ -130,7 +131,7 @@ def scored(out, run=""):
     """That both rows of the evaluation have a reward, and each step of the run; and that its model was written."""
     assert '"samples": 2,\n  "unscorable": 0,' in out
     if run:
-        steps = [line for line in tracker.read_lines(f"{run}/metrics.jsonl") if line["kind"] == "grpo"]
+        steps = [line for line in run_dir.read_lines(f"{run}/metrics.jsonl") if line["kind"] == "grpo"]
         assert [math.isfinite(step["reward"]) for step in steps] == [True] * 2
         assert Path(f"{run}/model").is_dir()
 

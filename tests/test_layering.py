@@ -8,22 +8,40 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("core", "parallel", "models", "rollout", "rollout/engine", "rollout/gateway", "adapters", "recipes")
-FILES = [file for folder in FOLDERS for file in sorted((ROOT / folder).glob("*.py"))]
-WORKERS = ("rollout", "rollout/gateway")
+TOP = ("core", "parallel", "models", "rollout", "adapters", "recipes")
+FILES = [file for top in TOP for file in sorted((ROOT / top).rglob("*.py"))]
+FAMILIES = ("dense", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MOST_ENTRIES = {"rollout": 20, "adapters": 18, "models": 10}  # families not counted
 
-ANYTHING = {"core", "parallel", "models", "rollout", "adapters", "recipes"}
-MAY_IMPORT = {  # folder or file -> folders and modules of ours; a file's own entry comes first
+# Folder or file -> folders and modules of ours that it may import, beside its own folder; the longest name counts.
+BASE = {"rollout." + name for name in ("types", "errors", "events", "object_path", "http_process")}
+SERVERS = BASE | {"rollout.servers"}
+CHAT = BASE | {"rollout.sandbox", "rollout.rewards", "rollout.chat"}
+FLEET = SERVERS | {"rollout.weights", "rollout.fleet"}
+WORKFLOWS = CHAT | FLEET | {"rollout.gateway", "rollout.workflows"}
+ANYTHING = set(TOP)
+MAY_IMPORT = {
     "core": {"core"},
     "parallel": {"parallel", "core"},
     "models": {"models", "core", "parallel"},
+    "rollout": BASE,
     "rollout/types.py": set(),
-    "rollout": {"rollout"},
-    "rollout/gateway": {"rollout"},
+    "rollout/errors.py": set(),
+    "rollout/sandbox": BASE,
+    "rollout/servers": BASE,
+    "rollout/rewards": BASE | {"rollout.sandbox"},
+    "rollout/tasks": BASE | {"rollout.rewards"},
+    "rollout/scheduling": BASE,
+    "rollout/chat": CHAT,
+    "rollout/weights": SERVERS,
+    "rollout/fleet": FLEET,
+    "rollout/gateway": SERVERS | CHAT,
+    "rollout/client.py": FLEET,
+    "rollout/workflows": WORKFLOWS,
+    "rollout/simulation": FLEET | {"rollout.client", "rollout.loop", "rollout.scheduling"},
     "rollout/engine": {
-        "rollout.engine",
-        "rollout.text",
         "rollout.types",
+        "rollout.chat.detokenizer",
         "core",
         "parallel",
         "models",
@@ -36,9 +54,13 @@ MAY_IMPORT = {  # folder or file -> folders and modules of ours; a file's own en
     "recipes": ANYTHING,
 }
 VERSION = {"", "__version__"}  # the root itself, which imports nothing
-ENGINE = "rollout.engine"  # inside the folder rollout, yet forbidden to it: it needs jax
 HEAVY = {"torch", "transformers", "datasets", "tokenizers", "orbax", "sglang", "peft"}
 NEVER_IN_ROLLOUT = HEAVY | {"jax", "jaxlib", "flax", "optax"}
+
+
+def worker(name):
+    """Whether a file is loaded by rollout workers, which have neither JAX nor torch."""
+    return name.startswith("rollout/") and not name.startswith("rollout/engine/")
 
 
 def shown(file):
@@ -78,33 +100,105 @@ def within(name, allowed):
     return any(name == entry or name.startswith(entry + ".") for entry in allowed)
 
 
+def allowed(name):
+    """Folders and modules that a file may import."""
+    folder = name.rpartition("/")[0]
+    parts = [name, *("/".join(folder.split("/")[:n]) for n in range(folder.count("/") + 1, 0, -1))]
+    mine = set() if folder == "rollout" else {folder.replace("/", ".")}
+    return next(MAY_IMPORT[part] for part in parts if part in MAY_IMPORT) | mine | VERSION
+
+
 def broken(name, source):
     """Yields the rules that a file breaks; `name` is its path, such as `core/packing.py`."""
     folder = name.rpartition("/")[0]
-    allowed = MAY_IMPORT.get(name, MAY_IMPORT[folder])
     package = ("areax", *folder.split("/"))
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             relative = isinstance(node, ast.ImportFrom) and node.level > 0
             ours = relative or any(m.split(".")[0] == "areax" for m in modules(node, package))
-            if ours and relative == (folder == "recipes"):
+            if ours and relative == (folder.split("/")[0] == "recipes"):
                 yield f"{name}:{node.lineno}: import ours absolutely in recipes, else relatively"
     for line, module, on_import in imports(source, package):
         top, _, rest = module.partition(".")
         if top == "areax":
-            into_engine = folder in WORKERS and within(rest, {ENGINE})
-            if into_engine or not within(rest, allowed | VERSION):
+            if not within(rest, allowed(name)):
                 yield f"{name}:{line}: {folder} may not import {module}"
-        elif folder in WORKERS and top in NEVER_IN_ROLLOUT:
+        elif worker(name) and top in NEVER_IN_ROLLOUT:
             yield f"{name}:{line}: rollout runs without {top}"
         elif on_import and top in HEAVY:
             yield f"{name}:{line}: import {top} inside the function that needs it"
 
 
+def arrows(sources):
+    """Module -> modules of ours that its source names anywhere: in functions and for type checkers too.
+
+    Args:
+      sources: path, such as `core/packing.py`, -> source.
+    """
+    dotted = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in sources}
+    found = {}
+    for module, name in dotted.items():
+        named = {m.removeprefix("areax.") for _, m, _ in imports(sources[name], ("areax", *name.split("/")[:-1]))}
+        found[module] = {m if m in dotted else m.rpartition(".")[0] for m in named} & set(dotted)
+    return found
+
+
+def circle(arrows):
+    """A way from a module back to itself, or None."""
+    done = set()
+
+    def walk(module, way):
+        if module in way:
+            return [*way[way.index(module) :], module]
+        if module not in done:
+            for other in sorted(arrows[module]):
+                if found := walk(other, [*way, module]):
+                    return found
+            done.add(module)
+
+    return next((found for module in sorted(arrows) if (found := walk(module, []))), None)
+
+
+def rooms(arrows):
+    """The arrows between folders, and files beside folders."""
+    room = lambda module: ".".join(module.split(".")[:2])
+    found = {room(module): set() for module in arrows}
+    for module, others in arrows.items():
+        found[room(module)] |= {room(other) for other in others} - {room(module)}
+    return found
+
+
 @pytest.mark.parametrize("file", FILES, ids=shown)
 def test_imports_point_down(file):
     assert not list(broken(shown(file), file.read_text()))
+
+
+def test_no_circle():
+    between = arrows({shown(file): file.read_text() for file in FILES})
+    assert len(between) == len(FILES) and sum(map(len, between.values())) > len(FILES)
+    assert circle(between) is None
+    assert circle(rooms(between)) is None
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ("from . import y", "from . import x"),
+        ("from . import y", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .x import f"),
+        ("from ..core.y import g", "def g():\n    from areax.core import x"),
+    ],
+)
+def test_a_circle_is_seen(a, b):
+    between = arrows({"core/x.py": a, "core/y.py": b})
+    assert circle(between) == ["core.x", "core.y", "core.x"]
+    assert circle(arrows({"core/x.py": a, "core/y.py": ""})) is None
+
+
+@pytest.mark.parametrize("folder", MOST_ENTRIES)
+def test_a_folder_is_read_at_a_glance(folder):
+    entries = [path for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert len([path for path in entries if path.stem not in FAMILIES]) <= MOST_ENTRIES[folder]
 
 
 def test_the_root_imports_nothing():
@@ -132,8 +226,15 @@ def test_the_root_imports_nothing():
         ("rollout/x.py", "def f():\n    import jax.numpy as jnp"),
         ("rollout/x.py", "from .engine import server"),
         ("rollout/x.py", "from . import engine"),
+        ("rollout/loop.py", "from .fleet import push"),
+        ("rollout/servers/x.py", "if TYPE_CHECKING:\n    from ..fleet.fleet import Fleet"),
+        ("rollout/weights/x.py", "from ..fleet import push"),
+        ("rollout/fleet/x.py", "from .. import client"),
+        ("rollout/scheduling/x.py", "from ..servers import types"),
+        ("rollout/chat/x.py", "from ..workflows import tools"),
+        ("rollout/gateway/x.py", "import jax"),
         ("rollout/x.py", "from ..core import packing"),
-        ("rollout/engine/x.py", "from ...adapters import datasets"),
+        ("rollout/engine/x.py", "from ...adapters.data import datasets"),
         ("rollout/engine/x.py", "from .. import client"),
         ("recipes/x.py", "from ..core import losses"),
         ("recipes/x.py", "import transformers"),
@@ -153,6 +254,7 @@ def test_a_broken_rule_is_seen(name, source):
         ("adapters/x.py", "from ..rollout.types import Sample\nfrom ..rollout import types"),
         ("adapters/cli.py", "from ..rollout import client\nfrom ..rollout.engine import server"),
         ("rollout/x.py", "import aiohttp\nfrom . import types\nfrom .types import Sample"),
+        ("rollout/fleet/x.py", "from ..weights import load\nfrom ..servers.types import State\nfrom . import push"),
         ("rollout/engine/x.py", "import jax\nfrom ..types import Sample\nfrom . import decode"),
         ("rollout/engine/x.py", "from ...adapters.hf import load\nfrom ...models import linear"),
         (
@@ -167,8 +269,9 @@ def test_a_lawful_import_passes(name, source):
 
 def test_rollout_loads_no_accelerator_library():
     """Rollout workers run on machines that have neither JAX nor torch."""
-    files = [file for file in FILES if file.parent.relative_to(ROOT).as_posix() in WORKERS]
-    names = [".".join(("areax", *file.relative_to(ROOT).with_suffix("").parts)) for file in files]
+    names = [
+        ".".join(("areax", *file.relative_to(ROOT).with_suffix("").parts)) for file in FILES if worker(shown(file))
+    ]
     program = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"

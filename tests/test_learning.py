@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 import tiny
 
-from areax.adapters import tracker
+from areax.adapters.tracking import run_dir
 from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.recipes import demo, distill, eval, grpo, preference, sft
-from areax.rollout import arithmetic
-from areax.rollout.local import Serve
+from areax.rollout.servers.local import Serve
+from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Sampling
 
 pytestmark = pytest.mark.learning
-REWARD = "areax.rollout.arithmetic:reward"
+REWARD = "areax.rollout.tasks.arithmetic:reward"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def learnt(place, name, objective, **changes) -> float:
 
 def test_imitation_stops_where_its_teacher_is(place):
     assert 0.2 < accuracy(place / "sft/model", place) < 0.55
-    losses = [x["nll"] for x in tracker.read_lines(place / "sft/metrics.jsonl") if "nll" in x]
+    losses = [x["nll"] for x in run_dir.read_lines(place / "sft/metrics.jsonl") if "nll" in x]
     assert losses[-1] < 0.4 * losses[0]
 
 
@@ -73,7 +73,7 @@ def test_a_critic_takes_the_place_of_groups(place):
     critic = grpo.CriticOptions(optim=Optimizer(lr=3e-3, b2=0.99, warmup=5), warmup=20)
     changes = dict(critic=critic, groups=512, group_size=1, minibatches=2)
     assert learnt(place, "PPO", losses.PPO(), **changes) >= 0.8
-    lines = [x for x in tracker.read_lines(place / "PPO/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "PPO/metrics.jsonl") if x["kind"] == "grpo"]
     assert max(x.get("explained_variance", 0) for x in lines) > 0.2
 
 

@@ -13,7 +13,7 @@ import tiny
 
 from areax.adapters import tokenizer
 from areax.rollout import client
-from areax.rollout.conversation import Session
+from areax.rollout.chat.session import Session
 from areax.rollout.gateway import server
 
 PROGRAM = Path(__file__).parent / "lm_program.py"

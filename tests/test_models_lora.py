@@ -11,10 +11,10 @@ import pytest
 import tiny
 
 from areax import models
-from areax.adapters import state
+from areax.adapters import orbax
 from areax.core import losses, metrics, optim, packing, param, step
 from areax.models import lora
-from areax.parallel import mesh, place, rules
+from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
 COMMON = dict(
@@ -111,7 +111,7 @@ def batch(rows, on=None):
         for i, n in enumerate(rng.integers(4, 25, 24))
     ]
     packed = packing.pack(data, LENGTH, rows=rows)
-    return packed if on is None else place.batch(packed, on)
+    return packed if on is None else batches.batch(packed, on)
 
 
 def sgd_step(family, layout, dispatch="gather"):
@@ -204,9 +204,9 @@ def test_saved_and_restored(tmp_path):
     assert not adapters["stacks"][0]
     adam = optim.make_optimizer(optim.Optimizer(), table)
     saved = step.init(adapters, adam)
-    with state.open_store(tmp_path) as store:
+    with orbax.open_store(tmp_path) as store:
         store.save(1, saved)
-    with state.open_store(tmp_path) as store:
+    with orbax.open_store(tmp_path) as store:
         got, _ = store.restore(jax.tree.map(jnp.zeros_like, saved))
         other = lora.table(models.table(model("qwen3_moe")[0]), lora.Lora(rank=3, targets=("expert_*",)))
         with pytest.raises(ValueError, match="must fit the model and optimiser"):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from areax.models import moe
+from areax.models.layers import moe
 from areax.parallel import experts, mesh
 from areax.parallel.exchange import exchange
-from areax.parallel.island import island
+from areax.parallel.shard_map import island
 
 B, T, D, F, E, K = 8, 6, 12, 8, 16, 3
 LAYOUTS = {

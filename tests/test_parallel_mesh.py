@@ -14,8 +14,9 @@ import pytest
 
 from areax import models
 from areax.core import balance, losses, metrics, packing, param, step
-from areax.models import attention
-from areax.parallel import context, experts, mesh, place, ring, rules
+from areax.models.attention.chunked import chunked
+from areax.parallel import batches as place
+from areax.parallel import context, experts, mesh, ring, rules
 from areax.rollout.types import Sample
 
 COMMON = dict(
@@ -233,7 +234,7 @@ def test_a_program_moves_what_its_method_says_and_no_hidden_states(how):
 @pytest.mark.parametrize("window, calls", [(None, "all-gather"), (7, "collective-permute"), (44, "all-gather")])
 def test_gathering_fetches_no_more_than_a_window_reaches(window, calls):
     """Six positions a device: a window of 7 reaches one device, one of 44 all of them."""
-    causal = partial(attention.causal, window=window)
+    causal = partial(chunked.causal, window=window)
     attend = partial(context.attention, causal, None, method="gather", window=window)
     x, place = jax.ShapeDtypeStruct((1, LENGTH, 2, 8), jnp.float32), jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     with jax.set_mesh(mesh.make(mesh.Layout(cp=8))):

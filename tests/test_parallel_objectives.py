@@ -7,7 +7,7 @@ import pytest
 from areax import models
 from areax.core import losses, packing
 from areax.core.critic import Critic
-from areax.parallel import mesh, place
+from areax.parallel import batches, mesh
 from areax.rollout.types import Sample
 
 GRPO = losses.GRPO
@@ -68,6 +68,6 @@ def test_devices_change_nothing(name):
     wanted = whole(batch)
     on = mesh.make(mesh.Layout(dp=2, cp=2, tp=2))
     with jax.set_mesh(on):
-        got = whole(place.batch(batch, on))
+        got = whole(batches.batch(batch, on))
     for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        np.testing.assert_allclose(place.host(a), b, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(batches.host(a), b, rtol=1e-4, atol=1e-6)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from areax import models
 from areax.adapters import hf
 from areax.core import losses, optim, packing, param, step
-from areax.parallel import mesh, place, rules
+from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
 HF = dict(
@@ -32,7 +32,7 @@ def trained(layout):
         update = step.make_step(lambda p, b: models.score(p, b, config=CONFIG), losses.SFT(), OPTIMIZER, shardings)
         rng = np.random.default_rng(0)
         rows = [supervised(rng.integers(0, 64, 4), rng.integers(0, 64, 9), sample=i, rollout=i) for i in range(8)]
-        batch = losses.SFT().prepare(place.batch(packing.pack(rows, 16, rows=8), on))
+        batch = losses.SFT().prepare(batches.batch(packing.pack(rows, 16, rows=8), on))
         start = step.init(params, OPTIMIZER, shardings)
         compiled = update.lower(start, batch).compile()
         return compiled(start, batch)[0], shardings, compiled, batch
@@ -91,7 +91,7 @@ def test_what_cannot_be_split_is_refused_by_name():
         rules.of_params(TABLE, mesh.make(FSDP8), both)
     rows = [supervised([1], [2, 3], sample=0, rollout=0)]
     with pytest.raises(ValueError, match=r"token_BT: .* batch of size 4 cannot be split over dp = 8 devices"):
-        place.batch(packing.pack(rows, 16, rows=4), mesh.make(mesh.Layout(dp=8)))
+        batches.batch(packing.pack(rows, 16, rows=4), mesh.make(mesh.Layout(dp=8)))
     with (
         jax.set_mesh(mesh.make(mesh.Layout(tp=8))),
         pytest.raises(ValueError, match="4 query heads cannot be split over 8 devices"),

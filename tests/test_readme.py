@@ -52,15 +52,20 @@ def indent(lines):
     return "\n".join(f"    {line}" for line in lines)
 
 
-def test_every_file_of_the_tree_exists():
+def test_the_tree_names_every_folder():
     tree = re.search(r"## The tree.*?```\n(.*?)```", README, re.S).group(1)
     root = Path(__file__).parent.parent
-    folder = ""
+    named, top = set(), ""
     for line in tree.splitlines():
-        if found := re.match(r"(\w+)/", line):
-            folder = found.group(1)
-        for name in re.findall(r"\b(\w+\.py)\b", line):
-            assert (root / folder / name).exists(), f"{folder}/{name}"
+        if found := re.match(r"( *)(\w+)/", line):
+            top = top if found.group(1) else found.group(2)
+            named.add(f"{top}/{found.group(2)}" if found.group(1) else top)
+    packages = {
+        path.parent.relative_to(root).as_posix()
+        for top in ("core", "models", "parallel", "rollout", "adapters", "recipes")
+        for path in (root / top).rglob("__init__.py")
+    }
+    assert packages <= named and all((root / folder).is_dir() for folder in named)
 
 
 def test_every_command_exists():

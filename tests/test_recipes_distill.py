@@ -9,13 +9,14 @@ import pytest
 import servers
 import tiny
 
-from areax.adapters import cli, hf, tokenizer, tracker
+from areax.adapters import cli, hf, tokenizer
+from areax.adapters.tracking import run_dir
 from areax.core.losses import Distill
 from areax.core.optim import Optimizer
 from areax.models import Run
 from areax.parallel.mesh import Layout
 from areax.recipes import distill
-from areax.rollout import arithmetic
+from areax.rollout.tasks import arithmetic
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def config(place, out, **changes):
 def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(place):
     held = str(place / "rows.jsonl")
     whole = distill.main(config(place, "whole", heldout=held))
-    lines = [line for line in tracker.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
+    lines = [line for line in run_dir.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
     assert whole["complete"] and len(lines) == 12
     assert lines[-1]["divergence"] < 0.5 * lines[0]["divergence"]
     assert whole["heldout_divergence"] < 0.5 * lines[0]["divergence"]

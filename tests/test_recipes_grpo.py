@@ -25,19 +25,24 @@ import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax import models
-from areax.adapters import cli, hf, peft, tokenizer, tracker
-from areax.adapters.sinks import Sinks
+from areax.adapters import cli, hf, peft, tokenizer
+from areax.adapters.tracking import run_dir
+from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses, param
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import describe, grpo, learner, publishing, trainer
-from areax.rollout import arithmetic, journal, local, names, publish
-from areax.rollout.curriculum import Curriculum
-from areax.rollout.episodes import sampling_seed
-from areax.rollout.local import Serve
+from areax.recipes import grpo
+from areax.recipes.shared import describe, learner, publishing, trainer
+from areax.rollout import events, object_path
+from areax.rollout.fleet.push import Push
+from areax.rollout.scheduling.curriculum import Curriculum
+from areax.rollout.scheduling.episodes import sampling_seed
+from areax.rollout.servers import local
+from areax.rollout.servers.local import Serve
+from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Completion, Sampling, sampled
 from areax.rollout.workflows import prompt_tokens
 
@@ -90,11 +95,11 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
         np.testing.assert_array_equal(a, b)
     start = leaves(place / "model")
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(start, leaves(place / "first/model"), strict=True))
-    lines = [x for x in tracker.read_lines(place / "first/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "first/metrics.jsonl") if x["kind"] == "grpo"]
     assert [x["step"] for x in lines] == [1, 2, 3]
     assert all(x["staleness_max"] == 0 and x["samples"] == 16 and abs(x["ratio"] - 1) < 1e-5 for x in lines)
     assert all(0 < x["push_probe_diff"] <= 1e-5 and x["push_prove_s"] > 0 for x in lines)
-    shown = list(tracker.read_lines(place / "first/samples.jsonl"))
+    shown = list(run_dir.read_lines(place / "first/samples.jsonl"))
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
@@ -105,7 +110,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place):
     tokens = tokenizer.load(own.model)
     (prompts, _), state = grpo.read(own, tokens), trainer.build(own)
     server = servers.Remote(int(own.servers[0].rpartition(":")[2]))
-    reward = names.resolve(own.reward)
+    reward = object_path.resolve(own.reward)
 
     def sample(row, prompt, i):
         ids = prompt_tokens(tokens, row)
@@ -141,7 +146,7 @@ def test_a_curriculum_is_saved_and_resumed(place, capsys):
     grpo.main(config(place, "curriculum-parts", **{**own, "steps": 1}))
     grpo.main(config(place, "curriculum-parts", **own))
     shown = [
-        [(line["step"], line["prompt"], line["text"]) for line in tracker.read_lines(place / out / "samples.jsonl")]
+        [(line["step"], line["prompt"], line["text"]) for line in run_dir.read_lines(place / out / "samples.jsonl")]
         for out in ("curriculum", "curriculum-parts")
     ]
     assert shown[0] == shown[1] and len(shown[0]) == 12
@@ -159,7 +164,7 @@ def test_a_critic_is_saved_and_resumed(place):
     for a, b in zip(leaves(place / "critic/model"), leaves(place / "critic-parts/model"), strict=True):
         np.testing.assert_array_equal(a, b)
     assert whole["complete"] and whole["steps"] == 3
-    lines = [x for x in tracker.read_lines(place / "critic/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "critic/metrics.jsonl") if x["kind"] == "grpo"]
     assert "ppo_kl" not in lines[0] and all(x["critic_grad_norm"] > 0 for x in lines)
     assert lines[0]["value_max"] > 0 and abs(lines[1]["ppo_kl"]) > 0  # the second pass is off policy
 
@@ -168,9 +173,9 @@ def test_a_critic_is_saved_and_resumed(place):
 def test_adapters_by_name_train_what_merged_ones_do(place):
     """With eta = 0 and the same seeds; the run with names in two parts."""
     common = dict(lora=Lora(rank=2, rslora=True), optim=Optimizer(lr=3e-2, b2=0.99))
-    merged = grpo.main(config(place, "merged", steps=2, push=publish.Push(lora="merged"), **common))
+    merged = grpo.main(config(place, "merged", steps=2, push=Push(lora="merged"), **common))
     common["published"] = str(place / "versions")
-    first = grpo.main(config(place, "named", steps=1, push=publish.Push(lora="adapter"), **common))
+    first = grpo.main(config(place, "named", steps=1, push=Push(lora="adapter"), **common))
     named = grpo.main(config(place, "named", steps=2, **common))
     for done in (merged, first, named):
         assert done["complete"] and done["max_logp_diff"] <= 1e-4
@@ -180,21 +185,19 @@ def test_adapters_by_name_train_what_merged_ones_do(place):
     assert any(np.abs(a - b).max() > 1e-2 for a, b in zip(start, leaves(place / "merged/model"), strict=True))
     versions = sorted(path.name for path in (place / "versions").iterdir())
     assert versions == ["1", "2", "base"] and (place / "versions/2/adapter_model.safetensors").is_file()
-    pushes = [x for x in tracker.read_lines(place / "named/journal.jsonl") if x["kind"] == "push"]
+    pushes = [x for x in run_dir.read_lines(place / "named/journal.jsonl") if x["kind"] == "push"]
     assert [push["label"].split("-")[0] for push in pushes] == ["0", "1", "1", "2"]
     assert [push["pause_s"] > 0 for push in pushes] == [True, False, True, False]  # for the base alone
 
 
 def test_a_push_of_adapters_that_cannot_be_is_refused(place):
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
-    push = publish.Push(lora="adapter")
+    push = Push(lora="adapter")
     tiny.model(place / "experts", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
     with pytest.raises(ValueError, match="--push.lora adapter needs adapters to push, got --lora.rank 0"):
         config(place, "refused", push=push)
     with pytest.raises(ValueError, match="--push.lora adapter: servers have no adapters by name for expert_gate, "):
-        grpo.main(
-            config(place, "refused", push=publish.Push(lora="adapter"), model=str(place / "experts"), lora=Lora(rank=2))
-        )
+        grpo.main(config(place, "refused", push=Push(lora="adapter"), model=str(place / "experts"), lora=Lora(rank=2)))
 
 
 @pytest.mark.slow
@@ -207,7 +210,7 @@ def test_adapters_with_a_reference_and_a_teacher(place):
             distill_coef=0.5,
         )
     )  # fmt: skip
-    first, second = (x for x in tracker.read_lines(place / "taught/metrics.jsonl") if x["kind"] == "grpo")
+    first, second = (x for x in run_dir.read_lines(place / "taught/metrics.jsonl") if x["kind"] == "grpo")
     assert done["complete"] and done["max_logp_diff"] <= 1e-4
     for name in ("kl", "divergence"):  # policy, reference and teacher begin as one
         assert abs(first[name]) < 1e-9 < second[name], name
@@ -229,7 +232,7 @@ def test_served_teachers_and_greedy_baselines(place):
                 distill_coef=0.1, objective=losses.ReMax(advantage={"teacher": 0.1}),
             )
         )  # fmt: skip
-    lines = [x for x in tracker.read_lines(place / "served/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "served/metrics.jsonl") if x["kind"] == "grpo"]
     assert done["complete"] and all(x["unusable_fraction"] == 0 for x in lines)
     assert abs(lines[0]["divergence"]) < 1e-5 < lines[1]["divergence"] and "reward_greedy" in lines[0]
 
@@ -238,7 +241,7 @@ def test_groups_of_equal_rewards_are_sampled_anew(place):
     (place / "rare.py").write_text("def score(text, row):\n    return float(text[:1] in '01')\n")
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
     done = grpo.main(run)
-    lines = [x for x in tracker.read_lines(place / "dynamic/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "dynamic/metrics.jsonl") if x["kind"] == "grpo"]
     assert all(x["groups_that_teach"] == 4 and x["effective_samples"] == x["samples"] == 16 for x in lines)
     assert done["counts"]["refused"] == sum(x["refused"] for x in lines) > 0
     assert done["counts"]["accepted"] == 8 and 0 < done["counts"]["stopped"] <= 4 and done["counts"]["dropped"] == 0
@@ -250,7 +253,7 @@ def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
     first = []
     for name, layout in {"one": Layout(), "mesh": Layout(fsdp=2, cp=2, tp=2)}.items():
         assert grpo.main(config(place, name, steps=1, mesh=layout))["max_logp_diff"] <= 1e-4
-        lines = tracker.read_lines(place / f"{name}/metrics.jsonl")
+        lines = run_dir.read_lines(place / f"{name}/metrics.jsonl")
         first.append(next(line for line in lines if line["kind"] == "grpo"))
     for name in ("loss", "grad_norm", "entropy", "reward", "tokens"):
         np.testing.assert_allclose(first[1][name], first[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -281,7 +284,7 @@ def test_every_algorithm_trains_from_the_command_line(place, name):
         options |= {"teacher": place / "model"} if name == "distill" else {}
     options |= {"out": out, "optim.lr": 1e-2}
     assert cli.main(["train", name.lower(), *(str(w) for k, v in options.items() for w in (f"--{k}", v))]) == 0
-    lines = [x for x in tracker.read_lines(out / "metrics.jsonl") if "grad_norm" in x]
+    lines = [x for x in run_dir.read_lines(out / "metrics.jsonl") if "grad_norm" in x]
     assert len(lines) == 3 and all(x["skipped"] == 0 for x in lines)
     # The distilled student starts as its teacher: nothing to learn.
     assert all(x["grad_norm"] > 0 for x in lines[name == "distill" and 3 :])
@@ -327,7 +330,7 @@ def test_asynchronous_keeps_the_bound(place):
     watcher.join(0)
     assert not watcher.is_alive() and "# TYPE areax_fleet_healthy gauge" in seen[-1]
     assert done["complete"] and done["counts"]["accepted"] == 20
-    lines = [x for x in tracker.read_lines(place / "async/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "async/metrics.jsonl") if x["kind"] == "grpo"]
     assert [x["version"] for x in lines] == [0, 1, 2, 3, 4]
     assert max(x["staleness_max"] for x in lines) <= 2 and max(x["group_staleness_max"] for x in lines) == 2
     assert all(x["length_begun"] > 0 and abs(x["length_bias"]) < 1 and x["limit"] == 32 for x in lines)
@@ -363,7 +366,7 @@ def test_a_server_that_dies_is_started_again_and_changes_no_number(place, monkey
 
     def kill():
         lines = place / "killed/metrics.jsonl"
-        while not lines.exists() or not list(tracker.read_lines(lines)):
+        while not lines.exists() or not list(run_dir.read_lines(lines)):
             time.sleep(0.005)
         os.kill(next(iter(started[0].running.values())).pid, signal.SIGKILL)
 
@@ -386,7 +389,7 @@ def test_a_recipe_by_path_runs_under_spawn(place):
     (place / "mine.py").write_text(
         "import dataclasses\n"
         "from areax.recipes import grpo\n"
-        "from areax.rollout.local import Serve\n"
+        "from areax.rollout.servers.local import Serve\n"
         "from areax.rollout.workflows import Sampling\n"
         "@dataclasses.dataclass(frozen=True)\n"
         "class Config:\n"
@@ -417,7 +420,7 @@ def test_a_reward_that_raises_ends_the_run_with_one_line(place):
     "changes, words",
     [
         ({"data": "nowhere.jsonl"}, "no such file"),
-        ({"reward": "areax.rollout.gsm8k:rewrad"}, "did you mean reward"),
+        ({"reward": "areax.rollout.tasks.gsm8k:rewrad"}, "did you mean reward"),
         ({"model": "nowhere"}, "nowhere"),
         ({"oversample": 5}, "--oversample must be from 0 to --groups 4, got 5"),
         ({"length": 8}, "must fit in a row of 8"),
@@ -442,8 +445,9 @@ def test_two_steps_on_gsm8k(place):
     done = grpo.main(
         config(
             place, "gsm8k", servers=(), model=str(place / "bytes"), data=str(folder / "train.jsonl"),
-            row="areax.rollout.gsm8k:row", reward="areax.rollout.gsm8k:reward", steps=2, groups=2, group_size=2,
-            length=1024, rows=2, eta=1, sampling=Sampling(max_new_tokens=16), serve=Serve(slots=4, context=1024),
+            row="areax.rollout.tasks.gsm8k:row", reward="areax.rollout.tasks.gsm8k:reward", steps=2, groups=2,
+            group_size=2, length=1024, rows=2, eta=1, sampling=Sampling(max_new_tokens=16),
+            serve=Serve(slots=4, context=1024),
         )
     )  # fmt: skip
     assert done["complete"] and done["max_logp_diff"] <= 1e-4
@@ -479,7 +483,7 @@ def test_rows_that_do_not_fit_are_left_out_and_temperatures_are_compared(caplog)
     assert "a row of 9 tokens is left out: longer than --length; row id 7" in caplog.text
     assert played([row(9)]) is None and played(None) is None and len(played(row(2))) == 1
     seen: list[dict] = []
-    with journal.watching(seen.append):
+    with events.watching(seen.append):
         played([row(9), row(2), row(10)])
     assert [(event["kind"], event["tokens"]) for event in seen] == [("left_out", 10), ("left_out", 11)]
     with pytest.raises(ValueError, match="must fit in a row of 8 tokens, got 16 in a row that do not, of up to 9"):
@@ -502,7 +506,7 @@ def test_a_server_inside_that_rests_changes_no_number(place):
     done = grpo.main(config(place, "inside", servers=(), serve=INSIDE, colocated=True, steps=2))
     assert done["complete"] and done["max_logp_diff"] <= 1e-4 and done["server_version"] == plain["server_version"]
     same(place, "inside", "plainly")
-    lines = [x for x in tracker.read_lines(place / "inside/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "inside/metrics.jsonl") if x["kind"] == "grpo"]
     assert all(x["rest_s"] > 0 for x in lines) and "weights_unknown" not in done["counts"]
     assert not any("areax" in thread.name for thread in threading.enumerate())
 
@@ -534,7 +538,7 @@ def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
 def test_a_server_inside_generates_while_the_trainer_updates(place):
     done = grpo.main(config(place, "inside ahead", servers=(), serve=INSIDE, eta=2, steps=5, lora=Lora(rank=2)))
     assert done["complete"] and done["counts"]["accepted"] == 20 and done["max_logp_diff"] <= 1e-4
-    lines = [x for x in tracker.read_lines(place / "inside ahead/metrics.jsonl") if x["kind"] == "grpo"]
+    lines = [x for x in run_dir.read_lines(place / "inside ahead/metrics.jsonl") if x["kind"] == "grpo"]
     assert max(x["staleness_max"] for x in lines) <= 2
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import tiny
 
-from areax.adapters import cli, hf, reward_model, tokenizer, tracker
+from areax.adapters import cli, hf, reward_model, tokenizer
+from areax.adapters.tracking import run_dir
 from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.parallel.mesh import Layout
-from areax.recipes import common, preference
+from areax.recipes import preference
+from areax.recipes.shared import common
 from areax.rollout import rewards
 from areax.rollout.types import supervised
 
@@ -56,7 +58,7 @@ def scorer(place):
 def test_dpo_learns_and_resumed_equals_uninterrupted(place):
     whole = preference.main(config(place, "whole"))
     assert whole["complete"] and whole["heldout_preference_accuracy"] >= 0.95 and whole["heldout_loss"] < 0.5
-    first = next(tracker.read_lines(place / "whole/metrics.jsonl"))
+    first = next(run_dir.read_lines(place / "whole/metrics.jsonl"))
     np.testing.assert_allclose(first["loss"], np.log(2), rtol=1e-5)  # the policy is the reference
     assert first["left_out"] == 0  # two programs round scores of some nats each in their way
     np.testing.assert_allclose([first["reward_chosen"], first["reward_rejected"]], 0, atol=1e-6)
@@ -65,7 +67,7 @@ def test_dpo_learns_and_resumed_equals_uninterrupted(place):
     a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
         np.testing.assert_array_equal(x, y)
-    steps = [line["step"] for line in tracker.read_lines(place / "parts/metrics.jsonl") if "grad_norm" in line]
+    steps = [line["step"] for line in run_dir.read_lines(place / "parts/metrics.jsonl") if "grad_norm" in line]
     assert steps == list(range(1, 9))
 
 

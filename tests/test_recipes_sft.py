@@ -15,15 +15,17 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from areax.adapters import hf, peft, state, tracker
-from areax.adapters.sinks import Sinks
+from areax.adapters import hf, orbax, peft
+from areax.adapters.tracking import run_dir
+from areax.adapters.tracking.sinks import Sinks
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import common, sft
-from areax.rollout import arithmetic
+from areax.recipes import sft
+from areax.recipes.shared import common
+from areax.rollout.tasks import arithmetic
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def config(place, out, **changes):
 def test_resumed_equals_uninterrupted(place):
     whole = sft.main(config(place, "whole", heldout=str(place / "rows.jsonl")))
     assert whole["complete"] and whole["heldout_nll"] > 0
-    losses = [line["loss"] for line in tracker.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
+    losses = [line["loss"] for line in run_dir.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
     assert len(losses) == 6 and losses[-1] < losses[0]
     first = sft.main(config(place, "parts", steps=3, track=Sinks(tensorboard=True)))
     assert first["steps"] == 3
@@ -54,7 +56,7 @@ def test_resumed_equals_uninterrupted(place):
     a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
         np.testing.assert_array_equal(x, y)
-    steps = [line["step"] for line in tracker.read_lines(place / "parts/metrics.jsonl") if "loss" in line]
+    steps = [line["step"] for line in run_dir.read_lines(place / "parts/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
     board = EventAccumulator(str(place / "parts/tensorboard")).Reload()
     assert [e.step for e in board.Scalars("sft/loss")] == steps
@@ -95,7 +97,7 @@ def test_experts_can_be_balanced(place):
     )  # fmt: skip
     mixture = config(place, "balanced", model=str(place / "mixture"), steps=2, heldout=str(place / "rows.jsonl"))
     sft.main(replace(mixture, balance=Balance(load=0.5, z=0.1)))
-    told = next(line for line in tracker.read_lines(place / "balanced/metrics.jsonl") if "loss" in line)
+    told = next(line for line in run_dir.read_lines(place / "balanced/metrics.jsonl") if "loss" in line)
     total = told["nll"] + 0.5 * told["balance_load"] + 0.1 * told["balance_z"]
     np.testing.assert_allclose(told["loss"], total, rtol=1e-4)
     assert told["balance_load"] > 0 and told["expert_load"] >= 1
@@ -108,7 +110,7 @@ def test_adapters_train_over_weights_that_stay(place):
     heldout = str(place / "rows.jsonl")
     adapting = config(place, "adapted", model=str(place / "half"), steps=4, lora=spec, heldout=heldout)
     whole = sft.main(adapting)
-    losses = [line["loss"] for line in tracker.read_lines(place / "adapted/metrics.jsonl") if "loss" in line]
+    losses = [line["loss"] for line in run_dir.read_lines(place / "adapted/metrics.jsonl") if "loss" in line]
     assert losses[-1] < losses[0] and whole["heldout_nll"] > 0
     sft.main(replace(adapting, out=str(place / "halves"), steps=2))
     sft.main(replace(adapting, out=str(place / "halves")))
@@ -141,7 +143,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130, said.decode()
     hf.load(out / "model")
-    with state.open_store(out / "state") as store:
+    with orbax.open_store(out / "state") as store:
         stopped = store.latest
     assert stopped >= 3
     done = sft.main(config(place, "stopped", steps=stopped + 1))
@@ -186,7 +188,7 @@ def test_a_row_function_may_leave_records_out(place, capsys):
     assert capsys.readouterr().err == f"1 of 3 rows are left out, by {place}/own.py:row\n"
     assert len(common.read_rows(str(place / "some.jsonl"), f"{place}/own.py:row", quiet=True)) == 4
     assert capsys.readouterr().err == ""
-    made = common.read_rows(str(place / "some.jsonl"), "areax.adapters.formats:auto")
+    made = common.read_rows(str(place / "some.jsonl"), "areax.adapters.data.formats:auto")
     assert made[0] == {"prompt": "0", "completion": "2", "answer": "2"}
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from areax.rollout import choice, json_schema, length, match
+from areax.rollout.rewards import choice, json_schema, length, match
 
 
 @pytest.mark.parametrize(

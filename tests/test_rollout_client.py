@@ -24,7 +24,9 @@ from scripted import (
     until,
 )
 
-from areax.rollout import client, endpoint, publish
+from areax.rollout import client
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers import endpoint
 from areax.rollout.types import sampled
 
 # ---------------------------------------------------------------- one request
@@ -484,7 +486,7 @@ def test_push_in_the_middle_of_generation(tmp_path, mode):
         ):
             tasks = [asyncio.create_task(fleet.generate([1] * n, max_new_tokens=60)) for n in range(1, 7)]
             await asyncio.sleep(0.04)
-            report = await publish.push(fleet, tmp_path, V1, mode=mode)
+            report = await push_weights(fleet, tmp_path, V1, mode=mode)
             assert fleet.version == 1 and fleet.labels == {V1}
             for server in (a, b):
                 assert controls(server) == PUSH
@@ -530,7 +532,7 @@ def test_a_server_that_fails_a_push_gives_its_requests_to_others(tmp_path, path,
             task = asyncio.create_task(fleet.generate([1]))
             await until(lambda: a.load)
             a.refuse[path] = handler
-            report = await publish.push(fleet, tmp_path, V1)
+            report = await push_weights(fleet, tmp_path, V1)
             done = await task  # was on a, whatever state a is in now
             check(done, [1], 64)
             assert done.info["url"] == b.url and set(done.version) == {1}
@@ -548,9 +550,9 @@ def test_a_push_that_fails_everywhere_is_an_error(tmp_path):
         async with serving() as a, client.connect([a.url]) as fleet:
             a.refuse["/update_weights_from_disk"] = answers(400, {"message": "no such file"})
             with pytest.raises(RuntimeError, match=f"generation server is left .the push of {V1} failed: .*no such"):
-                await publish.push(fleet, tmp_path, V1)
+                await push_weights(fleet, tmp_path, V1)
             with pytest.raises(RuntimeError, match="no usable generation server is left"):
-                await publish.push(fleet, tmp_path, V1)
+                await push_weights(fleet, tmp_path, V1)
             with pytest.raises(RuntimeError, match="no usable generation server is left"):
                 await fleet.generate([1])
 
@@ -565,7 +567,7 @@ def test_an_interrupted_push_leaves_no_server_routable(tmp_path):
                 await asyncio.sleep(60)
 
             a.refuse["/update_weights_from_disk"] = hangs
-            task = asyncio.create_task(publish.push(fleet, tmp_path, V1))
+            task = asyncio.create_task(push_weights(fleet, tmp_path, V1))
             await until(lambda: PUSH[1] in controls(a))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -579,11 +581,11 @@ def test_push_refuses_before_anything_is_paused(tmp_path):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             with pytest.raises(ValueError, match="directory to push must exist"):
-                await publish.push(fleet, tmp_path / "none", V1)
+                await push_weights(fleet, tmp_path / "none", V1)
             with pytest.raises(ValueError, match="a label must be .* got 'default'"):
-                await publish.push(fleet, tmp_path, "default")
+                await push_weights(fleet, tmp_path, "default")
             with pytest.raises(ValueError, match="mode must be .* got 'kill'"):
-                await publish.push(fleet, tmp_path, V1, mode="kill")
+                await push_weights(fleet, tmp_path, V1, mode="kill")
             assert controls(a) == []
 
     run(main)

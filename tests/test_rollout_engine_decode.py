@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from areax import models
 from areax.adapters import hf
 from areax.core import packing
-from areax.rollout.engine import bodies, decode, native
+from areax.rollout.engine import decode, request_parsing, sglang_api
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
 from areax.rollout.types import supervised
@@ -209,9 +209,9 @@ def test_recorded_experts_travel_as_servers_send_them(mixture):
     """Base64 of i32[tokens but the last, layers, top_k]; a model without experts has none to send."""
     config, params, engine = mixture
     body = {"input_ids": [3, 1, 4], "sampling_params": {"max_new_tokens": 5}, "return_routed_experts": True}
-    ask = bodies.generate(body, None, engine.context)
+    ask = request_parsing.generate(body, None, engine.context)
     [progress] = engine.generate(ask.requests)
-    answer = native.Service(engine, None, "", {}, "float32").answer(progress, ask, 0, 0.0)
+    answer = sglang_api.Service(engine, None, "", {}, "float32").answer(progress, ask, 0, 0.0)
     sent = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
     n = 3 + len(progress.tokens) - 1
     np.testing.assert_array_equal(sent.reshape(n, config.layers, config.top_k), progress.routed)

@@ -23,8 +23,11 @@ from aiohttp import web
 from areax import models
 from areax.adapters import hf, peft, tokenizer
 from areax.models import lora
-from areax.rollout import client, episodes, local, publish
-from areax.rollout.labels import read_label
+from areax.rollout import client
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.scheduling import episodes
+from areax.rollout.servers import local
+from areax.rollout.servers.labels import read_label
 from areax.rollout.types import sampled
 
 pytestmark = pytest.mark.slow
@@ -83,7 +86,7 @@ def fault(versions, main):
                 local.servers(versions.paths[0], local.Serve(count=3, slots=4, context=256))
             )
             fleet = await stack.enter_async_context(client.connect(own.urls, restart=own.restart))
-            await publish.push(fleet, versions.paths[0], versions.labels[0])
+            await push_weights(fleet, versions.paths[0], versions.labels[0])
             await main(fleet, own)
 
     asyncio.run(asyncio.wait_for(run(), 400))
@@ -103,7 +106,7 @@ def named(versions, tmp_path_factory):
 
 def test_a_killed_server_gets_base_and_adapter_back_before_a_request(versions, named):
     async def main(fleet, own):
-        push = lambda v: publish.push(fleet, named.paths[v], named.labels[v])
+        push = lambda v: push_weights(fleet, named.paths[v], named.labels[v])
         await push(1)
         tasks = begin(fleet, 200)
         await busy(fleet)
@@ -147,7 +150,7 @@ def test_two_of_three_killed_and_a_push_meanwhile(versions):
         for prompt, one, before in zip(PROMPTS, done, quiet, strict=True):
             check(versions, prompt, one, 200)
             assert one.tokens == before.tokens  # a function of weights and seed
-        report = await publish.push(fleet, versions.paths[1], versions.labels[1])
+        report = await push_weights(fleet, versions.paths[1], versions.labels[1])
         assert fleet.servers[2].url in report.loaded
         await until(lambda: healthy(fleet))
         assert fleet.counts["restarted"] == 2 and fleet.version == 1
@@ -166,7 +169,7 @@ def test_one_stopped_in_the_middle_of_a_push(versions, monkeypatch):
         tasks = begin(fleet, 200)
         await busy(fleet)
         victim = fleet.servers[0]
-        push = asyncio.create_task(publish.push(fleet, versions.paths[1], versions.labels[1]))
+        push = asyncio.create_task(push_weights(fleet, versions.paths[1], versions.labels[1]))
         await asyncio.sleep(0.01)
         os.kill(own.running[victim.url].pid, signal.SIGSTOP)
         report = await push
@@ -195,12 +198,12 @@ def test_damaged_weights_are_refused_and_undone(versions, tmp_path):
         with pytest.raises(
             RuntimeError, match=f"no server took version {versions.labels[2]}: .*not what manifest.json"
         ):
-            await publish.push(fleet, broken, versions.labels[2])
+            await push_weights(fleet, broken, versions.labels[2])
         for prompt, one in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):
             check(versions, prompt, one, 100)
             assert set(one.version) == {0}
         await until(lambda: healthy(fleet))
-        assert (await publish.push(fleet, versions.paths[2], versions.labels[2])).failed == {}
+        assert (await push_weights(fleet, versions.paths[2], versions.labels[2])).failed == {}
         for prompt, one in zip(PROMPTS, await asyncio.gather(*begin(fleet, 20)), strict=True):
             check(versions, prompt, one, 20)
             assert set(one.version) == {2}
@@ -283,7 +286,7 @@ def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
             fleet = await stack.enter_async_context(
                 client.connect([gate.url for gate in gates], timeouts=client.Timeouts(retry_s=0.05))
             )
-            await publish.push(fleet, versions.paths[0], versions.labels[0])
+            await push_weights(fleet, versions.paths[0], versions.labels[0])
             rows = [{"prompt": prompt} for prompt in PROMPTS]
             for turn, path in enumerate(PATHS):
                 old, new = turn % 2, (turn + 1) % 2
@@ -292,7 +295,7 @@ def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
                 running = asyncio.create_task(episodes.rollouts(play, fleet.generate, rows, seed=turn))
                 while sum(server.load for server in fleet.servers) < len(rows):
                     await asyncio.sleep(0)
-                report = await publish.push(fleet, versions.paths[new], versions.labels[new])
+                report = await push_weights(fleet, versions.paths[new], versions.labels[new])
                 assert len(report.loaded) >= 2
                 done = [sample for [sample] in await running]
                 assert len(done) == len(rows) and all(one.info["versions"] <= {old, new} for one in done)

@@ -7,7 +7,7 @@ import agents
 import pytest
 from gateways import CALL, FUNCTION, TOKENS, USER, extends, served
 
-from areax.rollout.server_types import Part
+from areax.rollout.servers.types import Part
 
 
 def test_chat():

@@ -7,7 +7,7 @@ import openai
 import pytest
 from gateways import CHAT, INPUT, MESSAGE, PROMPT, SCHEMA, USER, served
 
-from areax.rollout.agents import environment
+from areax.rollout.workflows.agents import environment
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
 NAMED = [{"type": "function", "function": {"name": "f"}}]

@@ -6,7 +6,7 @@ import openai
 import pytest
 from gateways import CHAT, PROMPT, TOKENS, USER, online, served
 
-from areax.rollout.conversation import Session
+from areax.rollout.chat.session import Session
 from areax.rollout.gateway.sessions import Limits
 
 

@@ -7,8 +7,13 @@ import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areax.rollout import affinity, client, clock, executor, publish, recovery, server, server_types, sglang
-from areax.rollout.labels import read_label
+from areax.rollout import client
+from areax.rollout.fleet import health
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.scheduling import executor
+from areax.rollout.servers import prefix_routing, server, sglang, types
+from areax.rollout.servers.labels import read_label
+from areax.rollout.simulation import clock
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
@@ -31,7 +36,7 @@ events = st.lists(
 
 def prompt(i):
     """Its tokens: around the size of a block, so that turns and samples have some to meet, or none."""
-    return affinity.BLOCK - 1 + i % 3
+    return prefix_routing.BLOCK - 1 + i % 3
 
 
 def label(v):
@@ -158,13 +163,13 @@ def test_every_label_is_right_and_nothing_is_lost(
                 pass
 
         async def push(v):
-            known = server_types.Probe((0, 1), (-float(v),))
-            report = await publish.push(
+            known = types.Probe((0, 1), (-float(v),))
+            report = await push_weights(
                 fleet, directory, label(v), mode=mode, parallel_servers=parallel_servers, probe=known
             )
             assert report.probe_diff == 0.0
 
-        side = [asyncio.create_task(recovery.watch(fleet))]
+        side = [asyncio.create_task(health.watch(fleet))]
         await push(0)
         side.append(asyncio.create_task(happen()))
         prompts = executor.Prompts([{"i": i} for i in range(1000)], shuffle=False)

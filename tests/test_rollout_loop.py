@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from areax.rollout import loop
-from areax.rollout.executor import Executor, Prompts
+from areax.rollout.scheduling.executor import Executor, Prompts
 from areax.rollout.types import Completion, sampled
 
 

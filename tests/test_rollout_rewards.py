@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areax.rollout import names, rewards
-from areax.rollout.reward_worker import Worker
+from areax.rollout import object_path, rewards
 from areax.rollout.rewards import Score, score
+from areax.rollout.rewards.worker import Worker
 
 FILE = '''
 import asyncio, dataclasses, os, subprocess, sys, time
@@ -129,7 +129,7 @@ def counted(**counts):
 
 
 def test_a_reward_of_a_file_gets_rows_of_its_own_dataclass(file):
-    row = names.resolve(f"{file}:Row")("41")
+    row = object_path.resolve(f"{file}:Row")("41")
     out, counts = ask(f"{file}:exact", ["41", "31"] * 50, row)
     assert out == [Score(1.0), Score(0.0)] * 50
     assert counts == counted(scored=100)

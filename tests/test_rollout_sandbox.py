@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from areax.rollout import confine, sandbox
-from areax.rollout.sandbox import Limits, Result, run, run_python
+from areax.rollout import sandbox
+from areax.rollout.sandbox import Limits, Result, run, run_python, supervisor
 
 if sys.platform != "linux":
     pytest.skip("sandboxes need Linux", allow_module_level=True)
@@ -57,10 +57,10 @@ def nothing_left(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o711)  # another user must get through
         monkeypatch.setattr(tempfile, "tempdir", folder)
-        descriptors, processes = os.listdir("/proc/self/fd"), confine.tree(os.getpid())
+        descriptors, processes = os.listdir("/proc/self/fd"), supervisor.tree(os.getpid())
         yield
         assert os.listdir("/proc/self/fd") == descriptors
-        assert confine.tree(os.getpid()) == processes
+        assert supervisor.tree(os.getpid()) == processes
         assert os.listdir(folder) == []
         assert marked() == []
 

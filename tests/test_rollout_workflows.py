@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from areax.rollout import client
-from areax.rollout.episodes import rollouts
 from areax.rollout.rewards import Score
+from areax.rollout.scheduling.episodes import rollouts
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import prompt_tokens, single_turn
 

@@ -7,8 +7,8 @@ import types
 import aiohttp
 from scripted import reply
 
-from areax.rollout import clock
-from areax.rollout.labels import version_of
+from areax.rollout.servers.labels import version_of
+from areax.rollout.simulation import clock
 
 BASE = "999-"  # how the label of weights under adapters begins
 

@@ -3,7 +3,7 @@
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 
-from areax.rollout import errands
+from areax.rollout.tasks import tool_choice
 
 set_tracing_disabled(True)
 
@@ -11,13 +11,13 @@ set_tracing_disabled(True)
 @function_tool
 def calculator(expression: str) -> str:
     """Adds two numbers."""
-    return errands.calculator(expression)
+    return tool_choice.calculator(expression)
 
 
 @function_tool
 def lookup(name: str) -> str:
     """Says whom somebody works with."""
-    return errands.lookup(name)
+    return tool_choice.lookup(name)
 
 
 async def run(row, base_url, api_key):
@@ -25,4 +25,4 @@ async def run(row, base_url, api_key):
         model = OpenAIChatCompletionsModel(model="areax", openai_client=client)
         agent = Agent("errands", model=model, tools=[calculator, lookup], model_settings=ModelSettings(temperature=1.0))
         done = await Runner.run(agent, row["prompt"], max_turns=3)
-    return errands.reward(str(done.final_output), row)
+    return tool_choice.reward(str(done.final_output), row)

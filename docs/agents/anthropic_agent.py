@@ -4,7 +4,7 @@ import json
 
 from anthropic import AsyncAnthropic
 
-from areax.rollout import errands
+from areax.rollout.tasks import tool_choice
 
 FUNCTIONS = [("calculator", "Adds two numbers.", "expression"), ("lookup", "Says whom somebody works with.", "name")]
 TOOLS = [
@@ -24,9 +24,9 @@ async def run(row, base_url, api_key):
             reply = await client.messages.create(model="areax", max_tokens=32, messages=messages, tools=TOOLS)
             calls = [block for block in reply.content if block.type == "tool_use"]
             if not calls:
-                return errands.reward("".join(block.text for block in reply.content if block.type == "text"), row)
+                return tool_choice.reward("".join(block.text for block in reply.content if block.type == "text"), row)
             told = [
-                {"type": "tool_result", "tool_use_id": x.id, "content": errands.call(x.name, json.dumps(x.input))}
+                {"type": "tool_result", "tool_use_id": x.id, "content": tool_choice.call(x.name, json.dumps(x.input))}
                 for x in calls
             ]
             messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": told}]

@@ -2,7 +2,7 @@
 
 from openai import AsyncOpenAI
 
-from areax.rollout import errands
+from areax.rollout.tasks import tool_choice
 
 FUNCTIONS = [("calculator", "Adds two numbers.", "expression"), ("lookup", "Says whom somebody works with.", "name")]
 TOOLS = [
@@ -28,9 +28,9 @@ class Agent:
                 reply = await client.chat.completions.create(model="areax", messages=messages, tools=TOOLS)
                 said = reply.choices[0].message
                 if not said.tool_calls:
-                    return errands.reward(said.content or "", row)
+                    return tool_choice.reward(said.content or "", row)
                 messages.append(said.model_dump(exclude_none=True))
                 for call in said.tool_calls:
-                    told = errands.call(call.function.name, call.function.arguments)
+                    told = tool_choice.call(call.function.name, call.function.arguments)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
             return 0.0

@@ -16,10 +16,11 @@ import numpy as np
 
 from ...adapters import hf
 from ...core import logprobs
-from ...models import backends, rope
 from ...models import transformer as models
-from ...models.linear import MultiLoRAWeight, Transposed
-from ...models.norm import rms_norm
+from ...models.attention import backends
+from ...models.layers import rope
+from ...models.layers.linear import MultiLoRAWeight, Transposed
+from ...models.layers.norm import rms_norm
 from . import sampling
 
 PREFILL_TOKENS, ON_CPUS = 4096, 256  # that a prefill computes: one long prompt or several short ones

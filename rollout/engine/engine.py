@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ...models.lora import Lora
-from ..text import Text
+from ..chat.detokenizer import Text
 from .adapters import Loaded
 from .request import Progress, Request, check
 from .slots import Live, Slots

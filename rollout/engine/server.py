@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters import tokenizer as tokenizers
+from .adapters_api import Adapters
 from .engine import Engine
-from .lora import Adapters
-from .native import Service, read_weights
-from .openai import OpenAI
+from .openai_api import OpenAI
+from .sglang_api import Service, read_weights
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import numpy as np
 from ... import models
 from ...core import param
 from ...models.lora import Lora
-from ..text import Text
+from ..chat.detokenizer import Text
 from . import adapters
 from . import decode as programs
 from .adapters import Adapters, Factors, Loaded

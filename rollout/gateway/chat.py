@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..parsers import Piece, Style, Text
-from ..trajectory import Interaction
+from ..chat.parsers import Piece, Style, Text
+from ..chat.trajectory import Interaction
 from . import fields
 from .fields import Ask, Refused, rule
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..parsers import Piece, Text
-from ..trajectory import Interaction
+from ..chat.parsers import Piece, Text
+from ..chat.trajectory import Interaction
 from . import fields
 from .chat import Event, error, usage
 from .fields import Ask, Refused, rule

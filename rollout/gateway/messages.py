@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..parsers import Piece, Style, ToolCall
-from ..trajectory import Interaction
+from ..chat.parsers import Piece, Style, ToolCall
+from ..chat.trajectory import Interaction
 from . import fields
 from .chat import Event
 from .fields import Ask, Refused, rule

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..conversation import Session
+from ..chat.session import Session
 from ..types import Sample
 from .fields import Refused
 from .listener import read_json

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..parsers import Piece, Style, ToolCall
-from ..trajectory import Interaction
+from ..chat.parsers import Piece, Style, ToolCall
+from ..chat.trajectory import Interaction
 from . import fields
 from .chat import ROLES, Event, chosen, error
 from .fields import Ask, rule

@@ -21,12 +21,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .. import parsers, template
-from ..conversation import Session
-from ..parsers import STYLES, Parser, Piece, Text
-from ..server_types import Part
-from ..serving import loopback
-from ..trajectory import Interaction
+from ..chat import parsers, template
+from ..chat.parsers import STYLES, Parser, Piece, Text
+from ..chat.session import Session
+from ..chat.trajectory import Interaction
+from ..http_process import loopback
+from ..servers.types import Part
 from ..types import Completion
 from . import chat, completions, errors, messages, responses, work
 from .fields import Ask, Refused

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from ..conversation import Session
+from ..chat.session import Session
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..parsers import Piece
-from ..trajectory import Interaction
+from ..chat.parsers import Piece
+from ..chat.trajectory import Interaction
 from . import errors
 from .chat import Event
 from .sessions import Entry

@@ -21,9 +21,9 @@ from areax.adapters import hf, tokenizer, torch
 from areax.adapters import peft as peft_files
 from areax.core import param
 from areax.models import lora
-from areax.rollout import tensors
-from areax.rollout.labels import read_label
-from areax.rollout.server_types import Probe
+from areax.rollout.servers.labels import read_label
+from areax.rollout.servers.types import Probe
+from areax.rollout.weights import tensors
 
 PYTHON = os.environ.get("AREAX_SGLANG_PYTHON")
 collect_ignore = [] if PYTHON else ["test_real.py"]

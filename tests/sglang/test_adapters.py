@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import servers
 
-from areax.rollout import client, lora, publish
+from areax.rollout import client
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.weights import lora
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*")]  # PEFT on transformers 5
 if not os.environ.get("AREAX_SGLANG_PYTHON"):
@@ -83,7 +85,7 @@ def test_our_client_carries_requests_over_a_push(server, versions, adapters, tmp
 
     async def run(stagers):
         async with client.connect([server.url], stagers=stagers) as fleet:
-            push = lambda v: publish.push(fleet, adapters.paths[v], adapters.labels[v])
+            push = lambda v: push_weights(fleet, adapters.paths[v], adapters.labels[v])
             first = await push(1)
             assert first.pause_s > 0 and first.loaded == (server.url,)  # for the base
             begun, done = asyncio.Event(), []
@@ -122,7 +124,7 @@ def test_a_server_that_lost_its_adapters_gets_them_back_before_a_request(server,
 
     async def main():
         async with client.connect([server.url]) as fleet:
-            await publish.push(fleet, adapters.paths[1], adapters.labels[1])
+            await push_weights(fleet, adapters.paths[1], adapters.labels[1])
             body = {"model_path": str(versions.paths[1]), "weight_version": "default"}
             server.ok("/update_weights_from_disk", body)
             server.ok("/unload_lora_adapter", {"lora_name": adapters.labels[1]})

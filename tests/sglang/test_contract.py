@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import servers
 
-from areax.rollout import client, publish, rest
-from areax.rollout.server_types import Published
+from areax.rollout import client
+from areax.rollout.fleet import offload
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers.types import Published
 
 PROMPT = [5, 17, 42, 100, 61]
 CONTEXT = 4096  # of the servers
@@ -481,7 +483,7 @@ def test_a_flushed_cache_changes_no_answer(server, versions):
 
 
 def test_a_server_says_how_much_it_has_to_do(server, versions):
-    from areax.rollout.sglang import load_report
+    from areax.rollout.servers.sglang import load_report
 
     idle = load_report(server.ok("/v1/loads"))
     assert idle is not None and idle.running == idle.waiting == 0 and idle.usage < 0.1
@@ -554,13 +556,13 @@ def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, way
         async with client.connect([server.url], stagers=stagers, handover=handover) as fleet:
             ask = lambda p, n=length: fleet.generate(p, max_new_tokens=n, ignore_eos=True)
             if stagers:
-                whole = await publish.push(fleet, versions.paths[0], versions.labels[0])
+                whole = await push_weights(fleet, versions.paths[0], versions.labels[0])
                 # before the requests, which on a busy machine might end before it is there
                 part = await fleet.servers[0].stage(Published(str(versions.paths[new]), versions.labels[new]))
                 assert 0 < part.bytes < 0.5 * whole.stage_bytes
             running = [asyncio.create_task(ask(prompt)) for prompt in prompts]
             await asyncio.sleep(0.1 * lasts_s)
-            report = await publish.push(
+            report = await push_weights(
                 fleet, versions.paths[new], versions.labels[new], mode=mode, arrays=handed, probe=known
             )
             assert report.loaded == (server.url,) and fleet.version == new and report.stage_bytes == 0
@@ -592,7 +594,7 @@ def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, way
 
 def test_a_rest_and_the_push_that_ends_it(server, versions):
     """What runs is put back, what comes waits, and both go on with the weights that end the rest."""
-    push = lambda fleet, v: publish.push(fleet, versions.paths[v], versions.labels[v])
+    push = lambda fleet, v: push_weights(fleet, versions.paths[v], versions.labels[v])
 
     async def main():
         async with client.connect([server.url]) as fleet:
@@ -601,16 +603,16 @@ def test_a_rest_and_the_push_that_ends_it(server, versions):
                 fleet.generate(PROMPT, max_new_tokens=1000, ignore_eos=True, on_tokens=lambda _: begun.set())
             )
             await begun.wait()
-            await rest.offload(fleet)
+            await offload.offload(fleet)
             assert fleet.servers[0].state == "offloaded" and fleet.servers[0].released
             waiting = asyncio.create_task(fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True))
             assert (await asyncio.to_thread(server.ok, "/model_info"))["weight_version"] == versions.labels[0]
             assert not waiting.done() and (await push(fleet, 1)).failed == {}
             done = [(PROMPT, await running), (OTHER, await waiting)]
-            await rest.offload(fleet)  # with nothing running
+            await offload.offload(fleet)  # with nothing running
             await push(fleet, 2)
             done.append((OTHER, await fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True)))
-            await rest.offload(fleet)
+            await offload.offload(fleet)
         async with client.connect([server.url]) as fleet:  # the next run
             await push(fleet, 1)
             done.append((OTHER, await fleet.generate(OTHER, max_new_tokens=20, ignore_eos=True)))

@@ -15,8 +15,10 @@ import servers
 from safetensors.numpy import load_file, save_file
 
 from areax.adapters import torch
-from areax.rollout import client, publish, tensors
-from areax.rollout.sglang import SGLang
+from areax.rollout import client
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers.sglang import SGLang
+from areax.rollout.weights import tensors
 
 PROMPT = [5, 17, 42, 100, 61]
 
@@ -183,7 +185,7 @@ def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, mo
     async def run():
         timeouts = client.Timeouts(push_attempts=1)
         async with client.connect([real.url], handover=handover, timeouts=timeouts) as fleet:
-            await publish.push(fleet, versions.paths[0], versions.labels[0], probe=versions.probe(0))
+            await push_weights(fleet, versions.paths[0], versions.labels[0], probe=versions.probe(0))
             begun = asyncio.Event()
             look = lambda tokens: len(tokens) >= 4 and begun.set()
             ask = fleet.generate(PROMPT, max_new_tokens=100, ignore_eos=True, on_tokens=look)
@@ -191,7 +193,7 @@ def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, mo
             await begun.wait()
             arrays = versions.params[1] if handover else None
             with pytest.raises(RuntimeError, match="no server took version 1-"):
-                await publish.push(fleet, path, versions.labels[1], mode=mode, arrays=arrays, probe=versions.probe(1))
+                await push_weights(fleet, path, versions.labels[1], mode=mode, arrays=arrays, probe=versions.probe(1))
             return await running, fleet
 
     done, fleet = asyncio.run(run())
@@ -206,7 +208,7 @@ def test_a_session_that_somebody_left_open_is_closed(real, versions):
 
     async def run():
         async with client.connect([real.url], handover=versions.handover) as fleet:
-            return await publish.push(
+            return await push_weights(
                 fleet, versions.paths[1], versions.labels[1], arrays=versions.params[1], probe=versions.probe(1)
             )
 
@@ -219,12 +221,12 @@ def test_the_next_turn_of_an_episode_is_cached_until_a_push(real, versions, tmp_
 
     async def main():
         async with client.connect([real.url]) as fleet:
-            await publish.push(fleet, versions.paths[0], versions.labels[0])
+            await push_weights(fleet, versions.paths[0], versions.labels[0])
             ask = lambda tokens: fleet.generate(tokens, max_new_tokens=60, ignore_eos=True)
             first = await ask(prompt)
             turn = [*prompt, *first.tokens, 1, 2, 3]
             second = await ask(turn)
-            await publish.push(fleet, versions.paths[1], versions.labels[1])
+            await push_weights(fleet, versions.paths[1], versions.labels[1])
             return [done.info["cached_tokens"] for done in (first, second, await ask(turn))]
 
     first, second, third = asyncio.run(main())

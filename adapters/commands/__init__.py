@@ -1,0 +1,1 @@
+"""Commands of `areax` that are no recipes: check, convert, plan, aot, new."""

@@ -1,0 +1,134 @@
+"""The real training step, compiled ahead of time for virtual CPU devices: no accelerator, no weights, no batch."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import resource
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from ... import models
+from ...core import optim, packing, param, step
+from ...core.batch import Batch
+from ...parallel import mesh as meshes
+from ...parallel import rules
+from ...rollout.types import supervised
+
+# Machine code that never runs need not be fast; what lies where is decided before it is made.
+CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+MODEL_READS = {"token_BT", "position_BT", "index_BT", "segment_BT", "target_BT"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step to compile.
+
+    Attributes:
+      config: of the model.
+      objective, optim, run, layout: as in a recipe's Config.
+      rows, length, microbatches, slots: of the Batch [M, B, T] with J slots.
+    """
+
+    config: Any
+    objective: Any
+    optim: optim.Optimizer
+    run: models.Run
+    layout: meshes.Layout
+    rows: int
+    length: int
+    microbatches: int
+    slots: int = 1
+
+
+def abstract_batch(spec: Step) -> Batch:
+    """The prepared Batch [M, B, T] of a step as shapes and dtypes."""
+    packed = packing.pack([supervised([0], [0], sample=0, rollout=0)], 2, rows=1)
+
+    def shape(path, x):
+        width = spec.length if _name(path).endswith("_BT") else spec.slots
+        return jax.ShapeDtypeStruct((spec.microbatches, spec.rows, width), x.dtype)
+
+    batch = jax.tree_util.tree_map_with_path(shape, packed)
+    score = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
+    if getattr(spec.objective, "needs_reference", False):
+        batch = batch.replace(ref_BT=score)
+    return jax.eval_shape(spec.objective.prepare, batch, models.Scores(score, score, score))
+
+
+def reads(spec: Step) -> dict[str, int]:
+    """Of the batch's arrays those that a step reads, and the bytes of one entry.
+
+    One microbatch: what the model reads and the loss. Several: all, since the loop over them takes the batch whole.
+    """
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(spec))
+    out = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
+    traced = jax.make_jaxpr(lambda batch, out: spec.objective.loss(models.Scores(out, out, out), batch))(batch, out)
+    used = {id(x) for equation in traced.jaxpr.eqns for x in equation.invars}
+    found = {}
+    for (path, x), variable in zip(jax.tree_util.tree_leaves_with_path(batch), traced.jaxpr.invars, strict=False):
+        if spec.microbatches > 1 or id(variable) in used or _name(path) in MODEL_READS:
+            found[_name(path)] = x.dtype.itemsize
+    return found
+
+
+def check(spec: Step) -> dict:
+    """Compiles the step in a process of its own, with as many virtual CPU devices as the layout has.
+
+    Returns:
+      {"argument_bytes", "temporary_bytes": of one device, by XLA's account; "seconds", "host_bytes": of that process}.
+      Temporaries are those of XLA's CPU backend, not a GPU's.
+
+    The process is spawned: a script that calls this guards its main part with `if __name__ == "__main__"`.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_compile, spec).result()
+
+
+def _compile(spec: Step) -> dict:
+    began = time.monotonic()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", spec.layout.devices)
+    analysis = compile(spec).memory_analysis()
+    return {
+        "argument_bytes": analysis.argument_size_in_bytes,
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "seconds": time.monotonic() - began,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def compile(spec: Step):
+    """The compiled `step(state, batch)`, for devices of this process."""
+    table = models.table(spec.config)
+    optimizer = optim.make_optimizer(spec.optim, table)
+    on = meshes.make(spec.layout)
+    placed = functools.partial(jax.tree.map, lambda x, its: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=its))
+    with jax.set_mesh(on):
+        shardings = rules.of_state(optimizer, table, on)
+        params = param.abstract(table)
+        state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
+        score = functools.partial(models.score, config=spec.config, run=spec.run)
+        update: Any = step.make_step(score, spec.objective, optimizer, shardings)
+        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on)).compile(CHEAP)
+
+
+def _placed(batch: Batch, on) -> Batch:
+    """As `place.batch` would lay it out."""
+
+    def one(path, x):
+        axes = ("layers", "batch", "seq") if _name(path).endswith("_BT") else ("layers", "batch")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, rules.spec(axes, mesh=on)))
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def _name(path) -> str:
+    """Of an array of a Batch: its field, or its key among those that samples brought along."""
+    return getattr(path[-1], "name", None) or path[-1].key

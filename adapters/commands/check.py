@@ -1,0 +1,95 @@
+"""Is a checkpoint whole, and does areax compute with it what PyTorch does?"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import models
+from ...core import param
+from .. import hf, safetensors
+from .. import torch as torch_adapter
+
+TOLERANCE = 1e-4  # of fp32 logits, relative to the largest beyond 1, and of gradients, relative to a tensor's largest
+
+
+def check(path: str | os.PathLike, against: Literal["torch"] | None = None, gradients: bool = False) -> dict:
+    """Loads a checkpoint, compares its tensors with its manifest, looks for numbers that are not finite, and with
+    `against="torch"` compares fp32 logits on random tokens with those of transformers.
+
+    Args:
+      gradients: also compare the gradient of a mean cross-entropy in every tensor.
+
+    Returns:
+      {"ok", "path", "family", "parameters", "bytes", "dtypes", "manifest", "nonfinite"}, JSON's types throughout;
+      with `against` also {"max_logit_diff", "max_logit", "logit_std"}, and of gradients {"max_gradient_diff",
+      "worst_gradient"}, the difference relative to the largest entry of its tensor.
+
+    Raises:
+      ValueError: a checkpoint that does not load, or whose tensors are not those of its manifest.
+    """
+    if against not in (None, "torch"):
+        raise ValueError(f"check: against must be 'torch' or left out, got {against!r}")
+    hf.read_config(path)  # first: a model that is not supported is told as such
+    tensors = safetensors.read(path)
+    manifest = hf.verify(path)
+    config, params = hf.load(path)
+    nonfinite = [name for name, tensor in tensors.items() if not np.isfinite(tensor).all()]
+    report = {
+        "ok": not nonfinite,
+        "path": os.fspath(path),
+        "family": config.family,
+        "parameters": param.count(models.table(config)),
+        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "dtypes": sorted({tensor.dtype.name for tensor in tensors.values()}),
+        "manifest": "verified" if manifest else "none",
+        "nonfinite": nonfinite,
+    }
+    if against:
+        report |= _against_torch(path, config, params, gradients)
+        report["ok"] &= report["max_logit_diff"] <= TOLERANCE * max(1.0, report["max_logit"])
+        report["ok"] &= report.get("max_gradient_diff", 0.0) <= TOLERANCE
+    return report
+
+
+def _against_torch(path, config, params, gradients: bool) -> dict:
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError(f"check: against='torch' needs PyTorch ({error}); install areax[torch]") from error
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    token_BT = np.random.default_rng(0).integers(0, config.vocab, (2, min(64, config.context)))
+    theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
+    with jax.default_matmul_precision("highest"):  # accelerators would shorten fp32 operands
+        ours_BTV = np.asarray(jax.jit(models.forward, static_argnames="config")(params, token_BT, config=config))
+        gradient = jax.jit(jax.grad(_loss), static_argnums=2)(params, token_BT, config) if gradients else None
+    theirs_BTV = theirs.detach().numpy()
+    report = {
+        "max_logit_diff": _largest(ours_BTV - theirs_BTV),
+        "max_logit": _largest(theirs_BTV),
+        "logit_std": float(theirs_BTV.std()),
+    }
+    if gradients:
+        flat, target = theirs[:, :-1].flatten(0, 1), torch.from_numpy(token_BT[:, 1:]).flatten()
+        torch.nn.functional.cross_entropy(flat, target).backward()
+        ours = torch_adapter.to_state_dict(config, gradient)
+        diffs = {}
+        for name, weight in model.named_parameters():
+            diffs[name] = _largest((ours[name] - weight.grad).numpy()) / max(_largest(weight.grad.numpy()), 1e-30)
+        worst = max(diffs, key=lambda name: diffs[name])
+        report |= {"max_gradient_diff": diffs[worst], "worst_gradient": worst}
+    return report
+
+
+def _loss(params, token_BT, config):
+    logp_BTV = jax.nn.log_softmax(models.forward(params, token_BT[:, :-1], config=config))
+    return -jnp.mean(jnp.take_along_axis(logp_BTV, token_BT[:, 1:, None], -1))
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max())

@@ -1,0 +1,216 @@
+"""`areax plan`: a recipe's options and a model's config.json -> what a run needs and costs, without devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from ... import models
+from ...core import losses, packing, param
+from ...core.optim import Optimizer
+from ...parallel.planner import memory
+from ...parallel.planner import plan as plans
+from ...parallel.planner.chips import CHIPS
+from ...parallel.planner.job import Job
+from .. import hf
+from . import aot
+
+NEEDS = ("model", "mesh", "rows", "length", "run")  # of a recipe's Config
+RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve")  # and of one that generates
+SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the plan, beside those of the recipe.
+
+    Attributes:
+      chip: what the mesh is made of, and the generation servers.
+      rollout_chips: devices set apart for generation; 0 = as many as keep up with training.
+      sample_tokens: mean tokens of a sample, prompt and completion; 0 = `length`, the upper bound.
+      check: also compile the real step for virtual CPU devices and compare its argument bytes; takes a minute or two.
+      json: print the figures as JSON.
+    """
+
+    chip: Literal["h100", "h200", "b200", "v5p", "v6e"] = "h100"
+    rollout_chips: int = 0
+    sample_tokens: int = 0
+    check: bool = False
+    json: bool = False
+
+
+def plan(config: Any, options: Options = Options()) -> dict:
+    """The plan of a recipe's Config.
+
+    Returns:
+      {"model", "mesh", "chip", "fits", "figures": {name: {"value", "kind", "section", "text"}}}; kind is "exact" or
+      "estimate", the end of a name its unit. With `check` also "agrees": whether argument bytes are XLA's.
+
+    Raises:
+      ValueError: a layout that cannot divide; as `hf.read_config`; a Config that lacks a field which a plan needs.
+    """
+    needs = NEEDS + (RL if _generates(config) else ("batch",))
+    missing = [name for name in needs if not hasattr(config, name)]
+    if missing:
+        raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got none of the name {missing[0]}")
+    settings = hf.read_config(config.model)
+    _refuse(config, settings)
+    table, chip = models.table(settings), CHIPS[options.chip]
+    sequence = options.sample_tokens or config.length
+    if not 0 < sequence <= config.length:
+        raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
+    samples, a_row = _samples(config), config.length // sequence
+    used = max(1, math.ceil(samples / a_row / config.rows))
+    step = aot.Step(
+        settings, _objective(config), _optim(config), config.run, config.mesh, config.rows, config.length,
+        microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(),
+    )  # fmt: skip
+    reference = getattr(step.objective, "needs_reference", False)
+    job = Job(
+        table, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
+        dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
+        head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0), slots=step.slots, reads=aot.reads(step),
+        scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference,
+        platform=chip.platform, optim=step.optim,
+    )  # fmt: skip
+    itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
+    made = plans.plan(job, chip, generation=_generation(config, options, sequence, itemsize), push_itemsize=itemsize)
+    figures, checked = list(made.figures), {}
+    if options.check:
+        # Kernels of other platforms cannot be compiled here, and change no argument.
+        found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
+        figures += _compiled(found)
+        checked = {"agrees": found["argument_bytes"] == memory.memory(job).arguments}
+    return {
+        "model": str(config.model), "family": settings.family, "mesh": str(config.mesh), "devices": config.mesh.devices,
+        "chip": options.chip, "rows": config.rows, "length": config.length, "microbatches": used, "fits": made.fits,
+        **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
+                               for f in figures},
+    }  # fmt: skip
+
+
+def _refuse(config, settings) -> None:
+    """Raises for what the formulas do not know."""
+    balance, rank = getattr(config, "balance", None), getattr(getattr(config, "lora", None), "rank", 0)
+    objective = _objective(config)
+    policy = isinstance(objective, losses.Policy)
+    for known, what in (
+        (not any(settings.windows), f"sliding windows, which layers {list(settings.window_layers)} have"),
+        (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
+        (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
+        (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
+        (not rank, f"--lora.rank {rank}"),
+        (not (balance and (balance.load or balance.z)), f"{balance}"),
+        (not getattr(objective, "needs_values", False), "a critic"),
+        (not (policy and objective.advantage.needs), "components of the reward"),
+        (
+            not isinstance(objective, losses.Distill) and not (policy and objective.advantage.teacher),
+            "the weights and work of a teacher",
+        ),
+        (not getattr(config, "distill_coef", 0), "the weights and work of a teacher"),
+        (getattr(config, "epochs", 1) == 1, f"--epochs {getattr(config, 'epochs', 1)}"),
+        (
+            not (policy and objective.correction.proximal == "interpolate"),
+            "--objective.correction.proximal interpolate",
+        ),
+    ):
+        if not known:
+            raise ValueError(f"plan: there are no formulas for {what}; plan the run without it")
+
+
+def _samples(config) -> int:
+    """Samples of an optimiser step."""
+    if _generates(config):
+        return config.groups * config.group_size // config.minibatches
+    return config.batch * (2 if isinstance(_objective(config), losses.Preference) else 1)
+
+
+def _generates(config) -> bool:
+    return hasattr(config, "group_size")
+
+
+def _objective(config):
+    return getattr(config, "objective", losses.SFT())
+
+
+def _optim(config) -> Optimizer:
+    """With the length of schedule that the recipe gives it: any that is long enough makes the same state."""
+    spec = getattr(config, "optim", Optimizer())
+    return replace(spec, steps=spec.steps or spec.warmup + 1)
+
+
+def _generation(config, options: Options, sequence: float, itemsize: int) -> plans.Generation | None:
+    if not _generates(config):
+        return None
+    new = min(config.sampling.max_new_tokens, sequence)
+    own = None if config.servers else config.serve  # the embedded engine, started by the recipe
+    if own and options.rollout_chips:
+        raise ValueError(
+            f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
+            f"{options.rollout_chips}; name servers, or leave it out"
+        )
+    return plans.Generation(
+        samples=config.groups * config.group_size, prompt=sequence - new, new=new, slots=own.slots if own else None,
+        itemsize=jnp.dtype(own.dtype).itemsize if own else itemsize, devices=options.rollout_chips,
+        steps=config.minibatches, ahead=config.eta, embedded=own is not None,
+    )  # fmt: skip
+
+
+def _compiled(found: dict) -> list[plans.Figure]:
+    of = lambda name, value, kind, text: plans.Figure("check", name, value, kind, text)
+    return [
+        of("compiled_argument_bytes", found["argument_bytes"], "exact", "arguments of the compiled step, by XLA"),
+        of("cpu_temporary_bytes", found["temporary_bytes"], "exact", "XLA CPU temporaries, not a GPU's"),
+        of("check_s", found["seconds"], "exact", "the check took"),
+        of("check_host_bytes", found["host_bytes"], "exact", "peak memory of the check"),
+    ]
+
+
+# -- for people ----------------------------------------------------------------------------------
+
+
+def show(report: dict) -> str:
+    """The plan as a table."""
+    figures = report["figures"]
+    lines = [
+        f"{report['model']} ({report['family']}) on {report['mesh']}: {report['devices']} x {report['chip']}, "
+        f"{report['microbatches']} microbatches of {report['rows']} x {report['length']} tokens"
+    ]
+    titles = {
+        "memory": "memory of a device", "work": "work of an optimiser step, all devices",
+        "traffic": "sent by a device in a step", "time": "time", "push": "push of the weights",
+        "generation": "generation", "check": "check: the real step, compiled",
+    }  # fmt: skip
+    for section, title in titles.items():
+        mine = {name: f for name, f in figures.items() if f["section"] == section and f["value"]}
+        if mine:
+            lines += ["", title]
+            row = lambda name, f: f"  {name:<26}{human(name, f['value']):>13}  {f['kind']:<9} {f['text']}"
+            lines += [row(name, f) for name, f in mine.items()]
+    peak, usable = (human(n, figures[n]["value"]) for n in ("peak_bytes", "usable_bytes"))
+    verdict = "fits" if report["fits"] else f"does not fit with --rows {report['rows']}"
+    lines += ["", f"{verdict}: {peak} of {usable} usable on one {report['chip']}"]
+    if not report["fits"]:
+        lines.append(f"largest --rows that fits: {figures['rows_that_fit']['value']}")
+    if "agrees" in report:
+        lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT those of XLA"))
+    return "\n".join(lines)
+
+
+def human(name: str, value: float) -> str:
+    """A number with the unit that its name ends in."""
+    unit = {"bytes": "B", "flops": "FLOP", "s": "s"}.get(name.rpartition("_")[2], "")
+    if name.endswith("bytes_per_token"):
+        unit = "B"
+    if name in ("mfu", "hardware_utilisation"):
+        return f"{value:.1%}"
+    if unit == "s" and not name.endswith("per_s"):
+        return f"{value:.3g} s"
+    if value < 10000 and not unit:
+        return f"{value:,.0f}"
+    power = min(len(SCALE) - 1, max(0, int(math.log10(max(value, 1)) // 3)))
+    shown = f"{value / 1000**power:.2f}" if power else f"{value:.0f}"
+    return f"{shown} {SCALE[power]}{unit if not name.endswith('per_s') else ''}".rstrip()

@@ -1,0 +1,1 @@
+"""Data sets: rows to prompts, and conversations to tokens with loss masks."""

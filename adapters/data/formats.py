@@ -1,0 +1,150 @@
+"""Records of the usual data sets -> rows: functions for `--row areax.adapters.data.formats:chat` and so on.
+
+A row has "prompt" (what the user says) or "messages", and what is learnt from: "completion" in demonstrations, "answer"
+for rewards, "chosen" and "rejected" in preferences. A record's other fields stay in its row. What a function cannot
+read it refuses with a ValueError, one line that names the fields found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+PAIRS = (("question", "answer"), ("problem", "solution"), ("prompt", "completion"))
+ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "assistant": "assistant", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+TURN = re.compile(r"\n\n(Human|Assistant):")  # of HH-RLHF's transcripts
+
+
+def auto(record: dict) -> dict:
+    """A row by the one format of this file that the record's fields speak for; refused where several do."""
+    fields = {name for name, value in record.items() if value is not None}
+    found = [name for name, wanted in SIGNS.items() if any(fields.issuperset(names) for names in wanted)]
+    if len(found) != 1:
+        known = f"{' and '.join(found)} are possible" if found else f"known are {', '.join(SIGNS)}"
+        raise _refusal(
+            "auto", f"the fields of one format ({known}; name one as --row areax.adapters.data.formats:...)", record
+        )
+    return FORMATS[found[0]](record)
+
+
+def chat(record: dict) -> dict:
+    """A row from {"messages": [{"role", "content"}, ...]}, checked."""
+    return {**record, "messages": _messages(record, "messages", "chat")}
+
+
+def prompt_answer(record: dict) -> dict:
+    """A row from question/answer, problem/solution or prompt/completion.
+
+    The second is both "completion" and "answer", unless the record has a field of that name.
+    """
+    found = [pair for pair in PAIRS if all(isinstance(record.get(name), str) for name in pair)]
+    if len(found) != 1:
+        pairs = ", ".join("/".join(pair) for pair in PAIRS)
+        raise _refusal("prompt_answer", f"the texts of exactly one of {pairs}", record)
+    asked, told = found[0]
+    return {"completion": record[told], "answer": record[told], **_without(record, asked), "prompt": record[asked]}
+
+
+def instruction(record: dict) -> dict:
+    """A row from Alpaca's "instruction", "input" (which may be empty or missing) and "output"."""
+    parts = [record.get("instruction"), record.get("input") or "", record.get("output")]
+    if not all(isinstance(part, str) for part in parts):
+        raise _refusal("instruction", "texts 'instruction' and 'output', and perhaps 'input'", record)
+    asked = "\n\n".join(str(part) for part in parts[:2] if str(part).strip())
+    return {**_without(record, "instruction", "input", "output"), "prompt": asked, "completion": parts[2]}
+
+
+def sharegpt(record: dict) -> dict:
+    """A row from {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, perhaps "system"."""
+    turns, system = record.get("conversations"), record.get("system")
+    spoken = lambda turn: isinstance(turn, dict) and turn.get("from") in ROLES and isinstance(turn.get("value"), str)
+    if not (isinstance(turns, list) and turns and all(map(spoken, turns))):
+        odd = [t for t in turns if not spoken(t)] if isinstance(turns, list) else []
+        wanted = f"'conversations' of texts 'value' and 'from' one of {', '.join(ROLES)}"
+        raise _refusal("sharegpt", wanted + (f" (found {str(odd[0])[:60]})" if odd else ""), record)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    return {**_without(record, "conversations", "system"), "messages": messages}
+
+
+def preference(record: dict) -> dict:
+    """A row from "chosen" and "rejected": texts that follow the "prompt", or lists of messages.
+
+    Of lists, the messages that both begin with are the prompt, behind those of "prompt" unless they repeat it; what is
+    left of each must be one message of the assistant, whose text is the row's "chosen" or "rejected".
+    """
+    prompt, sides = record.get("prompt"), [record.get("chosen"), record.get("rejected")]
+    given = _messages(record, "prompt", "preference") if isinstance(prompt, list) and prompt else []
+    if all(isinstance(side, str) for side in sides):
+        if isinstance(prompt, str):
+            return _without(record, "messages")
+        messages = given or _messages(record, "messages", "preference (HH-RLHF's transcripts: hh_rlhf)")
+        return {**_without(record, "prompt"), "messages": messages}
+    given = given or ([{"role": "user", "content": prompt}] if prompt else [])
+    made = _pair(_messages(record, "chosen", "preference"), _messages(record, "rejected", "preference"), given)
+    if made is None:
+        raise _refusal(
+            "preference", "'chosen' and 'rejected' that differ in the assistant's last message alone", record
+        )
+    return {**_without(record, "prompt"), **made}
+
+
+def hh_rlhf(record: dict) -> dict | None:
+    """A row from HH-RLHF (arXiv:2204.05862), whose "chosen" and "rejected" are transcripts "\\n\\nHuman: ...".
+
+    The turns that both begin with are its messages. None, which leaves it out, for the few whose transcripts are the
+    same or part before the last turn.
+    """
+    sides = [record.get(name) for name in ("chosen", "rejected")]
+    parts = [TURN.split(side) if isinstance(side, str) else [] for side in sides]
+    if not all(len(part) > 1 and not part[0].strip() for part in parts):
+        raise _refusal("hh_rlhf", "'chosen' and 'rejected' as texts that begin with '\\n\\nHuman:'", record)
+    role = {"Human": "user", "Assistant": "assistant"}
+    chosen, rejected = (
+        [{"role": role[who], "content": text.strip()} for who, text in zip(part[1::2], part[2::2], strict=True)]
+        for part in parts
+    )
+    made = _pair(chosen, rejected, [])
+    return made and {**record, **made}
+
+
+FORMATS: dict[str, Callable[[dict], dict]] = {
+    f.__name__: f for f in (chat, prompt_answer, instruction, sharegpt, preference)
+}
+SIGNS: dict[str, Sequence[Sequence[str]]] = {  # any of these sets of fields speaks for a format
+    "chat": [["messages"]],
+    "prompt_answer": PAIRS,
+    "instruction": [["instruction", "output"]],
+    "sharegpt": [["conversations"]],
+    "preference": [["chosen", "rejected"]],
+}
+
+
+def _pair(chosen: list[dict], rejected: list[dict], given: list[dict]) -> dict | None:
+    """{"messages", "chosen", "rejected"}; None unless each has one message of the assistant beyond what they share."""
+    count = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
+    shared, last = chosen[:count], [chosen[count:], rejected[count:]]
+    messages = shared if all(message in shared for message in given) else given + shared
+    if not messages or any([m["role"] for m in side] != ["assistant"] for side in last):
+        return None
+    return {"messages": messages, "chosen": last[0][0]["content"], "rejected": last[1][0]["content"]}
+
+
+def _messages(record: dict, name: str, who: str) -> list[dict]:
+    """The messages in a field, without entries that are None, as Parquet files have them."""
+    messages = record.get(name)
+    known = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+    if not (isinstance(messages, list) and messages and all(map(known, messages))):
+        raise _refusal(who, f"{name!r} as a list of messages with texts 'role' and 'content'", record)
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def _without(record: dict, *names: str) -> dict:
+    return {name: value for name, value in record.items() if name not in names}
+
+
+def _refusal(who: str, wanted: str, record: dict) -> ValueError:
+    return ValueError(f"{who}: a record needs {wanted}, got the fields {sorted(record)}")

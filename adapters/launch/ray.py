@@ -1,0 +1,184 @@
+"""`areax launch --on ray`: a placement group, and in each of its bundles an actor that runs a process of the job.
+
+The first bundles are the trainer processes', so that packing keeps these together; then come the servers'. Where a
+server is on another machine than process 0, each server gets a stager beside it, unless the command names a folder that
+all machines see (--published).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from . import job
+from .config import Config, at, folder, joined, option, server_words, training_words
+from .host import PYTHON, Gone, Host
+from .job import Part
+
+KEY = "AREAX_STAGER_KEY"
+PASSED = ("AREAX_", "HF_", "JAX_", "LIBTPU_", "NCCL_", "TOKENIZERS_", "WANDB_", "XLA_")  # variables that go along
+CONNECT_S = 10.0
+LOOK_S = 0.2
+SOON_S, PLACE_S = 5.0, 1800.0  # until it is told that room is waited for, and until that is given up
+
+
+def launch(config: Config, command: list[str]) -> int:
+    """As `launch.launch`, on the machines of a Ray cluster.
+
+    Raises:
+      ValueError: there is no Ray, no cluster at the address, or no room in it; the folder from which this was started
+        is not on its machines.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("areax launch: --on ray needs Ray, which is not here; pip install 'areax[ray]'") from error
+    address = config.ray.address
+    try:
+        if address:  # Ray itself would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError) as error:
+        where = f"--ray.address {address}" if address else f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}"
+        raise ValueError(f"areax launch: no Ray cluster answers at {where} ({error})") from error
+    try:
+        with actors(config) as hosts:
+            return run(config, command, hosts)
+    finally:
+        ray.shutdown()
+
+
+def run(config: Config, command: list[str], hosts: list[Any]) -> int:
+    """Runs the job on hosts, each a `Remote`, in the order of their bundles."""
+    places = [host.place() for host in hosts]  # (address, node)
+    for host in hosts:
+        host.enter(os.getcwd())
+    logs, first = folder(config.logs).absolute(), places[0]
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+    # Ray sets OMP_NUM_THREADS by the CPUs set aside; it is to be as it is here, or unset.
+    environ: dict[str, str | None] = {**passed, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+    key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)}
+    stage = option(command, "--published") is None and any(node != first[1] for _, node in places[config.processes :])
+    servers, stagers = [], []
+    for i, (host, (address, _)) in enumerate(zip(hosts[config.processes :], places[config.processes :], strict=True)):
+        port, beside = host.ports(address, 2)
+        words = server_words(config, command, address, port)
+        log, where, url = str(logs / f"server-{i}.log"), f" on {address}", f"http://{at(address, port)}"
+        servers.append(Part(f"server {i}", host, words, environ, log, where, url))
+        if stage:
+            root = host.scratch(option(command, "--model") or "")
+            words = [
+                PYTHON,
+                "-m",
+                "areax.rollout.weights.stager",
+                "--host",
+                address,
+                "--port",
+                str(beside),
+                "--root",
+                root,
+            ]
+            log, url = str(logs / f"stager-{i}.log"), f"http://{at(address, beside)}"
+            stagers.append(Part(f"stager {i}", host, words, environ | key, log, where, url))
+    words = training_words(command, [part.url for part in servers], [part.url for part in stagers])
+    coordinator = at(first[0], *hosts[0].ports(first[0], 1))
+    # Ray hides the devices of others: a process takes all that it sees, and no number is to be set by hand.
+    more = {"JAX_LOCAL_DEVICE_IDS": None, "JAX_NUM_CPU_DEVICES": str(config.devices)} | (key if stage else {})
+    trainers = [
+        Part(f"process {i}", hosts[i], words, environ | more | joined(config, coordinator, i),
+             str(logs / f"process-{i}.log"), f" on {places[i][0]}", shown=i == 0)
+        for i in range(config.processes)
+    ]  # fmt: skip
+    return job.run(trainers, [*servers, *stagers], look_s=LOOK_S)
+
+
+@contextlib.contextmanager
+def actors(config: Config) -> Iterator[list[Any]]:
+    """A host for each trainer process and each server, where Ray has room; ended on leaving the block."""
+    import ray
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    kind = _devices(ray.cluster_resources())
+    counts = [config.devices] * config.processes + [config.server.devices] * config.servers
+    bundles = [{"CPU": float(config.cpus)} | ({kind: float(count)} if kind else {}) for count in counts]
+    group = placement_group(bundles, strategy="PACK")
+    hosts = []
+    try:
+        _wait_for_room(group, bundles)
+        for i, bundle in enumerate(bundles):
+            asked = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+            others = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU")}
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            actor = ray.remote(Node).options(**asked, resources=others, scheduling_strategy=place)
+            hosts.append(Remote(actor.remote()))
+        yield hosts
+    finally:
+        for host in hosts:
+            with contextlib.suppress(Gone):
+                host.close()
+        remove_placement_group(group)
+
+
+class Node(Host):
+    """A host in an actor."""
+
+    def place(self) -> tuple[str, str]:
+        """The address of its machine, and which node of the cluster that is."""
+        import ray
+
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+
+
+class Remote:
+    """A host in an actor, with the methods of `Node`; each raises Gone where there is no actor any more."""
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Callable:
+        import ray
+
+        def call(*arguments):
+            try:
+                return ray.get(getattr(self._actor, name).remote(*arguments))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayActorError as error:
+                raise Gone(" ".join(str(error).split())) from error
+
+        return call
+
+
+def _devices(resources: dict[str, float]) -> str:
+    """What the cluster calls its devices; "" where processes compute on CPUs."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return ""
+    return next((kind for kind in ("GPU", "TPU") if resources.get(kind)), "")
+
+
+def _wait_for_room(group: Any, bundles: list[dict[str, float]]) -> None:
+    """Waits until the group has its place: machines may be busy, or on their way."""
+    import ray
+
+    began, told = time.monotonic(), False
+    while not group.wait(1):
+        waited = time.monotonic() - began
+        free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU", "TPU")}
+        if waited > PLACE_S:
+            raise ValueError(
+                f"areax launch: the Ray cluster must have room for {bundles}, got {free} free for {PLACE_S:.0f} s; ask "
+                "for less, or add machines"
+            )
+        if waited > SOON_S and not told:
+            told = True
+            line = f"areax launch: waiting for room in the Ray cluster for {bundles}; {free} is free"
+            print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,204 @@
+"""`areax launch --on slurm`: a batch script, to be read, edited and handed to sbatch.
+
+Trainer processes take the first nodes, servers the others, each as a step that overlaps the rest; where all GPUs that
+are wanted are on one node, that one does for both. A server on another node than the trainers has a stager beside it,
+unless the command names a folder that all nodes see (--published).
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import Config, option, server_words
+from .host import PYTHON
+
+HOST, PORT = "@HOST@", "@PORT@"  # in a server's command, until the node is known
+GRACE_S = 120  # before the time limit: for a step, and a checkpoint
+
+
+@dataclass(frozen=True)
+class Places:
+    """Who runs on which node.
+
+    Attributes:
+      nodes: of the job; `of_trainers` of them, from the first on, for trainer processes.
+      trainers: processes a node.
+      servers: a node; server i is on node `first_node` + i // servers, its GPUs begin at `first_gpu`.
+    """
+
+    nodes: int
+    of_trainers: int
+    trainers: int
+    servers: int
+    first_node: int
+    first_gpu: int
+
+
+def write(config: Config, command: list[str]) -> int:
+    """Prints the script, or writes it to the file that is named."""
+    text = script(config, command)
+    if not config.slurm.script:
+        print(text, end="")
+        return 0
+    path = Path(config.slurm.script)
+    path.write_text(text)
+    print(f"wrote {path}; read it, then: sbatch {shlex.quote(str(path))}")
+    return 0
+
+
+def places(config: Config) -> Places:
+    """Who runs on which node.
+
+    Raises:
+      ValueError: a process or a server needs more GPUs than a node has.
+    """
+    processes, count, devices, of_server = config.processes, config.servers, config.devices, config.server.devices
+    per_node = config.slurm.gpus_per_node
+    if not per_node:
+        return Places(processes + count, processes, 1, 1, processes, 0)
+    for name, wanted in (("devices", devices), ("server.devices", of_server if count else 0)):
+        if wanted > per_node:
+            raise ValueError(
+                f"areax launch: --{name} must be at most --slurm.gpus-per-node {per_node}, got {wanted}; one process "
+                "drives devices of one node"
+            )
+    if processes * devices + count * of_server <= per_node:
+        return Places(1, 1, processes, max(count, 1), 0, processes * devices)
+    trainers, servers = per_node // devices, per_node // of_server
+    of_trainers = math.ceil(processes / trainers)
+    return Places(of_trainers + math.ceil(count / servers), of_trainers, trainers, servers, of_trainers, 0)
+
+
+def script(config: Config, command: list[str]) -> str:
+    """The batch script."""
+    place, slurm, cpus = places(config), config.slurm, config.cpus
+    gpus = slurm.gpus_per_node
+    asked = {
+        "job-name": "areax", "nodes": place.nodes, "ntasks-per-node": max(place.trainers, place.servers),
+        "cpus-per-task": cpus, "gpus-per-node": gpus, "time": slurm.time, "partition": slurm.partition,
+        "account": slurm.account, "output": "areax-%j.log", "signal": f"B:TERM@{GRACE_S}",
+    }  # fmt: skip
+    head = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
+    stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
+    step = f"srun --overlap --cpus-per-task={cpus}" + (f" --gpus-per-node={gpus}" if gpus else "")
+    parts = [
+        "#!/bin/bash\n" + "\n".join(head),
+        f"# Trains on {place.of_trainers} of {place.nodes} node{'s' if place.nodes > 1 else ''}. Made by areax launch; "
+        "edit what your cluster has otherwise.\n"
+        "set -u\n"
+        'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
+        "port=$((10000 + SLURM_JOB_ID % 200 * 100)) # and those after it\n"
+        f"python={shlex.quote(sys.executable)}\n"
+        f"logs={shlex.quote(config.logs) if config.logs else 'areax-$SLURM_JOB_ID'}\n"
+        f"step=({step})\n"
+        'mkdir -p "$logs"',
+    ]
+    if gpus:
+        parts.append(
+            "# Leaves a command COUNT of the GPUs that Slurm shows it, from FIRST on; called with FIRST COUNT COMMAND\n"
+            f"""own='IFS=, read -ra gpus <<<"${{CUDA_VISIBLE_DEVICES:-{",".join(map(str, range(gpus)))}}}"\n"""
+            """first=$1 count=$2; shift 2\n"""
+            """export CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:first:count}"); exec "$@"'"""
+        )
+    if config.servers:
+        parts += _servers(config, command, place, stage)
+    return "\n\n".join([*parts, _trainers(config, command, place, stage)]) + "\n"
+
+
+def _servers(config: Config, command: list[str], place: Places, stage: bool) -> list[str]:
+    gpus = config.slurm.gpus_per_node
+    first = f"$(({place.first_gpu} + i % {place.servers} * {config.server.devices}))"
+    alone = f'bash -c "$own" - "{first}" {config.server.devices} ' if gpus else ""
+    keep = """# Runs a command on a node, and again when it ends, three times at most: keep NAME NODE COMMAND
+keep() {
+  local name=$1 node=$2 pause running=
+  shift 2
+  trap 'kill "$running"; wait "$running"; exit' TERM
+  for pause in 1 2 4 0; do
+    "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$node" "$@" >>"$logs/$name.log" 2>&1 &
+    running=$!
+    wait "$running"
+    echo "areax: $name on $node ended with exit code $?; see $logs/$name.log" >&2
+    sleep "$pause"
+  done
+}"""
+    staging = """
+  at=$((port + 2 * i + 2)) # what fetches new weights for it
+  keep "stager-$i" "$node" "$python" -m areax.rollout.weights.stager --host "$node" --port "$at" --root "$stage/$i" &
+  kept+=($!)
+  stagers+=("http://$node:$at")"""
+    start = f"""kept=() urls=() stagers=()
+for i in $(seq 0 {config.servers - 1}); do
+  node=${{nodes[{place.first_node} + i / {place.servers}]}}
+  at=$((port + 2 * i + 1))
+  keep "server-$i" "$node" {alone}{_shell(server_words(config, command, HOST, PORT), 4)} &
+  kept+=($!)
+  urls+=("http://$node:$at"){staging if stage else ""}
+done
+"""
+    if stage:
+        start = f"""# A key for this job, and a folder on the servers' nodes: in memory, where three versions must fit.
+export AREAX_STAGER_KEY=${{AREAX_STAGER_KEY:-$("$python" -c 'import secrets; print(secrets.token_urlsafe(32))')}}
+stage=/dev/shm/areax-$SLURM_JOB_ID
+{start}"""
+    servers_nodes = place.nodes - place.first_node
+    removed = f"""
+  "${{step[@]}}" --nodes={servers_nodes} --ntasks={servers_nodes} --ntasks-per-node=1 \\
+    --nodelist="$(IFS=,; echo "${{nodes[*]:{place.first_node}}}")" rm -rf "$stage\""""
+    ending = f"""finish() {{ # whatever ends this script ends the servers
+  kill "${{kept[@]}}" 2>/dev/null
+  wait{removed if stage else ""}
+}}
+trap finish EXIT
+trap 'exit 143' TERM"""
+    ready = """for url in "${urls[@]}" "${stagers[@]}"; do
+  until curl --silent --fail --noproxy '*' --max-time 10 --output /dev/null "$url/health"; do
+    for one in "${kept[@]}"; do
+      kill -0 "$one" || exit 1 # it was started four times
+    done
+    sleep 1
+  done
+done"""
+    return [keep, start + ending, ready]
+
+
+def _trainers(config: Config, command: list[str], place: Places, stage: bool) -> str:
+    count, devices = config.processes, config.devices
+    words = _shell([PYTHON, "-m", "areax", *command], 2)
+    if config.servers:
+        words += ' \\\n  --servers "${urls[@]}"' + (' --stagers "${stagers[@]}"' if stage else "")
+    before, wrapped = f"export JAX_NUM_CPU_DEVICES={devices}\n", ""
+    if count > 1:
+        before += f'export AREAX_COORDINATOR="${{nodes[0]}}:$port" AREAX_PROCESSES={count}\n'
+        before += """who='export AREAX_PROCESS=$SLURM_PROCID; exec "$@"'\n"""
+        wrapped = 'bash -c "$who" - '
+    if config.slurm.gpus_per_node:
+        wrapped += f"""bash -c "$own" - 'SLURM_LOCALID * {devices}' {devices} """
+    return f"""{before}"${{step[@]}}" --nodes={place.of_trainers} --ntasks={count} --ntasks-per-node={place.trainers} \\
+  --nodelist="$(IFS=,; echo "${{nodes[*]:0:{place.of_trainers}}}")" \\
+  {wrapped}{words} &
+trainer=$!
+trap 'kill -TERM "$trainer"' TERM INT # scancel --batch --signal=TERM, or the time limit: it saves what it has
+while kill -0 "$trainer" 2>/dev/null; do
+  wait "$trainer" # a signal ends a wait
+done
+wait "$trainer"
+exit"""
+
+
+def _shell(words: list[str], indent: int) -> str:
+    """A command in the script's terms, an option a line."""
+    said = ""
+    for i, word in enumerate(words):
+        shown = shlex.quote(word)
+        before, after = ("'\"", "\"'") if shown.startswith("'") else ('"', '"')
+        for name, variable in ((HOST, "$node"), (PORT, "$at")):
+            shown = shown.replace(name, f"{before}{variable}{after}")
+        if word == PYTHON:
+            shown = '"$python"'
+        said += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
+    return said

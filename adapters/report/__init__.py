@@ -1,0 +1,1 @@
+"""A run's page: metrics as charts, and its trace."""

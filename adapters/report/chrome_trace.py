@@ -1,0 +1,93 @@
+"""A run's journal as a picture in time: the Chrome trace format, which ui.perfetto.dev and chrome://tracing show.
+
+Rows of the picture: the trainer's parts of each step, pushes, what each server generates, and states of servers. Times
+are microseconds since the journal was opened first. The format: "Trace Event Format" (Google, 2016).
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..tracking import run_dir as tracker
+
+JOURNAL, TRACE = "journal.jsonl", "trace.json"
+TRAINER, SERVERS = 1, 2  # processes of the picture
+BESIDE = ("push", "evaluate")  # parts that run beside the others, and so have rows of their own
+
+
+def write(run_dir: pathlib.Path) -> pathlib.Path | None:
+    """Writes `trace.json` beside a run's journal; None where there is no journal."""
+    if not (run_dir / JOURNAL).is_file():
+        return None
+    events = list(chrome(tracker.read_lines(run_dir / JOURNAL)))
+    tracker.write_text(run_dir / TRACE, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return run_dir / TRACE
+
+
+def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
+    """Trace events of a journal's, in its order."""
+    yield from (_named(TRAINER, "trainer"), _named(SERVERS, "servers"))
+    threads: dict[tuple[int, str], int] = {}
+    first, offset, calls = None, 0.0, 0
+
+    def row(process: int, name: str) -> dict[str, int]:
+        thread = threads.setdefault((process, name), len(threads) + 1)
+        return {"pid": process, "tid": thread}
+
+    def span(where: dict, name: str, event: dict, **arguments) -> dict:
+        begun = _us(event["begun"] + offset)
+        length = _us(event["at"] + offset) - begun
+        return {"ph": "X", "name": name, "ts": begun, "dur": length, "args": arguments, **where}
+
+    known = 0
+    for event in events:
+        if event["kind"] == "open":  # of a run that went on, in a process with a clock of its own
+            first = event["time"] if first is None else first
+            offset = event["time"] - event["at"] - first
+        elif event["kind"] == "part":
+            yield span(row(TRAINER, event["name"] if event["name"] in BESIDE else "steps"), event["name"], event)
+        elif event["kind"] == "push":
+            told = {name: event[name] for name in ("loaded", "failed", "pause_s", "load_s", "stage_s", "stage_bytes")}
+            yield span(row(SERVERS, "pushes"), event["label"], event, **told)
+        elif event["kind"] == "server":
+            yield {"ph": "i", "s": "t", "name": event["state"], "ts": _us(event["at"] + offset),
+                   "args": {"why": event["why"]}, **row(SERVERS, event["url"])}  # fmt: skip
+        elif event["kind"] == "call":
+            calls += 1
+            where = row(SERVERS, event["url"])
+            name = f"{event['tokens']} tokens"
+            told = {k: event[k] for k in ("prompt", "episode", "of", "versions", "finish", "resumed") if k in event}
+            # Calls of a server overlap: each is a line of its own, by its id.
+            common = {"cat": "call", "id": calls, "name": name, **where}
+            yield {"ph": "b", "ts": _us(event["begun"] + offset), "args": told, **common}
+            yield {"ph": "e", "ts": _us(event["at"] + offset), **common}
+        for (process, name), thread in list(threads.items())[known:]:
+            yield _named(process, name, thread)
+        known = len(threads)
+
+
+def in_flight(events: Iterable[dict]) -> dict[str, float]:
+    """Of each server, by address: completions that it generated at a time, the mean from its first to its last."""
+    busy: dict[str, list[float]] = {}
+    offset = 0.0
+    for event in events:
+        if event["kind"] == "open":
+            offset = event["time"] - event["at"]
+        if event["kind"] == "call":
+            begun, ended = event["begun"] + offset, event["at"] + offset
+            total = busy.setdefault(event["url"], [0.0, begun, ended])
+            total[0] += ended - begun
+            total[1:] = min(total[1], begun), max(total[2], ended)
+    return {url: total / (last - first) for url, (total, first, last) in busy.items() if last > first}
+
+
+def _named(process: int, name: str, thread: int | None = None) -> dict[str, Any]:
+    what = "process_name" if thread is None else "thread_name"
+    return {"ph": "M", "name": what, "pid": process, "tid": thread or 0, "args": {"name": name}}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

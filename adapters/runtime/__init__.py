@@ -1,0 +1,1 @@
+"""The process that JAX runs in: compilation cache and memory allocator."""

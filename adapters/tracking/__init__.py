@@ -1,0 +1,1 @@
+"""What a run writes, and who reads along: metrics.jsonl, TensorBoard, wandb, Prometheus."""

@@ -1,0 +1,298 @@
+"""A run directory: what a run was told, what it measured and some of what it sampled, as plain JSON.
+
+    config.json     what the run was told
+    metrics.jsonl   a line a measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
+    samples.jsonl   a line a sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
+    journal.jsonl   of RL, a line an event (rollout/events.py)
+    summary.json    what came out
+
+Every line is standard JSON: a number that is not finite is written as null and spelled out in the line's
+"nonfinite". A line cut short by a crash is skipped when read, and removed when the run is opened again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+CONFIG, METRICS, SAMPLES, SUMMARY = (
+    "config.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "summary.json",
+)
+OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that are not metrics
+
+
+def plain(value):
+    """`value` in JSON's types: dataclasses and mappings as objects, arrays and scalars of numpy or jax
+    as lists and numbers, paths as text, numbers that are not finite as null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    raise ValueError(f"tracker: a run directory holds text, numbers, lists, mappings and dataclasses, got {value!r}")
+
+
+def write_json(path, value) -> None:
+    """Writes `value` (see `plain`) to path: the whole of it, or the file stays as it was."""
+    write_text(pathlib.Path(path), json.dumps(plain(value), indent=2) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file: the whole of it, or it stays as it was."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_lines(path) -> Iterator[dict]:
+    """The objects of a JSON-lines file, in order; a last line without its end is skipped.
+
+    Raises ValueError with the line's number where another line is not a JSON object.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield parse(line, path, number)
+
+
+def parse(line: bytes, path, number: int) -> dict:
+    """The JSON object of a line; raises ValueError, with its number, where it is none."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        shown = line[:60].decode("utf-8", "replace").strip()
+        raise ValueError(f"{path}:{number}: every line must be one JSON object, got {shown!r}; remove it")
+    return value
+
+
+def numbers(line: Mapping) -> dict[str, float]:
+    """The numbers of a metrics line by name, those too that are not finite."""
+    odd = {name: float(what) for name, what in line.get("nonfinite", {}).items()}
+    return {k: float(v) for k, v in line.items() if k not in OURS and isinstance(v, int | float)} | odd
+
+
+def histograms(line: Mapping) -> dict[str, Mapping]:
+    """The histograms {"edges", "counts"} of a metrics line by name."""
+    return {name: value for name, value in line.items() if name not in OURS and isinstance(value, Mapping)}
+
+
+class Run:
+    """An open run directory; its methods may be called from any thread. `open_run` makes one."""
+
+    def __init__(self, path: pathlib.Path, metrics, samples, began: float):
+        self.path = path
+        self._metrics, self._samples, self._began = metrics, samples, began
+        self._lock = threading.Lock()
+
+    def log(self, kind: str, step: int, **values) -> None:
+        """Appends a line to metrics.jsonl.
+
+        Args:
+          kind: what took the step: `sft`, `grpo`, `eval`, ...
+          values: numbers (Python's, or 0-d arrays), histograms {"edges": n + 1 numbers that increase,
+            "counts": n}, or None where a number is missing.
+        """
+        line: dict[str, Any] = {"step": int(step), "kind": kind, "seconds": round(time.monotonic() - self._began, 3)}
+        unfit = {}
+        for name, value in values.items():
+            if name in OURS:
+                raise ValueError(f"log: {name!r} is the tracker's own; give the metric another name")
+            if isinstance(value, Mapping):
+                line[name] = _histogram(name, value)
+                continue
+            number = value.tolist() if hasattr(value, "tolist") else value
+            if number is not None and not isinstance(number, int | float):
+                raise ValueError(f"log: {name} must be one number or a histogram {{edges, counts}}, got {value!r}")
+            line[name] = plain(number)
+            if isinstance(number, float) and not math.isfinite(number):
+                unfit[name] = str(number)
+        if unfit:
+            line["nonfinite"] = unfit
+        self._append(self._metrics, line)
+
+    def sample(
+        self,
+        step: int,
+        *,
+        version: int,
+        prompt: str,
+        text: str,
+        reward: float,
+        finish: str,
+        tokens: list[str],
+        logp: list[float],
+        version_of_token: list[int],
+        adv: float | None = None,
+        trainer_logp: list[float] | None = None,
+        kind: str = "grpo",
+    ) -> None:
+        """Appends a line to samples.jsonl.
+
+        Args:
+          version: policy version that trained on the sample.
+          text: all that followed the prompt.
+          tokens: its n tokens, decoded one by one.
+          logp: n log-probabilities (nats) as the sampler gave them.
+          version_of_token: n policy versions; -1 for a token that the policy did not sample.
+          trainer_logp: n log-probabilities (nats) as the trainer computes them.
+        """
+        line: dict[str, Any] = {"step": int(step), "kind": kind, "version": version, "prompt": prompt, "text": text}
+        line |= {"reward": reward, "finish": finish, "tokens": tokens, "logp": logp}
+        line |= {"version_of_token": version_of_token, "adv": adv}
+        if trainer_logp is not None:
+            line["trainer_logp"] = trainer_logp
+        for name in ("logp", "version_of_token", "trainer_logp"):
+            if name in line and len(line[name]) != len(tokens):
+                raise ValueError(f"sample: {name} needs one entry a token, got {len(line[name])} for {len(tokens)}")
+        self._append(self._samples, plain(line))
+
+    def _append(self, file, line: dict) -> None:
+        text = json.dumps(line, allow_nan=False) + "\n"
+        with self._lock:
+            file.write(text)
+
+
+def _histogram(name: str, value: Mapping) -> dict:
+    shape = plain({"edges": value.get("edges", ()), "counts": value.get("counts", ())})
+    edges, counts = shape["edges"], shape["counts"]
+    rises = None not in edges and all(a < b for a, b in zip(edges, edges[1:], strict=False))
+    if not counts or None in counts or len(edges) != len(counts) + 1 or not rises:
+        raise ValueError(
+            f"log: histogram {name} needs n counts and n + 1 finite edges that increase, "
+            f"got {len(counts)} counts and edges {edges}"
+        )
+    return shape
+
+
+@contextlib.contextmanager
+def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet: bool = False) -> Iterator[Run]:
+    """Opens a run directory to append to, making it if need be.
+
+    Args:
+      config: written to config.json if given (a dataclass or a mapping).
+      keep: {kind: last step to keep}: later lines of that kind are removed, in both files. A run that
+        resumes after step 40 gives {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
+      quiet: nothing is read or written: for the other processes of a job.
+    """
+    if quiet:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            yield Run(pathlib.Path(path), nowhere, nowhere, time.monotonic())
+        return
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"open_run: a run needs a directory, got the file {path}; name another place")
+    path.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        write_json(path / CONFIG, config)
+    for name in (METRICS, SAMPLES):
+        if (path / name).exists():
+            _cut(path / name, keep or {})
+    before = 0.0  # seconds go on where they stopped; the time between two processes does not count
+    if (path / METRICS).exists():
+        before = max((line.get("seconds", 0.0) for line in read_lines(path / METRICS)), default=0.0)
+    with (
+        open(path / METRICS, "a", buffering=1, encoding="utf-8", newline="\n") as metrics,
+        open(path / SAMPLES, "a", buffering=1, encoding="utf-8", newline="\n") as samples,
+    ):
+        yield Run(path, metrics, samples, time.monotonic() - before)
+
+
+def _cut(path: pathlib.Path, keep: Mapping[str, int]) -> None:
+    """Removes a half-written last line and the lines that come after what is kept."""
+    partial = path.with_name(path.name + ".partial")
+    with open(path, "rb") as old, open(partial, "wb") as new:
+        for number, line in enumerate(old, 1):
+            if line.endswith(b"\n"):
+                entry = parse(line, path, number)
+                if entry.get("step", 0) <= keep.get(entry.get("kind", ""), math.inf):
+                    new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    if partial.stat().st_size == path.stat().st_size:
+        partial.unlink()
+    else:
+        os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, console=None, quiet: bool = False):
+    """Shows how far a run is: a bar on a terminal, else a line at most every `every` seconds, or nothing if `quiet`.
+
+    Yields tick(step, *, tokens=0, **values): `values` are shown by name; `tokens` are those of the
+    steps since the last tick. Rate and time left are taken from the last 20 ticks.
+    """
+    console = console or Console(stderr=True, quiet=quiet)
+    recent = collections.deque([(time.monotonic(), start, 0)], maxlen=20)
+
+    def words(step, tokens, values):
+        recent.append((time.monotonic(), step, recent[-1][2] + tokens))
+        (t0, step0, tokens0), (t1, step1, tokens1) = recent[0], recent[-1]
+        seconds = max(t1 - t0, 1e-9)
+        parts = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
+        if tokens1 > tokens0:
+            parts.append(f"{(tokens1 - tokens0) / seconds:,.0f} tokens/s")
+        if step1 > step0 and step1 < total:
+            parts.append(f"{_clock((total - step1) * seconds / (step1 - step0))} left")
+        return "  ".join(parts)
+
+    if console.is_terminal:
+        columns = TextColumn(kind), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(kind, total=total, completed=start, now="")
+
+            def advance(step, *, tokens=0, **values):
+                bar.update(task, completed=step, now=words(step, tokens, values))
+
+            yield advance
+        return
+
+    printed, waiting = -math.inf, None
+
+    def show():
+        nonlocal printed, waiting
+        if waiting is not None:
+            console.print(waiting, markup=False, highlight=False, soft_wrap=True)
+            printed, waiting = time.monotonic(), None
+
+    def tick(step, *, tokens=0, **values):
+        nonlocal waiting
+        waiting = f"{kind} {step}/{total}  {words(step, tokens, values)}".rstrip()
+        if time.monotonic() - printed >= every:
+            show()
+
+    yield tick
+    show()  # the last step is never left unsaid
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

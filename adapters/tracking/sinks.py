@@ -1,0 +1,171 @@
+"""Where else the numbers of a run go: TensorBoard, wandb, Prometheus, each fed from metrics.jsonl by its own thread.
+
+The file is what counts, and the run writes nothing else. A sink that fails costs a warning and its own curves, never
+the run. When lines are cut from the file, because a run goes on from a state before them, the sinks begin anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from . import prometheus
+from . import run_dir as tracker
+from . import tensorboard as boards
+from . import wandb as accounts
+from .tail import Mark, Tail
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0  # between two looks at the file
+PATIENCE_S = 90.0  # at the end, for a sink to take the last lines
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """Where else the numbers of metrics.jsonl go (docs/metrics.md).
+
+    Attributes:
+      tensorboard: event files in `tensorboard/` of the run's directory.
+      wandb: project on Weights & Biases; "" = none.
+      prometheus: port at which the newest numbers can be scraped while the run lasts; 0 = none.
+      prometheus_host: address that it listens on; whoever reaches it can read them.
+    """
+
+    tensorboard: bool = False
+    wandb: str = ""
+    prometheus: int = 0
+    prometheus_host: str = "127.0.0.1"
+
+    def __post_init__(self):
+        if not 0 <= self.prometheus < 1 << 16:
+            raise ValueError(f"--track.prometheus must be a port from 1 to 65535, or 0 for none, got {self.prometheus}")
+
+
+class Sink(Protocol):
+    """What is told of the lines; every call comes from one thread.
+
+    Attributes:
+      mark: what it has of the file already.
+    """
+
+    mark: Mark
+
+    def begin(self) -> None: ...
+
+    def take(self, lines: list[dict], mark: Mark) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Followed:
+    """What `following` yields.
+
+    Attributes:
+      live: may be set to a function that the Prometheus endpoint asks at each scrape for {name: value now}; names that
+        end in _total are counters.
+    """
+
+    live: Callable[[], Mapping[str, float]] = dict
+
+
+def check(sinks: Sinks) -> None:
+    """Raises ValueError where a sink cannot work: its package is missing, its port taken, nobody logged in."""
+    for extra, package, wanted in (("tensorboard", "tensorboardX", sinks.tensorboard), ("wandb", "wandb", sinks.wandb)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ValueError(f"--track.{extra} needs {package}, which is not installed; pip install 'areax[{extra}]'")
+    if sinks.wandb:
+        accounts.check()
+    if sinks.prometheus:
+        prometheus.Prometheus(sinks.prometheus_host, sinks.prometheus).close()
+
+
+@contextlib.contextmanager
+def following(
+    run_dir: str | os.PathLike, sinks: Sinks, *, quiet: bool = False, every_s: float = EVERY_S
+) -> Iterator[Followed]:
+    """The sinks follow the run's metrics.jsonl until the end, when they get the last lines.
+
+    Args:
+      quiet: there are none: for the other processes of a job.
+
+    Raises ValueError where the port is taken.
+    """
+    followed, run_dir = Followed(), pathlib.Path(run_dir)
+    if quiet:
+        yield followed
+        return
+    found: list[Sink] = []
+    if sinks.prometheus:
+        endpoint = prometheus.Prometheus(sinks.prometheus_host, sinks.prometheus)
+        endpoint.live = lambda: followed.live()
+        found.append(endpoint)
+    if sinks.tensorboard:
+        found.append(boards.TensorBoard(run_dir / "tensorboard"))
+    if sinks.wandb:
+        found.append(accounts.Wandb(sinks.wandb, run_dir))
+    ended = threading.Event()
+    threads = [
+        threading.Thread(target=_follow, args=(run_dir / tracker.METRICS, sink, ended, every_s), daemon=True)
+        for sink in found
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield followed
+    finally:
+        ended.set()
+        for thread, sink in zip(threads, found, strict=True):
+            thread.join(PATIENCE_S)
+            if thread.is_alive():
+                log.warning("%s has not taken the last lines of %s in %g s", _name(sink), run_dir, PATIENCE_S)
+
+
+def copy(run_dir: str | os.PathLike, *, tensorboard: str = "", wandb: str = "") -> None:
+    """Gives the metrics of a run, which may be over, to sinks.
+
+    Args:
+      tensorboard: folder for event files; those in it are removed.
+      wandb: project.
+    """
+    check(Sinks(tensorboard=bool(tensorboard), wandb=wandb))
+    path = pathlib.Path(run_dir) / tracker.METRICS
+    if not path.is_file():
+        raise ValueError(f"report: a run directory holds {tracker.METRICS}, got {run_dir} without it")
+    found: list[Sink] = [boards.TensorBoard(pathlib.Path(tensorboard))] if tensorboard else []
+    found += [accounts.Wandb(wandb, pathlib.Path(run_dir))] if wandb else []
+    for sink in found:
+        with contextlib.closing(sink), contextlib.closing(Tail(path, sink.mark)) as tail:
+            _hand(tail, sink)
+
+
+def _follow(path: pathlib.Path, sink: Sink, ended: threading.Event, every_s: float) -> None:
+    try:
+        with contextlib.closing(sink), contextlib.closing(Tail(path, sink.mark)) as tail:
+            last = False
+            while not last:
+                last = ended.is_set()  # before the look: what was logged until then is in the file
+                _hand(tail, sink)
+                ended.wait(every_s)
+    except Exception as error:  # whatever a sink raises: it must not end the run
+        log.warning("%s gets nothing more of %s: %s: %s", _name(sink), path, type(error).__name__, error)
+
+
+def _hand(tail: Tail, sink: Sink) -> None:
+    void, lines = tail.look()
+    if void:
+        sink.begin()
+    if lines:
+        sink.take(lines, tail.mark)
+
+
+def _name(sink: Sink) -> str:
+    return type(sink).__name__

@@ -1,0 +1,96 @@
+"""Weights & Biases as a sink of a run's metrics: numbers and histograms by `kind/name` over `kind/step`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from . import run_dir as tracker
+from .tail import START, Mark
+
+STATE = "wandb.json"  # in the run's directory: the wandb run, its project, and what of metrics.jsonl it has
+ANSWER_S = 60.0  # to begin a run, and for the last uploads
+
+
+class Wandb:
+    """A wandb run, which goes on where the run does.
+
+    What was sent cannot be taken back: where lines that were sent have been cut from the file since, another wandb run
+    begins, in the same group, and gets all that is in the file.
+    """
+
+    def __init__(self, project: str, run_dir: pathlib.Path):
+        self.project, self.run_dir = project, run_dir
+        self._run: Any = None
+        self._kinds: set[str] = set()
+        self._id, self.mark, self._sent = uuid.uuid4().hex[:12], START, 0
+        with contextlib.suppress(FileNotFoundError):
+            state = json.loads((run_dir / STATE).read_text(encoding="utf-8"))
+            if state["project"] == project:
+                self._id, self._sent = state["id"], state["lines"]
+                self.mark = Mark(state["bytes"], state["xxh3_128"])
+
+    def begin(self) -> None:
+        """What was sent so far is void."""
+        self.close()
+        self._id, self._run, self._sent = uuid.uuid4().hex[:12], None, 0
+
+    def take(self, lines: list[dict], mark: Mark) -> None:
+        import wandb
+
+        with _told():
+            self._run = self._run or self._open()
+            for number, line in enumerate(lines, self._sent):
+                kind = line.get("kind", "run")
+                if kind not in self._kinds:
+                    self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+                    self._kinds.add(kind)
+                values: dict[str, Any] = {"step": line.get("step", 0), "seconds": line.get("seconds", 0.0)}
+                values |= tracker.numbers(line)
+                for name, value in tracker.histograms(line).items():
+                    values[name] = wandb.Histogram(np_histogram=(value["counts"], value["edges"]))
+                self._run.log({f"{kind}/{name}": value for name, value in values.items()}, step=number)
+        self._sent += len(lines)
+        state = {"id": self._id, "project": self.project, "lines": self._sent, **mark._asdict()}
+        tracker.write_json(self.run_dir / STATE, state)
+
+    def close(self) -> None:
+        if self._run:
+            with _told():
+                self._run.finish()
+
+    def _open(self) -> Any:
+        import wandb
+
+        config = self.run_dir / tracker.CONFIG
+        self._kinds = set()
+        return wandb.init(
+            project=self.project, id=self._id, resume="allow", reinit="create_new", dir=str(self.run_dir),
+            name=self.run_dir.name, group=self.run_dir.name,
+            config=json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,
+            settings=wandb.Settings(console="off", init_timeout=ANSWER_S, finish_timeout=ANSWER_S),
+        )  # fmt: skip
+
+
+def check() -> None:
+    """Raises ValueError where nobody is logged in."""
+    import wandb
+
+    with _told():
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ValueError("--track.wandb needs an account, got no key; `wandb login`, or set WANDB_MODE=offline")
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What wandb raises, as a RuntimeError."""
+    import wandb
+
+    try:
+        yield
+    except wandb.Error as error:
+        raise RuntimeError(f"wandb: {error}") from error

@@ -1,0 +1,1 @@
+"""Segment-causal attention: the chunked reference, and kernels for GPUs and TPUs."""

@@ -1,0 +1,227 @@
+"""Flash attention (arXiv:2205.14135, 2307.08691) of packed rows for GPUs, written in Pallas for Triton.
+
+All that a kernel knows of segments and windows is the first key that each query sees. Along a row it never falls, so
+that blocks of keys before it, and blocks of queries behind the last that sees a key, are left out as a whole.
+"""
+
+from functools import partial
+from math import e, log2
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from ...core.segments import segment_index
+from .chunked import OUTPUT
+
+UNSEEN = -1e30
+LEAST = 16  # in each dimension of a product
+ROWS = 128  # they are filled up to a multiple of it, which all blocks divide
+
+
+class Block(NamedTuple):
+    """What a program works on at a time, on how many warps, loading how many blocks ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int | None = None, interpret: bool = False):
+    """`attention.causal` where keys are the queries' own; padding sees itself alone.
+
+    Args:
+      interpret: compute step by step on any platform, for tests.
+    """
+    T, H = q_BTNH.shape[1], q_BTNH.shape[3]
+    rows, columns = -T % ROWS, max(LEAST, pl.next_power_of_2(H)) - H
+    fill = lambda x: jnp.pad(x, [(0, 0), (0, rows), (0, 0), (0, columns)])
+    first_BT = _first(jnp.pad(segment_BT, [(0, 0), (0, rows)]), window)
+    out_BTNH = _causal(fill(q_BTNH), fill(k_BTKH), fill(v_BTKH), first_BT, H**-0.5, interpret)
+    return out_BTNH[:, :T, :, :H]
+
+
+def _first(segment_BT, window):
+    """The first key that each query sees."""
+    at_BT = jnp.broadcast_to(jnp.arange(segment_BT.shape[1], dtype=jnp.int32), segment_BT.shape)
+    first_BT = jnp.where(segment_BT > 0, at_BT - segment_index(segment_BT), at_BT)
+    return first_BT if window is None else jnp.maximum(first_BT, at_BT - (window - 1))
+
+
+def _blocks(x_BTNH):
+    """Of the forward pass, and of the gradients of queries and of keys: as much as a Hopper's registers hold well."""
+    if x_BTNH.shape[3] * x_BTNH.dtype.itemsize > 256:
+        return Block(64, 32, 4, 2), Block(32, 32, 4, 2), Block(32, 32, 4, 2)
+    return Block(64, 64, 4, 3), Block(64, 64, 4, 2), Block(64, 64, 4, 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _causal(q_BTNH, k_BTKH, v_BTKH, first_BT, scale, interpret):
+    return _forward(q_BTNH, k_BTKH, v_BTKH, first_BT, scale, interpret)[0]
+
+
+def _forward(q_BTNH, k_BTKH, v_BTKH, first_BT, scale, interpret):
+    B, T, N, H = q_BTNH.shape
+    block, _, _ = _blocks(q_BTNH)
+    own, row, whole, places = _by_queries(block, T, H, N // k_BTKH.shape[2])
+    out_BTNH, lse_BNT = pl.pallas_call(
+        partial(_forward_kernel, block=block, scale=scale),
+        grid=(T // block.queries, B, N), in_specs=[own, whole, whole, *places], out_specs=[own, row],
+        out_shape=[_like(q_BTNH), jax.ShapeDtypeStruct((B, N, T), jnp.float32)], **_how("forward", block, interpret),
+    )(q_BTNH, k_BTKH, v_BTKH, first_BT, *_keys(first_BT, block))  # fmt: skip
+    out_BTNH, lse_BNT = (checkpoint_name(x, OUTPUT) for x in (out_BTNH, lse_BNT))
+    return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, first_BT, out_BTNH, lse_BNT)
+
+
+def _backward(scale, interpret, kept, dout_BTNH):
+    *inputs, first_BT, out_BTNH, lse_BNT = kept
+    q_BTNH, k_BTKH, v_BTKH = inputs
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    inner_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH, preferred_element_type=jnp.float32)
+    inputs += dout_BTNH, lse_BNT, inner_BNT, first_BT
+    _, of_queries, of_keys = _blocks(q_BTNH)
+    own, row, whole, places = _by_queries(of_queries, T, H, N // K)
+    dq_BTNH = pl.pallas_call(
+        partial(_dq_kernel, block=of_queries, scale=scale),
+        grid=(T // of_queries.queries, B, N), in_specs=[own, whole, whole, own, row, row, *places], out_specs=own,
+        out_shape=_like(q_BTNH), **_how("dq", of_queries, interpret),
+    )(*inputs, *_keys(first_BT, of_queries))  # fmt: skip
+    own, row, group, places = _by_keys(of_keys, T, H, N // K)
+    dk_BTKH, dv_BTKH = pl.pallas_call(
+        partial(_dkv_kernel, block=of_keys, scale=scale),
+        grid=(T // of_keys.keys, B, K), in_specs=[group, own, own, group, row, row, *places], out_specs=[own, own],
+        out_shape=[_like(k_BTKH), _like(v_BTKH)], **_how("dkv", of_keys, interpret),
+    )(*inputs, *_queries(first_BT, of_keys))  # fmt: skip
+    return dq_BTNH, dk_BTKH, dv_BTKH, None
+
+
+_causal.defvjp(_forward, _backward)
+
+
+def _forward_kernel(q_ref, k_ref, v_ref, first_ref, begin_ref, end_ref, out_ref, lse_ref, *, block, scale):
+    i = pl.program_id(0)
+    q_QH, first_Q, row_Q = q_ref[...], first_ref[...], _at(i, block.queries)
+
+    def look(j, carry):
+        out_QH, top_Q, sum_Q = carry
+        at = pl.ds(j * block.keys, block.keys)
+        seen_QS = _seen(first_Q[:, None], row_Q[:, None], _at(j, block.keys)[None, :])
+        score_QS = jnp.where(seen_QS, _dot(q_QH, k_ref[at, :].T) * (scale * log2(e)), UNSEEN)
+        new_Q = jnp.maximum(top_Q, score_QS.max(1))
+        # Of a row that sees nothing yet this is 1, which the block with its first key multiplies with 0.
+        prob_QS, shrink_Q = jnp.exp2(score_QS - new_Q[:, None]), jnp.exp2(top_Q - new_Q)
+        more_QH = _dot(prob_QS.astype(v_ref.dtype), v_ref[at, :])
+        return out_QH * shrink_Q[:, None] + more_QH, new_Q, sum_Q * shrink_Q + prob_QS.sum(1)
+
+    full = lambda value, *shape: jnp.full(shape, value, jnp.float32)
+    start = full(0, *q_QH.shape), full(UNSEEN, block.queries), full(0, block.queries)
+    out_QH, top_Q, sum_Q = jax.lax.fori_loop(begin_ref[i], end_ref[i], look, start)
+    out_ref[...] = (out_QH / sum_Q[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = top_Q + jnp.log2(sum_Q)
+
+
+def _dq_kernel(
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, inner_ref, first_ref, begin_ref, end_ref, dq_ref, *, block, scale
+):
+    i = pl.program_id(0)
+    q_QH, dout_QH, first_Q, row_Q = q_ref[...], dout_ref[...], first_ref[...], _at(i, block.queries)
+    lse_Q1, inner_Q1 = lse_ref[...][:, None], inner_ref[...][:, None]
+
+    def look(j, dq_QH):
+        at = pl.ds(j * block.keys, block.keys)
+        k_SH = k_ref[at, :]
+        seen_QS = _seen(first_Q[:, None], row_Q[:, None], _at(j, block.keys)[None, :])
+        prob_QS = jnp.where(seen_QS, jnp.exp2(_dot(q_QH, k_SH.T) * (scale * log2(e)) - lse_Q1), 0)
+        dscore_QS = prob_QS * (_dot(dout_QH, v_ref[at, :].T) - inner_Q1)
+        return dq_QH + _dot(dscore_QS.astype(k_SH.dtype), k_SH)
+
+    dq_QH = jax.lax.fori_loop(begin_ref[i], end_ref[i], look, jnp.zeros(q_QH.shape, jnp.float32))
+    dq_ref[...] = (dq_QH * scale).astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, inner_ref, first_ref, begin_ref, end_ref, dk_ref, dv_ref, *, block, scale
+):
+    j = pl.program_id(0)
+    k_SH, v_SH, column_S = k_ref[...], v_ref[...], _at(j, block.keys)
+
+    def head(g, sums):
+        def look(i, sums):
+            dk_SH, dv_SH = sums
+            at = pl.ds(i * block.queries, block.queries)
+            q_QH, dout_QH = q_ref[at, g, :], dout_ref[at, g, :]
+            seen_SQ = _seen(first_ref[at][None, :], _at(i, block.queries)[None, :], column_S[:, None])
+            prob_SQ = jnp.exp2(_dot(k_SH, q_QH.T) * (scale * log2(e)) - lse_ref[g, at][None, :])
+            prob_SQ = jnp.where(seen_SQ, prob_SQ, 0)
+            dscore_SQ = prob_SQ * (_dot(v_SH, dout_QH.T) - inner_ref[g, at][None, :])
+            dv_SH += _dot(prob_SQ.astype(dout_QH.dtype), dout_QH)
+            return dk_SH + _dot(dscore_SQ.astype(q_QH.dtype), q_QH), dv_SH
+
+        return jax.lax.fori_loop(begin_ref[j], end_ref[j], look, sums)
+
+    zeros = jnp.zeros(k_SH.shape, jnp.float32)
+    dk_SH, dv_SH = jax.lax.fori_loop(0, q_ref.shape[1], head, (zeros, zeros))
+    dk_ref[...] = (dk_SH * scale).astype(dk_ref.dtype)
+    dv_ref[...] = dv_SH.astype(dv_ref.dtype)
+
+
+def _dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _at(block, size):
+    """Positions of a block."""
+    return block * size + jnp.arange(size, dtype=jnp.int32)
+
+
+def _seen(first, row, column):
+    return (first <= column) & (column <= row)
+
+
+def _keys(first_BT, block):
+    """[B, blocks of queries]: the first block of keys that is seen, and the one behind the last."""
+    ends_I = jnp.arange(block.queries, first_BT.shape[1] + 1, block.queries, dtype=jnp.int32)
+    begin_BI = first_BT[:, :: block.queries] // block.keys
+    return begin_BI, jnp.broadcast_to(-(-ends_I // block.keys), begin_BI.shape)
+
+
+def _queries(first_BT, block):
+    """[B, blocks of keys]: the first block of queries that sees any, and the one behind the last."""
+    begins_J = jnp.arange(0, first_BT.shape[1], block.keys, dtype=jnp.int32)
+    last_BJ = (first_BT[:, None, :] < (begins_J + block.keys)[None, :, None]).sum(-1, dtype=jnp.int32)
+    end_BJ = -(-last_BJ // block.queries)
+    return jnp.broadcast_to(begins_J // block.queries, end_BJ.shape), end_BJ
+
+
+def _by_queries(block, T, H, group):
+    """What a program for a block of queries of one head gets: of its own, of all keys, and the places of both."""
+    own = pl.BlockSpec((None, block.queries, None, H), lambda i, b, n: (b, i, n, 0))
+    row = pl.BlockSpec((None, None, block.queries), lambda i, b, n: (b, n, i))
+    whole = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, jax.lax.div(n, group), 0))
+    first = pl.BlockSpec((None, block.queries), lambda i, b, n: (b, i))
+    bound = pl.BlockSpec((None, T // block.queries), lambda i, b, n: (b, 0))
+    return own, row, whole, (first, bound, bound)
+
+
+def _by_keys(block, T, H, group):
+    """What a program for a block of keys of one head gets: of its own, of all queries of its heads, and the places."""
+    own = pl.BlockSpec((None, block.keys, None, H), lambda j, b, k: (b, j, k, 0))
+    row = pl.BlockSpec((None, group, T), lambda j, b, k: (b, k, 0))
+    queries = pl.BlockSpec((None, T, group, H), lambda j, b, k: (b, 0, k, 0))
+    first = pl.BlockSpec((None, T), lambda j, b, k: (b, 0))
+    bound = pl.BlockSpec((None, T // block.keys), lambda j, b, k: (b, 0))
+    return own, row, queries, (first, bound, bound)
+
+
+def _how(name, block, interpret):
+    params = triton.CompilerParams(num_warps=block.warps, num_stages=block.stages)
+    return {"compiler_params": params, "interpret": interpret, "name": f"attention_{name}"}
+
+
+def _like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,204 @@
+"""Matmuls of which each row has its own matrix: rows are sorted by matrix, each group is padded to whole blocks.
+
+Four ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in use,
+so that the work is that of the rows plus at most one block a matrix. "triton" is our kernel for GPUs. "megablox" is the
+Pallas kernel that JAX ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU, and backward on a GPU, it
+costs as much as all matrices for every row. "auto" is megablox on a TPU, else blocked: triton was lowered for GPUs and
+interpreted, but not yet run on one.
+"""
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...core.param import LoRAWeight
+from ...core.shapes import shaped
+from ...parallel import experts
+from . import grouped_triton
+
+Kernel = Literal["auto", "blocked", "triton", "megablox", "ragged_dot"]
+PLATFORMS = {"triton": ("gpu",), "megablox": ("tpu",), "ragged_dot": ("gpu", "tpu")}
+TILE = 128  # of megablox, in each dimension
+
+
+class Plan(NamedTuple):
+    """Where each pair of a token and an expert stands among the sorted rows.
+
+    Attributes:
+      row_P: row of each pair; beyond the last row for pairs of experts that are elsewhere.
+      pair_R: pair of each row; beyond the last pair for padding.
+      expert_S: matrix of each block.
+      used: blocks that hold anything.
+      rows_E: rows of each matrix, padding included; they follow each other.
+    """
+
+    row_P: jax.Array
+    pair_R: jax.Array
+    expert_S: jax.Array
+    used: jax.Array
+    rows_E: jax.Array
+
+
+def plan(expert_P, E: int, parts: int = 1) -> Plan:
+    """Sorts pairs by expert; numbers outside [0, E) are left out.
+
+    Args:
+      parts: as of `experts.blocks`, which says how many blocks there are.
+    """
+    P = len(expert_P)
+    S, block = experts.blocks(P, E, parts)
+    expert_P = jnp.where((expert_P >= 0) & (expert_P < E), expert_P, E)
+    count_E = jnp.bincount(expert_P, length=E + 1)[:E]
+    blocks_E = -(-count_E // block)
+    end_E = jnp.cumsum(blocks_E)
+    order_P = jnp.argsort(expert_P, stable=True)
+    sorted_P = expert_P[order_P]
+    begin_E = jnp.concatenate([(end_E - blocks_E) * block - (jnp.cumsum(count_E) - count_E), jnp.full(1, S * block)])
+    place_P = jnp.arange(P) + begin_E[sorted_P]  # of the sorted pairs
+    row_P = jnp.zeros(P, jnp.int32).at[order_P].set(place_P.astype(jnp.int32))
+    pair_R = jnp.full(S * block, P, jnp.int32).at[place_P].set(order_P.astype(jnp.int32), mode="drop")
+    expert_S = jnp.searchsorted(end_E, jnp.arange(S), side="right").astype(jnp.int32)
+    rows_E = (blocks_E * block).astype(jnp.int32)
+    return Plan(row_P, pair_R, jnp.minimum(expert_S, E - 1), end_E[-1].astype(jnp.int32), rows_E)
+
+
+@shaped
+def spread(x_AD, plan: Plan, K: int):
+    """Rows of the tokens in the order of the plan, [R, D]; zeros where it pads."""
+    return _spread(x_AD, plan.pair_R, plan.row_P, K)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _spread(x_AD, pair_R, row_P, K):
+    return take(x_AD, pair_R // K)
+
+
+def _collect(K, plan, dx_RD):
+    """Both permutations are known, so that nothing has to be scattered."""
+    wide = jnp.promote_types(dx_RD.dtype, jnp.float32)
+    _, row_P = plan
+    return take(dx_RD, row_P).reshape(-1, K, dx_RD.shape[1]).sum(1, dtype=wide).astype(dx_RD.dtype), None, None
+
+
+_spread.defvjp(lambda x_AD, pair_R, row_P, K: (_spread(x_AD, pair_R, row_P, K), (pair_R, row_P)), _collect)
+
+
+def take(rows_AD, index_R):
+    """These rows, zeros where there is none."""
+    return rows_AD.at[index_R].get(mode="fill", fill_value=0)
+
+
+@shaped
+def combine(out_RD, weight_AK, plan: Plan):
+    """Weighted sum over each token's rows, [A, D], in fp32 or wider within and out's dtype at the end."""
+    wide = jnp.promote_types(out_RD.dtype, jnp.float32)
+    out_AKD = gather(out_RD, plan, weight_AK.shape[1])
+    return jnp.einsum("AKD,AK->AD", out_AKD, weight_AK, preferred_element_type=wide).astype(out_RD.dtype)
+
+
+def gather(rows_RD, plan: Plan, K: int):
+    """The rows of each token, [A, K, D]; zeros for experts that are elsewhere."""
+    return _pairs(rows_RD, plan.row_P, plan.pair_R).reshape(-1, K, rows_RD.shape[1])
+
+
+@jax.custom_vjp
+def _pairs(rows_RD, row_P, pair_R):
+    return take(rows_RD, row_P)
+
+
+_pairs.defvjp(
+    lambda rows_RD, row_P, pair_R: (take(rows_RD, row_P), pair_R),
+    lambda pair_R, d_PD: (take(d_PD, pair_R), None, None),
+)
+
+
+def choose(kernel: Kernel, plan: Plan, w_EFD) -> Kernel:
+    """The kernel itself, where "auto" leaves it to the platform.
+
+    Raises:
+      ValueError: a kernel that JAX's default backend cannot compute, or not in these sizes.
+    """
+    here, rows = jax.default_backend(), len(plan.pair_R) // len(plan.expert_S)
+    if kernel == "auto":
+        return "megablox" if here == "tpu" else "blocked"
+    if here not in PLATFORMS.get(kernel, (here,)):
+        raise ValueError(f"expert_kernel: {kernel} runs on {' or '.join(PLATFORMS[kernel])}, got {here}; take blocked")
+    if kernel == "triton" and not grouped_triton.fits(rows, *w_EFD.shape[1:]):
+        raise ValueError(
+            f"expert_kernel: triton needs blocks and matrices in multiples of {grouped_triton.LEAST}, "
+            f"got {rows} rows and {list(w_EFD.shape[1:])}; take blocked"
+        )
+    return kernel
+
+
+def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
+    """x @ w[expert of the row]^T, [R, F], in x's dtype, zero in rows that no matrix has; sums in fp32 or wider.
+
+    Raises as `choose`.
+    """
+    if isinstance(w_EFD, LoRAWeight):
+        low_RF = matmul(matmul(x_RD, w_EFD.a, plan, kernel) * w_EFD.scale, w_EFD.b, plan, kernel)
+        return matmul(x_RD, w_EFD.weight, plan, kernel) + low_RF
+    w_EFD = w_EFD.astype(x_RD.dtype)
+    match choose(kernel, plan, w_EFD):
+        case "blocked":
+            return _matmul(x_RD, w_EFD, plan.expert_S, plan.used)
+        case "triton":
+            return grouped_triton.matmul(x_RD, w_EFD, plan.expert_S, plan.used, plan.rows_E)
+        case "megablox":
+            return megablox(x_RD, w_EFD, plan.rows_E)
+    return ragged_dot(x_RD, w_EFD, plan.rows_E)
+
+
+def megablox(x_RD, w_EFD, rows_E, *, interpret: bool = False):
+    """The same by JAX's kernel for TPUs, on any platform if it is interpreted."""
+    from jax.experimental.pallas.ops.tpu.megablox import ops
+
+    # In rows that no matrix has, the kernel leaves what was in memory, in its output and in the gradient of its input.
+    inside = lambda x: jnp.where((jnp.arange(len(x)) < jnp.sum(rows_E))[:, None], x, 0)
+    padded_RD = jnp.pad(inside(x_RD), ((0, -len(x_RD) % TILE), (0, 0)))
+    y_RF = ops.gmm(padded_RD, w_EFD, rows_E, x_RD.dtype, (TILE,) * 3, None, None, True, interpret)
+    return inside(y_RF[: len(x_RD)])
+
+
+def ragged_dot(x_RD, w_EFD, rows_E):
+    """The same by XLA."""
+    wide = jnp.promote_types(x_RD.dtype, jnp.float32)
+    y_RF = jax.lax.ragged_dot(x_RD, w_EFD.swapaxes(1, 2), rows_E, preferred_element_type=wide)
+    return y_RF.astype(x_RD.dtype)
+
+
+@jax.custom_vjp
+def _matmul(x_RD, w_EFD, expert_S, used):
+    x_SCD = x_RD.reshape(len(expert_S), -1, x_RD.shape[1])
+
+    def block(s, y_SCF):
+        return y_SCF.at[s].set(x_SCD[s] @ w_EFD[expert_S[s]].T)
+
+    y_SCF = jnp.zeros((*x_SCD.shape[:2], w_EFD.shape[1]), x_RD.dtype)
+    return jax.lax.fori_loop(0, used, block, y_SCF).reshape(len(x_RD), -1)
+
+
+def _forward(x_RD, w_EFD, expert_S, used):
+    return _matmul(x_RD, w_EFD, expert_S, used), (x_RD, w_EFD, expert_S, used)
+
+
+def _backward(kept, dy_RF):
+    x_RD, w_EFD, expert_S, used = kept
+    wide = jnp.promote_types(x_RD.dtype, jnp.float32)
+    x_SCD, dy_SCF = (a.reshape(len(expert_S), -1, a.shape[1]) for a in (x_RD, dy_RF))
+
+    def block(s, grads):
+        dx_SCD, dw_EFD = grads
+        e = expert_S[s]
+        dx_SCD = dx_SCD.at[s].set(dy_SCF[s] @ w_EFD[e])
+        return dx_SCD, dw_EFD.at[e].add(jnp.einsum("CF,CD->FD", dy_SCF[s], x_SCD[s], preferred_element_type=wide))
+
+    start = jnp.zeros_like(x_SCD), jnp.zeros(w_EFD.shape, wide)
+    dx_SCD, dw_EFD = jax.lax.fori_loop(0, used, block, start)
+    return dx_SCD.reshape(x_RD.shape), dw_EFD.astype(w_EFD.dtype), None, None
+
+
+_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,1 @@
+"""Several processes as one job: joining, ending together, running in lockstep."""

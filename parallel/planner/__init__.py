@@ -1,0 +1,1 @@
+"""What a run needs and costs, by formulas: memory, FLOPs, time."""

@@ -1,0 +1,1 @@
+"""What the recipes share: trainer, learner, publishing, options."""

@@ -1,0 +1,191 @@
+"""What every recipe needs: memory that is kept, a mesh, a model and rows from a path, a stop that waits for a step."""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from areax import models
+from areax.adapters import hf, tokenizer
+from areax.adapters.data import datasets
+from areax.adapters.runtime.malloc import keep_memory as keep_memory
+from areax.core import metrics, param
+from areax.parallel import mesh, rules
+from areax.rollout import client, object_path
+from areax.rollout.engine import in_process
+from areax.rollout.servers import local
+from areax.rollout.servers.server import Handover
+
+merge = jax.jit(metrics.merge_trees)  # one computation instead of five a metric
+
+
+def share_devices() -> None:
+    """Lets this process and servers that it starts give GPU memory back; to be called before JAX computes anything.
+
+    By default JAX reserves most of a GPU and keeps what it once had; its "platform" allocator takes what a computation
+    needs and frees it afterwards. What the environment says already is left as it is.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
+
+def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:
+    """The mesh of a layout.
+
+    Raises:
+      ValueError: it does not fit the devices, or microbatches of `rows` rows of `length` tokens do not divide by it.
+    """
+    batch = math.prod(getattr(layout, axis) for axis in mesh.BATCH)
+    for option, value, axes, over in (
+        ("rows", rows, " x ".join(mesh.BATCH), batch), ("length", length, "cp", layout.cp)
+    ):  # fmt: skip
+        if value % over:
+            raise ValueError(f"--{option} must be a multiple of {axes} = {over}, got {value}")
+    return mesh.make(layout)
+
+
+def open_model(
+    path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32"
+):
+    """(config, weights over the mesh) of a Hugging Face directory; "random" needs its config.json alone.
+
+    Args:
+      dtype: of the weights: fp32 for masters; None = as they are stored, for those that do not train.
+    """
+    if init == "checkpoint":
+        return hf.load(path, dtype=dtype, mesh=on)
+    config = hf.read_config(path)
+    return config, draw(models.table(config), seed, on)
+
+
+def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
+    """(config, weights over the mesh) of a model that teaches one with these tokens, in the dtype that it computes in.
+
+    Raises:
+      ValueError: a token of the student has another id in the teacher's tokenizer, or none.
+    """
+    ids = tokenizer.load(path).get_vocab()
+    for token, i in tokens.get_vocab().items():
+        if ids.get(token) != i:
+            raise ValueError(
+                f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
+                f"of {i}; choose a teacher of the same family"
+            )
+    return hf.load(path, dtype=run.dtype or "float32", mesh=on)
+
+
+def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
+    """New fp32 weights over the mesh."""
+    return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
+
+
+def read_rows(source: str, row: str = "", limit: int = 0, *, quiet: bool = False) -> list[dict]:
+    """The rows of a file, folder or hub name, each through the function that `row` names, if any.
+
+    Args:
+      row: gives None for a record to be left out.
+      limit: records to read; 0 = all.
+      quiet: how many are left out is not said.
+    """
+    records = datasets.rows(source, limit=limit or None)
+    if not row:
+        return records
+    made = list(map(object_path.resolve(row), records))
+    return keep(made, lambda row: row is not None, f"by {row}", quiet=quiet)
+
+
+def keep(rows: list, fits: Callable[[dict], bool], why: str, *, quiet: bool = False) -> list[dict]:
+    """The rows that fit; a line on stderr says how many are left out, and why.
+
+    Raises:
+      ValueError: none is left.
+    """
+    kept = [row for row in rows if fits(row)]
+    if rows and not kept:
+        raise ValueError(f"rows: all {len(rows)} are left out, {why}; at least one is needed")
+    if len(kept) < len(rows) and not quiet:
+        print(f"{len(rows) - len(kept):,} of {len(rows):,} rows are left out, {why}", file=sys.stderr)
+    return kept
+
+
+def keep_short(rows: list[dict], tokens, most: int) -> list[dict]:
+    """The rows whose prompt has at most so many tokens, as `keep`; 0 = all of them."""
+    fits = lambda row: len(tokenizer.prompt(tokens, row)) <= most
+    return keep(rows, fits, f"longer than --max-prompt {most}") if most else rows
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets, to be looked at between steps; a second Ctrl-C interrupts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number, frame):
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def out_directory(out: str) -> Path:
+    """The run's directory, made if it is not there.
+
+    Raises:
+      ValueError: something else than a directory has that name.
+    """
+    path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--out must be a directory, got the file {out}; name another place")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    urls: Sequence[str],
+    path: str | os.PathLike,
+    serve: local.Serve,
+    *,
+    concurrency: int,
+    log: str | os.PathLike = os.devnull,
+    stagers: Sequence[str] = (),
+    handover: Handover | None = None,
+    first: Callable[[], tuple[str, in_process.Weights]] | None = None,
+) -> AsyncIterator[client.Fleet]:
+    """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die.
+
+    Args:
+      first: gives label and weights that a server inside this process begins with, in place of the checkpoint's.
+    """
+    prepare = None
+    async with contextlib.AsyncExitStack() as stack:
+        if urls:
+            reached = client.connect(urls, concurrency=concurrency, stagers=stagers, handover=handover)
+        elif serve.inside:
+            one = in_process.serving(
+                os.fspath(path), first, slots=serve.slots, context=serve.context, dtype=serve.dtype
+            )
+            url, own = stack.enter_context(one)
+            handover, prepare = own, own.stage
+            reached = client.connect([url], concurrency=concurrency, handover=handover)
+        else:
+            started = await stack.enter_async_context(local.servers(path, serve, log))
+            reached = client.connect(started.urls, concurrency=concurrency, restart=started.restart)
+        fleet = await stack.enter_async_context(reached)
+        for server in fleet.servers:
+            server.handover, server.prepare = handover, prepare
+        yield fleet

@@ -1,0 +1,176 @@
+"""What recipes that learn from given rows share: samples from texts, and the loop over batches of them.
+
+A run writes its state, metrics, checkpoint and summary to `config.out`, and goes on there where it stopped.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from areax.adapters import orbax, tokenizer
+from areax.adapters.data import chat_sft
+from areax.adapters.runtime import compile_cache
+from areax.adapters.tracking import run_dir, sinks
+from areax.core import metrics, packing, step
+from areax.parallel import batches
+from areax.parallel.multihost import processes
+from areax.recipes.shared import common, learner
+from areax.recipes.shared.learner import Learner, take
+from areax.rollout.scheduling.executor import Prompts
+from areax.rollout.types import Sample, demonstration, supervised
+
+
+def demonstrations(tokens, learn: chat_sft.Learn) -> Callable[[dict], Sample]:
+    """f(row) -> the sample that learns what the assistant says in it; a row seen before is not tokenised again."""
+
+    @functools.lru_cache(maxsize=1 << 16)
+    def sample(row: str) -> Sample:
+        return demonstration(*chat_sft.demonstration(tokens, json.loads(row), learn))
+
+    fields = ("messages", "prompt", "completion")
+    return lambda row: sample(json.dumps({name: row[name] for name in fields if name in row}))
+
+
+def sampler(tokens) -> Callable[[dict, str], Sample]:
+    """f(row, completion) -> the sample that learns this completion of the row's prompt; a text seen before is not
+    tokenised again."""
+
+    @functools.lru_cache(maxsize=1 << 16)
+    def sample(prompt: str, completion: str) -> Sample:
+        content = json.loads(prompt)
+        row = {"prompt": content} if isinstance(content, str) else {"messages": content}
+        return supervised(*tokenizer.supervised(tokens, {**row, "completion": completion}))
+
+    return lambda row, completion: sample(json.dumps(row.get("messages") or row.get("prompt")), completion)
+
+
+def run(train: Callable, config) -> dict:
+    """`train(config, quiet=)` in every process of the job; its summary in the first, in the others, quiet ones, {}."""
+    common.keep_memory()
+    compile_cache.keep()
+    with processes.job() as index:
+        if index == 0:
+            sinks.check(config.track)
+        summary = train(config, quiet=index > 0)
+    return {} if index else summary
+
+
+def read(config, quiet: bool = False) -> tuple[list[dict], list[dict]]:
+    """The rows of `config.data` and of `config.heldout`, if there are any, the same in every process."""
+    rows = common.read_rows(config.data, config.row, config.limit, quiet=quiet)
+    heldout = common.read_rows(config.heldout, config.row, quiet=quiet) if config.heldout else []
+    processes.same("options and rows", config, rows, heldout)
+    return rows, heldout
+
+
+def fitting(config, rows: list[dict], samples: Callable, quiet: bool = False) -> list[dict]:
+    """The rows, without those that a row of `config.length` tokens cannot hold if `config.too_long` is "drop".
+
+    Otherwise packing refuses them, once their batch comes.
+    """
+    if config.too_long == "refuse":
+        return rows
+    fits = lambda row: all(len(sample.tokens) <= config.length for sample in samples([row]))
+    return common.keep(rows, fits, f"longer than --length {config.length}", quiet=quiet)
+
+
+def completion(recipe: str, row: dict) -> str:
+    """The row's "completion"."""
+    if "completion" not in row:
+        raise ValueError(f"{recipe}: every row needs a 'completion', got the fields {sorted(row)}")
+    return row["completion"]
+
+
+def fit(
+    kind: str,
+    config,
+    mesh: jax.sharding.Mesh,
+    own: Learner,
+    rows: list[dict],
+    heldout: list[dict],
+    *,
+    samples: Callable,
+    beside: Callable = lambda batch: batch,
+    tokens,
+    began: float,
+    quiet: bool = False,
+) -> dict:
+    """Trains for `config.steps` batches of `config.batch` rows, and returns what `out`/summary.json says.
+
+    Of several processes all call it with the same arguments; `quiet` keeps reports from being shown and written.
+
+    Args:
+      kind: of the lines in metrics.jsonl.
+      config: model, out, steps, batch, length, rows, save_every, evaluate_every, track and seed are read.
+      samples: f(rows) -> the samples of a batch.
+      beside: f(batch) -> the batch with what its objective needs of other weights.
+      began: `time.monotonic()` when the run did, for its seconds.
+    """
+    prompts = Prompts(rows, seed=config.seed)
+    out = common.out_directory(config.out)
+    pack = lambda rows: packing.pack(samples(rows), config.length, rows=config.rows)
+    ready, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
+
+    def evaluate() -> dict:
+        report: dict = {}
+        for i in range(0, len(heldout), config.batch):
+            batch = beside(batches.batch(pack(heldout[i : i + config.batch]), mesh))
+            jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
+            seen = learner.scored(own, batch) if own.objective.needs_scores else None
+            new = loss(own.state.params, ready(batch, seen), *own.frozen)
+            report = common.merge(report, new) if report else new
+        return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
+
+    with jax.set_mesh(mesh), orbax.open_store(out / "state") as store, common.stop_signal() as stop:
+        start = store.latest or 0
+        if start:
+            own.state, _ = store.restore(own.state)
+        last: dict = {}
+        with (
+            run_dir.open_run(out, config=config, keep={kind: start}, quiet=quiet) as run,
+            sinks.following(out, config.track, quiet=quiet),
+            run_dir.progress(kind, config.steps, start=start, quiet=quiet) as tick,
+        ):
+
+            def report(i, pending, learnt):
+                values = metrics.to_dict(pending)
+                tick(i, tokens=learnt, loss=values["loss"])
+                run.log(kind, i, **values)
+                last.update(values)
+
+            pending = None
+            done = start
+            for i in range(start, config.steps):
+                batch = pack([prompts[i * config.batch + j] for j in range(config.batch)])
+                if processes.anyone(stop.is_set()):  # of several processes each waits here for the step before
+                    break
+                count = int(np.sum(batch.segment_BT > 0))
+                now = take(own, beside(batches.batch(batch, mesh)))
+                if pending:  # one step behind, so that the host prepares while the device computes
+                    report(*pending)
+                done, pending = i + 1, (i + 1, now, count)
+                if heldout and config.evaluate_every and done % config.evaluate_every == 0:
+                    run.log(kind, done, **evaluate())
+                if config.save_every and done % config.save_every == 0 and done < config.steps:
+                    store.save(done, own.state)
+            if pending:
+                report(*pending)
+            if heldout:
+                last.update(evaluate())
+                run.log(kind, done, **{k: v for k, v in last.items() if k.startswith("heldout")})
+        if done > (store.latest or 0):  # the last step may have been saved already
+            store.save(done, own.state)
+        checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
+    summary = {
+        "checkpoint": str(checkpoint), "steps": done, "complete": done == config.steps,
+        "seconds": time.monotonic() - began,
+        **{k: v for k, v in last.items() if isinstance(v, float)},
+    }  # fmt: skip
+    if not quiet:
+        run_dir.write_json(Path(out) / run_dir.SUMMARY, summary)
+    return summary

@@ -1,0 +1,51 @@
+"""Log-probabilities of a fixed prompt, which pushes compare with the servers' own (rollout/weights/verify.py)."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from areax import models
+from areax.adapters import tokenizer
+from areax.core import packing, step
+from areax.models import lora
+from areax.parallel import batches
+from areax.parallel.mesh import BATCH
+from areax.recipes.shared import learner
+from areax.rollout.types import Sample
+
+TOKENS = 64  # of the prompt, about
+
+
+def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
+    """The first prompts, one after the other, up to TOKENS; () where rows have none or one token."""
+    ids: list[int] = []
+    for row in rows:
+        if not (row.get("messages") or isinstance(row.get("prompt"), str)) or len(ids) >= TOKENS:
+            break
+        ids += tokenizer.prompt(tokens, row)
+    ids = ids[: min(TOKENS, length)]
+    return tuple(ids) if len(ids) > 1 else ()
+
+
+def make(policy: learner.Learner, run: models.Run, mesh: jax.sharding.Mesh) -> Callable[[Sequence[int]], list[float]]:
+    """f(ids) -> log-probability of each but the first under the current weights, at temperature 1; all processes call
+    it together."""
+    score = functools.partial(models.score, config=policy.settings, run=learner.computed(run), temperature=1.0)
+    scores = step.make_scores(lora.over_base(score, policy.adapters) if policy.adapters else score)
+    rows, cp = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape["cp"]
+
+    def known(ids: Sequence[int]) -> list[float]:
+        n = len(ids)
+        none = np.zeros(n)
+        sample = Sample(np.array(ids), np.arange(n) > 0, none, np.full(n, -1), none)
+        batch = packing.pack([sample], -(-n // (8 * cp)) * 8 * cp, rows=rows)
+        with jax.set_mesh(mesh):
+            base = policy.frozen[:1] if policy.adapters else ()
+            logp_MBT = scores(policy.state.params, batches.batch(batch, mesh), *base).logp_BT
+            [logp_T] = packing.unpack(batches.host(logp_MBT), batch, [sample])
+        return logp_T[1:].tolist()
+
+    return known

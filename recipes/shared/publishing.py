@@ -1,0 +1,197 @@
+"""What a run publishes as a version, the whole model or adapters by name, and how that gets to the servers."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from areax import models
+from areax.adapters import hf, peft
+from areax.models import lora
+from areax.models.lora import Lora
+from areax.recipes.shared import learner
+from areax.recipes.shared.learner import Learner
+from areax.rollout import client
+from areax.rollout.engine import in_process
+from areax.rollout.fleet.push import Push, push_weights
+from areax.rollout.servers import local
+from areax.rollout.servers.labels import label_of, read_label
+from areax.rollout.servers.server import Handover
+from areax.rollout.servers.types import Probe
+from areax.rollout.weights import lora as named
+from areax.rollout.weights import store, tensors
+
+log = logging.getLogger(__name__)
+
+BASE = "base"  # folder of the published base, beside those of versions
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the versions of a run get to its servers.
+
+    Attributes:
+      settings: of the model.
+      options: `--push`.
+      path: the checkpoint that servers start from.
+      root: folder of published versions; None where nothing is written.
+      write: `write(v, host)` -> the published directory.
+      adapters: versions are adapters by name over `path`; None = whole models.
+      first: label and weights that a server inside this process begins with.
+      handover: gives servers the weights of a push without files.
+    """
+
+    settings: Any
+    options: Push
+    path: Path
+    root: Path | None = None
+    write: Callable[[int, Any], Path] | None = None
+    adapters: Lora | None = None
+    first: Callable[[], tuple[str, in_process.Weights]] | None = None
+    handover: Handover | None = None
+
+
+@contextlib.asynccontextmanager
+async def opened(config, policy: Learner, do: Callable, tokens, start: int) -> AsyncIterator[Way]:
+    """The way of a `grpo.Config` from version `start` on, which is written, if anything is; `do` does work in all
+    processes."""
+    settings = policy.settings
+    if config.serve.inside:
+        first = lambda: in_memory(settings, start, do("host_copy", None))
+        yield Way(settings, config.push, Path(config.model), first=first)
+        return
+    adapters = await by_name(policy, config)
+    with folder(config.published, policy) as root:
+        path = do("publish_base", root) if adapters else do("publish", root, start)
+        write = writer(policy, root, tokens, adapters)
+        yield Way(settings, config.push, path, root, write, adapters, handover=handover(config.push, settings))
+
+
+async def push(way: Way, fleet: client.Fleet, v: int, host, known: Probe | None) -> None:
+    """Brings version v, of which `host` is what `host_copy` gave, to the servers; older versions go."""
+    if way.root is None or way.write is None:
+        label, weights = await asyncio.to_thread(in_memory, way.settings, v, host)
+        await push_weights(fleet, "", label, mode=way.options.mode, arrays=weights, probe=known)
+        return
+    directory = await store.written(functools.partial(way.write, v, host), way.root, lambda: fleet.labels)
+    await push_weights(
+        fleet, directory, read_label(directory / hf.MANIFEST), mode=way.options.mode,
+        parallel_servers=way.options.parallel_servers, arrays=host if way.handover else None, probe=known,
+    )  # fmt: skip
+    await asyncio.to_thread(store.prune, way.root, 2, fleet.labels)
+
+
+def in_memory(settings, version: int, params) -> tuple[str, in_process.Weights]:
+    """(label, arrays) of a version that is not written: the label is that of the directory that would be.
+
+    Args:
+      params: a host copy, so that the trainer may donate its own.
+    """
+    manifest = hf.manifest(settings, params, version=version)
+    return label_of(hf.json_bytes(manifest)), in_process.Weights(settings, params, manifest)
+
+
+def handover(options: Push, settings) -> Handover | None:
+    """What gives servers the weights without files, if they are to get them so."""
+    if options.way == "disk":
+        return None
+    from areax.adapters import torch
+
+    return tensors.handover(functools.partial(torch.messages, settings))
+
+
+@contextlib.contextmanager
+def folder(published: str, policy: Learner) -> Iterator[Path]:
+    """The folder for published versions; one made here is removed at the end."""
+    if published:
+        root = Path(published)
+        root.mkdir(parents=True, exist_ok=True)
+        yield root
+        return
+    size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy)))
+    root = local.folder(store.choose_root(size), "weights")
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root)
+
+
+async def by_name(policy: Learner, config) -> Lora | None:
+    """What versions are: adapters by name, as `--push.lora` says, or where the servers can have them, as those can that
+    a run starts itself; None = the whole model.
+
+    Raises:
+      ValueError: `--push.lora` asks for what cannot be, with the reason.
+    """
+    wanted = config.push.lora
+    if wanted == "merged" or policy.adapters is None:
+        return None
+    targets = lora.targets(models.table(policy.settings), policy.adapters)
+    if experts := [name for name in targets if name.startswith("expert_")]:
+        why = f"servers have no adapters by name for {', '.join(experts)} (--lora.targets)"
+    elif config.colocated or config.push.way == "tensors":
+        why = "servers that rest, or get tensors, need the whole model (--colocated, --push.way tensors)"
+    else:
+        modules = peft.modules(policy.settings, policy.adapters)
+        why = await named.refusal(config.servers, policy.adapters.rank, modules)
+    if why and wanted == "adapter":
+        raise ValueError(f"--push.lora adapter: {why}; or take --push.lora merged")
+    if why:
+        log.warning("versions are published merged: %s", why)
+    return None if why else policy.adapters
+
+
+def publish_base(policy: Learner, root: Path, tokens) -> Path:
+    """The directory of the base, for servers to start from and for adapters to name; all processes call it."""
+    return hf.write_published(root / BASE, 0, policy.settings, policy.frozen[0], tokenizer=tokens)
+
+
+def host_copy(policy: Learner, adapters: Lora | None):
+    """What a version holds, as numpy arrays; all processes call it."""
+    if adapters:
+        return peft.host_copy(policy.settings, policy.state.params, adapters)
+    return hf.host_copy(policy.settings, learner.weights(policy))
+
+
+def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callable[[int, object], Path]:
+    """`write(v, host)` -> the published directory `root/v`, of what `host_copy` gave; one that is there is kept if it
+    is whole."""
+    if adapters:
+        base = (root / BASE / "0").absolute()
+        label = read_label(base / hf.MANIFEST)
+        once = functools.partial(
+            peft.write_published, root, config=policy.settings, spec=adapters, base=base, base_label=label
+        )
+        return lambda v, host: whole(root / str(v), lambda: once(v, adapters=host))
+    all_of_it = functools.partial(hf.write_published, root, config=policy.settings, tokenizer=tokens)
+    return lambda v, host: whole(root / str(v), lambda: all_of_it(v, params=host))
+
+
+def whole(directory: Path, write: Callable[[], object]) -> Path:
+    """The published directory, once its files are what its manifest says; one that is damaged is written again.
+
+    Raises ValueError if that did not help.
+    """
+    if directory.exists():
+        try:
+            verify(directory)
+            return directory
+        except ValueError as error:
+            log.warning("%s", error)
+            shutil.rmtree(directory)
+    write()
+    verify(directory)
+    return directory
+
+
+def verify(directory: str | os.PathLike) -> None:
+    """Raises ValueError if a published directory is not what its manifest says."""
+    (peft if (Path(directory) / peft.CONFIG).is_file() else hf).verify(directory)

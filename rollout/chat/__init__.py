@@ -1,0 +1,1 @@
+"""Conversations: messages in, tokens as they were sampled, training samples out."""

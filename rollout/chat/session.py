@@ -1,0 +1,249 @@
+"""An episode's conversations with the policy: messages in, answers out, every token as it was sampled.
+
+`Session.ask` takes whole conversations, as chat APIs do, and finds out which of the answers it gave a conversation goes
+on from. What was sampled then stays as it was sampled: only new messages are tokenised.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from .. import rewards
+from ..errors import ServerError
+from ..types import Completion, Generate, Sample, Sampling
+from . import template, trajectory
+from .detokenizer import Text
+from .parsers import MARKERS, Answer
+from .trajectory import Interaction
+
+
+class Session:
+    """One episode. Calls may overlap: agents that work side by side share a session.
+
+    Attributes:
+      id: unique, not secret.
+      interactions: what was asked and answered so far, in the order of the answers.
+      failure: the last one of the generation server, which an agent may have made something else of.
+    """
+
+    def __init__(self, generate: Generate, tokenizer: Any, *, sampling: Sampling | None = None):
+        """
+        Args:
+          generate: as `Fleet.generate`; what it says was sampled is what will be trained on.
+          tokenizer: a Hugging Face tokenizer.
+          sampling: how tokens are drawn, whatever an agent asks for, which may only choose fewer tokens and strings
+            to stop at; None = as it asks.
+        """
+        self.id = secrets.token_hex(8)
+        self.interactions: list[Interaction] = []
+        self.failure: ServerError | None = None
+        self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        self._mute = {id for id, token in added if token.special and token.content not in MARKERS}
+        self._ends: dict[str, list[Interaction]] = {}  # those that end a conversation, by it, the newest first
+
+    async def ask(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        parse: Callable[[str], Answer] = Answer,
+        on_text: Callable[[str], None] | None = None,
+        **sampling,
+    ) -> Interaction:
+        """What the policy says next in a conversation.
+
+        Args:
+          messages, tools: in the form of OpenAI's chat API, contents as text.
+          template: variables of the chat template, such as `enable_thinking`.
+          parse: the text of the answer to what it says.
+          on_text: called with pieces of the text as they are sampled.
+          sampling: as of `Fleet.generate`, and `stop` strings, which end the text without being part of it.
+
+        Raises:
+          ValueError: the template refuses the messages, or the server the request.
+          ServerError: the server failed.
+        """
+        interaction = self._asked(messages, tools, dict(template or {}), self._temperature(sampling))
+        await self._sample(interaction, parse, on_text, sampling)
+        self._ends.setdefault(_keys(interaction.conversation)[-1], []).insert(0, interaction)
+        return interaction
+
+    async def complete(
+        self, prompt: Sequence[int], *, on_text: Callable[[str], None] | None = None, **sampling
+    ) -> Interaction:
+        """The policy's continuation of a prompt of tokens, which belongs to no conversation."""
+        interaction = Interaction(prompt=tuple(prompt), temperature=self._temperature(sampling))
+        await self._sample(interaction, Answer, on_text, sampling)
+        return interaction
+
+    def set_reward(self, value: Any, interaction: str = "") -> None:
+        """Gives an interaction its reward, the last one where none is named; a second reward replaces the first.
+
+        Args:
+          value: a number, a mapping of named components (`rewards.score`), or None = unscorable.
+
+        Raises:
+          ValueError: no such interaction, or the value is none of these.
+        """
+        found = [x for x in self.interactions if not interaction or x.id == interaction]
+        if not found:
+            what = f"no interaction {interaction!r:.80}" if interaction else "no interaction yet"
+            raise ValueError(f"set_reward: there is {what} in this session")
+        found[-1].score = rewards.score(value)
+
+    def samples(self, *, style: trajectory.Style = "leaves", discount: float = 1.0, **fields) -> list[Sample]:
+        """The episode as rows of training data (`trajectory.samples`), each with `fields` in its info."""
+        decode = lambda tokens: self._tokenizer.decode(tokens.tolist())
+        return [
+            row.replace(
+                info={**row.info, **fields, "prompt": decode(row.tokens[:start]), "text": decode(row.tokens[start:])}
+            )
+            for row in trajectory.samples(self.interactions, style, discount)
+            for start in [int(row.mask.argmax())]
+        ]
+
+    def _asked(self, messages, tools, options, temperature) -> Interaction:
+        """The interaction that is to be sampled."""
+        parent, rest = None, list(messages)
+        keys = _keys(messages)
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end - 1].get("role") == "assistant" and keys[end - 1] in self._ends:
+                parent = max(self._ends[keys[end - 1]], key=lambda x: _likeness(x.answer, messages[end - 1]))
+                # What the agent does not send back, such as reasoning, is known here.
+                rest = [*parent.conversation, *messages[end:]]
+                break
+        now = template.render(self._tokenizer, rest, tools, options, ask=True)
+        tokens = self._extended(parent, now, temperature) if parent else None
+        return Interaction(
+            parent=parent, extends=tokens is not None, messages=tuple(rest), tools=tuple(tools), template=options,
+            before=now, prompt=tuple(tokens or template.encode(self._tokenizer, now)), temperature=temperature,
+        )  # fmt: skip
+
+    def _extended(self, parent: Interaction, now: str, temperature: float) -> list[int] | None:
+        """The parent's tokens and those of what `now` adds to them; None where it does not go on from them."""
+        tokens = list(parent.tokens)
+        if parent.temperature != temperature or not parent.completion.tokens:  # a row has one temperature
+            return None
+        answer, tokenizer, whole = parent.answer, self._tokenizer, template.closing(self._tokenizer)
+        closing = template.after(tokenizer, tokens[-1], whole) if parent.completion.finish == "stop" else whole
+        seen = tokenizer.decode(tokens) + closing
+        if now.startswith(seen):  # word for word
+            added: str | None = now[len(seen) :]
+        else:  # or as the template writes what was said, with other white space in a call, say
+            spoken = template.render(tokenizer, parent.conversation, parent.tools, parent.template, ask=False)
+            said = (answer.reasoning, answer.content)
+            added = template.continuation(parent.before, spoken, now, said=said, closing=whole)
+        return None if added is None else [*tokens, *template.encode(tokenizer, closing + added)]
+
+    def context(self, x: Interaction) -> dict[str, Any]:
+        """What a reward may be told of an answer beside its text and the row (`rewards.Pool`)."""
+        prompt = x.before or self._tokenizer.decode(list(x.prompt))
+        return {"prompt": prompt, "prompt_ids": list(x.prompt), "completion_ids": list(x.completion.tokens)}
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode([token for token in tokens if token not in self._mute])
+
+    def _temperature(self, sampling: Mapping[str, Any]) -> float:
+        return self._sampling.temperature if self._sampling else sampling.get("temperature", 1.0)
+
+    async def _sample(self, x: Interaction, parse, on_text, given) -> None:
+        sampling = {name: value for name, value in given.items() if value is not None}
+        if own := self._sampling:
+            budget = min(sampling.get("max_new_tokens", own.max_new_tokens), own.max_new_tokens)
+            sampling = own.arguments() | {
+                "max_new_tokens": budget,
+                "min_new_tokens": min(own.min_new_tokens, budget),
+                "stop": (*own.stop, *sampling.get("stop", ())),
+                **{name: sampling[name] for name in ("json_schema",) if name in sampling},
+            }
+        reader = _Reader(self._decode, sampling.get("stop", ()), on_text)
+        more = {"on_tokens": reader.sampled} if on_text else {}
+        try:
+            x.completion = await self._generate(list(x.prompt), **sampling, **more)
+        except ServerError as error:
+            self.failure = error
+            raise
+        x.text = reader.whole(x.completion)
+        x.answer = parse(x.text)
+        x.id = f"{self.id}-{len(self.interactions)}"
+        self.interactions.append(x)
+
+
+def _keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each message what makes it and those before it the same conversation.
+
+    Reasoning and ids of calls do not, nor text beside calls and how arguments are spelt: SDKs leave these out or write
+    them anew.
+    """
+    digest, keys = xxhash.xxh3_128(), []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        told = [[call["name"], _canonical(call["arguments"])] for call in calls]
+        digest.update(json.dumps([message.get("role"), told or message.get("content") or ""]).encode() + b"\n")
+        keys.append(digest.hexdigest())
+    return keys
+
+
+def _canonical(arguments: Any) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (TypeError, ValueError):
+        return str(arguments)
+
+
+def _likeness(answer: Answer, sent: Mapping[str, Any]) -> tuple[bool, bool, bool]:
+    """How much a message that was sent back is an answer that was given: of equal ones the one given last counts."""
+    ids = [call.get("id") for call in sent.get("tool_calls") or ()]
+    return (
+        ids == [call.id for call in answer.tool_calls],
+        (sent.get("reasoning_content") or "") == answer.reasoning,
+        (sent.get("content") or "") == answer.content,
+    )
+
+
+class _Reader:
+    """The text of a completion, also while it grows.
+
+    One token is held back, for the last may be the one that ends the completion, and as many characters as could turn
+    out to begin a stop string.
+    """
+
+    def __init__(self, decode: Callable, stops: Sequence[str], on_text: Callable[[str], None] | None):
+        self._decode, self._stops, self._on_text = decode, stops, on_text
+        self._reach = max((len(stop) for stop in stops), default=1) - 1
+        self._text, self._shown, self._stopped = Text(decode), 0, False
+        self._read: list[int] = []
+
+    def sampled(self, tokens: list[int]) -> None:
+        """Takes the tokens so far. Raises ServerError if they are no longer those of the last time."""
+        if self._stopped:
+            return
+        if tokens[: len(self._read)] != self._read:
+            raise ServerError("tokens were sampled anew after their text had been sent")
+        new = tokens[len(self._read) : -1]
+        self._read += new
+        self._stopped = self._text.feed(new, self._stops) is not None
+        self._show(self._text.text if self._stopped else self._text.text[: len(self._text.text) - self._reach])
+
+    def whole(self, completion: Completion) -> str:
+        """The text without what ended it: a stop string, or else the last token."""
+        by_length = completion.finish != "stop"
+        text = Text(self._decode)
+        if text.feed(completion.tokens, self._stops) is None:
+            text = Text(self._decode)
+            text.feed(completion.tokens if by_length else completion.tokens[:-1])
+            text.end()
+        self._show(text.text)
+        return text.text
+
+    def _show(self, text: str) -> None:
+        if self._on_text and len(text) > self._shown:
+            self._on_text(text[self._shown :])
+            self._shown = len(text)

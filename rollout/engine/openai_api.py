@@ -1,0 +1,265 @@
+"""OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, with what SGLang adds to their answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...adapters import tokenizer as tokenizers
+from . import request_parsing, sglang_api
+from .request import Progress
+from .request_parsing import Ask
+
+RENAMED = {  # OpenAI's names -> those of sampling_params
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "n": "n",
+    "stop": "stop",
+    "seed": "sampling_seed",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "logit_bias": "logit_bias",
+    # SGLang's additions
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "repetition_penalty": "repetition_penalty",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "json_schema": "json_schema",
+    "stop_regex": "stop_regex",
+    "no_stop_trim": "no_stop_trim",
+    "skip_special_tokens": "skip_special_tokens",
+    "custom_params": "custom_params",
+    "watermark": "watermark",
+}
+REFUSED = {
+    **dict.fromkeys(
+        ("lora_path", "session_params", "custom_logit_processor", "return_hidden_states", "return_routed_experts"),
+        request_parsing.NOTHING,
+    ),
+    "response_format": (None, {"type": "text"}),
+}
+COMPLETION_REFUSED = REFUSED | {"suffix": (None, ""), "best_of": (None, 1)}
+CHAT_REFUSED = REFUSED | dict.fromkeys(
+    ("tools", "functions", "chat_template_kwargs", "continue_final_message", "audio", "prediction"),
+    request_parsing.NOTHING,
+)
+
+
+class OpenAI:
+    """Handlers of the routes under /v1, over the same engine as the native ones."""
+
+    def __init__(self, service: sglang_api.Service):
+        self.service = service
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self.models, methods=["GET"]),
+        ]
+
+    async def models(self, http: HTTPRequest) -> Response:
+        path, model = self.service.path, http.path_params.get("model")
+        card = {
+            "id": path,
+            "object": "model",
+            "created": int(self.service.started),
+            "owned_by": "areax",
+            "root": path,
+            "parent": None,
+            "max_model_len": self.service.engine.context,
+        }
+        below = card | {"parent": path, "max_model_len": None}
+        named = [below | {"id": name, "root": at} for name, at in self.service.engine.adapters.items()]
+        if model is None:
+            return sglang_api.Answer({"object": "list", "data": [card, *named]})
+        if found := [one for one in (card, *named) if one["id"] == model]:
+            return sglang_api.Answer(found[0])
+        message = f"The model '{model}' does not exist"
+        error = {"message": message, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+        return sglang_api.Answer({"error": error}, 404)
+
+    async def completions(self, http: HTTPRequest) -> Response:
+        body = await sglang_api.read(http)
+        request_parsing.refuse(body, COMPLETION_REFUSED, "/v1/completions")
+        prompts = self._prompts(body.get("prompt"))
+        top, echo = body.get("logprobs"), request_parsing.boolean(body, "echo")
+        request_parsing.rule(
+            top is None or type(top) is int and top >= 0, "logprobs", "must be a number from 0 on", top
+        )
+        ask = self._ask(body, prompts, body.get("max_tokens", 16), top, 0 if echo and top is not None else None)
+
+        def choice(i: int, part: Progress, first: bool) -> dict:
+            prompt = ask.requests[i].prompt if echo and first else ()
+            ids, text = [*prompt, *part.tokens], self._decode(prompt) + part.text
+            logps = [*part.input_logp, *part.logp] if prompt else part.logp
+            tops = [*part.input_top, *part.top] if prompt else part.top
+            row = lambda pairs: pairs if pairs is None else {self._name(id): logp for logp, id in pairs}
+            logprobs = {
+                "text_offset": [-1] * len(ids),
+                "token_logprobs": logps,
+                "tokens": [self._name(id) for id in ids],
+                "top_logprobs": [row(pairs) for pairs in tops] if top else [],
+            }
+            return {"text": text, "logprobs": None if top is None else logprobs}
+
+        return await self._answer(http, body, ask, "text_completion", choice)
+
+    async def chat(self, http: HTTPRequest) -> Response:
+        body = await sglang_api.read(http)
+        request_parsing.refuse(body, CHAT_REFUSED, "/v1/chat/completions")
+        prompt = self._conversation(body.get("messages"))
+        wanted, top = request_parsing.boolean(body, "logprobs"), body.get("top_logprobs") or 0
+        request_parsing.rule(type(top) is int and top >= 0, "top_logprobs", "must be a number from 0 on", top)
+        budget = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
+        ask = self._ask(body, [prompt], budget, top if wanted else None)
+
+        def choice(i: int, part: Progress, first: bool) -> dict:
+            said = ({"role": "assistant"} if first else {}) | {"content": part.text}
+            tops = part.top or [[]] * len(part.tokens)
+            content = [
+                self._token(logp, id) | {"top_logprobs": [self._token(*other) for other in others]}
+                for logp, id, others in zip(part.logp, part.tokens, tops, strict=True)
+            ]
+            return {"delta" if ask.stream else "message": said, "logprobs": {"content": content} if wanted else None}
+
+        return await self._answer(http, body, ask, "chat.completion", choice)
+
+    # -- the prompt ------------------------------------------------------------------------------
+
+    def _prompts(self, given: Any) -> list[tuple[int, ...]]:
+        """A prompt is a string or a list of ids; or there is a list of either."""
+        if isinstance(given, str):
+            return [request_parsing.encode(self.service.tokenizer, given)]
+        request_parsing.rule(
+            isinstance(given, list) and given, "prompt", "must be text, token ids, or a list of either", given
+        )
+        if isinstance(given[0], str | list):
+            return [prompt for one in given for prompt in self._prompts(one)]
+        return [request_parsing.ids(given, "prompt")]
+
+    def _conversation(self, messages: Any) -> tuple[int, ...]:
+        if self.service.tokenizer is None:
+            raise ValueError("messages: this server has no tokenizer; send token ids to /generate")
+        request_parsing.rule(
+            isinstance(messages, list) and messages, "messages", "must be a list that is not empty", messages
+        )
+        return tuple(tokenizers.encode_chat(self.service.tokenizer, [_plain(message) for message in messages]))
+
+    def _ask(
+        self, body: dict, prompts: list[tuple[int, ...]], budget: Any, top: int | None, inputs: int | None = None
+    ) -> Ask:
+        given = {name: body[theirs] for theirs, name in RENAMED.items() if body.get(theirs) is not None}
+        given["max_new_tokens"] = budget
+        chosen = [request_parsing.sampling(given, self.service.engine.context - len(prompt)) for prompt in prompts]
+        names = request_parsing.rids(body.get("rid"), len(prompts), len(prompts) == 1, chosen[0][1])
+        requests = [
+            request
+            for prompt, (one, _), rid in zip(prompts, chosen, names, strict=True)
+            for request in request_parsing.samples(prompt, one, rid, inputs, top or 0)
+        ]
+        return Ask(
+            requests=tuple(requests),
+            n=chosen[0][1],
+            single=len(requests) == 1,
+            stream=request_parsing.boolean(body, "stream"),
+            logprobs=(top is not None,) * len(requests),
+            texts=True,
+        )
+
+    # -- the answer ------------------------------------------------------------------------------
+
+    async def _answer(self, http: HTTPRequest, body: dict, ask: Ask, kind: str, choice) -> Response:
+        """`choice(index, part, whether it is the first part)` is what a choice holds besides how it ended."""
+        start = time.perf_counter()
+        frame = {
+            "id": ask.requests[0].rid,
+            "object": kind,
+            "created": int(time.time()),
+            "model": body.get("model") or self.service.path,
+        }
+
+        def whole(i: int, progress: Progress, part: Progress, first: bool) -> dict:
+            finish = progress.finish or {}
+            ended = {"finish_reason": finish.get("type"), "matched_stop": finish.get("matched")}
+            if progress.finish and body.get("return_meta_info"):
+                ended["meta_info"] = self.service.answer(progress, ask, i, start)["meta_info"]
+            return {"index": i} | choice(i, part, first) | ended
+
+        if not ask.stream:
+            done = await self.service.bridge.finish(ask.requests, sglang_api.disconnected(http))
+            if done is None:
+                return Response(status_code=499)
+            choices = [whole(i, progress, progress, True) for i, progress in enumerate(done)]
+            meta = self.service.answer(done[0], ask, 0, start)["meta_info"]
+            metadata = {name: meta[name] for name in ("weight_version", "weight_versions")[: 1 + ask.single]}
+            return sglang_api.Answer(frame | {"choices": choices, "usage": _usage(ask, done), "metadata": metadata})
+
+        news = self.service.bridge.stream(ask.requests)
+
+        async def chunks() -> AsyncIterator[dict]:
+            frame["object"] = "text_completion" if kind == "text_completion" else f"{kind}.chunk"
+            last: dict[int, Progress] = {}
+            async for i, progress in news:
+                part = _since(progress, last.get(i))
+                yield frame | {"choices": [whole(i, progress, part, i not in last)]}
+                last[i] = progress
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield frame | {"choices": [], "usage": _usage(ask, last.values())}
+
+        return sglang_api.events(chunks())
+
+    def _decode(self, ids) -> str:
+        return self.service.tokenizer.decode(ids) if ids and self.service.tokenizer else ""
+
+    def _name(self, id: int) -> str:
+        """A token's text; of a part of a character its name in the vocabulary, since such parts all look the same."""
+        piece = self.service.piece(id)
+        return self.service.tokenizer.convert_ids_to_tokens(id) if tokenizers.REPLACEMENT in piece else piece
+
+    def _token(self, logp: float, id: int) -> dict:
+        piece = self.service.piece(id)
+        whole = tokenizers.REPLACEMENT not in piece  # else part of a character, whose bytes are not those of the text
+        return {"token": piece, "bytes": list(piece.encode()) if whole else None, "logprob": logp}
+
+
+def _plain(message: Any) -> Any:
+    """A message whose content is a string; parts of text are joined."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    texts = [str(part.get("text")) for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    request_parsing.rule(len(texts) == len(content), "messages", "content may only have parts of text", content)
+    return message | {"content": "".join(texts)}
+
+
+def _since(progress: Progress, last: Progress | None) -> Progress:
+    """What is new in `progress` after `last`."""
+    if last is None:
+        return progress
+    n = len(last.tokens)
+    return replace(
+        progress,
+        tokens=progress.tokens[n:],
+        logp=progress.logp[n:],
+        top=progress.top[n:],
+        text=progress.text[len(last.text) :],
+    )
+
+
+def _usage(ask: Ask, done: Iterable[Progress]) -> dict:
+    """Tokens of all prompts, each counted once, and of all completions."""
+    prompts = sum(len(request.prompt) for request in ask.requests[:: ask.n])
+    generated = sum(len(progress.tokens) for progress in done)
+    return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}

@@ -1,0 +1,454 @@
+"""SGLang's own routes, over the embedded engine: generation, pauses, weights, versions, health.
+
+What the real server would silently get wrong or die of is refused with 400, and a refused update changes nothing:
+a checkpoint that lacks a tensor, has one too many or is of another shape, and an update under an in-place pause whose
+requests would go on with the cache of the old weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import functools
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ... import __version__
+from ...adapters import hf
+from . import request_parsing
+from .async_bridge import Bridge
+from .engine import RELEASABLE
+from .request import Progress, Request, Sampling
+
+PAUSES = ("abort", "retract", "in_place")
+HEALTHY_S = 20.0  # how long /health waits for a sign of life
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """Weights that wait beside those in use.
+
+    Attributes:
+      files: what `state_of` said of the folder `path` when they were read.
+    """
+
+    path: str
+    files: frozenset
+    weights: Any
+    checksums: dict[str, str]
+
+
+class Service:
+    """The engine, what it serves, and a handler for each route.
+
+    Attributes:
+      engine, bridge: where requests go.
+      tokenizer: None = the model folder has none, and prompts are token ids.
+      path: folder of the weights in use; `tokenizer_path`: the folder served from the start.
+      checksums: of the weights in use, from `read_weights`.
+      dtype: of the weights in the engine.
+    """
+
+    def __init__(self, engine, tokenizer: Any, path: str, checksums: dict[str, str], dtype: str):
+        self.engine, self.tokenizer, self.checksums, self.dtype = engine, tokenizer, checksums, dtype
+        self.path = self.tokenizer_path = path
+        self.started = time.time()
+        self.bridge: Bridge  # made on the event loop, when the server starts
+        self.piece = functools.lru_cache(65536)(self._piece)
+        self._updating: asyncio.Lock
+        self._staged: Staged | None = None
+
+    def open(self) -> None:
+        """To be called on the event loop before the first request."""
+        self.bridge, self._updating = Bridge(self.engine), asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        get, post, either = ["GET"], ["POST"], ["GET", "POST"]
+        return [
+            Route("/generate", self.generate, methods=["POST", "PUT"]),
+            Route("/health", self.health, methods=get),
+            Route("/health_generate", self.health, methods=get),
+            Route("/ready", self.ready, methods=get),
+            Route("/model_info", self.model_info, methods=get),
+            Route("/get_model_info", self.model_info, methods=get),
+            Route("/server_info", self.server_info, methods=get),
+            Route("/get_server_info", self.server_info, methods=get),
+            Route("/v1/loads", self.loads, methods=get),
+            Route("/pause_generation", self.pause_generation, methods=post),
+            Route("/continue_generation", self.continue_generation, methods=post),
+            Route("/abort_request", self.abort_request, methods=post),
+            Route("/flush_cache", self.flush_cache, methods=either),
+            Route("/release_memory_occupation", self.release_memory_occupation, methods=either),
+            Route("/resume_memory_occupation", self.resume_memory_occupation, methods=either),
+            Route("/stage_weights_from_disk", self.stage_weights_from_disk, methods=post),
+            Route("/update_weights_from_disk", self.update_weights_from_disk, methods=post),
+            Route("/update_weight_version", self.update_weight_version, methods=post),
+            Route("/weights_checker", self.weights_checker, methods=either),
+        ]
+
+    # -- generation ------------------------------------------------------------------------------
+
+    async def generate(self, http: HTTPRequest) -> Response:
+        start = time.perf_counter()
+        ask = request_parsing.generate(await read(http), self.tokenizer, self.engine.context)
+        if ask.stream:
+            return events(self._answers(ask, self.bridge.stream(ask.requests), start))
+        done = await self.bridge.finish(ask.requests, disconnected(http))
+        if done is None:
+            return Response(status_code=499)  # nobody reads it
+        answers = [self.answer(progress, ask, i, start) for i, progress in enumerate(done)]
+        return Answer(answers[0] if ask.single else answers)
+
+    async def _answers(
+        self, ask: request_parsing.Ask, news: AsyncIterator[tuple[int, Progress]], start: float
+    ) -> AsyncIterator[dict]:
+        async for i, progress in news:
+            answer = self.answer(progress, ask, i, start)
+            yield answer if ask.single else answer | {"index": i}
+
+    def answer(self, progress: Progress, ask: request_parsing.Ask, i: int, start: float) -> dict:
+        """What `/generate` answers for request i of a body, finished or under way."""
+        meta: dict[str, Any] = {
+            "id": progress.rid,
+            "finish_reason": progress.finish,
+            "prompt_tokens": progress.prompt_tokens,
+            "weight_version": progress.versions[-1][0] if progress.versions else self.engine.version,
+            "num_retractions": progress.retractions,
+            "lora_path": ask.requests[i].adapter or None,
+        }
+        if ask.logprobs[i]:
+            request = ask.requests[i]
+            named = lambda logp, id: [logp, id, self.piece(id) if ask.texts else None]
+            tops = lambda rows: [row if row is None else [named(*pair) for pair in row] for row in rows]
+            if request.input_logprobs_from is None:
+                meta["input_token_logprobs"] = []
+            else:  # the contract's first entry never has a score
+                inputs = request.prompt[request.input_logprobs_from :]
+                scores = [None, *progress.input_logp[1:]]
+                meta["input_token_logprobs"] = [named(logp, id) for logp, id in zip(scores, inputs, strict=False)]
+            meta["output_token_logprobs"] = [
+                named(logp, id) for logp, id in zip(progress.logp, progress.tokens, strict=True)
+            ]
+            meta["output_token_logprobs_length"] = len(progress.tokens)
+            if request.top_logprobs:
+                meta["input_top_logprobs"] = tops([None, *progress.input_top[1:]][: len(meta["input_token_logprobs"])])
+                meta["output_top_logprobs"] = tops(progress.top)
+        meta["completion_tokens"] = len(progress.tokens)
+        meta["cached_tokens"] = progress.cached_tokens
+        if ask.requests[i].routed_experts and progress.finish:  # i32[tokens but the last, layers, top_k]
+            routed = np.array(progress.routed, np.int32)
+            meta["routed_experts"] = base64.b64encode(routed.tobytes()).decode()
+        if progress.finish:
+            spans = progress.versions or [(meta["weight_version"], 0, 0)]
+            meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
+            meta["e2e_latency"] = time.perf_counter() - start
+        return {"text": progress.text, "output_ids": progress.tokens, "meta_info": meta}
+
+    def _piece(self, id: int) -> str:
+        """The text of one token; its number where there is no tokenizer."""
+        return str(id) if self.tokenizer is None else self.tokenizer.decode([id], skip_special_tokens=False)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    async def health(self, http: HTTPRequest) -> Response:
+        """200 if the engine generates: it was heard of while a request for one token waited for its turn."""
+        if not self.engine.able:
+            return Response(status_code=503)
+        begin = time.monotonic()
+        probe = Request(f"health-{time.monotonic_ns()}", (0,), Sampling(temperature=0.0, max_new_tokens=1))
+        task = asyncio.create_task(self.bridge.finish([probe], disconnected(http)))
+        try:
+            while time.monotonic() < begin + HEALTHY_S and self.engine.able:
+                await asyncio.wait({task}, timeout=0.05)
+                if self.bridge.heard > begin:
+                    return Response(status_code=200)
+                if task.done():  # the engine has ended
+                    task.exception()
+                    break
+        finally:
+            task.cancel()
+        return Response(status_code=503)
+
+    async def ready(self, http: HTTPRequest) -> Response:
+        return Response(status_code=200 if self.engine.able else 503)
+
+    async def model_info(self, http: HTTPRequest) -> Response:
+        source = json.loads(self.engine.config.source)
+        return Answer(
+            {
+                "model_path": self.path,
+                "served_model_name": self.path,
+                "tokenizer_path": self.tokenizer_path if self.tokenizer is not None else None,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": self.engine.version,
+                "load_format": "safetensors",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": self.engine.config.family,
+                "architectures": source.get("architectures"),
+            }
+        )
+
+    async def server_info(self, http: HTTPRequest) -> Response:
+        """How it was started, and what it is doing. `sampling_seed` is honoured always."""
+        return Answer(
+            {
+                "model_path": self.tokenizer_path,
+                "dtype": self.dtype,
+                "context_length": self.engine.context,
+                "max_running_requests": self.engine.slots,
+                "max_total_num_tokens": self.engine.slots * self.engine.context,
+                "max_req_input_len": self.engine.context,
+                "enable_deterministic_inference": True,
+                "enable_lora": True,
+                "stages_weights": True,
+                "max_lora_rank": None,
+                "lora_target_modules": ["all"],
+                "startup_time": self.started,
+                "internal_states": [self.engine.stats()],
+                "version": f"areax {__version__}",
+            }
+        )
+
+    async def loads(self, http: HTTPRequest) -> Response:
+        """Its queue and its use of the cache, under SGLang's names."""
+        now = self.engine.stats()
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": now["running"],
+            "num_waiting_reqs": now["queued"],
+            "num_used_tokens": now["held"],
+            "max_total_num_tokens": self.engine.slots * self.engine.context,
+            "max_running_requests": self.engine.slots,
+            "token_usage": round(now["held"] / (self.engine.slots * self.engine.context), 4),
+        }
+        return Answer({"timestamp": time.time(), "version": __version__, "loads": [load]})
+
+    # -- pauses and aborts -----------------------------------------------------------------------
+
+    async def pause_generation(self, http: HTTPRequest) -> Response:
+        mode = (await read(http)).get("mode", "abort")
+        if mode not in PAUSES:
+            raise ValueError(f"mode: must be one of {', '.join(PAUSES)}, got {mode!r}")
+        await asyncio.to_thread(self.engine.pause, mode)
+        return Answer({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, http: HTTPRequest) -> Response:
+        await read(http)
+        await asyncio.to_thread(self.engine.resume)
+        return Answer({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def abort_request(self, http: HTTPRequest) -> Response:
+        body = await read(http)
+        rid = body.get("rid") or ""
+        request_parsing.rule(isinstance(rid, str), "rid", "must be a string", rid)
+        if request_parsing.boolean(body, "abort_all"):
+            self.engine.abort_all()
+        elif rid:
+            self.bridge.abort(rid)
+        return Response(status_code=200)
+
+    async def flush_cache(self, http: HTTPRequest) -> Response:
+        flushed = await asyncio.to_thread(self.engine.flush)
+        return PlainTextResponse("Cache flushed.\n" if flushed else "Flush cache failed.\n", 200 if flushed else 400)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    async def release_memory_occupation(self, http: HTTPRequest) -> Response:
+        named = tags(await read(http))
+        if "weights" in named:
+            self._staged = None
+        await asyncio.to_thread(self.engine.release, named)
+        return Answer(None)
+
+    async def resume_memory_occupation(self, http: HTTPRequest) -> Response:
+        """Unlike SGLang, which then has weights of any content, this server generates only once weights are loaded; and
+        it is no error if nothing was released."""
+        await asyncio.to_thread(self.engine.reclaim, tags(await read(http)))
+        return Answer(None)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    async def update_weights_from_disk(self, http: HTTPRequest) -> Response:
+        """Loads a checkpoint folder of the same model. It is read and checked whole before anything changes."""
+        body = await read(http)
+        async with self._updating:
+            try:
+                version = await self._update(body)
+            except ValueError as error:
+                return Answer({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        message = f"Succeeded to update model weights. Weight version updated to {version}."
+        return Answer({"success": True, "message": message, "num_paused_requests": 0})
+
+    async def stage_weights_from_disk(self, http: HTTPRequest) -> Response:
+        """Reads a checkpoint folder of the same model beside the weights in use, while requests go on: an update from
+        this folder then takes what is there already, and generation need not stop for longer than that."""
+        body = await read(http)
+        async with self._updating:
+            try:
+                await self._stage(body, "/stage_weights_from_disk")
+            except ValueError as error:
+                return Answer({"success": False, "message": str(error)}, 400)
+        return Answer({"success": True, "message": "Staged model weights."})
+
+    async def _stage(self, body: dict, route: str) -> Staged:
+        path: Any = body.get("model_path")
+        request_parsing.rule(isinstance(path, str), "model_path", "must name a checkpoint folder", path)
+        request_parsing.refuse(body, {"load_format": (None, "auto", "safetensors")}, route)
+        files = await asyncio.to_thread(state_of, path)
+        if self._staged is None or (self._staged.path, self._staged.files) != (path, files):
+            self._staged = None  # never three of them in memory
+            self._staged = await asyncio.to_thread(self._read, path, files)
+        return self._staged
+
+    def _read(self, path: str, files: frozenset) -> Staged:
+        def stage(config, params):
+            self._same_model(config, path)
+            return self.engine.stage(params)
+
+        _, weights, checksums = read_weights(path, self.dtype, stage)
+        return Staged(path, files, weights, checksums)
+
+    async def _update(self, body: dict) -> str:
+        version: Any = body.get("weight_version")
+        flush = request_parsing.boolean({"flush_cache": True, **body}, "flush_cache")
+        named = version is None or isinstance(version, str) and version
+        request_parsing.rule(named, "weight_version", "must be a string that is not empty", version)
+        staged = await self._stage(body, "/update_weights_from_disk")
+        # Tokens must not carry the old weights' label.
+        version = version or f"unnamed-{together(staged.checksums)[:8]}"
+        if request_parsing.boolean(body, "abort_all_requests"):
+            self.engine.abort_all()
+        await asyncio.to_thread(self.engine.swap, staged.weights, version, flush=flush)  # waits for what runs
+        self.path, self.checksums, self._staged = staged.path, staged.checksums, None
+        return version
+
+    def _same_model(self, config, path: str) -> None:
+        ours, theirs = dataclasses.asdict(self.engine.config), dataclasses.asdict(config)
+        if other := [name for name in ours if name != "source" and ours[name] != theirs.get(name)]:
+            shown = ", ".join(f"{name} {theirs.get(name)!r} instead of {ours[name]!r}" for name in other)
+            raise ValueError(f"{path}: must hold the model that is served, but has {shown}")
+
+    async def update_weight_version(self, http: HTTPRequest) -> Response:
+        body = await read(http)
+        version = body.get("new_version")
+        request_parsing.rule(
+            isinstance(version, str) and version, "new_version", "must be a string that is not empty", version
+        )
+        if request_parsing.boolean({"abort_all_requests": True, **body}, "abort_all_requests"):
+            self.engine.abort_all()
+        await asyncio.to_thread(self.engine.set_version, version)
+        message = f"Weight version updated to {version}"
+        return Answer({"success": True, "message": message, "new_version": version})
+
+    async def weights_checker(self, http: HTTPRequest) -> Response:
+        """xxh3-128 of each tensor that was loaded: comparable with a published manifest.json."""
+        action = (await read(http)).get("action", "checksum") if await http.body() else "checksum"
+        if action != "checksum":
+            return Answer({"success": False, "message": f"action: must be checksum, got {action!r}"}, 400)
+        if not self.engine.loaded:
+            return Answer({"success": False, "message": "weights: released, and none loaded since"}, 400)
+        whole = together(self.checksums)
+        ranks = [{"checksums": self.checksums, "per_gpu_checksum": whole}]
+        return Answer({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": whole})
+
+
+def state_of(path: str) -> frozenset:
+    """(name, inode, size, time of the last change) of the files in a folder; empty where there is no folder."""
+    if not Path(path).is_dir():
+        return frozenset()
+    found = ((file.name, file.stat()) for file in os.scandir(path))
+    return frozenset((name, is_.st_ino, is_.st_size, is_.st_mtime_ns) for name, is_ in found)
+
+
+def read_weights(
+    path: str, dtype: str, take: Callable[[Any, Any], Any] = lambda config, params: params
+) -> tuple[Any, Any, dict[str, str]]:
+    """(config, parameters, xxh3-128 of each tensor by its name) of a checkpoint folder, complete and as its
+    manifest.json says, where it has one. The parameters are views of its files, as of `hf.mapped`.
+
+    Args:
+      take: `take(config, parameters)` is returned in their place; it works while the hashes are compared.
+
+    Raises:
+      ValueError: as `hf.load`, `hf.verify` and `take`.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        config, params, verify = hf.mapped(path, dtype)
+        verified = pool.submit(verify)
+        params = take(config, params)
+        manifest = verified.result()
+    if manifest is not None:
+        return config, params, {name: entry["xxh3_128"] for name, entry in manifest["tensors"].items()}
+    stored = hf.mapped(path, None)[1]
+    specs, tensors = hf.to_tensors(config, stored, hf.save_dtype(config, stored))
+    digest = lambda tensor: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+    return config, params, {name: digest(tensor) for name, tensor in zip(specs, tensors, strict=True)}
+
+
+def together(checksums: dict[str, str]) -> str:
+    """One checksum for all."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(checksums, sort_keys=True).encode())
+
+
+def tags(body: dict) -> Sequence[str]:
+    """What of the memory is meant: everything, where nothing is named."""
+    named = body.get("tags") or RELEASABLE
+    request_parsing.rule(isinstance(named, list | tuple) and all(isinstance(tag, str) for tag in named), "tags",
+                "must be a list of strings", named)  # fmt: skip
+    return named
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class Answer(JSONResponse):
+    """JSON in which a log-probability of broken weights stays NaN, as Python's own reader takes it."""
+
+    def render(self, content: Any) -> bytes:
+        return _encode(content).encode()
+
+
+async def read(http: HTTPRequest) -> dict:
+    """The JSON object that a request carries."""
+    try:
+        body = json.loads(await http.body())
+    except ValueError as error:
+        raise ValueError(f"{http.url.path}: the body must be JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise ValueError(f"{http.url.path}: the body must be a JSON object, got {type(body).__name__}")
+    return body
+
+
+def events(answers: AsyncIterator[dict]) -> Response:
+    """Answers as server-sent events."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for answer in answers:
+            yield f"data: {_encode(answer)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+def disconnected(http: HTTPRequest):
+    """A coroutine function that returns when the client has gone; the body must have been read."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    return gone

@@ -1,0 +1,1 @@
+"""All servers together: requests, weight pushes, recovery, offloading."""

@@ -1,0 +1,578 @@
+"""The fleet: routes requests to healthy servers, retries what failed, and tracks each server's state.
+
+A request goes to the healthy server that most likely has its prompt's prefix in its cache, else to the least loaded one
+(affinity.py), within each server's concurrency limit (pressure.py). A token enters a completion exactly once, with the
+log-probability and the version reported by the server that sampled it: an answer that is cut off is discarded whole and
+requested again; one that a pause ended early is continued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import functools
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .. import events
+from ..errors import ServerError
+from ..servers import concurrency as pressure
+from ..servers import gauges, prefix_routing
+from ..servers.endpoint import Broken, Busy, Unreached, backoff
+from ..servers.labels import version_of
+from ..servers.server import Server, connect
+from ..servers.types import SOUND, Part, Published, State
+from ..types import Completion, Finish
+from ..weights import lora
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+REPEATS = 2  # after a broken connection: a request that crashes its server must not crash them all
+IDLE_ABORTS = 8  # consecutive aborts without a new token
+
+
+Attempt = Callable[[Server, str], Coroutine[Any, Any, Part]]  # (server, adapter) -> its answer
+
+
+class Rerouted(Broken):
+    """The server was taken out of traffic while it worked on the request."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long, and how often, a fleet tries before it gives up on a server; all `_s` are seconds.
+
+    Attributes:
+      reach_s: how long a push tries to reach a server before it goes on without it.
+      lost_s: how long to wait for an unreachable server before it counts as dead.
+      lost_own_s: the same for servers that we can restart.
+      retry_s, max_retry_s: wait before the second attempt at a recovery, doubling up to the maximum.
+      heartbeat_s: interval between checks of a healthy server.
+      heartbeat_answer_s: a healthy server answers a check within this.
+      load_report_s: it reports its load within this, or the report is skipped.
+      resume_memory_s: time to allocate its memory again when the run ends.
+      max_loads: failed recoveries after which a server that answers counts as dead.
+      max_restarts, restart_window_s: most restarts of one server within so many seconds.
+      push_attempts: attempts at a push that fails on all servers.
+    """
+
+    reach_s: float = 5.0
+    lost_s: float = 30.0
+    lost_own_s: float = 5.0
+    retry_s: float = 1.0
+    max_retry_s: float = 30.0
+    heartbeat_s: float = 10.0
+    heartbeat_answer_s: float = 30.0
+    load_report_s: float = 5.0
+    resume_memory_s: float = 20.0
+    max_loads: int = 3
+    max_restarts: int = 3
+    restart_window_s: float = 3600.0
+    push_attempts: int = 3
+
+    def backoff(self, attempt: int) -> float:
+        """Seconds to wait before recovery attempt number `attempt`, counted from 0."""
+        return min(self.retry_s * 2**attempt, self.max_retry_s)
+
+
+TIMEOUTS = Timeouts()
+
+# Ends a server's process and starts another one with these weights, if any; returns its address.
+Restart = Callable[[str, Published | None], Awaitable[str]]
+
+
+class Fleet:
+    """The servers of a run; `client.connect` makes one.
+
+    Attributes:
+      servers: all of them; those in state `healthy` take requests.
+      published: the newest pushed version, which a recovering server loads.
+      publishing: held during a push: no server becomes healthy with another version meanwhile.
+      not_offloaded: cleared while servers are offloaded (`rest.offload`); no server is recovered then.
+      restart: replaces a dead server's process, if possible.
+      counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
+        string), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered` (concurrency limits),
+        `refused`, `broken`, `rerouted` (its server was taken out of traffic), `strange` (sampled with weights that the
+        server was not given); of servers: the states they entered, `recovered, restarted, joined, left`; of pushes:
+        `undone`.
+      waits: how long requests waited here for a server with room.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        recover: Callable[[Fleet, Server], Awaitable[None]],
+        *,
+        concurrency: int = 64,
+        timeout_s: float = 600.0,
+        restart: Restart | None = None,
+        timeouts: Timeouts = TIMEOUTS,
+    ):
+        """
+        Args:
+          recover: returns once a server is healthy again; run as a task for each unhealthy server.
+          concurrency: most requests on one server at a time; the others wait here, in order.
+          timeout_s: deadline of a `generate` call, including waits, retries, pauses and resumptions.
+        """
+        self.servers = list(servers)
+        self.published: Published | None = None
+        self.publishing = asyncio.Lock()
+        self.not_offloaded = asyncio.Event()
+        self.not_offloaded.set()
+        self.restart, self.timeouts = restart, timeouts
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.waits = gauges.Waits()
+        self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
+        self._waiting: collections.deque[asyncio.Future] = collections.deque()
+
+    @property
+    def healthy(self) -> list[Server]:
+        """The servers that take requests; may be none for a while."""
+        return [server for server in self.servers if server.state == "healthy"]
+
+    def raise_if_unrecoverable(self) -> None:
+        """Raises ServerError, with the reasons, if every server is dead or leaving."""
+        if all(server.state in ("dead", "leaving") for server in self.servers):
+            reasons = "; ".join(server.why for server in self.servers)
+            raise ServerError(f"no usable generation server is left ({reasons})")
+
+    @property
+    def version(self) -> int:
+        """The policy version that every healthy server has reached; -1 before the first push."""
+        labels = [server.label for server in self.healthy] or [self.published.label if self.published else ""]
+        return min(version_of(label) for label in labels)
+
+    @property
+    def labels(self) -> set[str]:
+        """Weight labels in use: those that servers serve or are loading, and what one that comes back would load."""
+        healthy = {label for server in self.healthy for label in (*server.expected(server.admitted), *server.adapters)}
+        published = (self.published, self.published.base) if self.published else ()
+        return healthy | {version.label for version in published if version}
+
+    @property
+    def seeded(self) -> bool:
+        """Whether all servers honour `seed`."""
+        return all(server.seeded for server in self.servers)
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        *,
+        temperature: float = 1.0,
+        max_new_tokens: int = 64,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_new_tokens: int = 0,
+        ignore_eos: bool = False,
+        routed_experts: bool = False,
+        json_schema: str = "",
+        seed: int | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> Completion:
+        """Continues the prompt `tokens` by up to `max_new_tokens`; finish is `stop` or `length`.
+
+        An abort (a pause in abort mode) is resumed with what was generated so far as prompt. `text`
+        is then "": only the tokens as a whole decode rightly. With stop strings the last tokens, as
+        many as a stop string could reach back over, are sampled anew, whatever they say, because
+        the server looks for stop strings only in what one request generates.
+
+        Args:
+          json_schema: JSON text of a schema that the text has to follow, where the server can see to it.
+          routed_experts: also report the experts that tokens went to; those of a token stay what they were when its
+            successor was sampled, whatever weights a resumption reads it with.
+          seed: the sampling stream of this completion: the same on a repeat or a resumption, for
+            servers draw token i by (seed, absolute index). Needs `fleet.seeded`.
+          on_tokens: called with the tokens so far as they come. After a repeat, or a resumption with stop strings, they
+            may be others than before; what it raises ends the request.
+
+        Raises:
+          ValueError: the server refused the request (prompt too long, a bad parameter), or does
+            not honour `seed`.
+          ServerError: no answer in time, no usable server, or an answer that breaks the contract.
+        """
+        if isinstance(stop, str):
+            raise ValueError(f"generate: stop must be a list of strings, got {stop!r}")
+        if seed is not None and not self.seeded:
+            raise ValueError(
+                f"generate: seed needs servers that honour it, got {seed}; start SGLang with "
+                "--enable-deterministic-inference, or leave the seed out"
+            )
+        if seed is None and self.seeded:  # such servers give every request without a seed the same
+            seed = random.getrandbits(63)
+        sampling = {
+            "temperature": float(temperature),
+            "top_p": float(top_p),
+            "top_k": int(top_k),
+            "min_p": float(min_p),
+            "max_new_tokens": int(max_new_tokens),
+            "min_new_tokens": int(min_new_tokens),
+            "ignore_eos": bool(ignore_eos),
+            **({"stop": list(stop)} if stop else {}),
+            **({"stop_token_ids": [int(t) for t in stop_token_ids]} if len(stop_token_ids) else {}),
+            **({"json_schema": json_schema} if json_schema else {}),
+            **({"seed": int(seed)} if seed is not None else {}),
+        }
+        trouble: list[str] = []
+        work = self._generate([int(t) for t in tokens], sampling, routed_experts, trouble, on_tokens)
+        return await self._in_time("generate", work, trouble)
+
+    async def read(self, tokens: Sequence[int], *, top_k: int = 0) -> tuple[str, Part]:
+        """(the server's address, its answer), which says of `tokens` themselves how likely they are, at temperature 1;
+        nothing is generated.
+
+        Args:
+          top_k: also report so many of the likeliest tokens at each place.
+
+        Raises as `generate`.
+        """
+        self.counts["reads"] += 1
+        trouble: list[str] = []
+        attempt = lambda server, adapter: server.api.read(tokens, top_k=top_k, adapter=adapter, cache_key=server.label)
+        server, part = await self._in_time("read", self._send(tokens, attempt, trouble), trouble)
+        return server.url, part
+
+    async def _in_time(self, what: str, work: Awaitable, trouble: list[str]):
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work
+        except TimeoutError:
+            why = trouble[-1] if trouble else "still waiting or generating"
+            raise ServerError(f"{what}: not done in {self._timeout_s:g} s ({why})") from None
+
+    async def _generate(
+        self,
+        prompt: list[int],
+        sampling: dict,
+        experts: bool,
+        trouble: list[str],
+        on_tokens: Callable[[list[int]], None] | None,
+    ) -> Completion:
+        self.counts["requests"] += 1
+        begun = asyncio.get_running_loop().time()
+        most, least = sampling["max_new_tokens"], sampling["min_new_tokens"]
+        reach = max((len(word.encode()) for word in sampling.get("stop", ())), default=1) - 1
+        tokens: list[int] = []
+        logp: list[float] = []
+        labels: list[str] = []
+        routed: np.ndarray | None = None
+        resumed = longest = idle = 0
+        while True:
+            left = {
+                "max_new_tokens": most - len(tokens),
+                "min_new_tokens": max(0, least - len(tokens)),
+            }
+            so_far = tuple(tokens)
+            on_new = (lambda new, so_far=so_far: on_tokens([*so_far, *new])) if on_tokens else None
+            attempt = functools.partial(_attempt, [*prompt, *tokens], sampling | left, experts, on_new)
+            server, part = await self._send([*prompt, *tokens], attempt, trouble, labels[-1] if labels else "")
+            if experts:
+                routed = _joined(routed, part, len(prompt) + len(tokens))
+            tokens += part.tokens
+            logp += part.logp
+            labels += part.labels
+            if part.finish != "abort" or len(tokens) == most:
+                break
+            if reach:
+                keep = max(0, len(tokens) - reach)
+                self.counts["dropped"] += len(tokens) - keep
+                del tokens[keep:], logp[keep:], labels[keep:]
+            longest, idle = max(longest, len(tokens)), 0 if len(tokens) > longest else idle + 1
+            if idle > IDLE_ABORTS:
+                raise ServerError(f"{server.url}/generate: aborted {idle} times in a row without a new token")
+            resumed += 1
+            self.counts["resumed"] += 1
+            if idle:  # a server that aborts at once must not be asked in a tight loop
+                await asyncio.sleep(backoff(idle - 1))
+        self.counts["tokens"] += len(tokens)
+        version = [version_of(label) for label in labels]
+        finish: Finish = "length" if part.finish == "abort" else part.finish
+        events.note(
+            "call", begun=begun, url=server.url, prompt_tokens=len(prompt), tokens=len(tokens),
+            versions=events.runs(version), finish=finish, resumed=resumed,
+        )  # fmt: skip
+        return Completion(
+            tokens=tokens,
+            logp=logp,
+            version=version,
+            finish=finish,
+            text="" if resumed else part.text,
+            routed=routed,
+            info={**part.info, "url": server.url, "resumed": resumed},
+        )
+
+    async def _send(
+        self, tokens: Sequence[int], attempt: Attempt, trouble: list[str], begun: str = ""
+    ) -> tuple[Server, Part]:
+        """Makes attempts, each on the best server at the time, until one gives a whole answer.
+
+        Args:
+          tokens: the prompt, for routing.
+          trouble: collects what went wrong.
+          begun: the label of the tokens that the completion has so far.
+        """
+        busy = broken = 0
+        while True:
+            with self.waits.timed():
+                server = await self._acquire(tokens)
+            oldest, sent, pauses = server.admitted, asyncio.get_running_loop().time(), server.pauses
+            name = lora.choose(server, begun)
+            try:
+                with lora.using(server, name):
+                    part = await self.on(server, self._verified(server, attempt(server, name)))
+                part = lora.stamped(server, name, part)
+            except Busy as error:
+                trouble.append(str(error))
+                self.counts["busy"] += 1
+                if server.limit.refused(sent, asyncio.get_running_loop().time()):
+                    self.counts["lowered"] += 1
+            except Unreached as error:
+                trouble.append(str(error))
+                self.counts["refused"] += 1
+                self.mark_suspect(server, str(error))
+                continue
+            except Rerouted as error:
+                trouble.append(str(error))
+                self.counts["rerouted"] += 1
+                continue
+            except Broken as error:
+                trouble.append(str(error))
+                self.counts["broken"] += 1
+                self.mark_suspect(server, str(error))
+                if (broken := broken + 1) > REPEATS:
+                    raise ServerError(f"{error}; so did {REPEATS} attempts before it") from error
+                continue
+            except ValueError as error:
+                if not name or name not in str(error):
+                    raise
+                self._on_unexpected_version(
+                    server, f"{server.url}: does not have the adapter that it was given: {error}", trouble
+                )
+                continue
+            else:
+                given = [name] if name else server.labels[oldest:]
+                strange = set(part.labels) - set(given)
+                if not strange:
+                    preempted = part.preemptions > server.pauses - pauses  # a pause preempts once, too
+                    self._update_concurrency_limit(server, sent, preempted=preempted)
+                    if len(self.servers) > 1:
+                        server.cached.add(prefix_routing.chain([*tokens, *part.tokens]))
+                    return server, part
+                why = f"{server.url}: samples under weights {sorted(strange)}, but was given {given}"
+                self._on_unexpected_version(server, why, trouble)
+                continue
+            finally:
+                server.load -= 1
+                self._wake()
+            await asyncio.sleep(backoff(busy))
+            busy += 1
+
+    async def _verified(self, server: Server, answer: Awaitable[Part]) -> Part:
+        """The answer, held back until the weights the server had loaded by then are verified."""
+        part = await answer
+        await server.weights_verified.wait()
+        return part
+
+    def _update_concurrency_limit(self, server: Server, sent: float, *, preempted: bool) -> None:
+        """Lowers the server's limit if it preempted requests, else may raise it."""
+        moved = server.limit.answered(sent, server.load, asyncio.get_running_loop().time(), preempted=preempted)
+        if preempted:
+            self.counts["preempted"] += 1
+        if moved < 0:
+            self.counts["lowered"] += 1
+        elif moved > 0:
+            self._wake()
+
+    def on_load_report(self, server: Server, report: pressure.Report | None) -> None:
+        """Takes a server's load report into account; None if there is none, or a push has just disturbed its queue."""
+        if server.limit.reported(report, server.load, asyncio.get_running_loop().time()):
+            self.counts["lowered"] += 1
+        self._wake()
+
+    def _on_unexpected_version(self, server: Server, why: str, trouble: list[str]) -> None:
+        self.counts["strange"] += 1
+        trouble.append(why)
+        self.fail(server, "stale", why)
+
+    async def on(self, server: Server, work: Coroutine[Any, Any, Result]) -> Result:
+        """Runs `work`, which talks to `server`; raises Rerouted if the server is taken out of traffic meanwhile."""
+        task = asyncio.create_task(work)
+        server.running.add(task)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():  # by `set_state`
+                raise Rerouted(server.why)
+            return task.result()
+        finally:
+            server.running.discard(task)
+            task.cancel()
+
+    async def _acquire(self, tokens: Sequence[int]) -> Server:
+        hashes = prefix_routing.chain(tokens) if len(self.servers) > 1 else []
+        while True:
+            self.raise_if_unrecoverable()
+            ready = [server for server in self.healthy if server.load < self.room(server) and not server.draining]
+            if ready:
+                server = prefix_routing.choose(ready, hashes)
+                server.cached.add(hashes)
+                server.load += 1
+                server.limit.sent(asyncio.get_running_loop().time(), server.load)
+                return server
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if waiter.done() and not waiter.cancelled():
+                    self._wake()  # this turn goes to the next in line
+                raise
+
+    def room(self, server: Server) -> int:
+        """How many requests `server` may hold now."""
+        return int(min(self._concurrency, server.limit.most))
+
+    def _wake(self, everyone: bool = False) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                if not everyone:
+                    return
+
+    @contextlib.asynccontextmanager
+    async def drained(self, server: Server) -> AsyncIterator[None]:
+        """Waits until `server` has finished its requests; it gets no new ones inside the block."""
+        server.draining = True
+        try:
+            while server.running:
+                await asyncio.wait(server.running)
+            yield
+        finally:
+            server.draining = False
+            self._wake(everyone=True)
+
+    def mark_suspect(self, server: Server, why: str) -> None:
+        """Sends a server whose connection failed no more requests until it has answered; running ones go on."""
+        if server.state in SOUND:
+            self.fail(server, "suspect", why)
+
+    def fail(self, server: Server, state: State, why: str) -> None:
+        """Takes `server` out of traffic and starts its recovery, unless it is leaving."""
+        if server.state == "leaving":
+            _stop(server.running)
+            return
+        self.set_state(server, state, why)
+        if not server.recovery:
+            server.recovery = asyncio.create_task(self._run_recovery(server))
+
+    def set_state(self, server: Server, state: State, why: str) -> None:
+        """Changes the state; requests on a server that is neither healthy, offloaded nor suspect move to others."""
+        if state in SOUND:
+            log.info("%s is %s", server.url, state)
+        else:
+            if state != server.state:
+                self.counts[state] += 1
+                log.warning("a server is %s: %s", state, why)
+            server.why = why
+        if state != server.state:
+            events.note("server", url=server.url, state=state, why=why)
+        server.state = state
+        if state not in (*SOUND, "suspect", "leaving"):
+            server.cached.clear()
+            _stop(server.running)
+        self._wake(everyone=True)
+
+    async def _run_recovery(self, server: Server) -> None:
+        try:
+            await self._recover(self, server)
+        finally:
+            server.recovery = None
+
+    async def join(self, url: str, *, stager: str = "", ready_s: float = 30.0) -> None:
+        """Adds the server at `url`; it gets requests once it has loaded the newest published version.
+
+        Args:
+          stager: its stager, if the other servers have one.
+
+        Raises:
+          ValueError: it is in the fleet already, or does not honour seeds although the others do.
+          ServerError: it does not answer, or has other weights than the rest before the first push.
+        """
+        url = url.rstrip("/")
+        if any(server.url == url for server in self.servers):
+            raise ValueError(f"join: {url} is in the fleet already")
+        others = self.servers[0].stager
+        if (others is None) != (stager == ""):
+            raise ValueError(f"join: a server has a stager where the others have one, got {stager!r} for {url}")
+        server = await connect(
+            url,
+            self.servers[0].api.http,
+            ready_s=ready_s,
+            reach_s=self.timeouts.reach_s,
+            handover=self.servers[0].handover,
+        )
+        if others:
+            server.stager = others.beside(stager.rstrip("/"))
+        if self.seeded and not server.seeded:
+            raise ValueError(
+                f"join: {url} honours no seed, the others do; start SGLang with --enable-deterministic-inference"
+            )
+        if not self.published and server.label != self.servers[0].label:
+            raise ServerError(f"join: {url} has weights {server.label!r}, the others {self.servers[0].label!r}")
+        self.servers.append(server)
+        self.counts["joined"] += 1
+        self.fail(server, "stale", f"{url}: joined")
+
+    async def leave(self, url: str, *, patience_s: float = 600.0) -> None:
+        """Removes the server at `url` once its requests have finished; after `patience_s` they move to other servers.
+
+        Raises ValueError if there is no such server, or no other one.
+        """
+        url = url.rstrip("/")
+        found = [server for server in self.servers if server.url == url]
+        if not found or all(server.state == "leaving" for server in self.servers if server.url != url):
+            raise ValueError(f"leave: must name one of several servers, got {url} of {[s.url for s in self.servers]}")
+        [server] = found
+        if server.recovery:
+            server.recovery.cancel()
+        self.set_state(server, "leaving", f"{url}: left")
+        if server.running:
+            await asyncio.wait(server.running, timeout=patience_s)
+        _stop(server.running)
+        self.servers.remove(server)
+        self.counts["left"] += 1
+
+    async def close(self) -> None:
+        """Cancels all requests and recoveries."""
+        tasks = [t for s in self.servers for t in (*s.running, *([s.recovery] if s.recovery else []))]
+        _stop(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _stop(tasks: Iterable[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+async def _attempt(tokens, sampling, experts, on_tokens, server: Server, adapter: str) -> Part:
+    # The cache key is the version: a push `in_place` leaves prefixes of the old weights behind.
+    return await server.api.generate(
+        tokens, sampling, routed_experts=experts, adapter=adapter, cache_key=server.label, on_tokens=on_tokens
+    )
+
+
+def _joined(before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:
+    """Appends the experts of new tokens; those of the `asked` tokens sent with the request stay as first reported."""
+    if part.routed is None:
+        return before
+    kept = part.routed[:0] if before is None else before[:asked]
+    return np.concatenate([kept, part.routed[len(kept) :]])

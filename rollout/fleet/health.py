@@ -1,0 +1,136 @@
+"""Recovers unhealthy servers, one task per server; a server gets no requests meanwhile.
+
+    healthy -> suspect -> healthy                       a connection failed, but it answers and has its weights
+               suspect -> dead -> restarting -> stale   it does not answer, and we can restart it
+    healthy -> weights_unknown | stale -> healthy       it loads the published version in full
+    dead -> healthy                                     it answers again and has loaded
+
+A server always loads the newest published version before it gets a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ..errors import ServerError
+from ..servers.concurrency import Limit
+from ..servers.server import Server
+from ..weights import lora
+from .fleet import Fleet, Restart
+
+log = logging.getLogger(__name__)
+
+
+async def recover(fleet: Fleet, server: Server) -> None:
+    """Returns when `server` is healthy; one that was declared dead is still retried."""
+    timeouts = fleet.timeouts
+    patience_s = timeouts.lost_own_s if fleet.restart else timeouts.lost_s
+    failed = 0
+    while True:
+        await fleet.not_offloaded.wait()
+        try:
+            label = await server.api.weight_label(timeout_s=patience_s)
+        except (ServerError, ValueError) as error:
+            fleet.set_state(server, "dead", str(error))
+        else:
+            if server.state == "suspect" and not server.released and await _is_unharmed(fleet, server, label):
+                return
+            try:
+                while not await _reload(fleet, server):
+                    pass
+                return
+            except (ServerError, ValueError) as error:
+                failed += 1
+                log.warning("a server is not back, attempt %d: %s", failed, error)
+                if failed % timeouts.max_loads == 0 or not fleet.published:
+                    fleet.set_state(server, "dead", str(error))
+        if server.state == "dead" and fleet.restart:
+            await _restart(fleet, server, fleet.restart)
+        await asyncio.sleep(timeouts.backoff(failed))
+
+
+async def _is_unharmed(fleet: Fleet, server: Server, label: str) -> bool:
+    """Marks a suspect that answered healthy if it still has the newest weights, else stale."""
+    async with fleet.publishing:
+        newest = fleet.published.label if fleet.published else server.label
+        if label in server.expected(server.admitted) and server.label == newest and server.weights_verified.is_set():
+            fleet.set_state(server, "healthy", "")
+            return True
+    fleet.set_state(server, "stale", f"{server.url}: came back with weights {label!r} after: {server.why}")
+    return False
+
+
+async def _reload(fleet: Fleet, server: Server) -> bool:
+    """Loads the newest version, that of a push in progress included; False if a newer one appeared meanwhile."""
+    async with fleet.publishing:
+        weights = fleet.published
+    if weights:
+        if not server.released:  # a failed push may have left it paused, and paused SGLang does not abort requests
+            await server.api.resume()
+        await lora.load(server, weights, "abort")
+    elif (
+        server.state == "weights_unknown"
+        or await server.api.weight_label(timeout_s=fleet.timeouts.lost_s) != server.label
+    ):
+        raise ServerError(f"{server.why}, and no version was published that it could load")
+    async with fleet.publishing:
+        if fleet.published != weights:
+            return False
+        label = weights.label if weights else server.label
+        server.labels[:], server.admitted = [label], 0  # nothing sampled before the failure is still awaited
+        fleet.set_state(server, "healthy", "")
+        fleet.counts["recovered"] += 1
+        return True
+
+
+async def _restart(fleet: Fleet, server: Server, restart: Restart) -> None:
+    """Restarts a dead server until that succeeds, which makes it stale, or it has used up its restarts."""
+    now, timeouts = asyncio.get_running_loop().time, fleet.timeouts
+    while True:
+        server.restarts = [then for then in server.restarts if now() - then < timeouts.restart_window_s]
+        if len(server.restarts) >= timeouts.max_restarts:
+            fleet.set_state(server, "dead", server.why)
+            return
+        fleet.set_state(server, "restarting", server.why)
+        await asyncio.sleep(timeouts.backoff(len(server.restarts)))
+        server.restarts.append(now())
+        try:
+            server.api.url = await restart(server.url, fleet.published)
+        except (OSError, RuntimeError, ValueError) as error:
+            server.why = f"{server.url}: the restart failed: {error}"
+            log.warning("%s", server.why)
+            continue
+        server.released = False
+        server.limit = Limit()
+        fleet.counts["restarted"] += 1
+        fleet.set_state(server, "stale", f"{server.url}: was restarted")
+        return
+
+
+async def watch(fleet: Fleet) -> None:
+    """Checks the healthy servers periodically: a server that hangs breaks no connection, nor does a long queue."""
+    pauses: dict[Server, int] = {}  # of each server at the last check
+    while True:
+        await asyncio.sleep(fleet.timeouts.heartbeat_s)
+        await asyncio.gather(*(_check(fleet, server) for server in fleet.healthy))
+        await asyncio.gather(*(_read_load(fleet, server, pauses) for server in fleet.healthy))
+
+
+async def _read_load(fleet: Fleet, server: Server, pauses: dict[Server, int]) -> None:
+    """Adjusts the server's limit to its load report, unless a push has just disturbed its queue."""
+    report = await server.api.reported_load(timeout_s=fleet.timeouts.load_report_s)
+    before, pauses[server] = pauses.get(server), server.pauses
+    fleet.on_load_report(server, report if server.pauses == before else None)
+
+
+async def _check(fleet: Fleet, server: Server) -> None:
+    oldest = server.admitted
+    try:
+        label = await server.api.weight_label(timeout_s=fleet.timeouts.heartbeat_answer_s)
+    except (ServerError, ValueError) as error:
+        fleet.mark_suspect(server, str(error))
+        return
+    expected = server.expected(oldest)
+    if label not in expected:
+        fleet.fail(server, "stale", f"{server.url}: has weights {label!r}, but was given {expected}")

@@ -1,0 +1,287 @@
+"""Rewards in processes of their own: `async with pool("module:function") as reward: score = await reward(text, row)`.
+
+A reward is a plain function `reward(text, row)` that returns a number, a dict of numbers or None; `signatures.bind`
+says what else it may look like. It is sent to its workers by name, they load its module and nothing of JAX, and one
+that raises, hangs, crashes or leaks costs its sample at most. A reward of several is a dict, whose sum counts:
+
+    def reward(text, row):
+        return {"answer": gsm8k.reward(text, row), "form": 0.1 * match.form(text, row)}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import pickle
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from .. import object_path
+from .signatures import Score, score
+from .worker import Call, Worker
+
+__all__ = ["Pool", "Score", "none", "pool", "score"]
+log = logging.getLogger(__name__)
+
+AHEAD = 16  # calls written to a worker before it answers: hides the way there and back of cheap rewards
+CONCURRENT = 64  # calls of an `async def` that one worker runs at a time
+BATCH = 256  # most calls that a batched reward gets at once
+BLOCKED_S = 1.0  # after its time a coroutine has been cancelled, if its event loop still turns
+USELESS = 8  # failures without a single score: this reward does not work
+STARTS = 3  # attempts to replace a worker
+
+
+def none(text: str, row: Any) -> float:
+    """No reward: 0, for runs in which a teacher alone teaches."""
+    return 0.0
+
+
+@contextlib.asynccontextmanager
+async def pool(
+    name: str,
+    *,
+    workers: int = 2,
+    timeout_s: float = 10.0,
+    retries: int = 1,
+    failed: Literal["unscorable", "zero"] = "unscorable",
+    max_calls: int = 0,
+    max_growth: int = 1 << 30,
+) -> AsyncIterator[Pool]:
+    """Worker processes that run the reward called `name`; yields `async reward(text, row) -> Score`.
+
+    A call fails when it raises, returns what is no reward, takes longer than `timeout_s`, or its worker dies. It is
+    tried `retries` times more, then logged in one line, counted in `reward.counts`, and unscorable. A function that
+    has failed 8 times without a single score is a bug and no accident: its error is raised here, in every call.
+
+    A worker that hangs is killed with all it started, and replaced. Of calls that ran together when their worker died,
+    or in one batch that failed, each is tried again alone, so that only the guilty one counts as failed. A reward may
+    therefore see the same text twice. `async def` rewards run 64 at a time in each worker. Rows must be picklable.
+
+    Args:
+      timeout_s: seconds of one attempt, from when its worker turns to it.
+      retries: further attempts at a call that failed; on another worker, if the first died.
+      failed: what a failed call scores: NaN, which training leaves out, or 0.
+      max_calls: a worker is replaced after so many; 0 = never.
+      max_growth: bytes by which a worker may outgrow what it used after its first answer before it is replaced. What
+        one call takes meanwhile is not bounded; for code that must be, see `sandbox`.
+
+    Raises:
+      ValueError: the name cannot be resolved in a worker; a bad option; while running, a reward that never works.
+      RuntimeError: while running, workers that cannot be replaced.
+    """
+    if workers < 1 or not timeout_s > 0:
+        raise ValueError(
+            f"rewards.pool: workers must be at least 1 and timeout_s positive, got {workers} and {timeout_s}"
+        )
+    if min(retries, max_calls) < 0 or max_growth <= 0:
+        raise ValueError(
+            "rewards.pool: retries and max_calls must be at least 0 and max_growth positive, "
+            f"got {retries}, {max_calls} and {max_growth}"
+        )
+    if failed not in ("unscorable", "zero"):
+        raise ValueError(f"rewards.pool: failed must be 'unscorable' or 'zero', got {failed!r}")
+    reward = Pool(name, workers, timeout_s, retries, 0.0 if failed == "zero" else math.nan, max_calls, max_growth)
+    try:
+        await reward._start()
+        yield reward
+    finally:
+        await reward._stop()
+
+
+class Pool:
+    """Calls waiting for a worker, and the workers; made by `pool`.
+
+    Attributes:
+      counts: calls by outcome: scored (returned a reward), raised, late, died; and of what it took: retried (attempts
+        after the first), recycled (workers replaced for their calls or their growth).
+    """
+
+    def __init__(
+        self, name: str, size: int, timeout_s: float, retries: int, failed: float, max_calls: int, max_growth: int
+    ):
+        self.name, self.size, self.timeout_s, self.retries, self.failed = name, size, timeout_s, retries, failed
+        self.max_calls, self.max_growth = max_calls, max_growth
+        self.counts = {"scored": 0, "raised": 0, "late": 0, "died": 0, "retried": 0, "recycled": 0}
+        self._ids = itertools.count()
+        self._waiting: deque[Call] = deque()
+        self._workers: list[Worker] = []
+        self._tasks: list[asyncio.Task] = []
+        self._feeding: asyncio.Handle | None = None
+        self._broken: Exception | None = None
+
+    async def __call__(
+        self,
+        text: str,
+        row: Mapping[str, Any],
+        *,
+        prompt: str | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        completion_ids: Sequence[int] | None = None,
+    ) -> Score:
+        """The reward of the completion `text`. Templated prompt and token ids are for rewards that ask for them."""
+        if self._broken:
+            raise self._broken
+        given = {"prompt": prompt, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        context = {name: given[name] for name in self._wants}
+        message = pickle.dumps((text, row, context), protocol=pickle.HIGHEST_PROTOCOL)
+        call = Call(next(self._ids), message, row, asyncio.get_running_loop().create_future())
+        self._queue([call])
+        return await call.answer
+
+    async def _start(self) -> None:
+        self._tasks = [asyncio.create_task(self._launch()) for _ in range(self.size)]
+        workers = await asyncio.gather(*self._tasks)
+        self._mode, self._wants = workers[0].mode, workers[0].wants
+        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in workers]
+        self._tasks.append(asyncio.create_task(self._watch()))
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._feeding:
+            self._feeding.cancel()
+        self._broken = RuntimeError(f"reward {self.name}: its pool is closed")
+        for call in self._open():
+            call.answer.cancel()
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+
+    async def _launch(self) -> Worker:
+        worker = await Worker.start(self.name, self.timeout_s)
+        self._workers.append(worker)
+        return worker
+
+    def _queue(self, calls: Iterable[Call]) -> None:
+        """Handed out when all that happens at this moment has happened, so that they can share a batch."""
+        self._waiting.extend(calls)
+        if not self._feeding:
+            self._feeding = asyncio.get_running_loop().call_soon(self._feed)
+
+    def _feed(self) -> None:
+        self._feeding = None
+        while workers := [worker for worker in self._workers if not worker.retiring]:
+            worker = min(workers, key=lambda worker: len(worker.running))
+            if not (calls := self._next(worker)):
+                return
+            worker.send(calls)
+            worker.retiring = 0 < self.max_calls <= worker.sent
+
+    def _next(self, worker: Worker) -> list[Call]:
+        """Calls to send to the least busy worker, taken from those that wait; none if it has no room."""
+        while self._waiting and self._waiting[0].answer.done():  # its caller was cancelled
+            self._waiting.popleft()
+        running, waiting = len(worker.running), len(self._waiting)
+        if not waiting or (running and (self._waiting[0].alone or any(call.alone for call in worker.running.values()))):
+            return []
+        if self._mode == "batched":
+            if running:
+                return []
+            together = itertools.takewhile(lambda call: not call.alone, itertools.islice(self._waiting, BATCH))
+            return [self._waiting.popleft() for _ in range(max(1, sum(1 for _ in together)))]
+        if self._mode == "async":
+            room = CONCURRENT
+        else:  # few at a time when there are few, so that no worker idles
+            busy = sum(len(worker.running) for worker in self._workers)
+            room = min(AHEAD, max(1, (waiting + busy) // (2 * len(self._workers))))
+        return [self._waiting.popleft()] if running < room else []
+
+    async def _keep(self, worker: Worker) -> None:
+        """Takes the answers of a worker, and of those that replace it."""
+        while True:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while worker.running or not worker.retiring:
+                    self._settle(worker, **await worker.receive())
+                self.counts["recycled"] += 1
+            worker.retiring = True
+            self._lose(worker)
+            await worker.end()
+            self._workers.remove(worker)
+            worker = await self._replace()
+            self._queue([])
+
+    async def _replace(self) -> Worker:
+        for attempt in range(1, STARTS):
+            try:
+                return await self._launch()
+            except RuntimeError as error:  # it worked before: the machine is in trouble, perhaps for a moment
+                log.warning("%s; attempt %d of %d", error, attempt, STARTS)
+                await asyncio.sleep(attempt)
+        return await self._launch()
+
+    def _settle(self, worker: Worker, memory: int, answers: Sequence[tuple[int, str, Any, dict]]) -> None:
+        shared = self._mode == "batched" and len(answers) > 1
+        for id, outcome, value, parts in answers:
+            call = worker.running.pop(id)
+            if outcome == "scored":
+                self.counts["scored"] += 1
+                call.settle(Score(value, parts))
+            else:
+                self._fail(call, outcome, value, guilty=not shared)
+        if self._mode == "plain":
+            for call in worker.suspects():
+                call.since = asyncio.get_running_loop().time()
+        worker.memory = worker.memory or memory
+        worker.retiring = worker.retiring or memory - worker.memory > self.max_growth
+        self._queue([])
+
+    def _lose(self, worker: Worker) -> None:
+        """Of several calls that a dead worker was busy with none is blamed; those not begun go elsewhere."""
+        suspects = worker.suspects()
+        if worker.late and worker.late not in suspects:  # its last answer was on the way
+            suspects = []
+        for call in suspects:
+            self._fail(call, "late" if worker.late else "died", "", guilty=len(suspects) == 1)
+        self._waiting.extendleft(reversed([call for call in worker.running.values() if call not in suspects]))
+        worker.running.clear()
+
+    def _fail(self, call: Call, outcome: str, message: str, *, guilty: bool) -> None:
+        if not guilty or call.failures < self.retries:
+            call.failures += guilty
+            call.alone = call.alone or not guilty
+            self.counts["retried"] += 1
+            self._queue([call])
+            return
+        self.counts[outcome] += 1
+        how = {"late": f"took longer than {self.timeout_s:g} s", "died": "killed its worker", "raised": message}
+        log.warning("reward %s: %s, on %s", self.name, how[outcome], object_path.row(call.row))
+        if not self.counts["scored"] and sum(self.counts[name] for name in ("raised", "late", "died")) >= USELESS:
+            what = f"the first {USELESS} calls all failed, the last: {how[outcome]}, on {object_path.row(call.row)}"
+            self._break(ValueError(f"reward {self.name}: {what}"))
+        call.settle(self._broken or Score(self.failed))
+
+    def _break(self, error: Exception) -> None:
+        """No call will be answered any more: those that wait learn why."""
+        self._broken = error
+        for call in self._open():
+            call.settle(error)
+        self._waiting.clear()
+
+    def _open(self) -> list[Call]:
+        return [*self._waiting, *(call for worker in self._workers for call in worker.running.values())]
+
+    def _ended(self, task: asyncio.Task) -> None:
+        """Of a task that runs for as long as the pool does: an error there must not leave callers waiting."""
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._break(error)
+
+    async def _watch(self) -> None:
+        """Kills workers that are late; `_keep` then sees the end of their stream.
+
+        Answers that have arrived are taken before a timer of the same moment runs, so that a busy event loop does
+        not make a worker look late.
+        """
+        clock = asyncio.get_running_loop().time
+        patience = self.timeout_s + (BLOCKED_S if self._mode == "async" else 0.0)
+        while True:
+            await asyncio.sleep(min(self.timeout_s / 10, 0.5))
+            for worker in self._workers:
+                oldest = next(iter(worker.running.values()), None)
+                if oldest and clock() - oldest.since > patience:
+                    worker.late = oldest
+                    worker.kill()

@@ -1,0 +1,78 @@
+"""A reward for Python programs: the row's tests, run with the program in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import sandbox
+
+SECONDS = 8.0  # for all tests of a program; below the usual time limit of a pool
+MEMORY = 512 << 20  # bytes
+OUTPUT = 1 << 20  # bytes that a program may print
+BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+# The token says that the tests were reached and passed: a program that ends the process before does not know it.
+HARNESS = """import sys
+def run(token, print=print):
+    space = {{"__name__": "solution"}}
+    for name, source in (("solution.py", {code!r}), ("tests.py", {tests!r})):
+        exec(compile(source, name, "exec"), space)
+    print("", token, sep="\\n")
+run(sys.stdin.readline().strip())
+"""
+
+
+def reward(text: str, row: Mapping[str, Any]) -> float:
+    """1.0 if the program in `text` passes all tests of the row within SECONDS and MEMORY, else 0.0.
+
+    The program is the last ```python block, or the whole text without one. It runs in `sandbox`, one at a time in each
+    worker of a pool. Asserts share a process with the program, so that one which means to deceive them can: where that
+    matters, test by input and output.
+
+    Args:
+      row: `tests` is Python source with asserts, or a list of such, which run after the program in its namespace; or a
+        list of {"input", "output"}: what the program reads and must print, white space at the ends of lines aside.
+
+    Raises:
+      ValueError: the row has no tests, or others.
+      ServerError: no program can be closed in on this machine, or it failed to be.
+    """
+    blocks = BLOCK.findall(text)
+    return float(asyncio.run(passes(blocks[-1] if blocks else text, row.get("tests"))))
+
+
+async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, str]] | None) -> bool:
+    """Whether a program passes (see `reward`), for rewards that are coroutines themselves."""
+    sources: list[Any] = [tests] if isinstance(tests, str) else list(tests or ())
+    end = time.monotonic() + SECONDS
+    if sources and all(isinstance(source, str) and source.strip() for source in sources):
+        token = secrets.token_hex(16)
+        program = HARNESS.format(code=code, tests="\n".join(sources))
+        return (await _printed(program, f"{token}\n", end) or [""])[-1] == token
+    if not sources or not all(isinstance(pair, Mapping) and {"input", "output"} <= set(pair) for pair in sources):
+        raise ValueError(
+            "programs: tests must be Python source, or a list of it, or a list of "
+            f'{{"input", "output"}}, and not be empty; got {tests!r:.80}'
+        )
+    for pair in sources:
+        if await _printed(code, pair["input"], end) != _lines(pair["output"]):
+            return False
+    return True
+
+
+async def _printed(program: str, stdin: str, end: float) -> list[str] | None:
+    """The lines that a program prints; None if it fails, or a limit ends it."""
+    left = end - time.monotonic()
+    if left <= 0:
+        return None
+    limits = {"timeout_s": left, "memory_bytes": MEMORY, "output_bytes": OUTPUT}
+    result = await sandbox.run_python(program, stdin=stdin, **limits)
+    return None if result.code or result.why else _lines(result.stdout)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

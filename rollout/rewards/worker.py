@@ -1,0 +1,268 @@
+"""A process that computes rewards: its handle, and its life from loading the reward to the end of its calls.
+
+The calls go there pickled; answers come back as JSON, which a reward that has been led astray cannot turn into code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from .. import object_path
+from ..errors import ServerError
+from .signatures import Bound, Score, bind, score
+
+START_S = 120.0  # to start Python and import the reward's module, on a busy machine
+LONGEST = 2000  # characters of an error message
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of the pool.
+
+    Attributes:
+      message: (text, row, context), pickled.
+      failures: attempts that failed.
+      alone: it was lost together with others; so that it can be told who is to blame, it now runs without company.
+      since: the loop's time when its worker turned to it.
+    """
+
+    id: int
+    message: bytes
+    row: Any
+    answer: asyncio.Future
+    failures: int = 0
+    alone: bool = False
+    since: float = 0.0
+
+    def settle(self, outcome: Score | Exception) -> None:
+        if self.answer.done():  # its caller was cancelled
+            return
+        if isinstance(outcome, Exception):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that runs `serve`.
+
+    Attributes:
+      mode, wants: of the reward (see `signatures.Bound`).
+      running: calls that it has been sent, by id, in order. A plain reward is busy with the first of them, others
+        with all.
+      sent: calls so far.
+      memory: bytes in use after its first answer; what comes on top is growth.
+      retiring: it gets no more calls.
+      late: the call that took too long, for which it was killed.
+    """
+
+    process: subprocess.Popen
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    mode: str = "plain"
+    wants: tuple[str, ...] = ()
+    running: dict[int, Call] = field(default_factory=dict)
+    sent: int = 0
+    memory: int = 0
+    retiring: bool = False
+    late: Call | None = None
+
+    @classmethod
+    async def start(cls, name: str, timeout_s: float) -> Worker:
+        """A fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
+        main script again, which may well import JAX; in a session of its own it sees no Ctrl-C, and is killed
+        together with its children."""
+        ours, theirs = socket.socketpair()
+        # Answers come by a pipe: a socket whose other end dies with calls unread forgets the answers under way as well.
+        answers, out = os.pipe()
+        with theirs, open(out, "wb", buffering=0), contextlib.ExitStack() as opened:
+            pipe = opened.enter_context(open(answers, "rb", buffering=0))
+            _, writer = await asyncio.open_connection(sock=ours)
+            opened.callback(writer.close)
+            reader = asyncio.StreamReader()
+            protocol = functools.partial(asyncio.StreamReaderProtocol, reader)
+            await asyncio.get_running_loop().connect_read_pipe(protocol, pipe)
+            opened.pop_all()  # the two transports close them from here on
+            arguments = f"{theirs.fileno()}, {out}, {name!r}, {timeout_s!r}"
+            program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({arguments})"
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno(), out],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                writer.close()
+                raise ServerError(f"reward {name}: no process could be started for it ({error})") from error
+        worker = cls(process, reader, writer)
+        try:
+            async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that meets the greeting
+                greeting = await worker.receive()
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+            await worker.end()
+            raise ServerError(
+                f"reward {name}: its worker did not start ({type(error).__name__}); see what it printed"
+            ) from error
+        except BaseException:
+            await worker.end()
+            raise
+        if "error" in greeting:
+            await worker.end()
+            raise ValueError(greeting["error"])
+        worker.mode, worker.wants = greeting["mode"], tuple(greeting["wants"])
+        return worker
+
+    def send(self, calls: Sequence[Call]) -> None:
+        now = asyncio.get_running_loop().time()
+        for call in calls:
+            call.since = now
+            self.running[call.id] = call
+        self.sent += len(calls)
+        frame = pickle.dumps([(call.id, call.message) for call in calls], pickle.HIGHEST_PROTOCOL)
+        self.writer.write(len(frame).to_bytes(4, "little") + frame)
+
+    async def receive(self) -> dict[str, Any]:
+        size = int.from_bytes(await self.reader.readexactly(4), "little")
+        return json.loads(await self.reader.readexactly(size))
+
+    def suspects(self) -> list[Call]:
+        """The calls that it is busy with."""
+        return list(self.running.values())[: 1 if self.mode == "plain" else None]
+
+    def kill(self) -> None:
+        """Without waiting for it."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kills it with all it started, and waits: the end of a large process takes a while."""
+        self.kill()
+        self.writer.close()
+        try:
+            await asyncio.to_thread(self.process.wait)
+        except asyncio.CancelledError:  # perhaps before a thread took it up
+            self.process.wait()
+            raise
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+def serve(handle: int, answers: int, name: str, timeout_s: float) -> None:
+    """The life of a worker: resolves the reward, then answers calls until their stream ends."""
+    with socket.socket(fileno=handle) as connection, open(answers, "wb", buffering=0) as out:
+        try:
+            function = object_path.resolve(name)
+            bound = bind(function, name)
+        except BaseException as error:  # whatever it is, it must reach the process that waits
+            text = str(error) if isinstance(error, ValueError) else f"{name}: {line(error)}"
+            _put(out, _frame({"error": f"reward {text}"}))
+            return
+        _put(out, _frame({"mode": bound.mode, "wants": bound.wants}))
+        if bound.mode == "async":
+            asyncio.run(_many(connection, out, bound, function, timeout_s))
+        else:
+            with connection.makefile("rb") as stream, asyncio.Runner() as runner:
+                while len(size := stream.read(4)) == 4:
+                    calls = pickle.loads(stream.read(int.from_bytes(size, "little")))
+                    answer = _batch if bound.mode == "batched" else _plain
+                    _put(out, _answers(answer(bound, function, calls, runner)))
+
+
+def _plain(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Runner) -> list[tuple]:
+    [(id, message)] = calls
+    try:
+        result = bound.call(*pickle.loads(message))
+        return [(id, *_scored(runner.run(result) if inspect.iscoroutine(result) else result))]
+    except BaseException as error:  # whatever it is, it must reach the process that waits
+        return [(id, "raised", line(error, function), {})]
+
+
+def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Runner) -> list[tuple]:
+    try:
+        texts, rows, _ = zip(*(pickle.loads(message) for _, message in calls), strict=True)
+        result = bound.call(list(texts), list(rows))
+        results = list(runner.run(result) if inspect.iscoroutine(result) else result)
+        if len(results) != len(calls):
+            raise ValueError(f"a batched reward must return one reward a text, got {len(results)} for {len(calls)}")
+        return [(id, *_scored(result)) for (id, _), result in zip(calls, results, strict=True)]
+    except BaseException as error:  # whatever it is, it must reach the process that waits
+        return [(id, "raised", line(error, function), {}) for id, _ in calls]
+
+
+async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function: Callable, timeout_s: float) -> None:
+    """Calls of an `async def`, all at once; one that takes too long is cancelled, and ends alone."""
+    reader, _writer = await asyncio.open_connection(sock=connection)
+
+    async def one(id: int, message: bytes) -> None:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                answer: tuple = (id, *_scored(await bound.call(*pickle.loads(message))))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # whatever it is, it must reach the process that waits
+            answer = (id, "late", "", {}) if limit.expired() else (id, "raised", line(error, function), {})
+        _put(out, _answers([answer]))
+
+    tasks = set()
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            size = int.from_bytes(await reader.readexactly(4), "little")
+            for call in pickle.loads(await reader.readexactly(size)):
+                tasks.add(task := asyncio.create_task(one(*call)))
+                task.add_done_callback(tasks.discard)
+
+
+def _scored(result: Any) -> tuple[str, float, Mapping[str, float]]:
+    value = score(result)
+    return "scored", value.value, value.components
+
+
+def _answers(answers: Sequence[tuple]) -> bytes:
+    return _frame({"memory": _memory(), "answers": answers})
+
+
+def _put(out: BinaryIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[out.write(left) :]
+
+
+def _frame(content: Mapping[str, Any]) -> bytes:
+    data = json.dumps(content).encode()
+    return len(data).to_bytes(4, "little") + data
+
+
+def _memory() -> int:
+    """Bytes of this process in use; where the system does not say, the most that ever were."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def line(error: BaseException, function: Any = None) -> str:
+    """An exception in one line: type, message, and the line of the function's file (or the last) that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = inspect.unwrap(function).__code__.co_filename if inspect.isfunction(function) else None
+    own = [frame for frame in frames if frame.filename == file] or frames
+    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"

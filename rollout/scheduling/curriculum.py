@@ -1,0 +1,197 @@
+"""Which row a prompt is: shuffled, from easy to hard, or near a success rate that teaches most, as measured so far."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from .. import object_path
+from ..types import Sample
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """In which order rows come.
+
+    Attributes:
+      order: "shuffled" = anew each epoch; "easy_first" = each epoch by `field`; "success" = drawn by the mean rewards
+        of their groups so far, which are to lie in 0..1: rows with rates near `target` more often.
+      field: of the rows, a number that grows with difficulty; under "success" it gives the first estimates. "" = none.
+      target: the success rate preferred. A group teaches by how its rewards differ, which at 0.5 they do most.
+      floor: least weight of a row beside one at the target, so that none is forgotten.
+      memory: of an estimate, what stays of it when a group of the row ends; 0 = the last group alone counts.
+    """
+
+    order: Literal["shuffled", "easy_first", "success"] = "shuffled"
+    field: str = ""
+    target: float = 0.5
+    floor: float = 0.1
+    memory: float = 0.5
+
+    def __post_init__(self):
+        for name, holds, rule in (
+            ("target", 0 < self.target < 1, "lie between 0 and 1"),
+            ("floor", 0 < self.floor <= 1, "be above 0 and at most 1"),
+            ("memory", 0 <= self.memory < 1, "be at least 0 and below 1"),
+            ("field", self.field or self.order != "easy_first", "name a field of the rows for easy_first"),
+            ("field", not self.field or self.order != "shuffled", "be left out where rows are shuffled"),
+        ):
+            if not holds:
+                raise ValueError(f"curriculum: {name} must {rule}, got {getattr(self, name)!r}")
+
+
+def ordered(rows: Sequence[Row], spec: Curriculum = Curriculum(), seed: int = 0) -> Prompts | EasyFirst | Adaptive:
+    """The rows in the order that the curriculum says, by ordinal."""
+    if spec.order == "success":
+        return Adaptive(rows, spec, seed)
+    return EasyFirst(rows, spec.field, seed) if spec.order == "easy_first" else Prompts(rows, seed)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows in an endless order that is a function of the ordinal alone: shuffled anew each epoch, or as they stand."""
+
+    rows: Sequence[Row]
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self):
+        if not len(self.rows):
+            raise ValueError("Prompts: at least one row is needed, got an empty data set")
+
+    def __getitem__(self, ordinal: int) -> Row:
+        epoch, index = divmod(ordinal, len(self.rows))
+        if self.shuffle:
+            index = int(_permutation(self.seed, epoch, len(self.rows))[index])
+        return self.rows[index]
+
+    @property
+    def order(self) -> int | None:
+        """What the order depends on beside the rows."""
+        return self.seed if self.shuffle else None
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+def difficulties(rows: Sequence[Row], field: str) -> np.ndarray:
+    """f[rows]: the field of every row, the mean of the others where it is None.
+
+    Raises:
+      ValueError: it is missing, no finite number, or None everywhere.
+    """
+    for row in rows:
+        value = row.get(field, "missing")
+        if isinstance(value, bool) or not (value is None or isinstance(value, int | float) and np.isfinite(value)):
+            raise ValueError(f"curriculum: every row needs a number {field!r}, got {value!r}; {object_path.row(row)}")
+    values = np.array([row[field] for row in rows], np.float64)
+    if np.isnan(values).all():
+        raise ValueError(f"curriculum: a row needs a number {field!r}, got None in all {len(rows)}")
+    return np.where(np.isnan(values), np.nanmean(values), values)
+
+
+class EasyFirst:
+    """Rows in an endless order that is a function of the ordinal alone: each epoch by difficulty, ties shuffled."""
+
+    def __init__(self, rows: Sequence[Row], field: str, seed: int = 0):
+        self.rows, self.order = rows, ["easy_first", field, seed]
+        self._difficulty, self._seed = difficulties(rows, field), seed
+        self._epoch, self._indices = -1, np.zeros(0, int)
+
+    def __getitem__(self, ordinal: int) -> Row:
+        epoch, at = divmod(ordinal, len(self.rows))
+        if epoch != self._epoch:
+            shuffled = _permutation(self._seed, epoch, len(self.rows))
+            self._indices = shuffled[np.argsort(self._difficulty[shuffled], kind="stable")]
+            self._epoch = epoch
+        return self.rows[int(self._indices[at])]
+
+
+class Adaptive:
+    """Rows drawn by estimates of their success rates; who draws them tells how they did.
+
+    A row with estimate p is drawn with a weight in proportion to p^(2t) (1 - p)^(2 (1 - t)), which is largest at the
+    target t, and p (1 - p), the variance of a reward of 0 or 1, at t = 0.5; but at least `floor` of the largest. A row
+    not tried yet is taken to be at the target, or is where its difficulty stands between the least (p = 0.9) and the
+    greatest (0.1). One whose outcome is not yet told is not drawn again while there are others.
+
+    A prompt's row is a function of the seed, its ordinal, and what was drawn and told before it was first asked for:
+    all of this is in `state`, so that a run that is resumed draws as one that was not interrupted.
+    """
+
+    def __init__(self, rows: Sequence[Row], spec: Curriculum, seed: int = 0):
+        if not len(rows):
+            raise ValueError("curriculum: at least one row is needed, got an empty data set")
+        self.rows, self.order = rows, ["success", spec.field, seed]
+        self.rate = np.full(len(rows), spec.target)  # estimates
+        if spec.field:
+            values = difficulties(rows, spec.field)
+            self.rate = 0.9 - 0.8 * (values - values.min()) / max(np.ptp(values), 1e-12)
+        self._spec, self._seed = spec, seed
+        self._weight = self._weigh(self.rate)
+        self._told: set[int] = set()  # rows
+        self._drawn: dict[int, int] = {}  # {prompt: its row} where the outcome is not yet told
+
+    def __getitem__(self, ordinal: int) -> Row:
+        if ordinal not in self._drawn:
+            self._drawn[ordinal] = self._draw(ordinal)
+        return self.rows[self._drawn[ordinal]]
+
+    def observe(self, prompt: int, success: float) -> None:
+        """Tells how the prompt's group did: its mean reward, NaN if it has none."""
+        index = self._drawn.pop(prompt)
+        if not np.isfinite(success):
+            return
+        if not 0 <= success <= 1:
+            raise ValueError(
+                f"curriculum: success is a reward from 0 to 1, got a mean of {success:g}; "
+                f"{object_path.row(self.rows[index])}"
+            )
+        memory = self._spec.memory
+        self._set(index, memory * self.rate[index] + (1 - memory) * success)
+
+    def state(self, prompts: Iterable[int]) -> dict[str, Any]:
+        """What was told, and the rows of these prompts if they were drawn, as JSON."""
+        return {
+            "rates": [[index, float(self.rate[index])] for index in sorted(self._told)],
+            "drawn": [[prompt, self._drawn[prompt]] for prompt in prompts if prompt in self._drawn],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        for index, rate in state["rates"]:
+            self._set(index, rate)
+        self._drawn = {prompt: index for prompt, index in state["drawn"]}
+
+    def _set(self, index: int, rate: float) -> None:
+        self.rate[index] = rate
+        # One at a time, as after a restart: powers of a whole array may round otherwise.
+        self._weight[index] = self._weigh(self.rate[index])
+        self._told.add(index)
+
+    def _draw(self, ordinal: int) -> int:
+        weight = self._weight.copy()
+        weight[list(self._drawn.values())] = 0.0
+        total = np.cumsum(weight if weight.any() else self._weight)
+        at = np.random.default_rng([self._seed, ordinal]).random() * total[-1]
+        return min(int(np.searchsorted(total, at, side="right")), int(np.searchsorted(total, total[-1])))
+
+    def _weigh(self, rate):
+        a, b = 2 * self._spec.target, 2 * (1 - self._spec.target)
+        most = self._spec.target**a * (1 - self._spec.target) ** b
+        return np.maximum(rate**a * (1 - rate) ** b / most, self._spec.floor)
+
+
+def success(samples: Sequence[Sample]) -> float:
+    """The mean reward of a group's rollouts, over those that are scorable; NaN without any."""
+    scored = [s for s in samples if s.reward == s.reward]
+    weight = sum(s.weight for s in scored)
+    return sum(s.weight * s.reward for s in scored) / weight if weight else float("nan")

@@ -1,0 +1,166 @@
+"""Episodes: a workflow run on rows, with the ids, seeds and second attempts that it need not know of."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import struct
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from .. import events, object_path
+from ..errors import ServerError
+from ..types import Generate, Sample, Workflow
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # at an episode whose server failed
+PAUSE_S = 1.0  # before the second attempt; doubles
+ROWS = 1 << 16  # rows that one episode may have: sample = rollout * ROWS + row
+
+
+async def rollouts(
+    workflow: Workflow,
+    generate: Generate,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    group_size: int = 1,
+    max_concurrent: int = 256,
+    seed: int | None = None,
+) -> list[list[Sample]]:
+    """The samples of every row, each row once and in order: for evaluation, where nothing is refilled or trained on.
+
+    Episodes that the workflow rejects are missing from their row's list. At most `max_concurrent` rows run at a time.
+    With a `seed` (for servers that honour one) the samples are the same whenever it is called with the same policy.
+    Raises the first error; a ServerError once an episode failed ATTEMPTS times.
+    """
+    limit = asyncio.Semaphore(max_concurrent)
+
+    async def one(prompt: int, row: Mapping[str, Any]) -> list[Sample]:
+        async with limit:
+            return await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed)
+
+    return await _together([one(prompt, row) for prompt, row in enumerate(rows)])
+
+
+async def group(
+    workflow: Workflow,
+    generate: Generate,
+    row: Mapping[str, Any],
+    *,
+    prompt: int,
+    size: int,
+    seed: int | None,
+    on_retry: Callable[[], None] = lambda: None,
+    on_lost: Callable[[int], None] | None = None,
+) -> list[Sample]:
+    """The samples of `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
+
+    group = prompt = the prompt's ordinal, rollout = prompt * size + episode, sample = rollout * ROWS + row. The rows
+    of a rollout get weights that sum to 1, in the proportion that the workflow gave them.
+
+    Args:
+      on_lost: told how many episodes the group does without because their servers failed ATTEMPTS times. It fails with
+        them where fewer than two with samples would be left to compare; with the first one where this is None.
+    """
+    least = min(2, size)
+    lost: list[ServerError] = []
+
+    async def episode(index: int) -> list[Sample]:
+        try:
+            return await _episode(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
+        except ServerError as error:
+            lost.append(error)
+            if on_lost is None or len(lost) > size - least:
+                raise
+            log.warning("prompt %d goes on without episode %d: %s", prompt, index, error)
+            return []
+
+    played = await _together([episode(index) for index in range(size)])
+    if lost and on_lost:
+        if sum(map(bool, played)) < least:
+            raise lost[0]
+        on_lost(len(lost))
+    return [
+        sample.replace(
+            group=prompt,
+            prompt=prompt,
+            rollout=prompt * size + index,
+            sample=(prompt * size + index) * ROWS + j,
+            weight=sample.weight / sum(other.weight for other in samples),
+        )
+        for index, samples in enumerate(played)
+        for j, sample in enumerate(samples)
+    ]
+
+
+async def _episode(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
+    """Its samples; a task of its own, whose events say which episode they are of."""
+    begun = asyncio.get_running_loop().time()
+    with events.about(prompt=prompt, episode=index):
+        samples = await _played(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
+        events.note("episode", begun=begun, rows=samples)
+    return samples
+
+
+async def _played(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
+    for attempt in itertools.count(1):
+        turns = itertools.count()  # from 0 in each attempt: a second one draws the same tokens
+        try:
+            result = await workflow(_seeded(generate, seed, prompt, index, turns), row)
+            break
+        except ServerError as error:
+            if attempt == ATTEMPTS:
+                raise
+            log.warning("prompt %d, episode %d, attempt %d: %s", prompt, index, attempt, error)
+            on_retry()
+        await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
+    samples = [] if result is None else result if isinstance(result, list) else [result]
+    if not all(isinstance(sample, Sample) for sample in samples):
+        raise ValueError(
+            f"a workflow must return a Sample, a list of them or None, got {result!r:.80}; {object_path.row(row)}"
+        )
+    return samples
+
+
+def one_a_rollout(samples: Sequence[Sample]) -> list[Sample]:
+    """The first row of each rollout."""
+    return list({sample.rollout: sample for sample in reversed(samples)}.values())[::-1]
+
+
+def outcome(sample: Sample) -> float:
+    """The reward of a row's whole episode: rows that are turns (`trajectory.samples`) have their own beside it."""
+    return sample.info.get("episode_reward", sample.reward)
+
+
+def _seeded(generate, seed, prompt, index, turns) -> Generate:
+    def bound(tokens, **sampling):
+        if seed is not None:
+            sampling["seed"] = sampling_seed(seed, prompt, index, next(turns))
+        return generate(tokens, **sampling)
+
+    return bound
+
+
+async def _together(coroutines: Sequence[Coroutine]) -> list:
+    """The results in order; the first error cancels the others and is raised as it is."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await stop(tasks)
+
+
+async def stop(tasks: Sequence[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sampling_seed(run: int, prompt: int, sample: int, turn: int) -> int:
+    """The seed in 1 .. 2^31 - 1 of one `generate` call, the same in every run and process."""
+    packed = struct.pack("<4q", run, prompt, sample, turn)
+    return xxhash.xxh3_64_intdigest(packed) % (2**31 - 1) + 1

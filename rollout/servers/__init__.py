@@ -1,0 +1,1 @@
+"""Generation servers: SGLang's HTTP API, what a server reports, and which server gets a request."""

@@ -1,0 +1,142 @@
+"""JSON calls to one HTTP server, each with an overall deadline.
+
+A call is retried only while it cannot have had an effect: the connection was never made, or the server answered 503.
+Anything else is left to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from ..errors import ServerError
+
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
+
+
+class Unreached(ServerError):
+    """The server did not accept the request, so it is safe to resend."""
+
+
+class Busy(Unreached):
+    """The server answered 503: it is up, but accepts nothing now."""
+
+
+class Broken(ServerError):
+    """The connection ended before the whole answer arrived; what the server did is unknown."""
+
+
+def backoff(attempt: int) -> float:
+    """Seconds to wait after failed attempt number `attempt`, counted from 0."""
+    return min(FIRST_DELAY_S * 2**attempt, MAX_DELAY_S)
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """One HTTP server.
+
+    Attributes:
+      url: without a trailing slash.
+      reach_s: how long calls that change something try to reach the server.
+    """
+
+    url: str
+    http: aiohttp.ClientSession
+    reach_s: float = 5.0
+
+    async def call(
+        self, method: str, path: str, body: dict | None = None, *, timeout_s: float, reach_s: float | None = None
+    ) -> dict:
+        """Makes one call, retried until `timeout_s` seconds have passed while it cannot be delivered.
+
+        A GET changes nothing, so it is also retried after a broken connection.
+
+        Raises:
+          ValueError: a 4xx answer, with the server's message.
+          Unreached: not delivered within `reach_s` seconds.
+          ServerError: any other failure.
+        """
+        attempt, last = 0, f"{self.url}{path}: no answer"
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    delay = backoff(attempt)
+                    try:
+                        return await self.once(method, path, body)
+                    except (Unreached, Broken) as error:
+                        if isinstance(error, Broken) and method != "GET":
+                            raise
+                        if reach_s is not None and clock() - began + delay > reach_s:
+                            raise
+                        last = str(error)
+                    await asyncio.sleep(delay)
+                    attempt += 1
+        except TimeoutError:
+            raise ServerError(f"{last}; gave up after {timeout_s:g} s") from None
+
+    async def once(
+        self, method: str, path: str, body: dict | None = None, on_event: Callable[[dict], None] | None = None
+    ) -> dict:
+        """Makes one attempt. With `on_event` the answer is streamed: each event is passed to it, the last returned."""
+        where = f"{self.url}{path}"
+        try:
+            async with self.http.request(method, where, json=body) as reply:
+                status = reply.status
+                if on_event and status == 200:
+                    return await _last_event(where, reply, on_event)
+                text = await reply.text()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Unreached(f"{where}: cannot connect ({error})") from error
+        except aiohttp.ClientError as error:
+            raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
+        if status == 503:
+            raise Busy(f"{where}: HTTP 503: {text[:200]}")
+        if 400 <= status < 500:
+            raise ValueError(f"{where}: HTTP {status}: {_message(text)}")
+        if status != 200:
+            raise ServerError(f"{where}: HTTP {status}: {text[:200]}")
+        try:
+            answer = json.loads(text)
+        except ValueError:  # some routes answer with plain text
+            return {"message": text}
+        if answer is None:  # others with nothing
+            return {}
+        if not isinstance(answer, dict):
+            raise ServerError(f"{where}: the answer must be a JSON object, got {text[:200]}")
+        return answer
+
+
+async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None]) -> dict:
+    """The last of the server-sent events, each of which repeats everything generated so far."""
+    last, rest = None, b""
+    async for piece in reply.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]" and last:
+                return last
+            if not data or not line.startswith(b"data:"):
+                continue
+            last = json.loads(data)
+            if "error" in last:
+                kind = ValueError if last["error"].get("code") == 400 else ServerError
+                raise kind(f"{where}: {_message(data.decode())}")
+            on_event(last)
+    raise Broken(f"{where}: the stream ended before its answer")
+
+
+def _message(text: str) -> str:
+    """The message in an error body, in either of the two shapes that servers use."""
+    try:
+        body = json.loads(text)
+        error = body.get("error", body)
+        message = error.get("message", text) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        message = text
+    return " ".join(str(message).split())[:500]

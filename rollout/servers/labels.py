@@ -1,0 +1,63 @@
+"""Weight labels: what a server stamps on the tokens it samples, `"{version}-{8 hex digits of a hash}"`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..errors import ServerError
+
+_LABEL = re.compile(r"(\d+)-[0-9a-f]{8}")
+
+
+def read_label(manifest_path: str | os.PathLike) -> str:
+    """The weight label of the published version whose manifest this is."""
+    return label_of(Path(manifest_path).read_bytes(), manifest_path)
+
+
+def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
+    """The weight label of the version that a manifest.json with this content belongs to; errors name `where`."""
+    try:
+        version = json.loads(manifest)["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: a manifest needs a version ({error!r})") from error
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise ValueError(f"{where}: version must be a number from 0 on, got {version!r}")
+    return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
+
+
+def version_of(label: str) -> int:
+    """The policy version in `label`; -1 for any other word.
+
+    A server answers with such a word ("default") until the first push: it serves weights that the
+    run never numbered. -1 is also what a prompt token carries, so training finds no policy there.
+    """
+    match = _LABEL.fullmatch(label)
+    return int(match[1]) if match else -1
+
+
+def per_token(spans: Iterable[Mapping[str, Any]], tokens: int) -> list[str]:
+    """The label of each of `tokens` tokens, from spans `{version, start, end}` over [start, end).
+
+    Raises ServerError unless the spans, in order, cover every token exactly once.
+    """
+    labels: list[str] = []
+    for span in spans:
+        start, end = span["start"], span["end"]
+        if start != len(labels) or end < start:
+            raise ServerError(
+                f"weight_versions: spans must follow each other without gap or overlap, "
+                f"got [{start}, {end}) after {len(labels)} tokens"
+            )
+        labels += [span["version"]] * (end - start)
+    if len(labels) != tokens:
+        raise ServerError(
+            f"weight_versions: spans must cover each token once, got {len(labels)} labels for {tokens} tokens"
+        )
+    return labels

@@ -1,0 +1,162 @@
+"""Generation servers as processes of their own on this machine, for runs that were given no address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .types import Published
+
+START_S = 600.0  # a large checkpoint loads and compiles for minutes
+STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Serve:
+    """How servers run.
+
+    Attributes:
+      inside: one server, in the process of the run itself, on its first device; it is handed new weights in memory.
+      count: servers, each a process with weights of its own; one that dies is started again.
+      slots: sequences that a server generates at a time.
+      context: longest sequence, prompt and completion; the model's own limit if that is lower.
+      dtype: of weights and computation.
+    """
+
+    inside: bool = False
+    count: int = 1
+    slots: int = 16
+    context: int = 2048
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.count < 1 or self.inside and self.count > 1:
+            one = "1 with --serve.inside" if self.inside else "at least 1"
+            raise ValueError(f"--serve.count must be {one}, got {self.count}")
+
+
+class Local:
+    """Servers on this machine that `servers` started.
+
+    Attributes:
+      running: each server's process by its address.
+    """
+
+    def __init__(self, path: str | os.PathLike, options: Serve, log: IO[str]):
+        self.running: dict[str, asyncio.subprocess.Process] = {}
+        self._path, self._options, self._log = os.fspath(path), options, log
+        self._listeners: set[asyncio.Task] = set()
+
+    @property
+    def urls(self) -> list[str]:
+        return list(self.running)
+
+    async def restart(self, url: str, weights: Published | None) -> str:
+        """Ends the server at `url` and starts another, with `weights` if there are any; returns its address.
+
+        Raises RuntimeError if it ended before it was ready, with what it said.
+        """
+        if process := self.running.pop(url, None):
+            if process.returncode is None:
+                process.kill()  # it does not answer: it would not hear a gentler word either
+            await process.wait()
+        return await self.start((weights.base or weights).directory if weights else self._path)
+
+    async def start(self, path: str) -> str:
+        """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`."""
+        options = self._options
+        command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
+        command += ["--slots", str(options.slots), "--context", str(options.context), "--dtype", options.dtype]
+        # Ctrl-C is for the run, which then ends its servers: hence a session of its own.
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        said: deque[str] = deque(maxlen=20)
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        listener = asyncio.create_task(self._listen(process, said, ready))
+        self._listeners.add(listener)
+        listener.add_done_callback(self._listeners.discard)
+        try:
+            async with asyncio.timeout(START_S):
+                url = await ready
+            self.running[url] = process
+            return url
+        except TimeoutError:
+            raise RuntimeError(f"the generation server was not ready in {START_S:.0f} s: {' | '.join(said)}") from None
+        finally:
+            if process not in self.running.values():
+                await _end(process)
+
+    async def _listen(self, process: asyncio.subprocess.Process, said: deque[str], ready: asyncio.Future[str]) -> None:
+        assert process.stdout is not None
+        async for raw in process.stdout:
+            self._log.write(line := raw.decode(errors="replace"))
+            said.append(line := line.rstrip())
+            found = re.match(r"(http://\S+) ", line)
+            if found and not ready.done():
+                ready.set_result(found.group(1))
+        code = await process.wait()
+        if not ready.done():
+            ready.set_exception(RuntimeError(f"the generation server ended with code {code}: {' | '.join(said)}"))
+
+    async def close(self) -> None:
+        await asyncio.gather(*map(_end, self.running.values()))
+        for listener in self._listeners:
+            listener.cancel()
+        await asyncio.gather(*self._listeners, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def servers(
+    path: str | os.PathLike, options: Serve = Serve(), log: str | os.PathLike = os.devnull
+) -> AsyncIterator[Local]:
+    """Servers of the checkpoint `path`, once they are ready; ends them on leaving.
+
+    What they say is appended to the file `log`.
+
+    Raises:
+      RuntimeError: a server ended before it was ready, with what it said.
+    """
+    with open(log, "a", buffering=1, encoding="utf-8") as file:
+        local = Local(path, options, file)
+        try:
+            starting = [asyncio.create_task(local.start(os.fspath(path))) for _ in range(options.count)]
+            try:
+                await asyncio.gather(*starting)
+            finally:
+                for task in starting:
+                    task.cancel()
+                await asyncio.gather(*starting, return_exceptions=True)
+            yield local
+        finally:
+            await local.close()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def folder(root: Path, name: str) -> Path:
+    """A new folder for this process's published versions under `root`."""
+    path = root / f"areax-{name}-{os.getpid()}"
+    path.mkdir(parents=True)
+    return path

@@ -1,0 +1,154 @@
+"""What the fleet knows about one generation server; its HTTP calls are `Server.api`."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import aiohttp
+
+from ..errors import ServerError
+from . import concurrency, gauges, prefix_routing
+from .endpoint import Unreached
+from .sglang import SGLang
+from .types import Published, Staged, State
+
+
+class Stager(Protocol):
+    """Brings a version to where a server can read it (`depot.Stager`)."""
+
+    async def stage(self, weights: Published) -> Staged: ...
+
+    def beside(self, url: str) -> Stager: ...
+
+
+# Hands a version's arrays to a server; the last argument says whether the server drops its prefix cache.
+Handover = Callable[["Server", Published, bool], Awaitable[None]]
+
+
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass(eq=False)
+class Server:
+    """One server.
+
+    Attributes:
+      api: its HTTP calls.
+      labels: weight labels it may report, in the order it was given them.
+      admitted: index in `labels` of the newest verified one.
+      seeded, stages, ranks, layout, slots: as `sglang.Description`.
+      stager: fetches versions to where the server can read them; None if it sees the trainer's files.
+      handover: hands it the arrays of a version that has some; None = it reads the directory.
+      prepare: stages such arrays beside the current weights, before generation is paused.
+      has_checksums: it may report checksums of its weights.
+      weights_verified: cleared while new weights await verification; answers are held back meanwhile.
+      state: healthy; offloaded (released its memory until the next push); suspect (a connection failed);
+        weights_unknown (a push failed half-way); stale (serves other weights); dead (does not answer); restarting;
+        leaving.
+      why: what took it out of `healthy` last.
+      recovery: the task that recovers it while it is unhealthy.
+      restarts: times of its recent restarts.
+      released: it may have released its memory, which must be resumed before a load.
+      draining: it gets no new requests before it has new weights.
+      held: how many of our requests it holds, over time; `load` is the number now, `running` their tasks.
+      cached: prompt prefixes it is expected to have in its cache.
+      limit: how many requests it gets at a time, below the fleet's bound.
+      pauses: how often it was paused for new weights.
+      base: with adapters, the label of the base weights, which it reports.
+      adapters: adapters that requests may use, newest last; `using` counts requests per adapter.
+    """
+
+    api: SGLang
+    labels: list[str] = field(default_factory=list)
+    admitted: int = 0
+    seeded: bool = False
+    stages: bool = False
+    ranks: int = 1
+    layout: str = ""
+    slots: int = 0
+    stager: Stager | None = None
+    handover: Handover | None = None
+    prepare: Callable[[Published], Awaitable[None]] | None = None
+    has_checksums: bool = True
+    weights_verified: asyncio.Event = field(default_factory=_set)
+    state: State = "healthy"
+    why: str = ""
+    recovery: asyncio.Task | None = None
+    restarts: list[float] = field(default_factory=list)
+    released: bool = False
+    draining: bool = False
+    running: set[asyncio.Task] = field(default_factory=set)
+    held: gauges.Level = field(default_factory=gauges.Level)
+    cached: prefix_routing.Cached = field(default_factory=prefix_routing.Cached)
+    limit: concurrency.Limit = field(default_factory=concurrency.Limit)
+    pauses: int = 0
+    base: str = ""
+    adapters: list[str] = field(default_factory=list)
+    using: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    @property
+    def url(self) -> str:
+        return self.api.url
+
+    @property
+    def label(self) -> str:
+        return self.labels[self.admitted]
+
+    @property
+    def load(self) -> int:
+        return self.held.value
+
+    @load.setter
+    def load(self, requests: int) -> None:
+        self.held.set(requests)
+
+    def expected(self, oldest: int) -> list[str]:
+        """The labels it may report while number `oldest` is the oldest in use."""
+        return self.labels[oldest:] + ([self.base] if self.base else [])
+
+    async def stage(self, weights: Published) -> Staged:
+        """Brings `weights` to where this server can read them, while it keeps serving."""
+        return await self.stager.stage(weights) if self.stager else Staged(weights.directory)
+
+    async def release_memory(self) -> None:
+        """Pauses it and frees its memory; it must load weights before it generates again.
+
+        Raises Unreached if nothing happened, ValueError if it refused and still has its memory, ServerError if it may
+        be paused or without memory.
+        """
+        await self.api.pause("retract", reach_s=self.api.reach_s)
+        self.released = True
+        try:
+            await self.api.release_memory()
+        except ValueError:
+            self.released = False
+            raise
+        except Unreached as error:  # paused, but it still has its memory
+            self.released = False
+            raise ServerError(str(error)) from error
+
+    async def reclaim_memory(self, *, timeout_s: float = 120.0) -> None:
+        """Has it allocate the memory it released, unless it was restarted since, which its label shows."""
+        if self.released and await self.api.weight_label(timeout_s=timeout_s, reach_s=self.api.reach_s) == self.label:
+            await self.api.resume_memory(timeout_s=timeout_s)
+        self.released = False
+
+
+async def connect(
+    url: str, http: aiohttp.ClientSession, *, ready_s: float, reach_s: float, handover: Handover | None = None
+) -> Server:
+    """The server at `url`, once it has described itself; raises as `SGLang.describe`."""
+    api = SGLang(url, http, reach_s)
+    said = await api.describe(timeout_s=ready_s)
+    return Server(
+        api, [said.label], seeded=said.seeded, stages=said.stages, ranks=said.ranks, layout=said.layout,
+        slots=said.slots, handover=handover, released=said.released,
+        cached=prefix_routing.Cached(said.capacity) if said.capacity else prefix_routing.Cached(),
+    )  # fmt: skip

@@ -1,0 +1,342 @@
+"""SGLang's HTTP interface: every route and field name that areax relies on.
+
+The embedded engine (`areax serve`) implements the same routes. To support another kind of server, write another file
+with the methods of `SGLang`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ServerError
+from .concurrency import Report
+from .endpoint import Endpoint
+from .labels import per_token
+from .types import Part
+
+LAYOUT = ("dtype", "quantization", "tp_size", "pp_size", "ep_size", "load_format", "version")  # fields of /server_info
+BULKY = (
+    "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
+    "routed_experts",
+)  # fmt: skip
+ADAPTERS = 2  # adapters that stay loaded on a server, besides those in use
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a server reports about itself.
+
+    Attributes:
+      label: of the weights it serves.
+      seeded: it honours sampling seeds.
+      stages: it can read new weights while it serves the current ones.
+      ranks: processes that share the weights; each is sent them.
+      layout: dtype, quantisation and parallelism as text: servers with the same layout have the same checksums.
+      released: it has released its memory.
+      capacity: tokens whose keys and values fit into its cache; 0 = unknown.
+      slots: sequences it generates at a time; 0 = unknown.
+    """
+
+    label: str
+    seeded: bool
+    stages: bool
+    ranks: int
+    layout: str
+    released: bool
+    capacity: int
+    slots: int
+
+
+class SGLang(Endpoint):
+    """The calls to one server."""
+
+    async def describe(self, *, timeout_s: float) -> Description:
+        """The server's own description; raises as `call`."""
+        label = await self.weight_label(timeout_s=timeout_s)
+        info = await self.server_info(timeout_s=timeout_s)
+        capacity = info.get("max_total_num_tokens")
+        return Description(
+            label=label,
+            seeded=info.get("enable_deterministic_inference") is True,
+            stages=info.get("stages_weights") is True,
+            ranks=int(info.get("tp_size") or 1),
+            layout=json.dumps([info.get(name) for name in LAYOUT]),
+            released=any(state.get("released") for state in info.get("internal_states") or ()),
+            capacity=capacity if isinstance(capacity, int) and capacity > 0 else 0,
+            slots=_slots(info),
+        )
+
+    async def health(self, *, timeout_s: float = 20.0) -> bool:
+        """Whether it generates; False while it starts up and while generation is paused."""
+        try:
+            await self.call("GET", "/health", timeout_s=timeout_s, reach_s=0.0)
+        except ServerError:
+            return False
+        return True
+
+    async def model_info(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> dict:
+        return await self.call("GET", "/model_info", timeout_s=timeout_s, reach_s=reach_s)
+
+    async def server_info(self, *, timeout_s: float = 60.0) -> dict:
+        return await self.call("GET", "/server_info", timeout_s=timeout_s)
+
+    async def reported_load(self, *, timeout_s: float = 60.0) -> Report | None:
+        """Its queue and memory use, summed over its replicas; None if it does not report them."""
+        try:
+            return load_report(await self.call("GET", "/v1/loads", timeout_s=timeout_s))
+        except (ServerError, ValueError):  # whether the server is up at all is checked elsewhere
+            return None
+
+    async def weight_label(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> str:
+        """The label of the weights that it reports to serve."""
+        label = (await self.model_info(timeout_s=timeout_s, reach_s=reach_s)).get("weight_version")
+        if not isinstance(label, str):
+            raise ServerError(f"{self.url}/model_info: no weight_version in the answer")
+        return label
+
+    async def pause(self, mode: str = "retract", *, timeout_s: float = 60.0, reach_s: float | None = None) -> None:
+        """Stops generation: `abort` returns running requests, `retract` requeues them, `in_place` freezes them."""
+        await self.call("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s, reach_s=reach_s)
+
+    async def resume(self, *, timeout_s: float = 60.0) -> None:
+        """Continues generation after a pause."""
+        await self.call("POST", "/continue_generation", {}, timeout_s=timeout_s, reach_s=self.reach_s)
+
+    async def update_weights_from_disk(
+        self, path: str, label: str, *, flush_cache: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """Loads the checkpoint directory `path`, as the server sees it, as version `label`."""
+        body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
+        await self._succeed("/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    async def stage_weights_from_disk(self, path: str, *, timeout_s: float = 600.0) -> None:
+        """Reads the checkpoint directory `path` into memory beside the current weights, ahead of an update."""
+        await self.call(
+            "POST", "/stage_weights_from_disk", {"model_path": path}, timeout_s=timeout_s, reach_s=self.reach_s
+        )
+
+    async def begin_weight_update(self, *, timeout_s: float = 60.0) -> None:
+        """Opens a session of `update_weights_from_tensor`; one that was left open is closed first."""
+        with contextlib.suppress(ValueError):  # the normal case: there was none to close
+            await self.call("POST", "/end_weight_update", {}, timeout_s=timeout_s, reach_s=self.reach_s)
+        await self._succeed("/begin_weight_update", {}, timeout_s=timeout_s)
+
+    async def update_weights_from_tensor(
+        self, parts: Sequence[str], *, label: str = "", flush_cache: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        """Sends serialised tensors, one string per rank; the last message of a version carries its label."""
+        body = {"serialized_named_tensors": list(parts), "flush_cache": flush_cache}
+        body |= {"weight_version": label} if label else {}
+        await self._succeed("/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+    async def end_weight_update(self, *, timeout_s: float = 60.0) -> None:
+        await self._succeed("/end_weight_update", {}, timeout_s=timeout_s)
+
+    async def release_memory(self, *, timeout_s: float = 120.0) -> None:
+        """Frees the memory of weights and caches; generation must be paused."""
+        await self.call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s, reach_s=self.reach_s)
+
+    async def resume_memory(self, *, timeout_s: float = 120.0) -> None:
+        """Allocates that memory again. SGLang crashes if told so twice, or before any release."""
+        await self.call("POST", "/resume_memory_occupation", {}, timeout_s=timeout_s, reach_s=self.reach_s)
+
+    async def flush_cache(self, *, timeout_s: float = 60.0) -> None:
+        await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
+
+    async def abort(self, rid: str = "", *, timeout_s: float = 60.0) -> None:
+        """Ends request `rid` with what it has generated; without an id, every request on the server."""
+        await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid}, timeout_s=timeout_s)
+
+    async def checksums(self, *, timeout_s: float = 600.0) -> list[dict[str, str]]:
+        """The server's own checksums by tensor name, one dict per rank; [] if it does not compute any."""
+        body = {"action": "checksum"}
+        try:
+            answer = await self.call("POST", "/weights_checker", body, timeout_s=timeout_s, reach_s=self.reach_s)
+        except ValueError:  # it has no such route
+            return []
+        return [rank["checksums"] for rank in answer.get("ranks") or ()]
+
+    async def load_adapter(self, name: str, directory: str, *, timeout_s: float = 600.0) -> None:
+        body = {"lora_name": name, "lora_path": directory}
+        await self._succeed("/load_lora_adapter", body, timeout_s=timeout_s)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = 60.0) -> None:
+        await self.call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
+
+    async def adapters(self, *, timeout_s: float = 60.0) -> dict[str, str]:
+        """Directories of the loaded adapters by name."""
+        answer = await self.call("GET", "/v1/models", timeout_s=timeout_s, reach_s=self.reach_s)
+        try:
+            return {card["id"]: card["root"] for card in answer["data"] if card.get("parent")}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ServerError(f"{self.url}/v1/models: not a list of models ({error!r})") from error
+
+    async def adapter_refusal(self, rank: int, modules: Collection[str], *, timeout_s: float = 30.0) -> str:
+        """Why the server cannot load adapters of this rank on these modules (names as in checkpoints); "" if it can."""
+        return _adapter_refusal(await self.server_info(timeout_s=timeout_s), rank, modules)
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        routed_experts: bool = False,
+        adapter: str = "",
+        cache_key: str = "",
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> Part:
+        """Makes one attempt to continue `tokens`.
+
+        Args:
+          sampling: temperature, top_p, ... as `Fleet.generate` takes them; `seed` and empty values may be missing.
+          routed_experts: also report the experts of each token.
+          adapter: the adapter to use; "" = none.
+          cache_key: requests with different keys share no cached prefix.
+          on_tokens: called with all ids so far whenever there are new ones; the answer is then streamed.
+
+        Raises:
+          Unreached, Broken: as `Endpoint.once`.
+          ServerError: an answer that breaks the contract.
+          ValueError: the server refused the request.
+        """
+        body = _body(tokens, sampling, adapter, cache_key)
+        if routed_experts:
+            body["return_routed_experts"] = True
+        if on_tokens is None:
+            answer = await self.once("POST", "/generate", body)
+        else:
+            on_event = lambda event: on_tokens(event["output_ids"])
+            answer = await self.once("POST", "/generate", body | {"stream": True}, on_event)
+        part = self._part(answer)
+        if routed_experts and part.tokens and part.routed is None:
+            raise ServerError(
+                f"{self.url}/generate: routed experts were asked for, got none; start SGLang with "
+                "--enable-return-routed-experts"
+            )
+        return part
+
+    async def read(
+        self,
+        tokens: Sequence[int],
+        *,
+        top_k: int = 0,
+        adapter: str = "",
+        cache_key: str = "",
+        timeout_s: float | None = None,
+    ) -> Part:
+        """Computes the log-probabilities of `tokens` themselves, at temperature 1, in one attempt; generates nothing.
+
+        Args:
+          top_k: also report this many of the most likely tokens at each position.
+          timeout_s: retry until so many seconds have passed.
+
+        Raises as `generate`.
+        """
+        body = _body(tokens, {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {"logprob_start_len": 0}
+        if top_k:
+            body["top_logprobs_num"] = int(top_k)
+        if timeout_s is None:
+            return self._part(await self.once("POST", "/generate", body))
+        return self._part(await self.call("POST", "/generate", body, timeout_s=timeout_s))
+
+    async def _succeed(self, path: str, body: dict, *, timeout_s: float) -> None:
+        """A call whose answer says whether it succeeded."""
+        answer = await self.call("POST", path, body, timeout_s=timeout_s, reach_s=self.reach_s)
+        if answer.get("success") is not True:
+            raise ServerError(f"{self.url}{path}: {answer.get('error_message') or answer.get('message') or answer}")
+
+    def _part(self, answer: Mapping[str, Any]) -> Part:
+        try:
+            return _parse(answer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url}/generate: the answer lacks what a single request returns ({type(error).__name__}: {error})"
+            ) from error
+        except ServerError as error:
+            raise ServerError(f"{self.url}/generate: {error}") from error
+
+
+def _body(tokens: Sequence[int], sampling: Mapping[str, Any], adapter: str, cache_key: str) -> dict[str, Any]:
+    params = {("sampling_seed" if name == "seed" else name): value for name, value in sampling.items()}
+    return {
+        "input_ids": [int(t) for t in tokens],
+        "sampling_params": params,
+        "return_logprob": True,
+        **({"extra_key": cache_key} if cache_key else {}),
+        **({"lora_path": adapter} if adapter else {}),
+    }
+
+
+def _parse(answer: Mapping[str, Any]) -> Part:
+    tokens, meta = answer["output_ids"], answer["meta_info"]
+    rows = meta["output_token_logprobs"]
+    if [row[1] for row in rows] != tokens:
+        raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
+    logp = [row[0] for row in rows]
+    if not all(isinstance(value, float | int) and math.isfinite(value) for value in logp):
+        raise ServerError("a log-probability is missing or not finite")
+    if tokens and "weight_versions" not in meta:
+        raise ServerError(
+            "the answer names no weight_versions, so nobody knows which weights sampled a token; "
+            "use a server that reports them (SGLang 0.5.23 does)"
+        )
+    routed = None
+    if meta.get("routed_experts"):  # base64 of i32[read, layers, top_k]
+        read = meta["prompt_tokens"] + len(tokens) - 1
+        routed = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(read, -1)
+    return Part(
+        tokens=tokens,
+        logp=logp,
+        labels=per_token(meta.get("weight_versions", ()), len(tokens)),
+        finish=meta["finish_reason"]["type"],
+        text=answer.get("text") or "",
+        info={key: value for key, value in meta.items() if key not in BULKY},
+        routed=routed,
+        inputs=meta.get("input_token_logprobs") or (),
+        input_top=meta.get("input_top_logprobs") or (),
+        adapter=meta.get("lora_path") or "",
+        preemptions=meta.get("num_retractions", 0),
+    )
+
+
+def load_report(answer: Mapping[str, Any]) -> Report | None:
+    try:
+        names = "num_running_reqs", "num_waiting_reqs", "token_usage"
+        loads = [[float(load[name]) for name in names] for load in answer["loads"]]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not loads:
+        return None
+    running, waiting, usage = zip(*loads, strict=True)
+    return Report(int(sum(running)), int(sum(waiting)), max(usage))
+
+
+def _adapter_refusal(info: Mapping[str, Any], rank: int, modules: Collection[str]) -> str:
+    if info.get("enable_lora") is not True:
+        return "serves no adapters (SGLang: --enable-lora)"
+    most, room, targets = (info.get(k) for k in ("max_lora_rank", "max_loaded_loras", "lora_target_modules"))
+    if most is not None and most < rank:
+        return f"takes adapters of rank {most} at most, not {rank} (SGLang: --max-lora-rank)"
+    missing = sorted(set(modules) - set(targets or ()))
+    if "all" not in (targets or ()) and missing:
+        return f"takes no adapters of {', '.join(missing)} (SGLang: --lora-target-modules)"
+    if room is not None and room <= ADAPTERS:
+        return f"keeps {room} adapters at most, and a push needs {ADAPTERS + 1} (SGLang: --max-loaded-loras)"
+    if info.get("dp_size", 1) != 1:
+        return "is several replicas in one, which SGLang loads no adapters on (--dp-size); start a server for each"
+    return ""
+
+
+def _slots(info: Mapping[str, Any]) -> int:
+    name = "effective_max_running_requests_per_dp"
+    each = [state[name] for state in info.get("internal_states") or () if isinstance(state.get(name), int)]
+    own = info.get("max_running_requests")  # in SGLang an option, in the embedded server the actual limit
+    return sum(each) or (own if isinstance(own, int) else 0)

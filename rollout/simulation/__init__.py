@@ -1,0 +1,1 @@
+"""Asynchronous runs simulated on a virtual clock."""

@@ -1,0 +1,1 @@
+"""Weights on their way to servers: written, transferred, loaded and verified."""

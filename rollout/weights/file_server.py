@@ -1,0 +1,184 @@
+"""Published versions over HTTP, for servers on machines that do not see the trainer's files (stager.py fetches them).
+
+    GET /LABEL?base=LABEL -> {"files": {name: {"bytes", "xxh3_128"}}, "delta": null or {"name", "bytes", "xxh3_128"}}
+    GET /LABEL/NAME -> the bytes of a file, or of the delta named before; ranges are honoured
+
+A delta from the base that the caller has is offered where it pays. Every request carries `Authorization: Bearer KEY`;
+the key is made for the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp.web
+import xxhash
+
+from .. import http_process
+from ..errors import ServerError
+from ..servers.endpoint import Endpoint
+from ..servers.types import Published, Staged
+from . import delta
+
+log = logging.getLogger(__name__)
+
+KEY = "AREAX_STAGER_KEY"  # environment variable: what a stager asks of its callers
+PAYS = 0.5  # a delta has at most this share of its files' bytes
+CHUNK = 8 << 20
+STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, and the server goes on serving
+
+
+@contextlib.asynccontextmanager
+async def serve(host: str) -> AsyncIterator[Depot]:
+    """A depot at a free port of `host`."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
+    depot = Depot(folder)
+    app = aiohttp.web.Application()
+    app.router.add_get("/{label}", depot._listing)
+    app.router.add_get("/{label}/{name}", depot._file)
+    runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await aiohttp.web.TCPSite(runner, host, 0).start()
+        depot.url = http_process.address(runner.addresses[0])
+        yield depot
+    finally:
+        await runner.cleanup()
+        await asyncio.to_thread(shutil.rmtree, folder)
+
+
+def towards(url: str) -> str:
+    """The address of this machine under which the machine of `url` reaches it."""
+    parts = urlsplit(url)
+    try:
+        [(family, _, _, _, place), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect(place)  # sends nothing
+            return sock.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"stager: {url} cannot be reached from here ({error})") from error
+
+
+class Depot:
+    """Made by `serve`; `url` is its address, `key` what its callers need."""
+
+    def __init__(self, folder: Path):
+        self.url, self.key = "", secrets.token_urlsafe(32)
+        self._folder = folder
+        self._versions: dict[str, Path] = {}  # directory by label
+        self._listings: dict[str, dict[str, dict]] = {}
+        self._deltas: dict[tuple[str, str], dict | None] = {}  # by label and base
+        self._working = asyncio.Lock()
+
+    def offer(self, weights: Published) -> None:
+        """Has this version from now on; forgets those whose directory is gone."""
+        self._versions[weights.label] = Path(weights.directory)
+        for label in [label for label, path in self._versions.items() if not path.exists()]:
+            del self._versions[label]
+            self._listings.pop(label, None)
+        for pair in [pair for pair in self._deltas if pair[0] not in self._versions]:
+            if made := self._deltas.pop(pair):
+                (self._folder / made["name"]).unlink(missing_ok=True)
+
+    async def _listing(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
+        label = self._allowed(request)
+        base = request.query.get("base", "")
+        async with self._working:  # servers that ask at the same time share one answer
+            try:
+                if label not in self._listings:
+                    self._listings[label] = await asyncio.to_thread(listing, self._versions[label])
+                if base in self._versions and (label, base) not in self._deltas:
+                    self._deltas[label, base] = await asyncio.to_thread(self._difference, label, base)
+            except FileNotFoundError as error:
+                raise aiohttp.web.HTTPNotFound(text=f"version {label} is being removed ({error})") from error
+        found: dict[str, Any] = {"files": self._listings[label], "delta": self._deltas.get((label, base))}
+        return aiohttp.web.json_response(found)
+
+    async def _file(self, request: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
+        label, name = self._allowed(request), request.match_info["name"]
+        if name in self._listings.get(label, {}):
+            return aiohttp.web.FileResponse(self._versions[label] / name, chunk_size=CHUNK)
+        if any(made and made["name"] == name for (of, _), made in self._deltas.items() if of == label):
+            return aiohttp.web.FileResponse(self._folder / name, chunk_size=CHUNK)
+        raise aiohttp.web.HTTPNotFound(text=f"version {label} has no file {name}")
+
+    def _allowed(self, request: aiohttp.web.Request) -> str:
+        """The label asked for."""
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            raise aiohttp.web.HTTPUnauthorized(text="the key is missing or wrong")
+        label = request.match_info["label"]
+        if label not in self._versions:
+            raise aiohttp.web.HTTPNotFound(text=f"no version {label} here")
+        return label
+
+    def _difference(self, label: str, base: str) -> dict | None:
+        """What the listing says of a delta, once it is made; None where there is none that pays."""
+        new, old = self._versions[label], self._versions[base]
+        names = sorted(path.name for path in new.glob("*.safetensors"))
+        name = f"{label}-from-{base}.delta"
+        try:
+            size = delta.write(self._folder / name, old, new, names, (base, label))
+        except (ValueError, OSError) as error:  # another shape, a base just removed, a full disk: all of it is sent
+            log.warning("no delta from %s to %s: %s", base, label, error)
+            size = None
+        if size is None or size > PAYS * sum((new / file).stat().st_size for file in names):
+            (self._folder / name).unlink(missing_ok=True)
+            return None
+        return {"name": name, **described(self._folder / name)}
+
+
+class Stager:
+    """What fetches versions for a server that does not see the trainer's files; its address, and where it fetches."""
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, depot: Depot):
+        self._there, self._depot = Endpoint(url, http), depot
+
+    def beside(self, url: str) -> Stager:
+        """One at another address, which fetches from the same depot."""
+        return Stager(url, self._there.http, self._depot)
+
+    async def stage(self, weights: Published) -> Staged:
+        """`weights` on the server's machine, once every file is there and verified.
+
+        Raises ValueError where the stager refuses, ServerError where it cannot be reached or failed.
+        """
+        self._depot.offer(weights)
+        body = {
+            "key": os.environ.get(KEY, ""),
+            "label": weights.label,
+            "source": self._depot.url,
+            "source_key": self._depot.key,
+        }
+        answer = await self._there.call("POST", "/stage", body, timeout_s=STAGE_S, reach_s=self._there.reach_s)
+        try:
+            return Staged(str(answer["path"]), int(answer["bytes"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"{self._there.url}/stage: not an answer of a stager: {answer}") from error
+
+
+def listing(directory: Path) -> dict[str, dict]:
+    """{name: {"bytes", "xxh3_128"}} of the files of a directory."""
+    return {path.name: described(path) for path in sorted(directory.iterdir()) if path.is_file()}
+
+
+def described(path: Path) -> dict[str, Any]:
+    state, size = xxhash.xxh3_128(), 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            state.update(chunk)
+            size += len(chunk)
+    return {"bytes": size, "xxh3_128": state.hexdigest()}

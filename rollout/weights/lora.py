@@ -1,0 +1,139 @@
+"""Versions that are adapters: they are loaded beside a base that stays on the servers, each under its label as a name.
+
+Nothing is paused for that. A request names the newest adapter that its server has (`lora_path`) and ends under it; the
+newest two stay loaded, and those that requests of ours still use. Servers report of a token the weights under the
+adapter (SGLang 0.5.23 does), so a token counts as sampled by a version if the server answered a request that names it
+and says that the weights under it are the base that this version belongs to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+import aiohttp
+
+from ..errors import ServerError
+from ..servers.labels import read_label, version_of
+from ..servers.server import Server
+from ..servers.sglang import ADAPTERS, SGLang
+from ..servers.types import Loaded, Part, Published
+from . import load as whole
+from . import verify
+
+log = logging.getLogger(__name__)
+
+CONFIG = "adapter_config.json"  # what PEFT calls it
+
+
+def published(directory: Path, label: str) -> Published:
+    """The version in `directory`; of adapters with the base that they name, whose files must be those that they were
+    made for.
+
+    Raises:
+      ValueError: adapters without a manifest, or whose base is not there or has another label.
+    """
+    if not (directory / CONFIG).is_file():
+        return Published(str(directory), label)
+    try:
+        base = str(json.loads((directory / CONFIG).read_bytes())["base_model_name_or_path"])
+        wanted = str(json.loads((directory / "manifest.json").read_bytes())["base"])
+        found = read_label(Path(base) / "manifest.json")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{directory}: adapters to push need a manifest and a published base (peft.write_published), got {error!r}"
+        ) from error
+    if found != wanted:
+        raise ValueError(f"{directory}: these adapters belong to the base {wanted}, but {base} is {found}")
+    return Published(str(directory), label, Published(base, wanted))
+
+
+async def load(server: Server, weights: Published, mode: str) -> Loaded:
+    """As `load.load`, for adapters too: the base first, in full, if the server has another one, then the adapter by
+    name, which the server must list with this directory and pass the probe with.
+
+    Raises as `load.load`.
+    """
+    if weights.base is None:  # requests that began with an adapter must not continue on other weights
+        took = await whole.load(server, weights, "abort" if server.adapters else mode)
+        server.base, server.adapters = "", []
+        return took
+    below = Loaded(0.0, 0.0, 0.0, None)
+    held = server.base == weights.base.label and not server.released
+    if not held or await server.api.weight_label(reach_s=server.api.reach_s) != server.base:
+        mode = "abort" if server.adapters else mode
+        server.adapters = []
+        below = await whole.load(server, weights.base, mode)
+        server.base = weights.base.label
+    directory, label = (await server.stage(weights)).directory, weights.label
+    now = asyncio.get_running_loop().time
+    begun = now()
+    if label not in await server.api.adapters():
+        await server.api.load_adapter(label, directory)
+        if (where := (await server.api.adapters()).get(label)) != directory:
+            raise ServerError(f"{server.url}: lists {where!r} for adapter {label}, which was loaded from {directory}")
+    loaded = now()
+    difference = await verify.probe(server, weights.probe, label) if weights.probe else None
+    if label not in server.adapters:
+        server.adapters.append(label)
+    server.labels.append(label)
+    server.admitted = len(server.labels) - 1
+    server.cached.clear()  # prefixes computed with another adapter are of no use to this one
+    return Loaded(below.pause_s, below.load_s + loaded - begun, below.prove_s + now() - loaded, difference)
+
+
+async def unload(server: Server) -> None:
+    """Unloads adapters that no request uses, except the newest; one that fails to unload is retried next time."""
+    keep = {*server.adapters[-ADAPTERS:], *(name for name, users in server.using.items() if users)}
+    server.adapters = [name for name in server.adapters if name in keep]  # first: no new request may choose the others
+    try:
+        for name in await server.api.adapters():
+            if version_of(name) >= 0 and name not in keep:
+                await server.api.unload_adapter(name)
+    except (ValueError, ServerError) as error:
+        log.warning("an adapter stays loaded for now: %s", error)
+
+
+def choose(server: Server, begun: str) -> str:
+    """The adapter for a request: the one that `begun` it if the server has it, else the newest; "" without any."""
+    return begun if begun in server.adapters else server.adapters[-1] if server.adapters else ""
+
+
+@contextlib.contextmanager
+def using(server: Server, name: str) -> Iterator[None]:
+    """Keeps the adapter `name` loaded while a request uses it."""
+    if not name:
+        yield
+        return
+    server.using[name] += 1
+    try:
+        yield
+    finally:
+        server.using[name] -= 1
+
+
+def stamped(server: Server, name: str, part: Part) -> Part:
+    """Relabels tokens that the server attributes to the base weights with the adapter that the request named, or the
+    one that the server says it used."""
+    if not name:
+        return part
+    said = part.adapter or name
+    return dataclasses.replace(part, labels=[said if label == server.base else label for label in part.labels])
+
+
+async def refusal(urls: Iterable[str], rank: int, modules: Collection[str]) -> str:
+    """Why some server at `urls` cannot load adapters of this rank on these modules (names as in checkpoints); "" if
+    all can.
+
+    Raises ServerError if a server does not answer.
+    """
+    async with aiohttp.ClientSession() as http:
+        for url in urls:
+            if why := await SGLang(url.rstrip("/"), http).adapter_refusal(rank, modules):
+                return f"{url} {why}"
+    return ""

@@ -1,0 +1,289 @@
+"""Fetches published versions for a server that does not see the trainer's files: a process beside it.
+
+    AREAX_STAGER_KEY=... python -m areax.rollout.weights.stager --host 10.0.0.7 --port 31000 --root /dev/shm/areax
+
+POST /stage {"key", "label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version
+`label` of the depot at `source` (depot.py) lies in `path`, whole and verified; meanwhile the server goes on serving.
+What breaks off is resumed where it stopped. Where the depot has a delta from the newest version here, and deltas have
+been faster than whole versions, that is fetched in place of the tensors. The newest two versions are kept.
+GET /health -> {"versions"}, to anyone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import hmac
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+
+from .. import http_process
+from ..servers.labels import version_of
+from . import delta
+from .file_server import KEY, described
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+KEEP = 2  # versions; the newest is the base of the next delta
+ATTEMPTS = 5  # in a row that bring nothing
+PAUSE_S = 0.2  # before the second; doubles
+READ_S = 30.0  # without a byte, a connection is given up
+LISTING_S = 1800.0  # for a depot to hash a version and make a delta
+CHUNK = 1 << 20
+BODY = 64 * 2**10
+
+
+def app(root: Path, *, key: str | None = None) -> Starlette:
+    """The routes, as an ASGI application; versions lie in `root`, by label."""
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    one_at_a_time, speeds = asyncio.Lock(), dict[str, float]()
+
+    async def stage(request: Request) -> Response:
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY:
+                return refused(413, f"a body has at most {BODY} bytes")
+        try:
+            asked = json.loads(body)
+            label, source, source_key = (str(asked[name]) for name in ("label", "source", "source_key"))
+        except (ValueError, KeyError, TypeError):
+            return refused(400, "the body must be an object with label, source, source_key and key")
+        if key is not None and not hmac.compare_digest(str(asked.get("key")).encode(), key.encode()):
+            return refused(401, f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager")
+        if version_of(label) < 0:
+            return refused(400, f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
+        try:
+            async with one_at_a_time:
+                return JSONResponse(await fetch_version(root, label, source, source_key, speeds))
+        except ValueError as error:
+            return refused(400, str(error))
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return refused(500, f"{root}: {'the disk is full' if full else error}")
+        except RuntimeError as error:
+            return refused(500, str(error))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"versions": [path.name for path in _kept(root)]})
+
+    def refused(status: int, error: str) -> Response:
+        log.warning("stager: refused a request, %d: %s", status, error)
+        return JSONResponse({"error": {"message": error}}, status, {"Connection": "close"})
+
+    return Starlette(routes=[Route("/stage", stage, methods=["POST"]), Route("/health", health)])
+
+
+async def fetch_version(
+    root: Path, label: str, source: str, source_key: str, speeds: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """Brings version `label` to `root/label`, which appears by rename; what is there already is not fetched again.
+
+    Args:
+      speeds: bytes of a version a second, by how the last ones came: "delta" or "all". Over a fast connection all of a
+        version is here sooner than its delta is made; without a figure for both a delta is tried.
+
+    Raises:
+      ValueError: the depot refuses, or has no such version.
+      RuntimeError: it cannot be reached, or what came is not what its hashes say.
+      OSError: this disk.
+    """
+    begun = time.monotonic()
+    said = {"path": str(root / label), "bytes": 0, "resumed": 0, "delta": False}
+    if not (root / label).is_dir():
+        kept = [path.name for path in _kept(root)]
+        speeds = {} if speeds is None else speeds
+        base = kept[-1] if kept and speeds.get("delta", math.inf) >= speeds.get("all", 0.0) else ""
+        part = root / f".{label}.part"
+        part.mkdir(exist_ok=True)
+        for other in root.glob(".*.part"):  # a version that was given up
+            if other != part:
+                await asyncio.to_thread(shutil.rmtree, other)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=READ_S)
+        headers = {"Authorization": f"Bearer {source_key}"}
+        try:
+            async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as http:
+                fetch = _Fetch(http, f"{source}/{label}", said)
+                listing = await fetch.listing(base)
+                files = _checked(listing, label)
+                made = await _from_delta(fetch, listing.get("delta"), root / base, part, files) if base else set()
+                for name in files.keys() - made:
+                    await fetch.file(name, part / name, files[name])
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is here is no use, and others want the room
+                await asyncio.to_thread(shutil.rmtree, part)
+            raise
+        os.rename(part, root / label)
+        total = sum(entry["bytes"] for entry in files.values())
+        speeds["delta" if said["delta"] else "all"] = total / (time.monotonic() - begun)
+        for old in _kept(root)[:-KEEP]:
+            await asyncio.to_thread(shutil.rmtree, old.rename(root / f".{old.name}.part"))
+    return said | {"seconds": time.monotonic() - begun}
+
+
+def _kept(root: Path) -> list[Path]:
+    """Versions here, the newest last."""
+    found = [path for path in root.iterdir() if version_of(path.name) >= 0]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)  # a new run begins with small numbers again
+
+
+def _checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
+    """The files of a listing, if it is one and its manifest is the one that gave the label its name."""
+    try:
+        files: dict[str, dict[str, Any]] = {
+            str(name): {"bytes": int(told["bytes"]), "xxh3_128": str(told["xxh3_128"])}
+            for name, told in listing["files"].items()
+        }
+        manifest = files["manifest.json"]["xxh3_128"]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RuntimeError(f"stager: the listing of {label} is not one ({error!r})") from error
+    if not all(Path(name).name == name and not name.startswith(".") for name in files):
+        raise RuntimeError(f"stager: the listing of {label} names files outside of it: {sorted(files)}")
+    if manifest[:8] != label.partition("-")[2]:
+        raise RuntimeError(f"stager: {label} is the name of another manifest than the depot's, {manifest[:8]}")
+    return files
+
+
+async def _from_delta(fetch: _Fetch, offered: dict | None, base: Path, part: Path, files: dict) -> set[str]:
+    """The files that a delta made; none where there is no delta, or it did not lead to what was published."""
+    if not offered:
+        return set()
+    path = part / ".delta"
+    try:
+        await fetch.file(str(offered["name"]), path, offered)
+        made = await asyncio.to_thread(delta.apply, path, base, part, base.name)
+        for name in made:
+            if await asyncio.to_thread(described, part / name) != files[name]:
+                raise ValueError(f"{name} is not what was published")
+    except (ValueError, KeyError, RuntimeError) as error:
+        log.warning("stager: all of the version is fetched, for its delta is of no use: %s", error)
+        for name in files:
+            (part / name).unlink(missing_ok=True)
+        return set()
+    finally:
+        path.unlink(missing_ok=True)
+    fetch.said["delta"] = True
+    return set(made)
+
+
+class _Fetch:
+    """Fetches files of one version; `said` counts bytes."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, said: dict[str, Any]):
+        self.http, self.url, self.said = http, url, said
+
+    async def listing(self, base: str) -> dict[str, Any]:
+        async def once() -> dict[str, Any]:
+            timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
+            async with self.http.get(self.url, params={"base": base} if base else {}, timeout=timeout) as reply:
+                return json.loads(await _agreed(self.url, reply))
+
+        return await _persistently(self.url, once)
+
+    async def file(self, name: str, path: Path, wanted: dict) -> None:
+        """Fetches a file, or the rest of it, and sees that it is what was announced: twice, if need be."""
+        url = f"{self.url}/{name}"
+        here = lambda: path.stat().st_size if path.exists() else -1
+        for last in (False, True):
+            if here() > wanted["bytes"]:
+                path.unlink()
+            self.said["resumed"] += max(0, here())
+            await _persistently(url, lambda: self._rest(url, path, here(), wanted["bytes"]), here)
+            got = await asyncio.to_thread(described, path)
+            if all(got[field] == wanted[field] for field in got):
+                return
+            path.unlink()
+            if last:
+                raise RuntimeError(f"{url}: came damaged twice")
+
+    async def _rest(self, url: str, path: Path, have: int, size: int) -> None:
+        """Appends what is missing."""
+        if have == size:
+            return
+        async with self.http.get(url, headers={"Range": f"bytes={have}-"} if have > 0 else {}) as reply:
+            if reply.status not in (200, 206):
+                await _agreed(url, reply)
+            with open(path, "ab" if reply.status == 206 else "wb") as file:
+                async for chunk in reply.content.iter_chunked(CHUNK):
+                    file.write(chunk)
+                    self.said["bytes"] += len(chunk)
+        if (came := path.stat().st_size) != size:
+            raise aiohttp.ClientPayloadError(f"{came} of {size} bytes are here")
+
+
+async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
+    """The text of an answer that is one."""
+    text = await reply.text()
+    if 400 <= reply.status < 500:
+        raise ValueError(f"{url}: HTTP {reply.status}: {text[:200]}")
+    if reply.status != 200:
+        raise aiohttp.ClientPayloadError(f"HTTP {reply.status}: {text[:200]}")
+    return text
+
+
+async def _persistently(url: str, once: Callable[[], Awaitable[Result]], progress: Callable[[], int] = int) -> Result:
+    """The result of `once`, tried again until ATTEMPTS in a row broke off without progress."""
+    failed, before = 0, progress()
+    while True:
+        try:
+            return await once()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            now = progress()
+            failed, before = (0, now) if now > before else (failed + 1, before)
+            if failed == ATTEMPTS:
+                raise RuntimeError(
+                    f"{url}: {ATTEMPTS} attempts in a row brought nothing; the last: {type(error).__name__}: {error}"
+                ) from error
+        await asyncio.sleep(PAUSE_S * 2**failed)
+
+
+def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | None = None) -> None:
+    """Serves until SIGTERM or SIGINT; once ready prints one line that begins with the URL.
+
+    Raises ValueError: the folder or the address cannot be had, or others can reach it and there is no key.
+    """
+    folder = Path(root).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"stager: {folder} cannot be made ({error})") from error
+    with http_process.listening(host, port, key=key, variable=KEY, what="stager") as sock:
+        http_process.serve(
+            app(folder, key=key), sock, f"{http_process.address(sock.getsockname())} stages versions in {folder}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=f"Fetches published weights for a server beside it; the key: {KEY}.")
+    parser.add_argument("--root", required=True, help="folder for versions, better in memory: /dev/shm/areax")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=31000, help="0 = any that is free")
+    try:
+        serve(**vars(parser.parse_args()), key=os.environ.get(KEY))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

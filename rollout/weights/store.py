@@ -1,0 +1,80 @@
+"""The directory of published versions: where it lies, how versions are written to it, which are pruned.
+
+A published version is a directory with a `manifest.json` that appears by rename, complete. Its label,
+`"{version}-{8 hex digits of the manifest's hash}"`, covers every tensor, because the manifest holds the tensors'
+hashes: two runs that both reached version 7 have different labels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from ..servers.labels import read_label, version_of
+
+log = logging.getLogger(__name__)
+
+ROOMS = 6  # more attempts on a full disk, after 1, 2, 4 ... seconds
+
+
+async def written(write: Callable[[], Path], root: Path, in_use: Callable[[], Collection[str]]) -> Path:
+    """The directory that `write`, in a thread, has written; on a full disk older versions go, and it is tried again.
+
+    Args:
+      in_use: labels of versions under `root` that must stay.
+
+    Raises OSError where there is no room after a minute.
+    """
+    attempt = 0
+    while True:
+        try:
+            return await asyncio.to_thread(write)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == ROOMS:
+                raise
+            log.warning("%s: no room for a version (%s); older ones go, and it is tried again", root, error.strerror)
+        await asyncio.to_thread(prune, root, 1, in_use())
+        await asyncio.sleep(2.0**attempt)
+        attempt += 1
+
+
+def choose_root(size: int = 0) -> Path:
+    """A folder for versions that servers on this machine read: in memory if there is room on it.
+
+    Args:
+      size: bytes of one version. Three must fit: two are kept while the next is written.
+    """
+    memory = Path("/dev/shm")
+    if memory.is_dir() and os.access(memory, os.W_OK | os.X_OK):
+        if shutil.disk_usage(memory).free >= 3 * size:
+            return memory
+    return Path(tempfile.gettempdir())
+
+
+def prune(root: str | os.PathLike, keep: int = 2, in_use: Collection[str] = ()) -> list[Path]:
+    """Removes published versions under `root`, except the newest `keep` and those labelled `in_use`.
+
+    Only directories with a manifest are looked at. Each disappears by rename before its files go,
+    so that nobody reads half of it. Returns what was removed, oldest first.
+    """
+    if keep < 1:
+        raise ValueError(f"prune: keep must be at least 1, got {keep}")
+    root = Path(root)
+    for rest in root.glob(".*.removing"):  # of a run that ended in between
+        shutil.rmtree(rest)
+    found = [
+        (read_label(path / "manifest.json"), path)
+        for path in root.iterdir()
+        if not path.name.startswith(".") and (path / "manifest.json").is_file()
+    ]
+    found.sort(key=lambda pair: version_of(pair[0]))
+    removed = [path for label, path in found[:-keep] if label not in in_use]
+    for path in removed:
+        shutil.rmtree(path.rename(root / f".{path.name}.removing"))
+    return removed

@@ -1,0 +1,77 @@
+"""Verifies a server's weights independently: checksums and a probe prompt.
+
+A server may report a version and hold something else: SGLang answers "success" to tensors whose names it does not know,
+and to a checkpoint that lacks some. Until a version is verified, the server's answers are held back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from ..errors import ServerError
+from ..servers.server import Server
+from ..servers.types import Probe, Published
+
+PROBE_S = 60.0
+
+
+async def verify(server: Server, weights: Published) -> float | None:
+    """Compares what `server` holds with `weights`; returns the mean absolute difference on the probe, if there is one.
+
+    Raises ServerError if it holds something else or does not answer.
+    """
+    difference = await probe(server, weights.probe) if weights.probe else None
+    await _compare_checksums(server, weights)
+    return difference
+
+
+async def _compare_checksums(server: Server, weights: Published) -> None:
+    """Compares the server's checksums with the manifest's if they cover the same tensors, else with those of the first
+    verified server of the same layout. A server that reports none passes."""
+    if not server.has_checksums:
+        return
+    ranks = await server.api.checksums()
+    if not ranks:
+        server.has_checksums = False
+        return
+    wanted = _manifest(weights.directory)
+    if ranks[0].keys() == wanted.keys():
+        differ = [name for name in wanted if ranks[0][name] != wanted[name]]
+        source = "the manifest"
+    else:
+        layout = json.dumps([server.layout, [sorted(names) for names in ranks]])
+        first = weights.checksums.setdefault(layout, ranks)
+        differ = [
+            name for ours, theirs in zip(ranks, first, strict=True) for name in ours if ours[name] != theirs[name]
+        ]
+        source = "another server that has this version"
+    if differ:
+        raise ServerError(
+            f"{server.url}: reports {weights.label}, but {len(differ)} tensors are not those of {source}: {differ[0]}"
+        )
+
+
+def _manifest(directory: str) -> dict[str, str]:
+    path = Path(directory) / "manifest.json"
+    manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
+    return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
+
+
+async def probe(server: Server, known: Probe, adapter: str = "") -> float:
+    """The mean absolute difference between the server's and the trainer's log-probabilities of a known prompt.
+
+    Raises ServerError if it exceeds the tolerance or the server does not answer.
+    """
+    part = await server.api.read(known.tokens, adapter=adapter, timeout_s=PROBE_S)
+    theirs = [row[0] for row in part.inputs][1:]
+    if len(theirs) != len(known.logp) or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
+        raise ServerError(f"{server.url}: gives no log-probabilities of a known prompt of {len(known.tokens)} tokens")
+    difference = sum(abs(a - b) for a, b in zip(theirs, known.logp, strict=True)) / len(theirs)
+    if not difference <= known.tolerance:
+        raise ServerError(
+            f"{server.url}: its log-probabilities of a known prompt differ from the trainer's by {difference:.3g} nats "
+            f"a token, allowed are {known.tolerance:g}: it holds other weights than it reports, or computes otherwise"
+        )
+    return difference

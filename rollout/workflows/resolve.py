@@ -1,0 +1,123 @@
+"""What a workflow's name on the command line stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from .. import object_path
+from ..types import Sampling, Workflow
+from . import agents, areal
+
+ONLINE, COMMAND = "online", "exec:"
+
+
+@contextlib.asynccontextmanager
+async def bind(
+    name: str,
+    *,
+    tokenizer: Any,
+    reward: Callable[..., Awaitable[Any]],
+    sampling: Sampling,
+    options: Mapping[str, Any] | None = None,
+    agent: agents.Options | None = None,
+) -> AsyncIterator[Workflow]:
+    """The workflow `(generate, row)` that `name` stands for, and what it needs while it runs:
+
+    - `module:function` or `file.py:function` that takes `generate`: a workflow. It is given those of tokenizer, reward,
+      sampling and `options` that it takes.
+    - a function that takes `base_url`, or a class or object with `async run(row, base_url=, api_key=)`: an agent
+      (`agents.played`).
+    - a class or object with `arun_episode(engine, data)`: a workflow written for AReaL (`areal`). Classes are made
+      with those of reward_fn, gconfig, tokenizer and `options` that they take.
+    - `exec:COMMAND`: an agent in a process of its own (`agents.command`).
+    - `online`: users who open sessions (`agents.online`).
+
+    Raises:
+      ValueError: the name stands for none of these, or an option that it does not take.
+    """
+    bound: dict[str, Any] = dict(tokenizer=tokenizer, reward=reward, sampling=sampling)
+    given, agent = dict(options or {}), agent or agents.Options()
+    found = find(name)
+    plays = name == ONLINE or name.startswith(COMMAND) or not (_generates(found) or hasattr(found, "arun_episode"))
+    if not plays and agent != agents.Options():
+        raise ValueError(f"--agent: {name} is no agent but a workflow, which takes none of these options, got {agent}")
+    if name == ONLINE or name.startswith(COMMAND):
+        _taken(name, {}, {}, given)
+    if name == ONLINE:
+        async with agents.online(tokenizer=tokenizer, sampling=sampling, options=agent) as workflow:
+            yield workflow
+        return
+    if _generates(found):
+        yield functools.partial(found, **_taken(name, _parameters(found), bound, given))
+        return
+    if name.startswith(COMMAND):
+        run = agents.command(name.removeprefix(COMMAND))
+    else:
+        if inspect.isclass(found):
+            offered = {"reward_fn": areal.signature(reward), "gconfig": areal.settings(sampling), **bound}
+            found = found(**_taken(name, _parameters(found), offered, given))
+        else:
+            _taken(name, {}, {}, given)
+        if hasattr(found, "arun_episode"):
+            yield areal.workflow(found, tokenizer)
+            return
+        run = agents.coroutine(found)
+    async with agents.played(run, name, **bound, options=agent) as workflow:
+        yield workflow
+
+
+def options(text: str) -> dict[str, Any]:
+    """`--workflow-options` as a dict.
+
+    Raises:
+      ValueError: it is no JSON object.
+    """
+    try:
+        given = json.loads(text or "{}")
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise ValueError(f"--workflow-options must be a JSON object, such as '{{\"turns\": 4}}', got {text!r:.80}")
+    return given
+
+
+def find(name: str) -> Any:
+    """What `name` names; None for commands and users.
+
+    Raises:
+      ValueError: there is no such thing, or it is no workflow.
+    """
+    if name == ONLINE or name.startswith(COMMAND):
+        return None
+    found = object_path.thing(name)
+    takes = {} if inspect.isclass(found) or not callable(found) else _parameters(found)
+    if not ({"generate", "base_url"} & takes.keys() or hasattr(found, "run") or hasattr(found, "arun_episode")):
+        raise ValueError(
+            f"--workflow {name}: must be a function that takes `generate`, or an agent that takes `base_url`, or have "
+            f"a method `run` or `arun_episode`; got {type(found).__name__}({', '.join(takes)})"
+        )
+    return found
+
+
+def _generates(found: Any) -> bool:
+    """Whether it is a workflow as ours are, a function that takes `generate`."""
+    return callable(found) and not inspect.isclass(found) and "generate" in _parameters(found)
+
+
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _taken(name: str, parameters: Mapping[str, inspect.Parameter], offered: Mapping, options: Mapping) -> dict:
+    """Those of `offered` that a function takes, and all of the options, which it must take."""
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if unknown := [option for option in options if option not in parameters and not anything]:
+        raise ValueError(
+            f"--workflow-options: {name} takes {', '.join(sorted(parameters)) or 'nothing'}, got {', '.join(unknown)}"
+        )
+    return {key: value for key, value in offered.items() if key in parameters} | dict(options)

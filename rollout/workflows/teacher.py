@@ -1,0 +1,111 @@
+"""Teachers behind generation servers: how likely a frozen model finds the tokens of samples, for distillation.
+
+A teacher is a fleet (`client.connect`) of servers of SGLang's contract, which serve it all along. They report
+log-probabilities at temperature 1, whatever samples were drawn with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .. import object_path
+from ..errors import ServerError
+from ..fleet.fleet import Fleet
+from ..types import Sample
+
+
+async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(logp f32[n], ids i32[n, K], top f32[n, K]): the log-probability (nats) of each of n tokens after those before
+    it, and the teacher's K likeliest tokens in its place with theirs, likeliest first.
+
+    All are at the token's own index, and 0 for the first token, of which nothing is known. A number that a server does
+    not give, or gives as null, is NaN.
+
+    Args:
+      top_k: K. The embedded server names up to 20.
+
+    Raises:
+      ValueError: a server refuses the request (more tokens than its context, more likeliest ones than it names).
+      ServerError: no answer, or one that is not about these tokens.
+    """
+    url, part = await fleet.read(tokens, top_k=top_k)
+    n = len(tokens)
+    if [row[1] for row in part.inputs] != [int(t) for t in tokens]:
+        raise ServerError(f"{url}/generate: log-probabilities of {n} input tokens were asked for, got others")
+    number = lambda value: np.nan if value is None else value
+    logp = np.array([0.0, *(number(row[0]) for row in part.inputs[1:])], np.float32)
+    ids, top = np.zeros((n, top_k), np.int32), np.zeros((n, top_k), np.float32)
+    if top_k:
+        counts = {len(row or ()) for row in part.input_top[1:]}
+        if len(part.input_top) != n or counts - {top_k}:
+            raise ServerError(
+                f"{url}/generate: the {top_k} likeliest tokens in each of {n} places were asked for, got "
+                f"{sorted(counts)} in {len(part.input_top)}; is its vocabulary smaller?"
+            )
+        for i, row in enumerate(part.input_top[1:], 1):
+            ids[i], top[i] = [one[1] for one in row], [number(one[0]) for one in row]
+    return logp, ids, top
+
+
+def named(teachers: Sequence[str]) -> dict[str, list[str]]:
+    """Addresses `http://...` or `name=http://...` by name, "" without one; equal names share the work."""
+    urls: dict[str, list[str]] = {}
+    for text in teachers:
+        name, _, url = text.rpartition("=")
+        urls.setdefault(name, []).append(url)
+    return urls
+
+
+async def taught(workflow, annotate, generate, row):
+    """The workflow's samples, with what `annotate` adds to them; both to be bound with `functools.partial`."""
+    made = await workflow(generate, row)
+    samples = [] if made is None else made if isinstance(made, list) else [made]
+    return await annotate([s.replace(info={"row": row, **s.info}) for s in samples])
+
+
+async def annotate(
+    samples: Sequence[Sample], teachers: Mapping[str, Fleet], *, top_k: int = 0, vocabulary: int | None = None
+) -> list[Sample]:
+    """The samples with what their teachers say among their arrays, all of them "target" arrays.
+
+    `teacher` f32[n] is the log-probability of each token; with `top_k`, `teacher_ids` i32[n, K] and `teacher_logp`
+    f32[n, K] are the teacher's likeliest tokens. A sample's teacher is `info["row"]["teacher"]`, a name in `teachers`;
+    where there is one teacher alone, rows need not name it.
+
+    Args:
+      vocabulary: of the student, which has to know all tokens that a teacher names.
+
+    Raises:
+      ValueError: a row names no teacher, or one that there is not; a token the student does not know; as `score`.
+      ServerError: as `score`.
+    """
+
+    async def one(sample: Sample) -> Sample:
+        row = sample.info.get("row", {})
+        name = row.get("teacher", next(iter(teachers)) if len(teachers) == 1 else None)
+        if name not in teachers:
+            raise ValueError(
+                f"annotate: a row's 'teacher' must be one of {', '.join(sorted(teachers))}, got {name!r}; "
+                f"{object_path.row(row)}"
+            )
+        try:
+            logp, ids, top = await score(teachers[name], sample.tokens.tolist(), top_k)
+        except ValueError as error:
+            raise ValueError(f"annotate: {error}; {object_path.row(row)}") from error
+        if vocabulary is not None and ids.size and ids.max() >= vocabulary:
+            raise ValueError(
+                f"annotate: teachers must name tokens of the student's {vocabulary}, got id {ids.max()}; "
+                "serve a teacher of the same family"
+            )
+        said = {"teacher": logp} | ({"teacher_ids": ids, "teacher_logp": top} if top_k else {})
+        return sample.replace(arrays={**sample.arrays, **{key: ("target", x) for key, x in said.items()}})
+
+    tasks = [asyncio.ensure_future(one(sample)) for sample in samples]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

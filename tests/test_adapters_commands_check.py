@@ -1,0 +1,88 @@
+"""`check` says what is wrong with a checkpoint, `convert` writes another one."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from areax import models
+from areax.adapters import hf, safetensors, tokenizer
+from areax.adapters.commands import check, convert
+from areax.core import param
+
+
+@pytest.fixture
+def saved(tmp_path):
+    config = models.config_from_hf(
+        dict(
+            model_type="llama", vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=2, head_dim=8, initializer_range=0.4, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    params = param.init(jax.random.key(0), models.table(config))
+    return hf.save(tmp_path / "model", config, params, tokenizer=tokenizer.character("abc", multiple=64))
+
+
+def test_a_good_checkpoint(saved):
+    report = check.check(saved, "torch", gradients=True)
+    assert json.loads(json.dumps(report)) == report
+    assert report["ok"] and report["family"] == "llama" and report["manifest"] == "verified"
+    assert report["bytes"] == 4 * report["parameters"] and report["dtypes"] == ["float32"]
+    assert report["logit_std"] > 1 and report["max_logit_diff"] < 1e-4 and report["max_gradient_diff"] < 1e-4
+
+
+def test_numbers_that_are_not_finite_are_named(saved):
+    tensors = {name: np.array(x) for name, x in safetensors.read(saved).items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
+    safetensors.write(saved, tensors, tensors.values())
+    (saved / "manifest.json").unlink()
+    report = check.check(saved)
+    assert not report["ok"] and report["nonfinite"] == ["model.layers.1.mlp.up_proj.weight"]
+    assert report["manifest"] == "none"
+
+
+def test_a_model_that_computes_otherwise_is_not_ok(saved, monkeypatch):
+    """A config.json that transformers reads and that we read wrongly: here, by another rope base."""
+    honest = hf.read_config
+
+    def misread(path):
+        return models.config_from_hf(json.loads(honest(path).source) | {"rope_parameters": {"rope_theta": 3.0}})
+
+    monkeypatch.setattr(hf, "read_config", misread)
+    report = check.check(saved, "torch", gradients=True)
+    assert not report["ok"] and report["max_logit_diff"] > 1e-2 and report["max_gradient_diff"] > 1e-2
+
+
+def test_bad_input_is_refused(saved):
+    with pytest.raises(ValueError, match="against must be 'torch' or left out, got 'flax'"):
+        check.check(saved, "flax")
+    with pytest.raises(ValueError, match="nowhere"):
+        check.check(saved / "nowhere")
+    data = bytearray((saved / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (saved / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="is not what manifest.json says"):
+        check.check(saved)
+
+
+def test_convert(saved, tmp_path):
+    report = convert.convert(saved, tmp_path / "half", "bfloat16")
+    assert report["dtypes"] == ["BF16"] and report["family"] == "llama"
+    assert report["bytes"] == sum(x.nbytes for x in safetensors.read(tmp_path / "half").values())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert tokenizer.load(tmp_path / "half").encode("abc") == tokenizer.load(saved).encode("abc")
+    for name, x in safetensors.read(saved).items():
+        assert np.array_equal(safetensors.read(tmp_path / "half")[name], x.astype("bfloat16"))
+    convert.convert(tmp_path / "half", tmp_path / "again")
+    same = {p.name: p.read_bytes() for p in (tmp_path / "half").iterdir()}
+    assert same == {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()}
+
+
+def test_convert_overwrites_nothing(saved, tmp_path):
+    for destination in (saved, saved / "config.json", tmp_path):
+        with pytest.raises(ValueError, match="exists already"):
+            convert.convert(saved, destination)
+    with pytest.raises(ValueError, match="float8"):
+        convert.convert(saved, tmp_path / "new", "float8")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,160 @@
+"""Rows from files, folders and the hub, and one clear line for whatever is wrong with them."""
+
+import functools
+import gzip
+import json
+
+import datasets as hf_datasets
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from areax.adapters.data import datasets
+
+ROWS = [
+    {"prompt": "a\u2028b", "answer": 1, "messages": [{"role": "user", "content": "x"}]},
+    {"prompt": "é", "answer": None, "messages": []},
+    {"prompt": "c", "answer": -3, "messages": []},
+]
+
+# A test's name must not depend on the second in which it was collected.
+zipped = functools.partial(gzip.compress, mtime=0)
+
+
+def write(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        squeeze = {".gz": zipped, ".zst": zstandard.compress}.get(file.suffix, bytes)
+        file.write_bytes(squeeze(lines))
+    return file
+
+
+SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet"])
+
+
+@SUFFIXES
+def test_a_file(tmp_path, suffix):
+    file = write(tmp_path / f"sums{suffix}", ROWS)
+    assert datasets.rows(file) == datasets.rows(str(file)) == ROWS
+    assert datasets.rows(file, limit=2) == ROWS[:2] and datasets.rows(file, limit=9) == ROWS
+
+
+@SUFFIXES
+def test_a_folder_of_splits(tmp_path, suffix):
+    write(tmp_path / "data" / f"train-00001-of-00002{suffix}", ROWS[2:])
+    write(tmp_path / "data" / f"train-00000-of-00002{suffix}", ROWS[:2])
+    write(tmp_path / "data" / f"test{suffix}", ROWS[:1])
+    write(tmp_path / "data" / f"training{suffix}", ROWS[:1])
+    write(tmp_path / ".cache" / f"train{suffix}", ROWS[:1])
+    assert datasets.rows(tmp_path) == ROWS and datasets.rows(tmp_path / "data", limit=2) == ROWS[:2]
+    assert datasets.rows(tmp_path, split="test") == ROWS[:1]
+
+
+def test_only_what_is_asked_for_is_read(tmp_path):
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    file.write_text(file.read_text(encoding="utf-8") + '{"half', encoding="utf-8")
+    assert datasets.rows(file, limit=3) == ROWS
+
+
+def test_a_data_set_of_the_library(tmp_path):
+    """`datasets` itself takes a folder for a data set: the hub's way without the hub."""
+    write(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "test.jsonl", ROWS[2:])
+    assert list(datasets._hub(str(tmp_path), "train", None)) == ROWS
+    assert list(datasets._hub(str(tmp_path), "train", 2)) == ROWS[:2]
+    assert list(datasets._hub(f"{tmp_path}:default:test", "train", None)) == ROWS[2:]
+    assert list(datasets._hub(f"{tmp_path}::test", "train", 2)) == ROWS[2:]
+    with pytest.raises(ValueError, match='split dev.*Unknown split "dev"'):
+        datasets._hub(f"{tmp_path}::dev", "train", None)
+    with pytest.raises(ValueError, match="Bad split: dev"):
+        datasets._hub(str(tmp_path), "dev", 1)
+    with pytest.raises(ValueError, match="names are owner/name:configuration:split, got a:b:c:d"):
+        datasets._hub("a:b:c:d", "train", None)
+
+
+def test_with_a_limit_a_data_set_of_the_library_is_streamed(tmp_path):
+    """What lies behind the limit is not even opened: the second shard is no JSON, and its rows are never missed."""
+    write(tmp_path / "train-00000-of-00002.jsonl", ROWS)
+    (tmp_path / "train-00001-of-00002.jsonl").write_text("neither JSON nor wanted")
+    assert list(datasets._hub(str(tmp_path), "train", 3)) == ROWS
+    for limit in (4, None):
+        with pytest.raises(ValueError, match="neither a file here nor a data set on the hub"):
+            datasets._hub(str(tmp_path), "train", limit)
+
+
+def test_a_folder_that_the_library_saved(tmp_path):
+    saved = hf_datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "one")
+    hf_datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "splits")
+    assert datasets.rows(tmp_path / "one") == datasets.rows(tmp_path / "splits") == ROWS
+    assert datasets.rows(tmp_path / "splits", split="test") == datasets.rows(tmp_path / "splits/test") == ROWS[1:2]
+    with pytest.raises(ValueError, match="must hold a split dev, got train, test"):
+        datasets.rows(tmp_path / "splits", split="dev")
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("rows.jsonl", b'{"a": 1}\n\n{"a":', "rows.jsonl:3: not JSON: Expecting value, at column 6"),
+        ("rows.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "rows.jsonl:2: not UTF-8: invalid start byte"),
+        ("rows.jsonl", b"[1]\n", "rows.jsonl:1: a row must be a JSON object, got list"),
+        ("rows.jsonl", b"\n", "the data set is empty, got .*rows.jsonl"),
+        ("rows.json", b'[{"a": 1},\n{"a":', "rows.json: not JSON: .* line 2 column 6"),
+        ("rows.json", b'{"a": 1}', "rows.json: must hold a list of objects, got dict"),
+        ("rows.json", b"[1]", "rows.json: entry 1: a row must be a JSON object, got int"),
+        ("rows.json", b"[]", "the data set is empty"),
+        ("rows.parquet", b"PAR1 and no more", "rows.parquet: not a readable Parquet file"),
+        ("rows.jsonl.gz", zipped(b'{"a": 1}\n' * 9)[:-9], "jsonl.gz: damaged or half-written: Truncated"),
+        ("rows.jsonl.zst", zstandard.compress(b'{"a": 1}\n' * 9)[:-9], "jsonl.zst: damaged or half-written: Truncated"),
+        ("rows.jsonl.zst", b"no such thing", "jsonl.zst: damaged or half-written: .*Unknown frame"),
+        ("rows.jsonl.gz", zipped(b"[1]"), "rows.jsonl.gz:1: a row must be a JSON object, got list"),
+        ("rows.csv", b"a,b", "must end in .jsonl, .jsonl.gz, .jsonl.zst, .json, .parquet, got .*rows.csv"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        datasets.rows(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bad_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no train.jsonl, .json or .parquet in .*files there: none"):
+        datasets.rows(tmp_path)
+    write(tmp_path / "main" / "train.jsonl", ROWS)
+    with pytest.raises(ValueError, match="no dev.jsonl.*files there: main/train.jsonl"):
+        datasets.rows(tmp_path, split="dev")
+    write(tmp_path / "other" / "train.jsonl", ROWS)
+    with pytest.raises(ValueError, match="must lie in one folder, in files of one kind"):
+        datasets.rows(tmp_path)
+    write(tmp_path / "main" / "train.json", ROWS)
+    with pytest.raises(ValueError, match="must lie in one folder, in files of one kind"):
+        datasets.rows(tmp_path / "main")
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("rows.jsonl", "no such file or folder, got rows.jsonl"),
+        ("/no/such", "no such file or folder, got /no/such"),
+        ("./rows", "no such file or folder, got ./rows"),
+        ("a/b/c", "no such file or folder, got a/b/c"),
+        ("no-such/data:main", "neither a file here nor a data set on the hub, got no-such/data:main"),
+    ],
+)
+def test_a_missing_data_set_is_refused(tmp_path, monkeypatch, source, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as error:
+        datasets.rows(source)
+    assert "\n" not in str(error.value)
+
+
+def test_a_limit_is_positive(tmp_path):
+    with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
+        datasets.rows(write(tmp_path / "rows.jsonl", ROWS), limit=0)

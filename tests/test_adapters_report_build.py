@@ -1,0 +1,263 @@
+import html.parser
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from areax.adapters.report import build
+from areax.adapters.tracking import metric_catalog
+from areax.adapters.tracking import run_dir as tracker
+
+NASTY = "</script><img src=x onerror=alert(1)>\"'&<b>"
+VOID = {"meta", "input", "br"}
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, ids, headings and texts of a page; fails where tags do not nest."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.texts, self.attributes = [], [], [], {}, []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+    def said(self, tag):
+        return "".join(self.texts.get(tag, []))
+
+
+def write(path, steps=30):
+    rng = np.random.default_rng(0)
+    with tracker.open_run(path, config={"optim": {"learning_rate": 1e-3}, "note": NASTY, "empty": {}}) as run:
+        for step in range(steps):
+            run.log("sft", step, nll=3 / (step + 1), loss=3 / (step + 1), grad_norm=1.0, time_update=0.1)
+        for step in range(steps):
+            counts = np.histogram(rng.integers(1, 30, 64), np.arange(0, 33, 4))[0]
+            run.log(
+                "grpo",
+                step,
+                reward=step / steps,
+                mismatch_k3=10.0 ** -rng.integers(4, 9),
+                entropy=1 / (step + 1),
+                length=12 + step,
+                length_max=30,
+                length_hist={"edges": np.arange(0, 33, 4), "counts": counts},
+                staleness=0.4,
+                staleness_max=2,
+                staleness_hist={"edges": np.arange(4), "counts": [40, 20, 4]},
+                clip_fraction=0.01 * (step % 3),
+                grad_norm=float("inf") if step == 7 else 0.5 + step,
+                version=step,
+                server_version=step,
+                time_rollout=0.2,
+                time_update=0.3,
+                time_publish=0.05,
+                time_step=0.75,
+                homemade=float(step),
+                **{NASTY: float(step)},
+            )
+            for k in range(3):
+                run.sample(
+                    step,
+                    version=step,
+                    prompt=NASTY,
+                    text="41" + NASTY,
+                    reward=float("nan") if k == 2 else float(k),
+                    finish="stop",
+                    tokens=["41", NASTY],
+                    logp=[-0.25, -1e-7],
+                    version_of_token=[step - 1 if step else 0, step],
+                    adv=0.5,
+                    trainer_logp=[-0.25 + 1e-3, -2e-7],
+                )
+        run.log("eval", 0, accuracy=0.25)
+        run.log("eval", steps, accuracy=0.95)
+    done = {"sft_accuracy": 0.25, "rl_accuracy": 0.95, "heldout_rows": 512, "mismatch_k3": 1e-12, "seconds": 231.4}
+    tracker.write_json(path / "summary.json", done | {"checkpoint": "runs/x/model", NASTY: NASTY, "flag": True})
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "a<b>"
+    write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(run_dir):
+    return build.report(run_dir).read_text(encoding="utf-8")
+
+
+def test_every_section_is_there_and_linked(text):
+    page = Page(text)
+    ids = ["summary", "learning", "agreement", "optimiser", "asynchrony", "other", "distributions", "time"]
+    for name in [*ids, "samples", "numbers", "configuration"]:
+        assert name in page.ids and f"#{name}" in [v for k, v in page.attributes if k == "href"]
+    assert len(page.ids) == len(set(page.ids))
+    for title in ("Likelihood loss", "Reward", "Held-out accuracy", "Mismatch (k3)", "Entropy", "Answer length"):
+        assert title in page.said("h4")
+    for title in ("Clipped tokens", "Gradient norm", "Policy version", "Staleness", "Length", "Seconds a step"):
+        assert title in page.said("h4")
+    assert page.said("h1") == "a<b>"
+
+
+def test_the_page_asks_nothing_of_the_network(text):
+    page = Page(text)
+    names = {name for name, _ in page.attributes}
+    assert "src" not in names and not names & {"srcset", "action", "ping"}
+    assert all(value.startswith("#") for name, value in page.attributes if name == "href")
+    assert "link" not in page.tags and "url(" not in text and "@import" not in text
+    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in text
+
+
+def test_nothing_that_was_logged_becomes_markup(text):
+    page = Page(text)
+    assert "img" not in page.tags and page.tags.count("script") == 2
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert NASTY in page.said("code") or NASTY in page.said("span")
+
+
+def test_every_picture_is_well_formed(text):
+    pictures = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert len(pictures) > 12
+    for picture in pictures:
+        root = ET.fromstring(picture)
+        assert root.get("viewBox") and any(e.tag.endswith("title") for e in root.iter())
+
+
+def test_results_come_with_a_line_of_meaning(text):
+    page = Page(text)
+    assert "95.0%" in page.said("b") and "25.0% before" in page.said("small")
+    for name in ("sft_accuracy", "heldout_rows", "seconds"):
+        assert metric_catalog.SUMMARY[name] in page.said("td")
+    assert "true" in page.said("span") and "runs/x/model" in page.said("span")
+    assert "grad norm was inf in grpo at step 7" in page.said("li")
+    for cells in re.findall(r"<tr>(<td>.*?)</tr>", text):
+        words = re.findall(r"<td>(.*?)</td>", cells)
+        assert len(words) == 2 or words[-1]  # settings explain themselves, everything else is explained
+
+
+def test_a_number_that_never_changes_is_a_line_not_a_chart(text):
+    assert "grad norm <b>1</b> at every step of sft" in text
+
+
+def test_time_is_split_and_the_rest_accounted_for(text):
+    page = Page(text)
+    time = text[text.index('<section id="time">') : text.index('<section id="samples">')]
+    for what, share in (("waiting for rollout", "26.7%"), ("update", "40.0%"), ("the rest", "26.7%")):
+        assert re.search(rf"{what}</td>.*?{share}", time)
+    assert "0.75 s a step on average" in page.said("h3")
+
+
+def test_the_browser_holds_every_token_and_its_three_numbers(text):
+    data = re.search(r'<script type="application/json" id="s-data">(.*?)</script>', text, re.S)[1]
+    assert not set(data) & set("<>&")
+    samples = json.loads(data)
+    assert len(samples) == 90
+    first = samples[3]
+    assert first["prompt"] == NASTY and first["tokens"] == ["41", NASTY] and first["text"] == ""
+    assert first["logp"] == [-0.25, -1e-7] and first["versions"] == [0, 1] and first["gap"] == [1e-3, -1e-7]
+    assert samples[2]["reward"] is None
+    for mode in ("logp", "version", "gap"):
+        assert f'name="colour" value="{mode}"' in text
+
+
+def test_a_large_run_keeps_whole_steps_and_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "TOKEN_BUDGET", 40)
+    write(tmp_path)
+    text = build.report(tmp_path).read_text(encoding="utf-8")
+    samples = json.loads(re.search(r'id="s-data">(.*?)</script>', text, re.S)[1])
+    steps = [s["step"] for s in samples]
+    assert sum(len(s["tokens"]) for s in samples) <= 40 and steps[0] == 0 and steps[-1] == 29
+    assert all(steps.count(step) == 3 for step in steps)
+    assert f"{len(samples)} of 90 samples" in text
+
+
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "samples.jsonl", "summary.json", "config.json"])
+def test_any_one_file_is_enough(run_dir, tmp_path, kept):
+    (tmp_path / kept).write_bytes((run_dir / kept).read_bytes())
+    page = Page(build.report(tmp_path).read_text(encoding="utf-8"))
+    ids = {"metrics.jsonl": "learning", "samples.jsonl": "samples", "summary.json": "summary"}
+    assert ids.get(kept, "configuration") in page.ids
+
+
+def test_only_sft_and_a_half_written_line(tmp_path):
+    with tracker.open_run(tmp_path) as run:
+        run.log("sft", 0, nll=2.5)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "kind": "sft", "nl')
+    out = build.report(tmp_path, tmp_path / "page.html")
+    page = Page(out.read_text(encoding="utf-8"))
+    assert out == tmp_path / "page.html" and "Likelihood loss" in page.said("h4")
+    assert "samples" not in page.ids and "time" not in page.ids and "configuration" not in page.ids
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "page.html", "samples.jsonl"]
+
+
+@pytest.mark.parametrize("case", ["missing", "empty", "out", "summary"])
+def test_bad_input_is_one_line(tmp_path, case):
+    path, out, said = tmp_path / "run", None, "a run directory is needed, got .*run"
+    if case != "missing":
+        path.mkdir()
+        said = "holds metrics.jsonl, got .*run"
+    if case in ("out", "summary"):
+        (path / "metrics.jsonl").write_text("")
+    if case == "out":
+        out, said = tmp_path / "nowhere" / "page.html", "out must be a file in a directory that exists, got .*nowhere"
+    if case == "summary":
+        (path / "summary.json").write_text("{")
+        said = "summary.json: must be a JSON object, got a parse error"
+    with pytest.raises(ValueError, match=said) as caught:
+        build.report(path, out)
+    assert "\n" not in str(caught.value) and not list(tmp_path.rglob("*.html*"))
+
+
+def test_every_charted_and_derived_name_has_a_meaning():
+    for chart in metric_catalog.CHARTS:
+        assert chart.group in metric_catalog.GROUPS and chart.meaning
+        for name in chart.names:
+            assert metric_catalog.meaning(name) != "logged by the recipe under this name", name
+    assert metric_catalog.meaning("grad_norm_max") == f"largest single value of: {metric_catalog.METRICS['grad_norm']}"
+    assert metric_catalog.label("grad_norm_max") == "grad norm, largest"
+    assert metric_catalog.meaning("heldout_nll") == f"over rows never trained on: {metric_catalog.METRICS['nll']}"
+    assert metric_catalog.result("nll") == metric_catalog.meaning("nll") != metric_catalog.result("seconds")
+    assert metric_catalog.meaning("time_wait").startswith("seconds: ")
+
+
+def test_bins_that_reach_further_in_one_step_hold_those_of_all(tmp_path):
+    with tracker.open_run(tmp_path) as run:
+        for step, counts in enumerate(([4], [1, 3], [0])):
+            run.log("grpo", step, staleness_hist={"edges": list(range(len(counts) + 1)), "counts": counts})
+    page = build.report(tmp_path).read_text()
+    assert "staleness: 0\nall steps: 62.5% (5)" in page and "staleness: 1\nall steps: 37.5% (3)" in page
+
+
+def test_what_is_not_healthy_is_said_at_the_top(tmp_path):
+    lines = [
+        {"kind": "grpo", "step": i, "prob_error": 1.01 + 0.1 * (i > 7), "ess": 0.9, "reward": 1.0} for i in range(10)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = build.report(tmp_path).read_text()
+    assert "prob error was above 1.05 in 2 of 10 steps of grpo, the last of them 9" in page
+    assert "ess was" not in page and "from 0.9 to 1.1" not in page and "to 1.05" in page
+    for name in metric_catalog.ALARMS:
+        assert name in metric_catalog.METRICS and metric_catalog.healthy(name)

@@ -1,0 +1,44 @@
+"""Compiled programs lie on disk for the next start, where the user's environment says."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from areax.adapters.runtime import compile_cache
+
+PROGRAM = """
+from areax.adapters import compilation
+compilation.keep()
+import jax
+print(jax.jit(lambda x: x + 1)(1))
+"""
+
+
+@pytest.mark.parametrize(
+    "given, where",
+    [
+        ({"XDG_CACHE_HOME": "{here}"}, f"areax/programs/{compile_cache.cores()}-cores"),
+        ({"HOME": "{here}"}, f".cache/areax/programs/{compile_cache.cores()}-cores"),
+        ({"HOME": "{here}", "JAX_COMPILATION_CACHE_DIR": "{here}/mine"}, "mine"),
+        ({"HOME": "{here}", "JAX_ENABLE_COMPILATION_CACHE": "0"}, None),
+    ],
+)
+def test_small_programs_are_kept(tmp_path, given, where):
+    ours = ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    environ = {name: value for name, value in os.environ.items() if name not in ours}
+    environ |= {name: value.format(here=tmp_path) for name, value in given.items()}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    kept = [path for path in tmp_path.rglob("*-cache") if path.is_file()]
+    assert [path.parent.relative_to(tmp_path).as_posix() for path in kept] == ([where] if where else [])
+
+
+def test_without_a_place_the_program_still_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    environ = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environ["XDG_CACHE_HOME"] = str(tmp_path / "file")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2\n")
+    assert done.stderr.startswith("compiled programs are not kept: ")

@@ -1,0 +1,323 @@
+"""Sinks beside the file that they follow: it grows, is cut, and grows again, in one process and over several."""
+
+import contextlib
+import json
+import math
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areax.adapters import cli
+from areax.adapters.tracking import prometheus, run_dir, sinks, tail
+from areax.adapters.tracking.sinks import Sinks
+
+FAST = 0.01  # seconds between two looks
+
+
+def until(holds):
+    limit = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def log(run, steps, kind="grpo", plus=0.0):
+    for step in steps:
+        ages = {"edges": [0, 1, 2], "counts": [step, 2]}
+        odd = math.inf if step == 2 else 0.25
+        run.log(kind, step, reward=step + plus, odd=odd, refused=step, missing=None, staleness_hist=ages)
+
+
+def wanted(path):
+    """{tag: [(step, value)]} of a metrics.jsonl, read by nothing of ours."""
+    found = {}
+    for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
+        odd = {name: float(value) for name, value in line.pop("nonfinite", {}).items()}
+        for name, value in (line | odd).items():
+            if name not in ("step", "kind", "seconds") and isinstance(value, int | float):
+                found.setdefault(f"{line['kind']}/{name}", []).append((line["step"], value))
+    return found
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+# ---------------------------------------------------------------- readers that are not ours
+
+
+def boards(folder):
+    """({tag: [(step, value)]}, {tag: [(step, limits, counts)]}) by TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    own = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+    scalars = {tag: [(e.step, e.value) for e in own.Scalars(tag)] for tag in own.Tags()["scalars"]}
+    shapes = {tag: own.Histograms(tag) for tag in own.Tags()["histograms"]}
+    value = lambda h: (h.bucket_limit, h.bucket)
+    return scalars, {tag: [(e.step, *value(e.histogram_value)) for e in events] for tag, events in shapes.items()}
+
+
+def scraped(port):
+    """{sample: value} by Prometheus' own parser, and the types of its families."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    assert len({family.name for family in families}) == len(families)
+    return {s.name: s.value for f in families for s in f.samples}, {f.name: f.type for f in families}
+
+
+def account(path):
+    """{id: what each wandb run got, a dictionary a line} of the files that offline runs leave, oldest first."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = {}
+    for file in sorted(path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        own = runs.setdefault(file.stem.removeprefix("run-"), [])
+        for data in leveldb(file.read_bytes()[7:]):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                own.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+    return runs
+
+
+def leveldb(data):
+    """The records of a log in LevelDB's format, whose blocks of 32 KiB began 7 bytes before `data`."""
+    at, whole = 0, b""
+    while at + 7 <= len(data):
+        left = 32768 - (at + 7) % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if at + 7 + length > len(data):
+            return  # still being written
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield whole
+            whole = b""
+
+
+# ---------------------------------------------------------------- the file's lines
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("write"), st.integers(1, 25)),
+            st.tuples(st.sampled_from(["cut", "truncate"]), st.integers(0, 6)),
+            st.tuples(st.just("look"), st.just(0)),
+            st.tuples(st.just("again"), st.just(0)),
+        ),
+        max_size=25,
+    )
+)
+def test_who_follows_has_the_lines_of_the_file(tmp_path_factory, events):
+    """Whatever happened to it: written in pieces, replaced by a part of itself, shortened, read by the next process."""
+    path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
+    source = b"".join(json.dumps({"step": i, "pad": "x" * (i % 5)}).encode() + b"\n" for i in range(100))
+    written, own, has = 0, tail.Tail(path), []
+
+    def look():
+        void, lines = own.look()
+        if void:
+            has.clear()
+        has.extend(lines)
+
+    for what, n in events:
+        if what == "write":
+            with open(path, "ab") as file:
+                file.write(source[written : written + n])
+            written += n
+        elif what in ("cut", "truncate") and path.exists():
+            kept = b"".join(path.read_bytes().splitlines(keepends=True)[:n])
+            written = len(kept)
+            if what == "cut":
+                path.with_name("new").write_bytes(kept)
+                os.replace(path.with_name("new"), path)
+            else:
+                look()  # what is written over in place between two looks cannot be seen
+                os.truncate(path, written)
+                look()
+        elif what == "look":
+            look()
+        elif what == "again":
+            own.close()
+            own = tail.Tail(path, own.mark)
+    look()
+    own.close()
+    text = path.read_bytes() if path.exists() else b""
+    assert has == [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+
+
+def test_other_lines_in_the_place_of_those_read_are_noticed(tmp_path):
+    path = tmp_path / "a"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    with contextlib.closing(tail.Tail(path)) as first:
+        assert first.look() == (True, [{"a": 1}, {"a": 2}]) and first.look() == (False, [])
+        for i, others in enumerate(([1, 2, 3], [1, 4, 5, 6]), 1):  # longer ones, which nobody saw while they were short
+            new = path.with_name("new")
+            new.write_text("".join(f'{{"a": {n}}}\n' for n in others))
+            os.replace(new, path)
+            assert first.look() == ((False, [{"a": 3}]) if i == 1 else (True, [{"a": n} for n in others]))
+    path.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\n{"a": 5}\n')
+    with contextlib.closing(tail.Tail(path, first.mark)) as second:
+        assert second.look() == (True, [{"a": n} for n in (1, 3, 4, 5)])
+        with open(path, "a") as file:
+            file.write("[]\n")
+        with pytest.raises(ValueError, match="a:5: every line must be one JSON object"):
+            second.look()
+
+
+# ---------------------------------------------------------------- each sink, over the file's life
+
+
+def test_tensorboard_has_each_line_once(tmp_path):
+    every = Sinks(tensorboard=True)
+    with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, every, every_s=FAST):
+        log(run, range(1, 6))
+        until(lambda: (tmp_path / "tensorboard").exists() and len(boards(tmp_path / "tensorboard")[0]) == 3)
+        until(lambda: len(boards(tmp_path / "tensorboard")[0]["grpo/reward"]) == 5)
+        with run_dir.open_run(tmp_path, keep={"grpo": 3}) as again:  # cut while it is followed
+            log(again, [4, 5], plus=0.5)
+            log(again, [5], kind="eval")
+    scalars, shapes = boards(tmp_path / "tensorboard")
+    assert scalars == wanted(tmp_path) and len(scalars["grpo/reward"]) == 5
+    assert scalars["grpo/reward"][3:] == [(4, 4.5), (5, 5.5)] and scalars["grpo/odd"][1] == (2, math.inf)
+    with run_dir.open_run(tmp_path, keep={"grpo": 2}) as run, sinks.following(tmp_path, every, every_s=FAST):
+        log(run, [3], plus=0.75)
+    scalars, shapes = boards(tmp_path / "tensorboard")
+    assert scalars == wanted(tmp_path) and scalars["grpo/reward"] == [(1, 1), (2, 2), (3, 3.75)]
+    found = [(step, limits[-2:], counts[-2:]) for step, limits, counts in shapes["grpo/staleness_hist"]]
+    assert found == [(step, [1, 2], [step, 2]) for step in (1, 2, 3)]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_prometheus_tells_the_newest(tmp_path):
+    port = free_port()
+    every = Sinks(prometheus=port)
+    with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, every, every_s=FAST) as followed:
+        followed.live = lambda: {"fleet_servers": 2, "fleet_requests_total": 7}
+        log(run, range(1, 6))
+        run.log("eval", 5, **{"accuracy of x-1": 0.5})
+        until(lambda: "areax_eval_accuracy_of_x_1" in scraped(port)[0])
+        found, kinds = scraped(port)
+        assert found["areax_grpo_reward"] == 5 and found["areax_grpo_odd"] == 0.25 and found["areax_grpo_step"] == 5
+        assert found["areax_grpo_refused_total"] == 15 and "areax_grpo_missing" not in found
+        assert found["areax_fleet_servers"] == 2 and found["areax_fleet_requests_total"] == 7
+        assert kinds["areax_grpo_reward"] == "gauge" and kinds["areax_grpo_refused"] == "counter"
+        with run_dir.open_run(tmp_path, keep={"grpo": 2, "eval": 2}):
+            pass
+        until(lambda: "areax_eval_accuracy_of_x_1" not in scraped(port)[0])
+        found, _ = scraped(port)
+        assert found["areax_grpo_reward"] == 2 and found["areax_grpo_odd"] == math.inf
+        assert found["areax_grpo_refused_total"] == 3
+    with pytest.raises(OSError):
+        scraped(port)
+    with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, every, every_s=FAST):
+        until(lambda: "areax_grpo_refused_total" in scraped(port)[0])
+        log(run, [3])
+        until(lambda: scraped(port)[0]["areax_grpo_refused_total"] == 6)  # it goes on where the file does
+
+
+def test_it_listens_on_this_machine_alone():
+    endpoint = prometheus.Prometheus(Sinks().prometheus_host, 0)
+    assert endpoint._server.server_address[0] == "127.0.0.1"
+    endpoint.close()
+
+
+def test_wandb_goes_on_and_begins_anew_where_lines_were_cut(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    every = Sinks(wandb="test")
+    follow = lambda: sinks.following(tmp_path, every, every_s=FAST)
+    with run_dir.open_run(tmp_path, config={"lr": 1}) as run, follow():
+        log(run, [1, 2])
+    with run_dir.open_run(tmp_path) as run, follow():  # nothing was lost: the same wandb run
+        log(run, [3])
+    lengths = lambda: [len(lines) for lines in account(tmp_path).values()]
+    until(lambda: lengths() == [3])  # a process of wandb's own writes them
+    [(first, lines)] = account(tmp_path).items()
+    assert [(line["_step"], line["grpo/step"]) for line in lines] == [(0, 1), (1, 2), (2, 3)]
+    with run_dir.open_run(tmp_path, keep={"grpo": 2}) as run, follow():
+        log(run, [3], plus=0.5)
+    until(lambda: lengths() == [3, 3])
+    runs = account(tmp_path)
+    assert runs.pop(first) == lines
+    [(second, lines)] = runs.items()
+    assert json.loads((tmp_path / "wandb.json").read_text())["id"] == second
+    for tag, values in wanted(tmp_path).items():
+        assert [(line["grpo/step"], float(line[tag])) for line in lines] == values
+    shape = [lines[2][f"grpo/staleness_hist/{part}"] for part in ("bins", "values", "_type")]
+    assert shape == [[0, 1, 2], [3, 2], "histogram"]
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_a_sink_that_dies_costs_its_own_curves(tmp_path, caplog):
+    (tmp_path / "tensorboard").write_text("in the way")
+    port = free_port()
+    every = Sinks(tensorboard=True, prometheus=port)
+    with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, every, every_s=FAST):
+        until(lambda: "TensorBoard gets nothing more of" in caplog.text)
+        log(run, [1, 2])
+        until(lambda: scraped(port)[0].get("areax_grpo_reward") == 2)
+    assert len(list(run_dir.read_lines(tmp_path / "metrics.jsonl"))) == 2 and caplog.text.count("nothing more") == 1
+
+
+def test_one_that_hangs_is_left_behind(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sinks, "PATIENCE_S", 0.05)
+    go, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(sinks.boards.TensorBoard, "take", lambda self, lines, mark: go.wait(30))
+    close = sinks.boards.TensorBoard.close
+    monkeypatch.setattr(sinks.boards.TensorBoard, "close", lambda self: (close(self), self._writer and done.set()))
+    with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, Sinks(tensorboard=True), every_s=FAST):
+        log(run, [1])
+    assert "TensorBoard has not taken the last lines" in caplog.text
+    go.set()
+    assert done.wait(30)
+
+
+def test_quiet_processes_have_no_sinks(tmp_path):
+    port = free_port()
+    with sinks.following(tmp_path, Sinks(tensorboard=True, prometheus=port), quiet=True):
+        with pytest.raises(OSError):
+            scraped(port)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_work_is_said_in_one_line(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="--track.prometheus must be a port from 1 to 65535, or 0 for none, got 70000"):
+        Sinks(prometheus=70000)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(ValueError, match=f"must be a free port of 127.0.0.1, got {port} .*already in use"):
+            sinks.check(Sinks(prometheus=port))
+    sinks.check(Sinks(prometheus=port))
+    for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ValueError, match=rf"--track.{extra} needs {package}.*pip install 'areax\[{extra}\]'"):
+            sinks.check(Sinks(**{extra: "x"}))
+    sinks.check(Sinks())
+
+
+def test_a_run_that_is_over_is_copied(tmp_path, capsys):
+    with run_dir.open_run(tmp_path / "run") as run:
+        log(run, range(1, 4))
+    assert cli.main(["report", str(tmp_path / "run"), "--tensorboard", str(tmp_path / "boards")]) == 0
+    assert boards(tmp_path / "boards")[0] == wanted(tmp_path / "run")
+    assert cli.main(["report", str(tmp_path), "--tensorboard", str(tmp_path / "boards")]) == 2
+    assert "holds metrics.jsonl, got" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""A mixture of experts against loops in float64, whatever the tokens choose."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton_ir
+from hypothesis import given
+from hypothesis import strategies as st
+from mixture import E, K, mix
+
+from areax.models.layers import grouped, grouped_triton, moe
+
+D, F = 12, 20
+compute, plan_of = jax.jit(moe.compute), jax.jit(grouped.plan, static_argnums=1)
+
+
+def choices(kind, rng, A=40):
+    """[A, K] different experts a token."""
+    if kind == "all choose one":
+        return np.tile([[3, 1]], (A, 1))
+    usable = [e for e in range(E) if e != 2] if kind == "one gets none" else range(E)
+    index_AK = np.stack([rng.permutation(list(usable))[:K] for _ in range(A)])
+    return np.where(index_AK == 1, -1, index_AK) if kind == "some are elsewhere" else index_AK
+
+
+def by_loops(x_AD, index_AK, weight_AK, gate_EFD, up_EFD, down_EDF):
+    """float64, one token and one expert at a time."""
+    x_AD, weight_AK, *matrices = (np.asarray(x, np.float64) for x in (x_AD, weight_AK, gate_EFD, up_EFD, down_EDF))
+    each = zip(x_AD, np.asarray(index_AK), np.where(index_AK < 0, 0, weight_AK), strict=True)
+    return np.stack([mix(x, index, weight, *matrices) for x, index, weight in each])
+
+
+def alone(x_AD, weight_AK, matrices, index_AK):
+    """On one device."""
+    return moe.compute(x_AD, index_AK, weight_AK, matrices, 0)
+
+
+def dense(x_AD, weight_AK, matrices, index_AK):
+    """The same by computing every expert for every token, to be differentiated."""
+    gate, up = (jnp.einsum("AD,EFD->AEF", x_AD, m) for m in matrices[:2])
+    out_AED = jnp.einsum("AEF,EDF->AED", jax.nn.silu(gate) * up, matrices[2])
+    weight_AE = jnp.sum(jax.nn.one_hot(index_AK, E) * weight_AK[..., None], 1)
+    return jnp.einsum("AED,AE->AD", out_AED, weight_AE)
+
+
+@partial(jax.jit, static_argnums=0)
+def with_gradients(fn, cotangent, args, more):
+    """fn(*args, more) and its gradients to `args`."""
+    out, back = jax.vjp(lambda *args: fn(*args, more), *args)
+    return out, back(cotangent)
+
+
+@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none", "some are elsewhere"])
+def test_values_and_gradients(kind):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    index_AK = choices(kind, rng)
+    x, weight, matrices = draw(40, D), draw(40, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F))
+    cotangent = draw(40, D)
+    runs = [with_gradients(fn, cotangent, (x, weight, matrices), index_AK) for fn in (alone, dense)]
+    wanted = by_loops(x, index_AK, weight, *matrices)
+    np.testing.assert_allclose(runs[0][0], wanted, atol=1e-5 * np.abs(wanted).max())
+    for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+    if kind == "one gets none":
+        assert not np.any(runs[0][1][2][0][2])
+
+
+def test_parts_of_the_experts_add_up():
+    """What devices with other experts compute sums to the whole."""
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    index_AK = choices("any", rng)
+    x, weight, matrices = draw(40, D), draw(40, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F))
+    whole = compute(x, index_AK, weight, matrices, 0)
+    parts = [compute(x, index_AK, weight, tuple(m[i : i + 2] for m in matrices), i) for i in (0, 2, 4)]
+    np.testing.assert_allclose(sum(parts), whole, atol=1e-5 * float(np.abs(whole).max()))
+
+
+@given(
+    st.lists(st.integers(-1, 5), max_size=200), st.integers(-1, 5), st.sampled_from([1, 30, 203]),
+    st.sampled_from([1, 2, 5]),
+)  # fmt: skip
+def test_every_pair_has_a_row_of_its_expert(drawn, rest, length, E):
+    """Of few lengths, since each is compiled: those that are drawn and the same expert for the rest."""
+    expert = (drawn + [rest] * length)[:length]
+    plan = jax.tree.map(np.asarray, plan_of(np.array(expert), E))
+    rows, block = plan.row_P, len(plan.pair_R) // len(plan.expert_S)
+    here = [p for p, e in enumerate(expert) if 0 <= e < E]
+    assert len({int(rows[p]) for p in here}) == len(here)
+    for p, e in enumerate(expert):
+        if p in here:
+            assert plan.pair_R[rows[p]] == p and plan.expert_S[rows[p] // block] == e
+            assert rows[p] // block < plan.used
+        else:
+            assert rows[p] >= len(plan.pair_R)
+    assert sum(int(p) < len(expert) for p in plan.pair_R) == len(here)
+
+
+def blocked(x_RD, w_EFD, plan):
+    return grouped.matmul(x_RD, w_EFD, plan)
+
+
+def megablox(x_RD, w_EFD, plan):
+    return grouped.megablox(x_RD, w_EFD, plan.rows_E, interpret=True)
+
+
+def ragged_dot(x_RD, w_EFD, plan):
+    return grouped.ragged_dot(x_RD, w_EFD, plan.rows_E)
+
+
+@pytest.mark.parametrize("other", [megablox, ragged_dot], ids=["megablox", "ragged_dot"])
+@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none"])
+def test_other_kernels_equal_blocked(other, kind):
+    """Values and gradients; the kernel for TPUs is interpreted. Some pairs are for experts that are elsewhere."""
+    rng = np.random.default_rng(0)
+    expert_P = choices(kind, rng).reshape(-1) - 1
+    plan = plan_of(expert_P, E - 1)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    R = len(plan.pair_R)
+    x_RD = np.where((np.asarray(plan.pair_R) < len(expert_P))[:, None], draw(R, D), 0)
+    w_EFD, dy_RF = draw(E - 1, F, D), draw(R, F)
+    dy_RF = np.where((np.arange(R) < np.sum(plan.rows_E))[:, None], dy_RF, 0)
+    got, wanted = (jax.tree.leaves(with_gradients(fn, dy_RF, (x_RD, w_EFD), plan)) for fn in (other, blocked))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+def triton(x_RD, w_EFD, plan, interpret=False):
+    return grouped_triton.matmul(x_RD, w_EFD, plan.expert_S, plan.used, plan.rows_E, interpret)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("D, F", [(32, 48), (144, 208)])  # matrices of one tile, and of several
+@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none"])
+def test_the_kernel_for_gpus_equals_blocked(kind, D, F):
+    """Values and gradients, interpreted, also in rows behind the last that is used."""
+    rng = np.random.default_rng(0)
+    expert_P = choices(kind, rng, 300).reshape(-1) - 1
+    plan = plan_of(expert_P, E - 1)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    x_RD = np.where((np.asarray(plan.pair_R) < len(expert_P))[:, None], draw(len(plan.pair_R), D), 0)
+    w_EFD, dy_RF = draw(E - 1, F, D), draw(len(plan.pair_R), F)
+    interpreted = partial(triton, interpret=True)
+    got, wanted = (jax.tree.leaves(with_gradients(fn, dy_RF, (x_RD, w_EFD), plan)) for fn in (interpreted, blocked))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+def test_a_mixture_by_one_product_after_the_other_equals_the_blockwise_one(monkeypatch):
+    """As kernels compute it, with the gradients of all that goes in."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    args = draw(40, D), draw(40, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F))
+    index_AK, cotangent = choices("some are elsewhere", rng), draw(40, D)
+    wanted = with_gradients(alone, cotangent, args, index_AK)
+    monkeypatch.setattr(grouped, "choose", lambda kernel, plan, w_EFD: "ragged_dot")
+    by_products = lambda *args: alone(*args)
+    for a, b in zip(
+        jax.tree.leaves(with_gradients(by_products, cotangent, args, index_AK)), jax.tree.leaves(wanted), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+@pytest.mark.parametrize(
+    "fn, platform, words",
+    [
+        (triton, "cuda", "__gpu$xla.gpu.triton"),
+        (lambda x, w, plan: grouped.megablox(x, w, plan.rows_E), "tpu", "tpu_custom_call"),
+        (ragged_dot, "tpu", "ragged_dot"),
+        (ragged_dot, "cuda", "ragged_dot"),
+    ],
+)
+def test_kernels_are_lowered_for_their_platforms(fn, platform, words, monkeypatch):
+    """Forward and backward, for machines that are not at hand."""
+    verified = triton_ir.verify(monkeypatch)
+    plan = plan_of(np.arange(256) % 4, 4)
+    x_RD, w_EFD = jnp.zeros((len(plan.pair_R), 128), jnp.bfloat16), jnp.zeros((4, 256, 128), jnp.bfloat16)
+    loss = jax.grad(lambda x, w: jnp.sum(fn(x, w, plan).astype(jnp.float32)), (0, 1))
+    text = jax.jit(loss).trace(x_RD, w_EFD).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(words) >= 2  # the gradients of both arguments
+    assert len(verified) >= 2 or fn is not triton
+
+
+@pytest.mark.parametrize("kernel, where", [("triton", "gpu"), ("megablox", "tpu"), ("ragged_dot", "gpu or tpu")])
+def test_a_kernel_that_cannot_run_here_is_refused(kernel, where):
+    plan = plan_of(np.arange(64) % 4, 4)
+    with pytest.raises(ValueError, match=f"expert_kernel: {kernel} runs on {where}, got cpu; take blocked"):
+        grouped.matmul(jnp.zeros((len(plan.pair_R), 8)), jnp.zeros((4, 8, 8)), plan, kernel)
+
+
+def test_sizes_that_the_kernel_for_gpus_cannot_cut_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    few, many = plan_of(np.arange(64) % 4, 4), plan_of(np.arange(256) % 4, 4)
+    words = r"triton needs blocks and matrices in multiples of 16, got 8 rows and \[32, 48\]; take blocked"
+    with pytest.raises(ValueError, match=words):
+        grouped.choose("triton", few, jnp.zeros((4, 32, 48)))
+    with pytest.raises(ValueError, match=r"got 32 rows and \[32, 40\]"):
+        grouped.choose("triton", many, jnp.zeros((4, 32, 40)))
+    assert grouped.choose("triton", many, jnp.zeros((4, 32, 48))) == "triton"
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 4096])
+def test_work_is_that_of_the_chosen_experts(tokens):
+    """128 experts, 8 a token: rows computed against rows chosen."""
+    rng = np.random.default_rng(0)
+    index_AK = np.argsort(rng.random((tokens, 128)), -1)[:, :8]
+    plan = plan_of(index_AK.reshape(-1), 128)
+    block = len(plan.pair_R) // len(plan.expert_S)
+    assert int(plan.used) * block <= 1.5 * index_AK.size

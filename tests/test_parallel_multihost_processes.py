@@ -1,0 +1,386 @@
+"""Several real processes, connected by gloo on loopback: they compute what one computes, and end together."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import job_program
+import jobs
+import numpy as np
+import pytest
+import servers
+import tiny
+
+from areax.adapters import cli, hf, safetensors
+from areax.adapters.tracking import run_dir
+from areax.parallel.multihost import liveness, lockstep, processes
+from areax.recipes import sft
+from areax.rollout.tasks import arithmetic
+
+PROGRAM = str(Path(job_program.__file__))
+
+
+def marked(**values):
+    """Parameters, by the mark of those that are named with it."""
+    return [pytest.param(value, marks=getattr(pytest.mark, mark)) for mark in values for value in values[mark]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("jobs")
+    tiny.model(path / "model")
+    split = arithmetic.splits()
+    shown = list(itertools.islice(arithmetic.demonstrations(split["train"]), 60))
+    tiny.rows(path / "rows.jsonl", shown[:54])
+    tiny.rows(path / "heldout.jsonl", shown[54:])
+    tiny.rows(path / "prompts.jsonl", split["train"][:40])
+    tiny.rows(path / "greedy.jsonl", split["heldout"][:6])
+    return path
+
+
+def options(place, out, steps=5, **changes):
+    """Of `areax train sft`; the optimiser is gradient descent."""
+    named = {
+        "model": place / "model", "data": place / "rows.jsonl", "heldout": place / "heldout.jsonl", "out": place / out,
+        "steps": steps, "batch": 8, "length": 64, "rows": 4, "optim.lr": job_program.PLAIN.lr, "optim.b1": 0,
+        "optim.b2": 0, "optim.eps": job_program.PLAIN.eps, "optim.warmup": 0, **changes,
+    }  # fmt: skip
+    return [str(word) for name, value in named.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    """The same five steps in this process, on one device."""
+    rows = {"data": str(place / "rows.jsonl"), "heldout": str(place / "heldout.jsonl")}
+    sft.main(
+        sft.Config(
+            model=str(place / "model"), out=str(place / "alone"), steps=5, batch=8, length=64, rows=4,
+            optim=job_program.PLAIN, **rows,
+        )
+    )  # fmt: skip
+    return place / "alone"
+
+
+def agree(one, other, start, tolerance=1e-5):
+    """Two directories of weights differ by less than `tolerance` of the largest change since `start`, leaf by leaf.
+
+    Returns the share of the leaves that changed.
+    """
+    a, b, start = (safetensors.read(path) for path in (one, other, start))
+    assert a.keys() == b.keys() == start.keys()
+    moves = [np.abs(a[name] - start[name]).max() for name in a]
+    for name, moved in zip(a, moves, strict=True):
+        np.testing.assert_allclose(b[name], a[name], rtol=0, atol=tolerance * moved + 2e-7, err_msg=name)
+    return np.mean(np.array(moves) > 0)
+
+
+def metrics_of(out):
+    return list(run_dir.read_lines(out / "metrics.jsonl"))
+
+
+def same_metrics(got, wanted):
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.keys() == b.keys()
+        for name in set(a) - {"seconds", "kind"}:
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@contextlib.contextmanager
+def launch(place, *arguments, logs="logs", **more):
+    """`areax launch`; on leaving the block it is ended, and its processes by it."""
+    command = [sys.executable, "-m", "areax", "launch", "--logs", str(place / logs), *arguments]
+    process = subprocess.Popen(command, env={**os.environ, **jobs.settings(1)}, text=True, **more)
+    with servers.ended(process):
+        yield process
+
+
+# -- the numbers ---------------------------------------------------------------------------------
+
+
+def test_two_processes_train_as_one(place, alone):
+    command = ["--processes", "2", "--", "train", "sft", *options(place, "two"), "--mesh.fsdp", "2"]
+    with launch(place, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    same_metrics(metrics_of(place / "two"), metrics_of(alone))
+    assert agree(alone / "model", place / "two/model", place / "model") == 1
+    summary = json.loads(said[said.index("{") :])
+    assert summary["complete"] and summary["steps"] == 5
+    quiet = [line for line in (place / "logs/process-1.log").read_text().splitlines() if "Gloo" not in line]
+    assert quiet == []
+
+
+@pytest.mark.mesh
+def test_four_processes_of_two_devices_train_as_one(place, alone):
+    layout = ["--mesh.dp", "2", "--mesh.cp", "2", "--mesh.tp", "2"]
+    jobs.run(["-m", "areax", "train", "sft", *options(place, "four"), *layout], 4, place / "four-logs", devices=2)
+    same_metrics(metrics_of(place / "four"), metrics_of(alone))
+    assert agree(alone / "model", place / "four/model", place / "model") == 1
+
+
+@pytest.mark.parametrize(
+    "count, devices, layout",
+    [
+        pytest.param(2, 2, {"fsdp": 2, "tp": 2}, marks=pytest.mark.mesh),
+        pytest.param(4, 1, {"fsdp": 4}, marks=pytest.mark.wide),
+    ],
+)
+def test_grpo_steps_on_groups_that_process_0_hands_out(place, count, devices, layout):
+    wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / "grpo-alone"))
+    out = place / f"grpo-{count}"
+    command = [PROGRAM, "grpo_steps", str(place / "model"), json.dumps(layout), str(out)]
+    got = result(jobs.run(command, count, place / f"grpo-logs-{count}", devices=devices))
+    assert len(got) == 3
+    same_metrics(got, wanted)
+    assert agree(place / "grpo-alone", out, place / "model") == 1
+
+
+@pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters"], wide=["teacher", "moving reference"]))
+def test_what_stands_beside_the_policy_is_split_too(place, beside):
+    wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / f"{beside} alone"), beside)
+    out = place / beside
+    command = [PROGRAM, "grpo_steps", str(place / "model"), '{"fsdp": 2}', str(out), beside]
+    got = result(jobs.run(command, 2, place / f"{beside} logs", devices=1))
+    same_metrics(got, wanted)
+    # a critic's or a teacher's numbers are differences of like ones: their rounding grows over the three steps
+    changed = agree(place / f"{beside} alone", out, place / "model", tolerance=5e-5)
+    assert changed > (0.5 if beside == "adapters" else 0.99)
+
+
+@pytest.mark.parametrize("recipe", marked(mesh=["dpo"], wide=["kto", "distill"]))
+def test_preferences_and_teachers_of_two_processes(place, recipe):
+    """What learns from given rows: pairs, labels, or a teacher beside the student."""
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    made = {
+        "dpo": lambda row: {"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["answer"][::-1] + "0"},
+        "kto": lambda row: {"prompt": row["prompt"], "completion": row["answer"], "label": row["carry"]},
+        "distill": lambda row: row,
+    }[recipe]
+    tiny.rows(place / f"{recipe}.jsonl", [made(row) for row in rows])
+    teacher = ["--teacher", str(place / "teacher")] if recipe == "distill" else []
+    if teacher:
+        tiny.model(place / "teacher", seed=1)
+    for name, mesh_options, count in (("alone", [], 1), ("two", ["--mesh.fsdp", "2"], 2)):
+        out = place / f"{recipe}-{name}"
+        given = options(place, out.name, data=place / f"{recipe}.jsonl", heldout=place / f"{recipe}.jsonl")
+        command = ["-m", "areax", "train", recipe, *given, *teacher, *mesh_options]
+        jobs.run(command, count, place / f"{out.name}-logs", devices=1)
+    same_metrics(metrics_of(place / f"{recipe}-two"), metrics_of(place / f"{recipe}-alone"))
+    assert agree(place / f"{recipe}-alone/model", place / f"{recipe}-two/model", place / "model") > 0.99
+
+
+@pytest.mark.mesh
+def test_grpo_end_to_end(place):
+    """A server, rewards and pushes at process 0, two processes that train; stopped and resumed."""
+    command = [
+        "train", "grpo", "--model", place / "model", "--data", place / "prompts.jsonl", "--heldout",
+        place / "greedy.jsonl", "--reward", "areax.rollout.tasks.arithmetic:reward", "--out", place / "rl",
+        "--groups", 4,
+        "--group-size", 4, "--max-concurrent", 8, "--length", 32, "--rows", 4, "--eta", 0, "--sampling.max-new-tokens",
+        4, "--objective.advantage.std", "none", "--serve.slots", 8, "--serve.context", 64, "--mesh.fsdp", 2,
+    ]  # fmt: skip
+    for steps in (2, 3):
+        words = ["--processes", "2", "--", *map(str, command), "--steps", str(steps)]
+        with launch(place, *words, logs="rl-logs") as process:
+            assert process.wait(400) == 0
+    lines = [line for line in metrics_of(place / "rl") if line["kind"] == "grpo"]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    # the servers sample from what two processes exported: the trainer finds the same log-probabilities
+    assert all(line["max_logp_diff"] <= 1e-4 and line["staleness_max"] == 0 for line in lines)
+    hf.verify(place / "rl/model")
+
+
+def test_one_process_follows_nobody():
+    with lockstep.lead({"add": lambda a, b: a + b}) as do:
+        assert do("add", 1, 2) == 3
+    assert processes.anyone(True) is True
+    processes.same("numbers", 1)
+
+
+def result(said):
+    return json.loads(said.split("RESULT ")[1])
+
+
+# -- states and weights --------------------------------------------------------------------------
+
+
+@pytest.mark.mesh
+def test_a_state_of_two_processes_restores_in_one_and_the_reverse(place):
+    model, both = str(place / "model"), json.dumps({"fsdp": 2, "tp": 2})
+    jobs.run([PROGRAM, "save_state", model, both, str(place / "by-two")], 2, place / "save-logs", devices=2)
+    back = job_program.restore_state(model, "{}", str(place / "by-two"))
+    assert back["arrays"] == back["equal"] > 20
+    job_program.save_state(model, "{}", str(place / "by-one"))
+    command = [PROGRAM, "restore_state", model, both, str(place / "by-one")]
+    assert result(jobs.run(command, 2, place / "restore-logs", devices=2)) == back
+    assert result((place / "restore-logs/1.log").read_text()) == back
+
+
+@pytest.mark.mesh
+def test_memory_to_load_and_to_export_is_that_of_a_shard(tmp_path):
+    """Peak resident memory, mapped files included; a quarter of the model, copied once on the CPU, a leaf at a time.
+
+    Exporting takes some tens of MB of either model, programs and buffers of messages among them.
+    """
+    shape = dict(hidden_size=512, intermediate_size=2048, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    measured = []
+    for layers in (4, 16):
+        model, logs = tiny.model(tmp_path / f"{layers}", num_hidden_layers=layers, **shape), tmp_path / f"logs-{layers}"
+        jobs.run([PROGRAM, "load_and_export", str(model), '{"fsdp": 4}', str(tmp_path / f"out-{layers}")], 4, logs)
+        measured.append([result((logs / f"{i}.log").read_text()) for i in range(4)])
+    for small, large in zip(*measured, strict=True):
+        assert large["whole"] - small["whole"] > 150e6 and 4 * large["held"] < 1.01 * large["whole"]
+        for what in ("loading", "exporting"):
+            assert large[what] - small[what] < 2 * (large["held"] - small["held"]), (what, small, large)
+            assert large[what] < 0.5 * large["whole"], (what, large)
+
+
+# -- ends ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_killed_ends_the_others(place, victim):
+    out, logs = f"killed-{victim}", place / f"killed-logs-{victim}"
+    command = ["-m", "areax", "train", "sft", *options(place, out, steps=100000), "--mesh.fsdp", "2"]
+    running = jobs.start([command] * 2, logs)
+    metrics = place / out / "metrics.jsonl"
+    try:
+        jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+        running[victim].kill()
+        code = running[1 - victim].wait(60)
+    finally:
+        jobs.end(running)
+    said = (logs / f"{1 - victim}.log").read_text()
+    assert code == 3, said
+    assert f"process {victim} of 2 (pid {running[victim].pid} on" in said and "it was killed" in said
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("how, codes", [("nothing", [0, 0]), ("text", [3, 1])])
+def test_sys_exit_means_what_it_means_elsewhere(place, how, codes):
+    logs = place / f"leave-{how}"
+    running = jobs.start([[PROGRAM, "leave", how]] * 2, logs)
+    try:
+        assert [process.wait(120) for process in running] == codes
+    finally:
+        jobs.end(running)
+    assert ("enough of this" in (logs / "1.log").read_text()) == (how == "text")
+
+
+def test_strangers_do_not_keep_a_process_from_being_watched(monkeypatch):
+    """One is silent, one resets its connection, one says something else."""
+    store = {}
+    client = types.SimpleNamespace(key_value_set=store.__setitem__)
+    monkeypatch.setattr(liveness, "global_state", types.SimpleNamespace(client=client))
+    monkeypatch.setattr(liveness, "GREETING_S", 0.2)
+    first = liveness.Watch(0, 2)
+    port, token, _ = store[liveness.KEY].split(" ", 2)
+    connect = lambda: socket.create_connection(("127.0.0.1", int(port)))
+    with contextlib.ExitStack() as stack:
+        silent, gone, other = (stack.enter_context(contextlib.closing(connect())) for _ in range(3))
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()  # by a reset
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        member = stack.enter_context(contextlib.closing(connect()))
+        member.sendall(f"{token} 1 process 1 of 2\n".encode())
+        jobs.until(lambda: 1 in first._connections, 20)
+        first.goodbye()
+        assert member.recv(10) == b"bye\n"
+        stack.enter_context(first._connections[1])  # in a process of its own the end closes it
+
+
+@pytest.mark.mesh
+def test_the_launcher_names_the_one_that_ended(place):
+    command = ["--processes", "2", "--", "train", "sft", *options(place, "named", steps=100000), "--mesh.fsdp", "2"]
+    metrics, log = place / "named/metrics.jsonl", place / "named-logs/process-1.log"
+    with launch(place, *command, logs="named-logs", stderr=subprocess.PIPE) as process:
+        jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        second = next(pid for pid in children if b"AREAX_PROCESS=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(int(second), signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert f"process 1 (pid {second}) was ended by SIGKILL" in said and str(log) in said and "Gloo" in said
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_launcher_saves_and_ends_all(place, number):
+    """Ctrl-C, and the end of the terminal, which may be ignored where the tests run."""
+    out, before = place / f"asked-{number}", signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    command = ["--processes", "2", "--", "train", "sft", *options(place, out, steps=100000), "--mesh.fsdp", "2"]
+    metrics = out / "metrics.jsonl"
+    with launch(place, *command, logs="asked-logs") as process:
+        signal.signal(signal.SIGHUP, before)
+        jobs.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+        process.send_signal(number)
+        assert process.wait(120) == 130
+    hf.verify(out / "model")
+    assert json.loads((out / "summary.json").read_text())["steps"] >= 2
+
+
+@pytest.mark.mesh
+def test_processes_with_other_options_are_told(place):
+    logs = place / "other-logs"
+    command = ["-m", "areax", "train", "sft", *options(place, "other"), "--mesh.fsdp", "2", "--seed"]
+    running = jobs.start([[*command, str(i)] for i in range(2)], logs)
+    try:
+        codes = {process.wait(120) for process in running}
+    finally:
+        jobs.end(running)
+    assert {2} <= codes <= {2, 3}  # all find it; the last to say so may find that another was first
+    assert "all need the same options and rows, got others in process 1" in (logs / "0.log").read_text()
+
+
+# -- who is who ----------------------------------------------------------------------------------
+
+
+def test_plain_variables():
+    set_ = lambda **given: processes.found({f"AREAX_{name}": value for name, value in given.items()})
+    assert processes.found({}) is None
+    assert set_(COORDINATOR="host:1234", PROCESSES="4", PROCESS="2") == {
+        "coordinator_address": "host:1234", "num_processes": 4, "process_id": 2,
+        "cluster_detection_method": "deactivate",
+    }  # fmt: skip
+    assert set_(COORDINATOR="host:1234", PROCESSES="1", PROCESS="0") is None
+    assert set_(PROCESSES="auto") == {}
+    for given, words in (
+        ({"PROCESSES": "4"}, "go together, got no AREAX_COORDINATOR and no AREAX_PROCESS;"),
+        ({"PROCESS": "0", "COORDINATOR": "host:1"}, "got no AREAX_PROCESSES;"),
+        ({"COORDINATOR": "host", "PROCESSES": "2", "PROCESS": "0"}, "must be host:port, got 'host'"),
+        ({"COORDINATOR": "host:1", "PROCESSES": "two", "PROCESS": "0"}, "AREAX_PROCESSES must be a number"),
+        ({"COORDINATOR": "host:1", "PROCESSES": "2", "PROCESS": "2"}, "AREAX_PROCESS must be below .* = 2, got 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            set_(**given)
+
+
+def test_clusters_are_left_to_jax():
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "3"}
+    assert processes.found(slurm) is None  # a shell inside an allocation
+    assert processes.found({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert processes.found({**slurm, "SLURM_STEP_NUM_TASKS": "8"}) == {}
+    assert processes.found({"OMPI_COMM_WORLD_SIZE": "2"}) == {}
+    assert processes.found({"TPU_WORKER_HOSTNAMES": "localhost"}) is None
+    assert processes.found({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
+
+
+def test_the_launcher_refuses_what_it_cannot_do(capsys):
+    for arguments, words in (
+        (["--processes", "2"], "name a command after --"),
+        (["--processes", "1", "--", "train"], "--processes must be at least 2, got 1"),
+        (["--procesess", "2", "--", "train"], "did you mean --processes?"),
+    ):
+        assert cli.main(["launch", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1

@@ -1,0 +1,336 @@
+"""Formulas of a plan beside what JAX and XLA do: saved values, FLOPs, collectives, argument bytes."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from areax import models
+from areax.adapters.commands import aot
+from areax.core import logprobs, losses, optim, param
+from areax.models import transformer
+from areax.parallel import mesh, rules
+from areax.parallel.planner import flops, memory, plan
+from areax.parallel.planner.chips import CHIPS
+from areax.parallel.planner.job import Job
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=2, head_dim=16, tie_word_embeddings=True,
+)  # fmt: skip
+FAMILIES = {
+    "qwen3": SIZES | dict(model_type="qwen3"),
+    "qwen2": SIZES | dict(model_type="qwen2", tie_word_embeddings=False),
+    "llama": SIZES | dict(model_type="llama", attention_bias=True, mlp_bias=True),
+    "qwen2_moe": SIZES
+    | dict(
+        model_type="qwen2_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
+    "qwen3_moe": SIZES
+    | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1]),
+}
+B, T = 8, 64
+ONE, SFT, RUN, ADAMW = mesh.Layout(), losses.SFT(), models.Run(), optim.Optimizer()
+
+
+@cache
+def config(family, **changes):
+    return models.config_from_hf(FAMILIES[family] | changes)
+
+
+def job(family, layout=ONE, rows=B, length=T, microbatches=1, **rest):
+    settings = rest.pop("config", None) or config(family)
+    top_k = getattr(settings, "top_k", 0)
+    return Job(models.table(settings), layout, rows, length, microbatches, microbatches, length, top_k=top_k, **rest)
+
+
+@cache
+def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3, optimizer=ADAMW, rows=B):
+    settings = config(family, num_hidden_layers=layers)
+    return aot.compile(aot.Step(settings, objective, optimizer, run, layout, rows, T, microbatches, slots=4))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def stacked(family, run, rows, length, on):
+    """(closure, whether each of its arrays is stacked by a scan over layers): what `jax.vjp` of the backbone keeps."""
+    table = models.table(config(family))
+    split = lambda axes: NamedSharding(on, rules.spec(axes, mesh=on))
+    token_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=split(("batch", "seq")))
+    params = jax.tree.map(
+        lambda x, its: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=its),
+        param.abstract(table), rules.of_params(table, on),
+    )  # fmt: skip
+
+    def closure(params, token_BT):
+        hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config(family), run=run)
+        return jax.tree.leaves(jax.vjp(hidden, params)[1])
+
+    traced = jax.make_jaxpr(closure)(params, token_BT).jaxpr
+    scanned = {x for equation in traced.eqns if equation.primitive.name == "scan" for x in equation.outvars}
+    depths = {len(stack.layers) for stack in table.stacks}
+    of_layers = [x in scanned and x.aval.ndim > 0 and x.aval.shape[0] in depths for x in traced.outvars]
+    return jax.jit(closure).lower(params, token_BT), [x.aval for x in traced.outvars], of_layers
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_keep_what_the_formula_says(family, remat, dtype):
+    """By JAX's own account. Weights are arguments, not counted; a mixture's part under "none" is an estimate."""
+    _, arrays, of_layers = stacked(family, models.Run(dtype=dtype, remat=remat), 5, 128, mesh.make())
+    got = sum(x.size * x.dtype.itemsize for x, its in zip(arrays, of_layers, strict=True) if its)
+    formula = memory.saved(job(family, rows=5, length=128, dtype=dtype or "float32", remat=remat))
+    if "moe" in family and remat == "none":
+        assert abs(formula / got - 1) < 0.1
+    else:
+        assert formula == got
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("layout", [mesh.Layout(fsdp=4, tp=2), mesh.Layout(dp=2, cp=2, tp=2)], ids=str)
+def test_each_device_keeps_what_the_formula_says(layout, remat):
+    """As XLA's partitioner lays out what is kept, none of which is told where to lie."""
+    on = mesh.make(layout)
+    with jax.set_mesh(on):
+        lowered, arrays, of_layers = stacked("qwen3", models.Run(remat=remat), B, T, on)
+        places = lowered.compile().output_shardings
+    kept = [(x, its) for x, its, of_layer in zip(arrays, places, of_layers, strict=True) if of_layer]
+    got = sum(math.prod(its.shard_shape(x.shape)) * x.dtype.itemsize for x, its in kept)
+    assert memory.saved(job("qwen3", layout, remat=remat)) == got
+
+
+PAIRS = [  # the last two with several microbatches, of which every array of the batch is an argument
+    ("qwen3", mesh.Layout(fsdp=4, tp=2), losses.SFT(), 1),
+    ("qwen2", mesh.Layout(fsdp=8), losses.GRPO(), 1),
+    ("qwen3_moe", mesh.Layout(fsdp=2, ep=4), losses.GRPO(kl={"coef": 0.1}), 1),
+    ("llama", mesh.Layout(dp=2, cp=2, tp=2), losses.GRPO(entropy={"coef": 0.1}), 1),
+    ("qwen2", mesh.Layout(dp=4, cp=2), losses.GRPO(correction={"proximal": "behaviour"}), 2),
+    ("qwen3_moe", mesh.Layout(cp=2, ep=2, tp=2), losses.SFT(), 3),
+]
+ARGUMENTS = [pytest.param(*pair, marks=[pytest.mark.mesh] * (i > 1)) for i, pair in enumerate(PAIRS)]
+
+
+@pytest.mark.parametrize("family, layout, objective, microbatches", ARGUMENTS)
+def test_argument_bytes_are_those_of_the_compiled_step(family, layout, objective, microbatches):
+    spec = aot.Step(config(family), objective, ADAMW, models.Run(), layout, B, T, microbatches, slots=4)
+    formula = memory.memory(job(family, layout, microbatches=microbatches, slots=4, reads=aot.reads(spec)))
+    analysis = compiled(family, layout, objective, microbatches=microbatches).memory_analysis()
+    assert formula.arguments == analysis.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("optimizer", [optim.Optimizer("muon"), optim.Optimizer("adafactor", ema=0.9)])
+def test_argument_bytes_of_other_optimisers_are_those_of_the_compiled_step(optimizer):
+    layout, one = mesh.Layout(fsdp=4, tp=2), config("qwen3", num_hidden_layers=1)
+    spec = aot.Step(one, SFT, optimizer, RUN, layout, B, T, 1, slots=4)
+    formula = memory.memory(job("qwen3", layout, config=one, slots=4, reads=aot.reads(spec), optim=optimizer))
+    analysis = compiled("qwen3", layout, layers=1, optimizer=optimizer).memory_analysis()
+    assert formula.arguments == analysis.argument_size_in_bytes
+
+
+def test_moments_and_averages_take_what_their_shapes_say():
+    held = lambda *args, **rest: memory.memory(job("qwen3", optim=optim.Optimizer(*args, **rest)))
+    weights = held().params
+    assert held().moments == 2 * weights + 12 and held(ema=0.9).moments == 3 * weights + 12
+    assert held("lion").moments == weights + 12 and held("sgd").moments == weights + 8
+    assert held("sgd", momentum=0.0).moments == 8 and held("adafactor").moments < weights / 4
+
+
+def test_logits_are_kept_by_the_rule_of_the_score():
+    few, many = job("qwen3"), job("qwen3", rows=2**15, length=64)
+    assert few.local_tokens * 64 <= logprobs.KEPT < many.local_tokens * 64
+    assert (
+        memory.logits_kept(few) and not memory.logits_kept(many) and not memory.logits_kept(job("qwen3", head_chunk=8))
+    )
+    assert memory.logits(few) == B * T * 64 * 4
+    assert memory.logits(many) == logprobs.chunk_size(64) * 64 * 4
+
+
+# -- work ------------------------------------------------------------------------------------------
+
+
+def dots(text: str) -> int:
+    """FLOPs of all matmuls in an HLO text, each once: 2 x entries of the result x the contracted axes."""
+    count = lambda sizes: math.prod(map(int, filter(None, sizes)))
+    shapes = {name: shape.split(",") for name, shape in re.findall(r"%([\w.\-]+) = \w+\[([\d,]*)\]", text)}
+    calls = re.findall(r"= \w+\[([\d,]*)\]\S* dot\(%([\w.\-]+), .*?lhs_contracting_dims=\{([\d,]*)\}", text)
+    assert calls
+    return sum(
+        2 * count(out.split(",")) * count(shapes[left][int(axis)] for axis in axes.split(","))
+        for out, left, axes in calls
+    )
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+def test_flops_are_those_of_the_compiled_matmuls(remat, family="qwen3"):
+    """One layer, one row and one chunk of queries: each matmul stands once in the program, and all pairs are computed.
+
+    There XLA sees that "full" and "none" would compute the same scores twice in one place, and does it once.
+    """
+    one = config(family, num_hidden_layers=1)
+    got = dots(compiled(family, ONE, run=models.Run(remat=remat), layers=1, rows=1).as_text())
+    formula = flops.flops(job(family, config=one, remat=remat, rows=1), pairs=T * T)
+    scores = 2 * one.heads * one.head_dim * T * T
+    assert got == formula.hardware - (0 if remat == "dots" else scores)
+    assert formula.attention == 6 * scores and formula.matmuls == 6 * flops.active(job(family, config=one)) * T
+
+
+def test_active_weights_are_those_of_the_chosen_experts():
+    c, table = config("qwen3_moe"), models.table(config("qwen3_moe"))
+    layer = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    mixture = c.experts * c.embed + 3 * c.top_k * c.embed * c.expert_ffn
+    assert flops.active(job("qwen3_moe")) == 3 * layer + 2 * mixture + 3 * c.embed * c.ffn + c.vocab * c.embed
+    assert flops.active(job("qwen3_moe")) < param.count(table)
+
+
+def test_pairs_are_counted_one_by_one():
+    rows = dataclasses.replace(job("qwen3", rows=1, length=12), sequence=4)
+    segment, index = np.arange(12) // 4, np.arange(12) % 4
+    seen = (segment[:, None] == segment[None]) & (index[:, None] >= index[None])
+    assert flops.pairs(rows) == seen.sum()
+
+
+def collectives(text: str, layers: int) -> Counter:
+    """Bytes of the results of all collectives between two devices or more, by kind; loops over layers count fully."""
+    found: Counter = Counter()
+    for line in text.splitlines():
+        call = re.search(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", line)
+        groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])", line)
+        if not call or (groups and 1 in (len((groups[1] or "").split(",")) * (not groups[2]), int(groups[2] or 0))):
+            continue
+        times = layers if "while/body" in line else 1
+        sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"[fs]32\[([\d,]+)\]", call[1])]
+        found[call[2]] += 4 * times * sum(sizes)
+    return found
+
+
+def payloads(made: Job) -> dict[str, float]:
+    return {t.name: t.payload for t in flops.transfers(made)}
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_fsdp_moves_what_the_formula_says(remat):
+    """Gathers of weights to the byte; their gradients too, which XLA sums on a CPU before it parts them."""
+    layout = mesh.Layout(fsdp=8)
+    got = collectives(compiled("qwen3", layout, run=models.Run(remat=remat)).as_text(), 3)
+    formula = payloads(job("qwen3", layout, remat=remat))
+    assert got["all-gather"] == formula["weights_gather"]
+    norms = 3 * 2 * config("qwen3").head_dim * 4  # q_norm and k_norm, which no device splits
+    assert got["all-reduce"] == formula["gradients_scatter"] + norms
+
+
+@pytest.mark.mesh
+def test_ulysses_moves_what_the_formula_says():
+    layout = mesh.Layout(dp=4, cp=2)
+    got = collectives(compiled("qwen3", layout, run=models.Run(cp="ulysses")).as_text(), 3)
+    assert got["all-to-all"] == payloads(job("qwen3", layout, cp="ulysses"))["cp_trade"]
+
+
+def test_each_way_of_splitting_moves_something_of_its_own():
+    names = lambda *args, **rest: set(payloads(job(*args, **rest)))
+    assert names("qwen3") == set()
+    assert names("qwen3", mesh.Layout(dp=8)) == {"gradients_reduce"}
+    assert names("qwen3", mesh.Layout(tp=2)) == {"tp_reduce"}
+    cp = mesh.Layout(cp=2)
+    for method, name in (("gather", "cp_gather"), ("ulysses", "cp_trade"), ("ring", "cp_send")):
+        assert names("qwen3", cp, cp=method) == {"gradients_reduce", name}
+    ep = {"weights_gather", "gradients_scatter", "ep_gather", "ep_scatter"}
+    assert names("qwen3_moe", mesh.Layout(ep=2)) == ep
+
+
+def test_a_ring_sends_each_piece_past_every_other_device():
+    """Keys, values and their places: n - 1 turns forward and again, n - 1 backward, gradients home with the n-th."""
+    n, c = 4, config("qwen3")
+    made = job("qwen3", mesh.Layout(cp=n), cp="ring")
+    keys, places = 2 * c.kv_heads * c.head_dim * made.local_tokens * 4, 2 * made.local_tokens * 4
+    assert payloads(made)["cp_send"] == c.layers * (3 * (n - 1) * (keys + places) + n * keys)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def figures(*args, chip="h100", **rest):
+    return {f.name: f.value for f in plan.plan(job(*args, **rest), CHIPS[chip]).figures}
+
+
+def test_what_cannot_be_split_is_refused_by_name():
+    for layout, rest, line in (
+        (mesh.Layout(dp=3), {}, r"--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
+        (mesh.Layout(cp=3), {}, r"--length must be a multiple of cp = 3, got 64"),
+        (mesh.Layout(cp=2), dict(cp="ring", length=66), r"--length must be a multiple of 2 x cp = 4, got 66"),
+        (mesh.Layout(tp=16), {}, r"query heads must be a multiple of tp = 16, got 8"),
+        (mesh.Layout(cp=8, tp=2), dict(cp="ulysses"), r"query heads must be a multiple of tp x cp = 16, got 8"),
+        (mesh.Layout(fsdp=5), dict(rows=5), r"embed of size 32 cannot be split over fsdp = 5 devices"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            job("qwen3", layout, **rest)
+
+
+def test_more_rows_than_fit_do_not_fit():
+    made = job("qwen3", mesh.Layout(fsdp=2), rows=2, length=4096, remat="none")
+    most, usable = plan.most_rows(made, CHIPS["v6e"]), plan.USABLE * CHIPS["v6e"].memory
+    peak = lambda rows: memory.memory(dataclasses.replace(made, rows=rows)).peak
+    assert most % 2 == 0 and peak(most) <= usable < peak(most + 2)
+    huge = dataclasses.replace(CHIPS["v6e"], memory=1e3)
+    assert plan.most_rows(made, huge) == 0 and not plan.plan(made, huge).fits
+
+
+def test_time_adds_up_and_faster_chips_are_faster():
+    layout = mesh.Layout(fsdp=4, tp=2)
+    slow, fast = figures("qwen3", layout, chip="h100"), figures("qwen3", layout, chip="b200")
+    total = max(slow["compute_s"], slow["beside_s"]) + slow["waiting_s"] + slow["update_s"]
+    assert slow["step_s"] == pytest.approx(total) and fast["step_s"] < slow["step_s"]
+    assert slow["mfu"] == pytest.approx(slow["model_flops"] / (8 * CHIPS["h100"].flops * slow["step_s"]))
+    assert slow["mfu"] < slow["hardware_utilisation"] <= plan.MATMUL
+
+
+def test_links_are_slow_beyond_a_host():
+    made, chip = job("qwen3", mesh.Layout(fsdp=8, tp=2), rows=8), CHIPS["h100"]
+    assert plan.link(made, chip, ("tp",)) == plan.LINK * chip.link
+    assert plan.link(made, chip, ("fsdp", "ep")) == plan.LINK * chip.network
+
+
+def test_generation_speeds_up_with_devices_until_memory_or_slots_bound_it():
+    base = plan.Generation(
+        samples=1024, prompt=100, new=900, slots=None, itemsize=2, devices=8, steps=1, ahead=1
+    )  # fmt: skip
+    seconds = lambda **changes: {
+        f.name: f.value
+        for f in plan.generation_figures(job("qwen3"), CHIPS["h100"], dataclasses.replace(base, **changes), step_s=1.0)
+    }
+    eight, sixteen, few = seconds(), seconds(devices=16), seconds(slots=4)
+    assert sixteen["generate_batch_s"] < eight["generate_batch_s"] < few["generate_batch_s"]
+    c = config("qwen3")
+    assert eight["cache_bytes_per_token"] == 2 * c.layers * c.kv_heads * c.head_dim * 2
+    assert eight["server_weights_bytes"] == 2 * (param.count(models.table(c)) + c.vocab * c.embed)
+    chosen = seconds(devices=0)
+    assert chosen["generate_batch_s"] <= max(chosen["train_batch_s"], 2 * seconds(devices=1024)["generate_batch_s"])
+
+
+def test_servers_get_no_more_chips_than_there_are():
+    asked = plan.Generation(samples=8, prompt=10, new=10, slots=None, itemsize=2, devices=1, steps=1, ahead=1)
+    small = dataclasses.replace(CHIPS["h100"], memory=param.count(models.table(config("qwen3"))))
+    figures = lambda **changes: {
+        f.name: f.value
+        for f in plan.generation_figures(job("qwen3"), small, dataclasses.replace(asked, **changes), step_s=1.0)
+    }
+    needed = figures(devices=0)["server_devices"]
+    assert needed > 1 and figures(devices=2 * needed)["rollout_devices"] == 2 * needed
+    with pytest.raises(ValueError, match=f"must be at least the {needed} that a server's weights need, got 1"):
+        figures()
+    with pytest.raises(ValueError, match="has one chip, too small for weights of .* name servers"):
+        figures(devices=0, embedded=True)

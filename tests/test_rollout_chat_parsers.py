@@ -1,0 +1,162 @@
+"""Parsing of generated text: what the families write comes back, damaged calls stay content, and cuts do not matter."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areax.rollout.chat import parsers
+from areax.rollout.chat.parsers import Answer, Parser, Text, ToolCall, parse
+
+BEGIN, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEP = "<｜tool▁sep｜>"
+
+
+def hermes(content, calls):
+    blocks = [f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls]
+    return "\n".join([content, *blocks] if content else blocks)
+
+
+def llama(content, calls):
+    blocks = ";".join(f'{{"name": {json.dumps(n)}, "parameters": {json.dumps(a)}}}' for n, a in calls)
+    return f"{content}<|python_tag|>{blocks}" if content and calls else content + blocks
+
+
+def deepseek_v3(content, calls):
+    blocks = [f"{BEGIN}function{SEP}{n}\n```json\n{json.dumps(a)}\n```{END}" for n, a in calls]
+    return content + ("<｜tool▁calls▁begin｜>" + "\n".join(blocks) + "<｜tool▁calls▁end｜>" if calls else "")
+
+
+def deepseek_v31(content, calls):
+    blocks = [f"{BEGIN}{n}{SEP}{json.dumps(a)}{END}" for n, a in calls]
+    return content + ("<｜tool▁calls▁begin｜>" + "".join(blocks) + "<｜tool▁calls▁end｜>" if calls else "")
+
+
+RENDERED = [
+    ("qwen", hermes),
+    ("hermes", hermes),
+    ("llama", llama),
+    ("deepseek", deepseek_v3),
+    ("deepseek", deepseek_v31),
+]
+PIECES = [  # of soups: markers whole and broken, calls good and bad, and what may stand around them
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "_call>", "</", "<", ">", "{", "}", '"', "\n", "  ",
+    "a", "é😀", "<|python_tag|>", "<|python", ";", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", BEGIN, SEP, END,
+    "<｜", '{"name": "f", "arguments": {"x": [1, null]}}', '{"name": "f", "parameters": {}}', "f", "function",
+    "\n```json\n{}\n```", '{"name": "f", "arguments": 3}', '{"name": "f", "arguments": {"x": NaN}}', '"\\ud800"',
+]  # fmt: skip
+plain = st.text(st.characters(blacklist_characters="<｜{", blacklist_categories=["Cs"]), max_size=20).map(str.strip)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(plain, inner, max_size=3),
+    max_leaves=5,
+)
+calls = st.lists(st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.dictionaries(plain, values)), max_size=3)
+
+
+def names(answer):
+    return [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+
+
+def joined(pieces):
+    """The pieces in their order, neighbours of one kind as one."""
+    for kind, group in itertools.groupby(pieces, lambda piece: getattr(piece, "kind", "")):
+        same = list(group)
+        yield from [Text(kind, "".join(piece.text for piece in same))] if kind else same
+
+
+@pytest.mark.parametrize("style, render", RENDERED)
+@given(content=plain, calls=calls, reasoning=plain, opened=st.booleans())
+def test_what_a_family_writes_is_read_back(style, render, content, calls, reasoning, opened):
+    thought = ("" if opened else "<think>\n") + f"{reasoning}\n</think>\n\n" if reasoning or opened else ""
+    answer = parse(thought + render(content, calls), style, opened=opened)
+    assert (answer.reasoning, answer.content, names(answer)) == (reasoning, content, calls)
+    assert len({call.id for call in answer.tool_calls}) == len(calls)
+
+
+@pytest.mark.parametrize("style", parsers.STYLES)
+@given(
+    soup=st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    cuts=st.sets(st.integers(0, 300)),
+    tools=st.booleans(),
+    reasoning=st.booleans(),
+    opened=st.booleans(),
+)
+def test_cuts_do_not_matter(style, soup, cuts, tools, reasoning, opened):
+    options = {"tools": tools, "reasoning": reasoning, "opened": opened, "nonce": "n"}
+    parser = Parser(style, **options)
+    edges = sorted({0, len(soup), *(cut for cut in cuts if cut < len(soup))})
+    pieces = [piece for a, b in itertools.pairwise(edges) for piece in parser.push(soup[a:b])]
+    pieces += parser.finish()
+    whole = Parser(style, **options)
+    assert list(joined(pieces)) == list(joined(whole.push(soup) + whole.finish()))
+    assert parsers.collect(pieces) == parse(soup, style, **options)
+    if not tools and not reasoning:
+        assert parsers.collect(pieces) == Answer(soup)
+
+
+@pytest.mark.parametrize("style", parsers.STYLES)
+def test_text_is_given_out_as_soon_as_it_is_decided(style):
+    parser = Parser(style)
+    assert parser.push("<thi") == []
+    assert parser.push("nk>hm") == [Text("reasoning", "hm")]
+    assert parser.push(" m</thin") == [Text("reasoning", " m")]
+    assert parser.push("k>\n\nHel") == [Text("content", "Hel")]
+    assert parser.push("lo <") == [Text("content", "lo")]  # white space and < may belong to a call
+    assert parser.push("b> ") == [Text("content", " <b>")]
+    assert parser.finish() == [Text("content", " ")]
+
+
+@pytest.mark.parametrize(
+    "style, text",
+    [
+        ("qwen", "<tool_call>{}</tool_call>"),
+        ("qwen", '<tool_call>{"name": "f"}</tool_call>'),
+        ("qwen", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("qwen", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+        ("qwen", '<tool_call>{"name": "f", "arguments": {"x": Infinity}}</tool_call>'),
+        ("qwen", '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
+        ("qwen", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>"),
+        ("qwen", '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>'),
+        ("qwen", '<tool_call>{"name": "f", "arguments": {}}'),  # cut off
+        ("qwen", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
+        ("llama", '{"answer": 42}'),
+        ("llama", '{"name": "f", "parameters": {}} {"name": "f", "parameters": {}}'),
+        ("llama", '{"name": "f", "parameters": {}'),
+        ("llama", "<|python_tag|>print(1)"),
+        ("llama", '<|python_tag|>brave_search.call(query="x")'),
+        ("llama", "<|python_tag|>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+        ("deepseek", f"<｜tool▁calls▁begin｜>{BEGIN}f{SEP}{{}}<｜tool▁calls▁end｜>"),
+        ("deepseek", f"<｜tool▁calls▁begin｜>{BEGIN}f{{}}{END}<｜tool▁calls▁end｜>"),
+        ("deepseek", f"<｜tool▁calls▁begin｜>{BEGIN}f{SEP}{{}}{END}{BEGIN}f{SEP}{{{END}<｜tool▁calls▁end｜>"),
+        ("deepseek", f"<｜tool▁calls▁begin｜>{BEGIN}f{SEP}{{}}{END}"),
+    ],
+)
+def test_a_malformed_call_stays_content(style, text):
+    for around in ("", "So: "):
+        assert parse(around + text, style) == Answer(around + text)
+
+
+def test_calls_beside_text():
+    call = '<tool_call>\n{"arguments": {}, "name": "f"}\n</tool_call>'
+    answer = parse(f"One.\n{call}\n{call}\nTwo.\n{call}\n", "hermes", nonce="7")
+    assert answer.content == "One.\nTwo."
+    assert answer.tool_calls == tuple(ToolCall(f"call_7{i}", "f", "{}") for i in range(3))
+    assert parse(f"<tool_call>oh{call}", "qwen").content == f"<tool_call>oh{call}"  # the first end ends it
+    assert names(parse(f"<tool_call>oh</tool_call>{call}", "qwen")) == [("f", {})]
+
+
+def test_reasoning_is_not_parsed_for_tools():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert parse(f"<think>{call}</think>", "qwen") == Answer("", call)
+    assert parse(call, "qwen", opened=True) == Answer("", call)  # cut off while reasoning
+    assert parse(f"<think>{call}", "qwen", reasoning=False, tools=False).content == f"<think>{call}"
+    assert parse("a <think>b</think>", "qwen") == Answer("a <think>b</think>")  # only at the beginning
+
+
+def test_a_style_must_be_known():
+    with pytest.raises(ValueError, match="style: must be one of qwen, hermes, llama, deepseek, got 'gpt'"):
+        Parser("gpt")

@@ -1,0 +1,124 @@
+"""The engine inside this process: weights handed over as arrays are those that files would have brought."""
+
+import asyncio
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from areax import models
+from areax.adapters import hf
+from areax.rollout import client
+from areax.rollout.engine import in_process
+from areax.rollout.fleet import offload
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers.labels import label_of, read_label
+
+SERVE = dict(slots=2, context=64, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model stored in bf16, whose masters are fp32: `params(v)` are those of version v, `root`/v its directory."""
+    root = tmp_path_factory.mktemp("inside")
+    tiny.model(root / "model", dtype="bfloat16")
+    config, _ = hf.load(root / "model")
+    masters = [tiny.weights(models.table(config), 0.2, v) for v in range(3)]
+    for v, params in enumerate(masters):
+        hf.write_published(root, v, config, params)
+    return root, config, masters
+
+
+def handed(place, v, masters=None):
+    """(label, arrays) of a version, from a host copy."""
+    config = place[1]
+    params = hf.host_copy(config, masters or place[2][v])
+    manifest = hf.manifest(config, params, version=v)
+    return label_of(hf.json_bytes(manifest)), in_process.Weights(config, params, manifest)
+
+
+@pytest.mark.parametrize("v", [0, 2])
+def test_a_manifest_is_the_file_that_would_have_been_written(place, v):
+    root, config, masters = place
+    written = (root / str(v) / "manifest.json").read_bytes()
+    assert hf.json_bytes(hf.manifest(config, masters[v], version=v)) == written
+    label, weights = handed(place, v)
+    assert label == read_label(root / str(v) / "manifest.json")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(weights.params)} == {"bfloat16"}
+
+
+async def seen(fleet):
+    """What the server says of its weights, and does with them."""
+    [server] = fleet.servers
+    done = await fleet.generate([5, 6, 7], temperature=1.0, max_new_tokens=20, ignore_eos=True, seed=3)
+    sums = (await server.api.checksums())[0]
+    return done.version, done.tokens, done.logp, sums
+
+
+def test_arrays_give_what_files_give(place):
+    """To the bit, and neither a donated buffer of the trainer nor an array changed later is the engine's."""
+    root, _, masters = place
+
+    async def main(url, handover):
+        async with client.connect([url]) as fleet:
+            assert fleet.servers[0].label == "0-begun"
+            versions = []
+            for v in (0, 1, 2):
+                await push_weights(fleet, root / str(v), read_label(root / str(v) / "manifest.json"))
+                versions.append(await seen(fleet))
+            fleet.servers[0].handover = handover
+            for v in (0, 1, 2):
+                trainers = jax.tree.map(jnp.copy, masters[v])
+                label, weights = handed(place, v, trainers)
+                if v == 1:
+                    await offload.offload(fleet)
+                report = await push_weights(fleet, "", label, arrays=weights)
+                assert report.failed == {} and 0 < report.load_s <= report.pause_s
+                jax.jit(lambda x: jax.tree.map(lambda w: w * 0, x), donate_argnums=0)(trainers)
+                for array in jax.tree.leaves(weights.params):
+                    array[...] = 0
+                assert await seen(fleet) == versions[v]
+            entries = json.loads((root / "2/manifest.json").read_text())["tensors"]
+            assert versions[2][3] == {name: entry["xxh3_128"] for name, entry in entries.items()}
+            assert versions[0][1:] != versions[1][1:]
+
+    with in_process.serving(str(root / "model"), lambda: ("0-begun", handed(place, 2)[1]), **SERVE) as (url, handover):
+        asyncio.run(main(url, handover))
+
+
+def test_a_server_that_has_to_load_anew_gets_the_arrays_of_the_last_push(place):
+    root = place[0]
+    (label, first), (other, second) = (handed(place, v) for v in (1, 2))
+    given = []
+
+    async def main(url, handover):
+        async def flawed(server, weights, flush_cache):
+            given.append(weights.label)
+            if weights.label == other and given.count(other) == 1:
+                raise RuntimeError("RESOURCE_EXHAUSTED")
+            await handover(server, weights, flush_cache)
+
+        async with client.connect([url], timeouts=client.Timeouts(retry_s=0.02)) as fleet:
+            fleet.servers[0].handover = flawed
+            await push_weights(fleet, "", label, arrays=first)
+            await push_weights(fleet, "", other, arrays=second)
+            assert given == [label, other, label, other] and fleet.counts["undone"] == 1
+            assert set((await seen(fleet))[0]) == {2}
+            strange = in_process.Weights(first.config, {**first.params, "norm": np.ones(3, np.float32)}, first.manifest)
+            fleet.timeouts = client.Timeouts(retry_s=0.02, push_attempts=1)
+            with pytest.raises(RuntimeError, match="parameter norm must be .*, got .*3,"):
+                await push_weights(fleet, "", "3-00000000", arrays=strange)
+            while fleet.servers[0].state != "healthy":
+                await asyncio.sleep(0.01)
+            assert set((await seen(fleet))[0]) == {2}
+
+    with in_process.serving(str(root / "model"), **SERVE) as (url, handover):
+        asyncio.run(main(url, handover))
+
+
+def test_an_empty_directory_needs_arrays(tmp_path):
+    with pytest.raises(ValueError, match="the directory to push must exist"):
+        asyncio.run(push_weights(None, tmp_path / "nowhere", "1-00000000", arrays=()))

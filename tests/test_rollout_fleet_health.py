@@ -1,0 +1,347 @@
+"""Servers that fail, hang, come back, join and leave: who gets requests, and with which weights."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import random
+
+import pytest
+from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, serving, states, until
+
+from areax.rollout import client
+from areax.rollout.fleet import offload
+from areax.rollout.fleet.push import push_weights
+
+QUICK = client.Timeouts(retry_s=0.02, lost_s=1.0, lost_own_s=1.0, reach_s=0.5)
+WATCHFUL = dataclasses.replace(QUICK, heartbeat_s=0.05, heartbeat_answer_s=0.5)
+connect = functools.partial(client.connect, timeouts=QUICK)
+watched = functools.partial(client.connect, timeouts=WATCHFUL)
+
+
+def port(place):
+    return int(place.url.rsplit(":", 1)[1])
+
+
+async def never(request, body):
+    await asyncio.sleep(60)
+
+
+async def spread(fleet, n=8):
+    """Versions and addresses of n completions that run side by side."""
+    done = await asyncio.gather(*(fleet.generate([i], max_new_tokens=3) for i in range(n)))
+    return {v for one in done for v in one.version}, {one.info["url"] for one in done}
+
+
+# ---------------------------------------------------------------- pushes that fail
+
+
+@pytest.mark.parametrize(
+    "path, wrong",
+    [
+        ("/pause_generation", answers(500, {})),
+        ("/update_weights_from_disk", answers(400, {"message": "the cache was not flushed"})),
+        ("/update_weights_from_disk", hangs_up),
+        ("/model_info", answers(200, {"weight_version": V0})),
+        ("/continue_generation", answers(500, {})),
+    ],
+)
+def test_a_poisoned_server_is_loaded_anew_before_it_gets_a_request(tmp_path, path, wrong):
+    async def main():
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
+            a.refuse[path] = wrong
+            assert list((await push_weights(fleet, tmp_path, V1)).failed) == [a.url]
+            assert states(fleet) == ["weights_unknown", "healthy"]
+            assert await spread(fleet) == ({1}, {b.url})
+            a.refuse.clear()
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert await spread(fleet) == ({1}, {a.url, b.url})
+            assert fleet.counts["weights_unknown"] == fleet.counts["recovered"] == 1
+            assert (await push_weights(fleet, tmp_path, V2)).failed == {}
+
+    run(main)
+
+
+def test_a_push_that_fails_everywhere_is_undone_and_tried_again(tmp_path):
+    async def main():
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
+            await push_weights(fleet, tmp_path, V1)
+
+            async def refuses(one, request, body):
+                if body["weight_version"] == V2:
+                    return await answers(400, {"message": "no such file"})(request, body)
+                one.label = V1
+                return await answers(200, {"success": True})(request, body)
+
+            for one in (a, b):
+                one.refuse["/update_weights_from_disk"] = functools.partial(refuses, one)
+            task = asyncio.create_task(push_weights(fleet, tmp_path, V2))
+            await until(lambda: fleet.counts["undone"] == 1)
+            assert (await spread(fleet))[0] == {1}
+            with pytest.raises(RuntimeError, match=f"no server took version {V2}: .*no such file"):
+                await task
+            assert fleet.counts["undone"] == QUICK.push_attempts
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert (await spread(fleet))[0] == {1} and fleet.version == 1
+
+            a.refuse.clear(), b.refuse.clear()
+            assert (await push_weights(fleet, tmp_path, V2)).failed == {}
+            assert (await spread(fleet))[0] == {2}
+
+    run(main)
+
+
+def test_a_version_that_comes_meanwhile_is_the_one_it_gets(tmp_path):
+    async def main():
+        async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
+            slow = asyncio.Event()
+
+            async def loads(request, body):
+                del a.refuse[request.path]
+                await slow.wait()
+                a.label = body["weight_version"]
+                return await answers(200, {"success": True})(request, body)
+
+            a.refuse["/update_weights_from_disk"] = answers(500, {})
+            await push_weights(fleet, tmp_path, V1)
+            a.refuse["/update_weights_from_disk"] = loads
+            await until(lambda: not a.refuse)  # it loads V1 again
+            assert (await push_weights(fleet, tmp_path, V2)).loaded == (b.url,)
+            assert states(fleet) == ["weights_unknown", "healthy"]
+            slow.set()
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert (a.label, fleet.version) == (V2, 2)
+            given = [body["weight_version"] for path, body in a.calls if path == "/update_weights_from_disk"]
+            assert given == [V1, V1, V2]
+
+    run(main)
+
+
+# ---------------------------------------------------------------- servers that die or hang
+
+
+def test_a_server_that_returns_with_other_weights_loads_the_newest(tmp_path):
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            b = await stack.enter_async_context(serving())
+            async with serving() as a:
+                fleet = await stack.enter_async_context(connect([a.url, b.url]))
+                await push_weights(fleet, tmp_path, V1)
+            await spread(fleet)
+            await until(lambda: states(fleet) == ["dead", "healthy"])
+            again = await stack.enter_async_context(serving("default", port=port(a)))
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert again.label == V1 and set(controls(b)) - {path for path, _ in again.calls} == {"/weights_checker"}
+            assert await spread(fleet) == ({1}, {again.url, b.url})
+
+    run(main)
+
+
+def test_a_dead_server_is_restarted_while_requests_wait(tmp_path):
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            started = []
+
+            async def restart(url, weights):
+                started.append((url, weights.label))
+                if len(started) == 1:
+                    raise OSError("no room")
+                return (await stack.enter_async_context(serving("default"))).url
+
+            async with serving() as a:
+                fleet = await stack.enter_async_context(connect([a.url], restart=restart))
+                await push_weights(fleet, tmp_path, V1)
+                a.going.clear()
+                task = asyncio.create_task(fleet.generate([1]))
+                await until(lambda: a.load)
+            done = await task
+            check(done, [1], 64)
+            assert set(done.version) == {1} and done.info["url"] != a.url
+            assert started == [(a.url, V1)] * 2
+            assert fleet.counts["restarted"] == fleet.counts["recovered"] == fleet.counts["dead"] == 1
+
+    run(main)
+
+
+def test_restarts_have_a_budget(tmp_path):
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            tried = []
+
+            async def restart(url, weights):
+                tried.append(url)
+                raise RuntimeError("the GPU fell off the bus")
+
+            async with serving() as a:
+                fleet = await stack.enter_async_context(connect([a.url], restart=restart))
+            with pytest.raises(RuntimeError, match="no usable .*the restart failed: the GPU fell"):
+                await fleet.generate([1])
+            assert len(tried) == QUICK.max_restarts
+
+    run(main)
+
+
+def test_a_server_that_hangs_is_noticed_without_a_broken_connection(tmp_path):
+    async def main():
+        async with serving() as a, serving() as b, watched([a.url, b.url], concurrency=4) as fleet:
+            a.going.clear()
+            a.refuse["/model_info"] = never
+            tasks = [asyncio.create_task(fleet.generate([i])) for i in range(8)]
+            for i, done in enumerate(await asyncio.gather(*tasks)):
+                check(done, [i], 64)
+                assert done.info["url"] == b.url
+            assert states(fleet) == ["dead", "healthy"] and fleet.counts["rerouted"] == 4
+            a.going.set()
+            a.refuse.clear()
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+
+    run(main)
+
+
+def test_a_push_does_not_wait_for_a_server_that_hangs_in_it(tmp_path):
+    async def main():
+        async with serving() as a, serving() as b, watched([a.url, b.url]) as fleet:
+            await push_weights(fleet, tmp_path, V1)
+            a.refuse["/update_weights_from_disk"] = a.refuse["/model_info"] = never
+            report = await push_weights(fleet, tmp_path, V2)
+            assert (report.loaded, list(report.failed)) == ((b.url,), [a.url])
+            assert await spread(fleet) == ({2}, {b.url})
+            a.refuse.clear()
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert await spread(fleet) == ({2}, {a.url, b.url})
+
+    run(main)
+
+
+@pytest.mark.parametrize("body", [[], None, "yes", 3, {"weight_version": 7}])
+def test_answers_that_say_nothing_are_those_of_a_dead_server(tmp_path, monkeypatch, body):
+    async def main():
+        async with serving() as a, serving() as b, watched([a.url, b.url]) as fleet:
+            a.refuse["/model_info"] = answers(200, body)
+            await until(lambda: states(fleet) == ["dead", "healthy"])
+            assert await spread(fleet) == ({0}, {b.url})
+
+    run(main)
+
+
+def test_a_server_restarted_behind_our_back_is_noticed_while_idle(tmp_path):
+    async def main():
+        async with serving() as a, watched([a.url]) as fleet:
+            await push_weights(fleet, tmp_path, V1)
+            a.label = "default"
+            await until(lambda: fleet.counts["stale"])
+            await until(lambda: states(fleet) == ["healthy"])
+            assert a.label == V1
+
+    run(main)
+
+
+# ---------------------------------------------------------------- servers that join and leave
+
+
+def test_servers_join_with_the_newest_version_and_leave_when_they_are_done(tmp_path):
+    async def main():
+        async with serving(step_s=0.002) as a, serving() as b, connect([a.url]) as fleet:
+            await push_weights(fleet, tmp_path, V1)
+            await fleet.join(b.url + "/")
+            assert states(fleet) == ["healthy", "stale"]
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert b.label == V1 and await spread(fleet) == ({1}, {a.url, b.url})
+            with pytest.raises(ValueError, match=f"{b.url} is in the fleet already"):
+                await fleet.join(b.url)
+
+            task = asyncio.create_task(fleet.generate([1]))
+            await until(lambda: a.load)
+            await fleet.leave(a.url)
+            assert (await task).info["url"] == a.url and [s.url for s in fleet.servers] == [b.url]
+            assert await spread(fleet) == ({1}, {b.url})
+            with pytest.raises(ValueError, match="must name one of several servers"):
+                await fleet.leave(b.url)
+            assert (fleet.counts["joined"], fleet.counts["left"]) == (1, 1)
+
+    run(main)
+
+
+def test_what_may_not_join(tmp_path):
+    async def main():
+        async with (
+            serving(seeded=True) as a,
+            serving() as b,
+            serving(V2, seeded=True) as c,
+            connect([a.url]) as fleet,
+        ):
+            with pytest.raises(ValueError, match=f"{b.url} honours no seed"):
+                await fleet.join(b.url)
+            with pytest.raises(RuntimeError, match=f"{c.url} has weights '{V2}', the others '{V0}'"):
+                await fleet.join(c.url)
+            with pytest.raises(RuntimeError, match="cannot connect .*0.1 s"):
+                await fleet.join("http://127.0.0.1:9", ready_s=0.1)
+            assert len(fleet.servers) == 1
+
+    run(main)
+
+
+# ---------------------------------------------------------------- everything at once
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed):
+    """Servers say in a token's log-probability which weights really sampled it; they die, lie and refuse at random."""
+    rng = random.Random(seed)
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            alive, ever = {}, []
+
+            async def start():
+                inner = contextlib.AsyncExitStack()
+                fresh = await inner.enter_async_context(serving("default", step_s=0.001, honest=True))
+                alive[fresh.url] = fresh, inner
+                ever.append(fresh)
+                stack.push_async_callback(inner.aclose)
+                return fresh.url
+
+            async def restart(url, weights):
+                return await start()
+
+            urls = [await start() for _ in range(3)]
+            fleet = await stack.enter_async_context(
+                client.connect(
+                    urls, concurrency=6, restart=restart, timeouts=dataclasses.replace(WATCHFUL, max_restarts=99)
+                )
+            )
+            label = lambda v: f"{v}-{v:08x}"
+            await push_weights(fleet, tmp_path, label(1))
+            done, tasks = [], set()
+
+            async def ask(i):
+                prompt = [i] * rng.randint(1, 9)
+                one = await fleet.generate(prompt, max_new_tokens=rng.randint(1, 60))
+                done.append((prompt, one))
+
+            for v in range(2, 14):
+                tasks |= {asyncio.create_task(ask(i)) for i in range(10)}
+                await asyncio.sleep(rng.random() * 0.02)
+                if rng.randrange(3) == 0:
+                    await offload.offload(fleet)
+                victim, inner = rng.choice(list(alive.values()))
+                match rng.randrange(6):
+                    case 0:  # dies
+                        await alive.pop(victim.url)[1].aclose()
+                    case 1:  # cuts its next answers off
+                        victim.script += [hangs_up] * 2
+                    case 2:  # is started anew behind our back
+                        victim.weights = victim.label = "default"
+                        victim.released = False
+                    case 3:  # fails in the middle of the next push, its weights new, its label old
+                        victim.fails = rng.choice(["/pause_generation", "/update_weights_from_disk", "/model_info"])
+                with contextlib.suppress(RuntimeError):  # the push failed on all that were healthy
+                    await push_weights(fleet, tmp_path, label(v), mode=rng.choice(["retract", "abort"]))
+            await asyncio.gather(*tasks)
+            await until(lambda: set(states(fleet)) == {"healthy"})
+            assert len(done) == 120 and not any(one.wrong for one in ever)
+            for prompt, one in done:
+                assert one.tokens == [((len(prompt) + i) * 7 + 3) % 50 for i in range(len(one.tokens))]
+                assert one.logp == [-float(v) for v in one.version] and min(one.version) >= 1
+
+    run(main)

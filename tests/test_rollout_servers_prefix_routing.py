@@ -1,0 +1,125 @@
+"""Requests that go where the beginning of their prompt is, beside a plain account of what servers hold."""
+
+import asyncio
+import types
+
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import V1, run, serving, until
+
+from areax.rollout import client
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers.prefix_routing import BLOCK, RATIO, SLACK, Cached, chain, choose
+from areax.rollout.servers.server import Server
+from areax.rollout.servers.sglang import SGLang
+from areax.rollout.simulation import clock
+from areax.rollout.simulation import server as rates
+
+words = st.lists(st.integers(0, 1), max_size=5)  # blocks of two kinds
+
+
+def tokens(word, rest=0):
+    return [block for block in word for _ in range(BLOCK)] + [7] * rest
+
+
+@given(held=st.lists(words), asked=words, rest=st.integers(0, BLOCK - 1))
+def test_a_match_is_the_longest_common_beginning_in_whole_blocks(held, asked, rest):
+    cached = Cached()
+    for word in held:
+        cached.add(chain(tokens(word)))
+    common = lambda word: next((i for i, (a, b) in enumerate(zip(word, asked, strict=False)) if a != b), None)
+    longest = max((min(len(w), len(asked)) if (i := common(w)) is None else i for w in held), default=0)
+    assert cached.match(chain(tokens(asked, rest))) == longest
+
+
+@given(held=st.lists(words), most=st.integers(1, 6))
+def test_what_was_used_longest_ago_is_forgotten_ends_first(held, most):
+    cached = Cached(most * BLOCK)
+    for word in held:
+        cached.add(chain(tokens(word)))
+        assert len(cached) <= most
+        assert cached.match(chain(tokens(word))) == min(len(word), most)  # the beginning stays
+    cached.clear()
+    assert len(cached) == 0
+
+
+@given(
+    loads=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    held=st.lists(words, min_size=5, max_size=5),
+    asked=words,
+)
+def test_the_longest_match_is_taken_unless_it_is_much_busier(loads, held, asked):
+    fleet = [types.SimpleNamespace(load=load, cached=Cached()) for load in loads]
+    for server, word in zip(fleet, held, strict=False):
+        server.cached.add(chain(tokens(word)))
+    hashes = chain(tokens(asked))
+    chosen, least = choose(fleet, hashes), min(loads)
+    near = [server for server in fleet if server.load <= least + SLACK or server.load <= RATIO * least]
+    longest = max(server.cached.match(hashes) for server in near)
+    assert chosen in near and chosen.cached.match(hashes) == longest
+    assert chosen.load == min(server.load for server in near if server.cached.match(hashes) == longest)
+    if longest == 0:
+        assert chosen.load == least
+
+
+def test_groups_stay_together_turns_follow_and_a_push_forgets(tmp_path):
+    prompt = lambda i: tokens([0], rest=0)[:-1] + [i]
+
+    async def main():
+        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+            a.going.clear()
+            b.going.clear()
+            groups = [[asyncio.create_task(fleet.generate(prompt(i), max_new_tokens=70))] for i in range(4)]
+            for i, group in enumerate(groups):
+                group += [asyncio.create_task(fleet.generate(prompt(i), max_new_tokens=70)) for _ in range(3)]
+            await until(lambda: a.load + b.load == 16)
+            a.going.set()
+            b.going.set()
+            homes = [{(await task).info["url"] for task in group} for group in groups]
+            assert all(len(home) == 1 for home in homes)
+            assert a.load == b.load == 0 and len(a.generated()) == len(b.generated()) == 8
+            # the next turn has a block of what was generated before; its first block alone is on both
+            for i, [home] in enumerate(homes):
+                other = next(server for server in fleet.servers if server.url != home)
+                other.cached.add(chain(prompt(i)))
+                turn = [*prompt(i), *(await groups[i][0]).tokens, 1, 2, 3]
+                assert {(await fleet.generate(turn)).info["url"] for _ in range(3)} == {home}
+            await push_weights(fleet, tmp_path, V1)
+            assert all(len(server.cached) == 0 for server in fleet.servers)
+            fleet.servers[0].cached.add([1])
+            fleet.fail(fleet.servers[0], "stale", "it lies")
+            assert len(fleet.servers[0].cached) == 0
+
+    run(main)
+
+
+def sessions(routed, *, episodes=48, turns=6):
+    """(seconds, tokens read) of episodes on three servers, whose turns go anywhere, or where `choose` says."""
+
+    async def main():
+        speed = rates.Rates(slots=16, step_s=0.01, request_s=0.0, read_tokens_s=5000.0)
+        network = clock.Network({f"http://{i}": rates.Server(speed) for i in range(3)})
+        fleet = client.assemble([Server(SGLang(url, network), ["default"]) for url in network.servers])
+
+        async def episode(i):
+            context = [i] * 500
+            for turn in range(turns):
+                if not routed:
+                    for server in fleet.servers:
+                        server.cached.clear()
+                done = await fleet.generate(context, max_new_tokens=20 + 7 * ((i + turn) % 5))
+                context = [*context, *done.tokens, *[i] * 200]
+                await asyncio.sleep(0.1 * (1 + (5 * i + 3 * turn) % 7))  # a tool
+
+        await asyncio.gather(*(episode(i) for i in range(episodes)))
+        await fleet.close()
+        return asyncio.get_running_loop().time(), sum(server.read for server in network.servers.values())
+
+    return clock.run(main())
+
+
+def test_a_session_reads_what_is_new_and_little_else():
+    """Without memory of where a turn was, most turns meet a server that has to read all of the conversation."""
+    (there_s, there), (anywhere_s, anywhere) = sessions(True), sessions(False)
+    new = 48 * (500 + 5 * 200)
+    assert there < 1.2 * new < 2 * new < anywhere and there_s < 0.7 * anywhere_s

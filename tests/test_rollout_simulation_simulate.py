@@ -1,0 +1,166 @@
+"""Simulated runs where the answer can be computed by hand, and what must hold of all of them."""
+
+import asyncio
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areax.adapters import cli
+from areax.rollout import client, loop
+from areax.rollout.scheduling import executor
+from areax.rollout.servers.server import Server
+from areax.rollout.servers.sglang import SGLang
+from areax.rollout.simulation import clock, server, simulate
+from areax.rollout.simulation.server import Rates
+from areax.rollout.types import sampled
+
+# Everybody generates 100 tokens at 0.01 s and nothing else takes time but training, 1600 tokens a batch.
+EVEN = simulate.Config(
+    servers=1, server=Rates(slots=16, step_s=0.01, request_s=0.0, read_tokens_s=1e9, load_s=0.0), publish_s=0.0,
+    groups=4, group_size=4, prompt=1, new=100.0, cv=0.0, steps=9, train_tokens_s=1616.0, max_concurrent=64,
+)  # fmt: skip
+
+
+def test_steps_add_up_where_nothing_overlaps():
+    one = simulate.simulate(EVEN, 0)
+    assert one.step_s == pytest.approx(1.0 + 1.0, rel=1e-3)  # generation, then training
+    assert one.idle == pytest.approx(0.5, abs=1e-3) and one.busy == pytest.approx(0.5, abs=1e-3)
+    assert one.tokens_s == pytest.approx(1600 / 2.0, rel=1e-3) and one.staleness == {0: 4 * 6}
+    slow = dataclasses.replace(EVEN, publish_s=0.5, server=dataclasses.replace(EVEN.server, load_s=0.25))
+    assert simulate.simulate(slow, 0).step_s == pytest.approx(2.75, rel=1e-3)
+
+
+def test_steps_overlap_where_samples_may_be_older():
+    one = simulate.simulate(EVEN, 1)
+    # what a push interrupts loses the token in the making: up to one step of 0.01 s
+    assert one.step_s == pytest.approx(1.0, abs=0.011) and one.idle < 0.011 and one.busy > 0.98
+    assert one.staleness == {1: 4 * 6}
+    # half the slots: servers take 2 s a batch, and the trainer waits for half of that
+    half = dataclasses.replace(EVEN, server=dataclasses.replace(EVEN.server, slots=8))
+    assert simulate.simulate(half, 1).step_s == pytest.approx(2.0, abs=0.03)
+    # a second server makes up for it
+    assert simulate.simulate(dataclasses.replace(half, servers=2), 1).step_s == pytest.approx(1.0, abs=0.011)
+
+
+@pytest.mark.parametrize("eta, step_s", [(0, 1.0 + 0.4), (1, 1.0)])  # at eta = 0 training alone has to wait
+def test_servers_generate_while_the_trainer_trains_saves_and_evaluates(eta, step_s):
+    """A batch takes 1 s to generate, 0.4 s to train on and 0.6 s to save; 5 held-out rows take 0.5 s on free slots."""
+    G, steps, marks, answers = 4, 8, [], []
+
+    async def workflow(generate, row):
+        done = await generate([row["i"]], max_new_tokens=row.get("tokens", 100))
+        return sampled([row["i"]], done, temperature=1.0)
+
+    async def main():
+        speed = Rates(slots=G + 5, step_s=0.01, request_s=0.0, read_tokens_s=1e9, load_s=0.0)
+        network = clock.Network({"http://0": server.Server(speed)})
+        fleet = client.assemble([Server(SGLang("http://0", network), ["default"])], timeout_s=math.inf)
+        now = asyncio.get_running_loop().time
+        heldout = [{"i": i, "tokens": 50} for i in range(5)]
+
+        async def evaluate(v):
+            answers.append(await executor.rollouts(workflow, fleet.generate, heldout))
+
+        prompts = executor.Prompts([{"i": i} for i in range(100)])
+        async with executor.Executor(
+            workflow, fleet.generate, prompts, group_size=1, groups_per_batch=G, eta=eta, max_concurrent=G, seed=None,
+        ) as rollout:  # fmt: skip
+            await loop.run(
+                rollout.batch, lambda groups: clock.spend(0.4), None, lambda v, at: clock.spend(0.6), evaluate,
+                eta=eta, steps=steps, admit=rollout.admit, cursor=rollout.cursor, save_every=1, evaluate_every=1,
+                on_step=lambda v, result, seconds: marks.append(now()),
+            )  # fmt: skip
+        await fleet.close()
+
+    clock.run(main())
+    assert (marks[-1] - marks[1]) / (steps - 2) == pytest.approx(step_s, abs=0.011)
+    assert len(answers) == steps + 1 and all(len(samples[0].tokens) == 51 for rows in answers for samples in rows)
+
+
+def test_the_best_is_the_fastest_of_the_least_eta():
+    config = dataclasses.replace(EVEN, eta=(0, 1, 2, 4), cv=1.0, steps=30, max_concurrent=8)
+    outcomes = [simulate.simulate(*setting) for setting in simulate.settings(config)]
+    times = [one.step_s for one in outcomes]
+    assert all(b < 1.02 * a for a, b in zip(times, times[1:], strict=False)) and times[0] > 1.3 * times[-1]
+    chosen = simulate.best(outcomes)
+    assert chosen.step_s <= 1.02 * min(times)
+    assert all(one.step_s > 1.02 * min(times) for one in outcomes if one.eta < chosen.eta)
+    for one in outcomes:
+        assert max(one.staleness) <= one.eta and 0 <= one.idle <= 1 and 0 <= one.busy <= 1
+        assert sum(one.staleness.values()) == 20 * config.groups
+
+
+def test_interruption_fills_slots_that_waiting_leaves_empty():
+    config = dataclasses.replace(EVEN, cv=1.0, steps=12)
+    interrupted, drained = (
+        simulate.simulate(dataclasses.replace(config, push=push), 2) for push in ("retract", "drain")
+    )
+    assert interrupted.step_s < 0.9 * drained.step_s and interrupted.busy > drained.busy
+
+
+def test_oversampling_is_faster_where_generation_waits_for_the_slowest():
+    """Trained on are the same prompts but for those that wait for a batch of their own."""
+    config = dataclasses.replace(EVEN, cv=1.0, steps=18, groups=8, oversample=(0, 2, 4))
+    assert [(eta, more) for _, eta, more in simulate.settings(dataclasses.replace(config, eta=(0, 1)))] == [
+        (0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)
+    ]  # fmt: skip
+    plain, some, many = (simulate.simulate(config, 0, more) for more in config.oversample)
+    assert some.step_s < 0.9 * plain.step_s and many.step_s < 0.95 * plain.step_s
+    assert plain.stopped == 0 < some.stopped < many.stopped < 4
+    assert plain.length_bias == pytest.approx(0, abs=1e-9) and set(some.staleness) == {0}
+
+
+def test_lengths_have_the_mean_and_the_spread_that_were_asked_for():
+    drawn = simulate.lengths(simulate.Config(new=500.0, cv=1.5, longest=10**9), 400_000)
+    assert drawn.mean() == pytest.approx(500, rel=0.01) and drawn.std() / drawn.mean() == pytest.approx(1.5, rel=0.03)
+    assert np.array_equal(drawn[:10], simulate.lengths(simulate.Config(new=500.0, cv=1.5, longest=10**9), 400_000)[:10])
+    assert simulate.lengths(simulate.Config(cv=2.0, longest=50), 1000).max() == 50
+
+
+def test_every_split_of_the_devices_is_tried():
+    config = simulate.Config(devices=9, server_devices=2, eta=(1,))
+    assert [(c.servers, c.trainers) for c, *_ in simulate.settings(config)] == [(1, 7), (2, 5), (3, 3), (4, 1)]
+
+
+def test_the_command_line(capsys):
+    options = "--steps 6 --groups 2 --group-size 2 --new 20 --eta 0 1 --devices 3 --server.slots 8"
+    assert cli.main(["simulate", *options.split()]) == 0
+    table = capsys.readouterr().out
+    assert len(table.splitlines()) == 1 + 4 + 1 and table.count("<- best") == 1
+    assert cli.main(["simulate", *options.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["outcomes"]) == 4 and found["best"] in found["outcomes"]
+    step_s = simulate.simulate(simulate.settings(simulate.Config(
+        steps=6, groups=2, group_size=2, new=20.0, eta=(0, 1), devices=3, server=Rates(slots=8)
+    ))[0][0], 0).step_s  # fmt: skip
+    assert found["outcomes"][0]["step_s"] == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_guide_shows_what_it_prints(capsys, which):
+    page = (Path(__file__).parents[1] / "docs/simulate.md").read_text()
+    command, shown = re.findall(r"\$ areax (simulate .*)\n((?:.*\n)*?)```", page)[which]
+    assert cli.main(command.split()) == 0
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--eta -1", "--eta must name one or more numbers from 0 on"),
+        ("--oversample 0 33", "--oversample must name one or more numbers from 0 to --groups 32, got (0, 33)"),
+        ("--steps 2", "--steps must be at least 3, got 2"),
+        ("--train-tokens-s 0", "--train-tokens-s must be above 0"),
+        ("--devices 2 --server-devices 2", "--devices must be more than --server-devices 2"),
+        ("--server.slots 0", "slots must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, options, words):
+    assert cli.main(["simulate", *options.split()]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line

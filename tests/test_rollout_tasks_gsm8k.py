@@ -1,0 +1,241 @@
+"""GSM8K: the gold solutions, and answers as models write them. AREAX_GSM8K names a folder with the real files."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from areax.rollout.tasks import gsm8k
+
+REAL = os.environ.get("AREAX_GSM8K")
+FOLDER = Path(REAL or Path(__file__).parent / "data" / "gsm8k")
+SIZES = {"train": 7473, "heldout": 1319} if REAL else {"train": 6, "heldout": 4}
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return gsm8k.splits(FOLDER)
+
+
+def test_the_files_are_complete(splits):
+    assert {name: len(rows) for name, rows in splits.items()} == SIZES
+
+
+def test_gold_solutions_score_1_and_those_of_the_next_problem_0(splits):
+    rows = splits["train"] + splits["heldout"]
+    files = [FOLDER / "train.jsonl", FOLDER / "test.jsonl"]
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+    solutions = [json.loads(line)["answer"] for line in lines]
+    following = rows[1:] + rows[:1]
+    for row, solution, other in zip(rows, solutions, following, strict=True):
+        assert gsm8k.reward(solution, row) == gsm8k.reward(row["completion"], row) == 1.0, row
+        assert float(row["answer"]) == float(solution.rsplit("####", 1)[1].replace(",", ""))
+        if row["answer"] != other["answer"]:
+            assert gsm8k.reward(solution, other) == 0.0, row
+
+
+def test_rows_hold_no_annotations(splits):
+    for row in splits["train"]:
+        assert "<<" not in row["completion"] and row["question"] in row["prompt"]
+
+
+# The rule: the last marker, #### or \\boxed{}, names the answer, by one number among words and units; in the first line
+# after ####, the first sentence with a number, the last side of an equation. Without a marker it is the last number.
+RIGHT = [
+    # markers and where they end
+    ("#### 72", "72"),
+    ("####72 dollars", "72"),
+    ("####\n72", "72"),
+    ("#### 72\nI checked it with 3 methods.", "72"),
+    ("#### 72. Checked 2 times.", "72"),
+    ("#### 72! That is 5 more than 67.", "72"),
+    ("#### **72**.", "72"),
+    ("#### `72`", "72"),
+    ("#### The answer is 72 eggs", "72"),
+    ("#### Rs. 72", "72"),
+    ("#### Rs.72", "72"),
+    ("#### 5\nno:\n#### 6\n", "6"),
+    ("#### Step 2\n\\boxed{72}", "72"),
+    ("\\boxed{5} no\n#### 72", "72"),
+    ("#### $\\boxed{72}$", "72"),
+    ("at 3 pm \\boxed{72}. Checked 2 times.", "72"),
+    ("\\boxed{5} or rather \\boxed{72}", "72"),
+    ("\\boxed{\\boxed{72}}", "72"),
+    ("\\boxed{72", "72"),
+    # several numbers
+    ("#### 5 + 3 = 8", "8"),
+    ("#### 72 = x", "72"),
+    ("#### 72 (that is 72 eggs)", "72"),
+    ("2 and 3 make 5, so 72", "72"),
+    ("So it is 1,234,567.", "1234567"),
+    # signs
+    ("#### -7", "-7"),
+    ("#### \u22127", "-7"),
+    ("#### \u20137", "-7"),
+    ("#### - 7", "-7"),
+    ("#### x = -7", "-7"),
+    ("#### +7", "7"),
+    ("he owes -$5", "-5"),
+    ("left over: $-5", "-5"),
+    ("In the end:\n- 5 eggs", "5"),
+    ("10-5", "5"),
+    ("pages 3\u20135", "5"),
+    ("-0", "0"),
+    # currency, percent, units, words
+    ("#### $1,080.00", "1080"),
+    ("paid $ 10", "10"),
+    ("#### \u20ac72", "72"),
+    ("#### 72\u20ac", "72"),
+    ("#### US$72", "72"),
+    ("#### $72$", "72"),
+    ("that makes 50%.", "50"),
+    ("\\boxed{50\\%}", "50"),
+    ("\\boxed{72\\text{ eggs}}", "72"),
+    ("\\boxed{\\text{72}}", "72"),
+    ("\\boxed{25\\ \\text{cm}^{2}}", "25"),
+    ("the area is 25 m2", "25"),
+    ("the area is 25 cm^2", "25"),
+    ("#### 25 m\u00b2", "25"),
+    ("#### 90^{\\circ}", "90"),
+    ("#### 72eggs", "72"),
+    # thousands
+    ("\\boxed{\\$1{,}080}", "1080"),
+    ("\\boxed{1\\,080}", "1080"),
+    ("\\boxed{1\\;080}", "1080"),
+    ("#### 1 234", "1234"),
+    ("#### 1 234 567 eggs", "1234567"),
+    ("it is 1\u00a0234", "1234"),
+    ("it is 1\u202f234", "1234"),
+    ("#### 1'234", "1234"),
+    ("#### 1_234", "1234"),
+    ("#### 1,234.0", "1234"),
+    # decimals, fractions, powers of ten
+    (".5 of it", "0.5"),
+    ("72.0", "72"),
+    ("72.", "72"),
+    ("(72)", "72"),
+    ("#### 072", "72"),
+    ("#### 3/4", "0.75"),
+    ("#### 144/2", "72"),
+    ("#### 1,440/20", "72"),
+    ("\\boxed{\\frac{144}{2}}", "72"),
+    ("\\boxed{-\\dfrac{3}{4}}", "-0.75"),
+    ("\\boxed{\\frac12}", "0.5"),
+    ("#### 7.2e1", "72"),
+    ("#### 1.2E+3", "1200"),
+    ("\\boxed{7.2 \\times 10^{1}}", "72"),
+    ("#### 7.2 \u00d7 10^1", "72"),
+    ("#### 7.2 x 10^1", "72"),
+    ("#### 10^3", "1000"),
+]
+WRONG = [  # none of them is 72
+    "",
+    "none",
+    "seventy-two",
+    "####",
+    "72 ####",
+    "#### five",
+    "#### \nfive",
+    "\\boxed{}",
+    "\\boxed{72} and \\boxed{}",
+    "#### 72 or 5",
+    "#### 5, 72",
+    "#### 72 5",
+    "#### 72 and 50 cents",
+    "#### 72\n#### 5",
+    "72, I am sure. #### 5",
+    "#### 70 + 2",
+    "#### 8*9",
+    "#### 72-5",
+    "#### 72 = 5",
+    "#### -72",
+    "#### 72,1",
+    "72,1",
+    "#### 7,2",
+    "#### 0,72",
+    "#### 1,72",
+    "#### 72.5",
+    "#### 71.9999999999999999999",
+    "#### 7272",
+    "#### 72:00",
+    "#### 72/0",
+    "#### 1/72",
+    "\\boxed{3/72}",
+    "#### 72e1",
+    "#### 72 x 10^2",
+    "\\boxed{72x+1}",
+    "\\boxed{72, 5}",
+    "version v72",
+    "x_72",
+    "#### 0x72",
+    "#### 1.72",
+    "#### 72.72.72",
+    "#### nan",
+]
+
+
+def test_the_table_is_long_enough():
+    assert len(set(RIGHT)) + len(set(WRONG)) == len(RIGHT) + len(WRONG) >= 60
+
+
+@pytest.mark.parametrize("text, answer", RIGHT)
+def test_answers_as_people_write_them(text, answer):
+    assert gsm8k.reward(text, {"answer": answer}) == 1.0
+    assert gsm8k.reward(text, {"answer": str(float(answer) + 1)}) == 0.0
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_no_answer_two_or_another_score_0(text):
+    assert gsm8k.reward(text, {"answer": "72"}) == 0.0
+
+
+@pytest.mark.parametrize("answer", [72, 72.0, "72", "1+71 = <<1+71=72>>72 eggs.\n#### 72", "$72"])
+def test_the_answer_of_a_row_may_be_a_number_or_a_solution(answer):
+    assert gsm8k.reward("#### 72", {"answer": answer}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 20_000,
+        "1," * 20_000 + "#" * 20_000,
+        "#### " + "1 234 " * 20_000,
+        "#### 1/" + "9" * 20_000,
+        "#### 9e999",
+        "\\boxed{" * 20_000,
+        "\\frac{" + "1" * 20_000,
+        "1'234" * 20_000,
+        "=" * 20_000,
+    ],
+)
+def test_endless_texts_are_read_at_once(text):
+    start = time.perf_counter()
+    assert gsm8k.reward(text, {"answer": "72"}) == 0.0
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"question": "Why?", "answer": "so"}\n', "train.jsonl:1: .*ends in ####"),
+        ('{"question": "Why?", "answer": "#### so"}\n', "train.jsonl:1: .*no number after ####"),
+        ('{"question": "Why?", "answer": "#### 1/2"}\n', "train.jsonl:1: .*no number after ####"),
+        ('{"question": "Why?"}\n', "train.jsonl:1: .*got {'question': 'Why\\?'}"),
+        ("[1]\n", "train.jsonl:1: 'list' object"),
+        ('{"question": "1+1?", "answer": "#### 2"}\n{"quest', "train.jsonl:2: "),
+        (None, "no such file, got .*train.jsonl"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        gsm8k.splits(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_an_answer_that_is_no_number_is_the_rows_fault():
+    with pytest.raises(ValueError, match="must be a number, got 'many'"):
+        gsm8k.reward("#### 1", {"answer": "many"})

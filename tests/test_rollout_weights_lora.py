@@ -1,0 +1,72 @@
+"""Versions that are adapters: which directories are, which servers take them, and what stays loaded."""
+
+import asyncio
+import json
+
+import pytest
+import virtual
+
+from areax.rollout.servers.labels import read_label
+from areax.rollout.servers.server import Server
+from areax.rollout.servers.sglang import SGLang, _adapter_refusal
+from areax.rollout.simulation import clock
+from areax.rollout.weights import lora
+
+ABLE = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"], "max_loaded_loras": None}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, ""),
+        ({"lora_target_modules": ["all"], "max_lora_rank": None, "max_loaded_loras": 3, "dp_size": 1}, ""),
+        ({"enable_lora": None}, "--enable-lora"),
+        ({"max_lora_rank": 7}, "rank 7 at most, not 8"),
+        ({"lora_target_modules": ["q_proj"]}, "no adapters of v_proj"),
+        ({"max_loaded_loras": 2}, "keeps 2 adapters at most"),
+        ({"dp_size": 2}, "--dp-size"),
+    ],
+)
+def test_which_servers_take_adapters(changes, words):
+    said = _adapter_refusal(ABLE | changes, 8, ["q_proj", "v_proj"])
+    assert words in said and bool(said) == bool(words)
+
+
+def test_adapters_name_their_base(tmp_path):
+    base, path = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir(), path.mkdir()
+    assert lora.published(base, "1-00000000").base is None
+    (path / lora.CONFIG).write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    with pytest.raises(ValueError, match="adapters to push need a manifest and a published base"):
+        lora.published(path, "1-00000000")
+    (base / "manifest.json").write_text('{"version": 0}')
+    label = read_label(base / "manifest.json")
+    (path / "manifest.json").write_text(json.dumps({"base": label}))
+    found = lora.published(path, "1-00000000")
+    assert (found.base.directory, found.base.label) == (str(base), label)
+    (base / "manifest.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match=f"belong to the base {label}, but .*base is 1-"):
+        lora.published(path, "1-00000000")
+
+
+def test_what_is_unloaded():
+    """All but the newest two and those in use; what others loaded under names of theirs stays."""
+    network = virtual.Network()
+    url = network.start(0.01)
+    names = [f"{v}-0000000{v}" for v in range(6)]
+    network.servers[url].adapters = dict.fromkeys(["mine", *names], "somewhere")
+    server = Server(SGLang(url, network), ["default"], adapters=names[1:])
+
+    async def main():
+        with lora.using(server, names[2]):
+            await lora.unload(server)
+            assert [*network.servers[url].adapters] == ["mine", names[2], *names[4:]]
+            assert server.adapters == [names[2], *names[4:]]
+        assert lora.choose(server, names[2]) == names[2] and lora.choose(server, names[3]) == names[5]
+        network.servers[url].faults["/unload_lora_adapter"] = "refuse"
+        await lora.unload(server)  # it may fail, and is tried again when the next comes
+        assert server.adapters == names[4:]
+        await lora.unload(server)
+        assert [*network.servers[url].adapters] == ["mine", *names[4:]]
+
+    clock.run(asyncio.wait_for(main(), 10))

@@ -1,0 +1,386 @@
+"""Versions on their way to a machine that does not see the trainer's files: whole or not at all, whatever breaks."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from scripted import V0, controls, run, serving, states, until
+
+from areax.rollout import client
+from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers.labels import read_label
+from areax.rollout.servers.types import Published
+from areax.rollout.weights import file_server, stager
+
+KEY = "a key of the fleet"
+
+
+def published(root, v, weights):
+    """A directory as `write_published` leaves one, with these bytes for tensors."""
+    path = root / str(v)
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(weights)
+    (path / "config.json").write_text('{"model_type": "any"}')
+    (path / "manifest.json").write_text(json.dumps({"version": v, "first": weights[:8].hex()}))
+    return Published(str(path), read_label(path / "manifest.json"))
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in Path(path).iterdir()}
+
+
+@pytest.fixture
+def weights():
+    """Three versions that differ in a few places, and one that has nothing in common with them."""
+    rng = np.random.default_rng(0)
+    made = [rng.bytes(3_000_000)]
+    for _ in range(2):
+        now = np.frombuffer(made[-1], np.uint8).copy()
+        now[rng.integers(0, now.size, 9_000)] ^= 1
+        made.append(now.tobytes())
+    return [*made, rng.bytes(3_000_000)]
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "server").mkdir()
+    return tmp_path
+
+
+def test_versions_arrive_whole_and_later_ones_as_deltas(place, weights):
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            said = []
+            for v, data in enumerate(weights):
+                one = published(place / "trainer", v, data)
+                here.offer(one)
+                said.append(await stager.fetch_version(place / "server", one.label, here.url, here.key))
+                assert contents(said[-1]["path"]) == contents(one.directory)
+                again = await stager.fetch_version(place / "server", one.label, here.url, here.key)
+                assert again["bytes"] == 0 and again["path"] == said[-1]["path"]
+            assert [one["delta"] for one in said] == [False, True, True, False]  # of the last none would pay
+            assert max(said[1]["bytes"], said[2]["bytes"]) < 0.1 * said[0]["bytes"] and said[3]["bytes"] > 3_000_000
+            kept = sorted(os.listdir(place / "server"))
+            assert [name[0] for name in kept] == ["2", "3"]
+            # another run begins with version 0 again
+            (place / "trainer/0/manifest.json").write_text('{"version": 0}')
+            one = Published(str(place / "trainer/0"), read_label(place / "trainer/0/manifest.json"))
+            here._listings.clear()
+            here.offer(one)
+            assert contents((await stager.fetch_version(place / "server", one.label, here.url, here.key))["path"])
+            assert sorted(name[0] for name in os.listdir(place / "server")) == ["0", "3"]
+
+    run(main)
+
+
+def test_over_a_fast_connection_deltas_are_left_alone(place, weights):
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            speeds, ways = {}, []
+            for v, told in enumerate(({}, {}, {"delta": 1.0, "all": 2.0}, {"delta": 2.0, "all": 1.0})):
+                speeds |= told
+                one = published(place / "trainer", v, weights[v % 3])
+                here.offer(one)
+                said = await stager.fetch_version(place / "server", one.label, here.url, here.key, speeds)
+                ways.append(said["delta"])
+                assert contents(said["path"]) == contents(one.directory)
+            assert ways == [False, True, False, True] and speeds["delta"] > 100  # as measured
+
+    run(main)
+
+
+@contextlib.asynccontextmanager
+async def between(here, cut=(), damage=()):
+    """A depot's address behind which answers break off, or have a byte flipped.
+
+    Args:
+      cut, damage: where, of one answer that is a file after the other; None = it is left alone.
+    """
+    cut, damage, asked = list(cut), list(damage), []
+
+    async def forward(request):
+        asked.append((request.path, request.headers.get("range")))
+        headers = {name: request.headers[name] for name in ("authorization", "range") if name in request.headers}
+        async with http.get(here.url + request.path_qs, headers=headers) as reply:
+            body = await reply.read()
+        if request.path.endswith(".safetensors") or request.path.endswith(".delta"):
+            if (at := damage.pop(0) if damage else None) is not None:
+                body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+            if (at := cut.pop(0) if cut else None) is not None:
+                answer = aiohttp.web.StreamResponse(status=reply.status, headers={"Content-Length": str(len(body))})
+                await answer.prepare(request)
+                await answer.write(body[:at])
+                request.transport.close()
+                return answer
+        return aiohttp.web.Response(status=reply.status, body=body, content_type="application/octet-stream")
+
+    app = aiohttp.web.Application()
+    app.router.add_get("/{path:.*}", forward)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+def test_what_breaks_off_goes_on_where_it_stopped(place, weights, monkeypatch):
+    monkeypatch.setattr(stager, "PAUSE_S", 0.01)
+
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            one = published(place / "trainer", 1, weights[0])
+            here.offer(one)
+            async with between(here, cut=[1_000_000, 0, 500_000, None]) as (url, asked):
+                said = await stager.fetch_version(place / "server", one.label, url, here.key)
+            assert contents(said["path"]) == contents(one.directory)
+            ranges = [asked_for for path, asked_for in asked if path.endswith(".safetensors")]
+            assert ranges == [None, "bytes=1000000-", "bytes=1000000-", "bytes=1500000-"]
+            assert said["bytes"] == sum(len(data) for data in contents(one.directory).values())
+
+            # what a stager that was killed had got so far counts too
+            two = published(place / "trainer", 2, weights[1])
+            part = place / f"server/.{two.label}.part"
+            part.mkdir()
+            (part / "model.safetensors").write_bytes(weights[1][:2_000_000])
+            here._versions.pop(one.label)  # no delta
+            here.offer(two)
+            said = await stager.fetch_version(place / "server", two.label, here.url, here.key)
+            assert said["resumed"] == 2_000_000 and contents(said["path"]) == contents(two.directory)
+
+    run(main)
+
+
+def test_a_depot_that_is_gone_is_given_up(place, weights, monkeypatch):
+    monkeypatch.setattr(stager, "PAUSE_S", 0.001)
+
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            one = published(place / "trainer", 1, weights[0])
+            here.offer(one)
+            async with between(here, cut=[0] * 99) as (url, _):
+                with pytest.raises(RuntimeError, match="5 attempts in a row brought nothing; the last: ClientPayload"):
+                    await stager.fetch_version(place / "server", one.label, url, here.key)
+            with pytest.raises(RuntimeError, match="5 attempts in a row brought nothing; the last: ClientConnector"):
+                await stager.fetch_version(place / "server", one.label, url, here.key)
+            assert [name for name in os.listdir(place / "server") if not name.startswith(".")] == []
+
+    run(main)
+
+
+def test_what_comes_damaged_is_fetched_again(place, weights):
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            one, two = (published(place / "trainer", v, weights[v]) for v in (0, 1))
+            here.offer(one)
+            async with between(here, damage=[99]) as (url, _):
+                said = await stager.fetch_version(place / "server", one.label, url, here.key)
+            assert contents(said["path"]) == contents(one.directory) and said["bytes"] > 6_000_000
+            here.offer(two)
+            async with between(here, damage=[99, 99]) as (url, _):  # a delta, twice: all of it is fetched
+                said = await stager.fetch_version(place / "server", two.label, url, here.key)
+            assert not said["delta"] and contents(said["path"]) == contents(two.directory)
+            three = published(place / "trainer", 3, weights[3])
+            here.offer(three)
+            async with between(here, damage=[99, 99]) as (url, _):
+                with pytest.raises(RuntimeError, match="model.safetensors: came damaged twice"):
+                    await stager.fetch_version(place / "server", three.label, url, here.key)
+
+    run(main)
+
+
+def test_a_delta_upon_a_damaged_base_is_not_trusted(place, weights):
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            one, two = (published(place / "trainer", v, weights[v]) for v in (0, 1))
+            here.offer(one)
+            path = (await stager.fetch_version(place / "server", one.label, here.url, here.key))["path"]
+            with open(f"{path}/model.safetensors", "r+b") as file:
+                file.write(b"rot")
+            here.offer(two)
+            said = await stager.fetch_version(place / "server", two.label, here.url, here.key)
+            assert not said["delta"] and contents(said["path"]) == contents(two.directory)
+
+    run(main)
+
+
+def test_a_full_disk_leaves_nothing_behind(place, weights, monkeypatch):
+    class Full:
+        def __init__(self, path, mode):
+            self.file = open(path, mode)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            one = published(place / "trainer", 1, weights[0])
+            here.offer(one)
+            with monkeypatch.context() as patch:
+                patch.setattr(stager, "open", Full, raising=False)
+                with pytest.raises(OSError, match="No space left"):
+                    await stager.fetch_version(place / "server", one.label, here.url, here.key)
+            assert os.listdir(place / "server") == []
+            await stager.fetch_version(place / "server", one.label, here.url, here.key)
+
+    run(main)
+
+
+def test_what_a_depot_says_is_not_taken_for_granted(place, weights):
+    one = published(place / "trainer", 1, weights[0])
+    good = file_server.listing(place / "trainer/1")
+
+    async def fetch(here, label, listing=None, key=None):
+        here._listings[label] = listing
+        if listing is None:
+            del here._listings[label]
+        await stager.fetch_version(place / "server", label, here.url, key or here.key)
+
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            here.offer(one)
+            with pytest.raises(ValueError, match="HTTP 401: the key is missing or wrong"):
+                await fetch(here, one.label, key="another")
+            with pytest.raises(ValueError, match="HTTP 404: no version 7-00000000 here"):
+                await fetch(here, "7-00000000")
+            here.offer(Published(one.directory, "1-00000000"))
+            with pytest.raises(RuntimeError, match="1-00000000 is the name of another manifest"):
+                await fetch(here, "1-00000000")
+            with pytest.raises(RuntimeError, match="names files outside"):
+                await fetch(here, one.label, good | {"../x": good["config.json"]})
+            with pytest.raises(RuntimeError, match="is not one"):
+                await fetch(here, one.label, {"config.json": good["config.json"]})
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {here.key}"}) as http:
+                for name in ("../secret", "%2e%2e%2fsecret", "other"):
+                    async with http.get(f"{here.url}/{one.label}/{name}") as reply:
+                        assert reply.status == 404
+            here.offer(one)
+            for path in (place / "trainer/1").iterdir():
+                path.unlink()
+            (place / "trainer/1").rmdir()
+            here.offer(published(place / "trainer", 2, weights[0]))
+            with pytest.raises(ValueError, match="HTTP 404"):
+                await fetch(here, one.label)
+
+    run(main)
+
+
+@contextlib.contextmanager
+def process(root, key=KEY, port=0):
+    command = [sys.executable, "-m", "areax.rollout.weights.stager", "--root", str(root), "--port", str(port)]
+    environment = {name: value for name, value in os.environ.items() if name != file_server.KEY}
+    environment |= {file_server.KEY: key} if key else {}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as own:
+        try:
+            found = re.match(r"(http://\S+) stages versions in ", own.stdout.readline())
+            yield found and found.group(1), own
+        finally:
+            own.send_signal(signal.SIGTERM)
+            own.communicate(timeout=20)
+
+
+def test_a_fleet_pushes_to_servers_that_see_no_files_of_ours(place, weights, monkeypatch):
+    monkeypatch.setenv(file_server.KEY, KEY)
+
+    async def main():
+        with process(place / "a") as (first, _), process(place / "b") as (second, own):
+            async with serving(V0) as a, serving(V0) as b:
+                async with client.connect([a.url, b.url], stagers=[first, second]) as fleet:
+                    labels = []
+                    for v in (1, 2):
+                        one = published(place / "trainer", v, weights[v])
+                        report = await push_weights(fleet, one.directory, one.label)
+                        labels.append(one.label)
+                        assert set(report.loaded) == {a.url, b.url} and report.stage_s > 0
+                        assert report.stage_bytes > 6_000_000 if v == 1 else 0 < report.stage_bytes < 600_000
+                    for server, folder in ((a, "a"), (b, "b")):
+                        given = [body["model_path"] for path, body in server.calls if path.endswith("from_disk")]
+                        assert given == [str(place / folder / label) for label in labels]
+                        assert contents(given[1]) == contents(one.directory)
+                    # a stager that dies: its server is left out, and comes back with it
+                    own.kill()
+                    three = published(place / "trainer", 3, weights[3])
+                    report = await push_weights(fleet, three.directory, three.label)
+                    assert report.loaded == (a.url,) and "did not get there" in report.failed[b.url]
+                    assert states(fleet) == ["healthy", "stale"] and b.label == labels[1]
+                    with process(place / "b", port=second.rpartition(":")[2]):
+                        await until(lambda: states(fleet) == ["healthy", "healthy"])
+                    assert b.label == three.label and controls(b)[-1] == "/continue_generation"
+                    async with serving(V0) as c:
+                        with pytest.raises(ValueError, match="a server has a stager where the others have one"):
+                            await fleet.join(c.url)
+                        await fleet.join(c.url, stager=first)
+                        await until(lambda: states(fleet)[2] == "healthy")
+                        assert c.label == three.label
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_stager_refuses_strangers_and_nonsense(place, monkeypatch):
+    async def main():
+        with process(place / "server") as (url, _):
+            async with aiohttp.ClientSession() as http:
+                ask = {"key": KEY, "label": "1-00000000", "source": "http://127.0.0.1:1", "source_key": "k"}
+                for body, status, words in (
+                    (ask | {"key": "wrong"}, 401, "AREAX_STAGER_KEY"),
+                    (ask | {"label": "../../etc"}, 400, "a label must be"),
+                    ({"key": KEY}, 400, "the body must be an object"),
+                    ([], 400, "the body must be an object"),
+                ):
+                    async with http.post(f"{url}/stage", json=body) as reply:
+                        assert reply.status == status and words in (await reply.json())["error"]["message"]
+                async with http.get(f"{url}/health") as reply:
+                    assert await reply.json() == {"versions": []}
+        monkeypatch.setenv(file_server.KEY, "wrong")
+        with process(place / "server") as (url, _):
+            async with serving(V0) as a, client.connect([a.url], stagers=[url]) as fleet:
+                one = published(place / "trainer", 1, b"weights")
+                fleet.timeouts = client.Timeouts(push_attempts=1)
+                with pytest.raises(RuntimeError, match="no server took version .* HTTP 401: .*AREAX_STAGER_KEY"):
+                    await push_weights(fleet, one.directory, one.label)
+
+    run(main)
+
+
+def test_addresses_that_cannot_be_right(place):
+    async def main():
+        with pytest.raises(ValueError, match="stagers must be one a server, in their order, got 1 for 2"):
+            async with client.connect(["http://a", "http://b"], stagers=["http://c"]):
+                pass
+
+    run(main)
+    with process(place / "server", key="") as (url, _):
+        assert url  # on loopback it needs none
+    for arguments, words in (
+        (["--root", str(place / "x"), "--host", "0.0.0.0"], "can be reached from other machines"),
+        (["--root", "/proc/none"], "cannot be made"),
+        (["--root", str(place / "x"), "--port", "99999"], "cannot serve at"),
+    ):
+        environment = {name: value for name, value in os.environ.items() if name != file_server.KEY}
+        done = subprocess.run(
+            [sys.executable, "-m", "areax.rollout.weights.stager", *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,289 @@
+"""Agents against a gateway on a real socket, the policy scripted: rewards, failures, processes, users who come."""
+
+import asyncio
+import json
+import logging
+import math
+import sys
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from test_rollout_workflows_multi_turn import SAMPLING, TOKENS, learnt, policy
+
+from areax.rollout.errors import ServerError
+from areax.rollout.workflows import agents, resolve
+from areax.rollout.workflows.resolve import bind
+
+ROW = {"prompt": "2 + 2", "answer": "4"}
+
+
+async def right(text, row, **_):
+    return float(text == row["answer"])
+
+
+async def chat(base_url, api_key, *said):
+    """The ids and texts of answers to one user message after the other, of one conversation."""
+    messages, answers = [], []
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
+        for text in said:
+            messages.append({"role": "user", "content": text})
+            body = {"model": "areax", "messages": messages}
+            async with http.post(f"{base_url}/chat/completions", json=body) as reply:
+                assert reply.status == 200, await reply.text()
+                answer = await reply.json()
+            messages.append(answer["choices"][0]["message"])
+            answers.append((answer["id"], messages[-1]["content"]))
+    return answers
+
+
+def play(run, *texts, options=None, row=ROW):
+    generate, _ = policy(*texts)
+
+    async def main():
+        how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING, options=options or agents.Options())
+        async with agents.played(run, "agent", **how) as workflow:
+            return await workflow(generate, row)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "result, wanted",
+    [(lambda ids: 0.5, 0.5), (lambda ids: 1, 1.0), (lambda ids: {"a": 1, "b": 2.0}, 3.0),
+     (lambda ids: {ids[0]: 1, ids[1]: 0.25}, 1.25), (lambda ids: None, 1.0), (lambda ids: math.nan, math.nan)],
+    ids=["number", "integer", "components", "interactions", "nothing", "nan"],
+)  # fmt: skip
+def test_what_an_agent_returns_is_its_reward(result, wanted):
+    async def run(row, base_url, api_key):
+        answers = await chat(base_url, api_key, row["prompt"], "sure?")
+        return result([id for id, _ in answers])
+
+    [sample] = play(run, "5", "4")
+    assert sample.reward == pytest.approx(wanted, nan_ok=True)
+    assert learnt(sample) == "5<|im_end|>4<|im_end|>" and sample.info["row"] == ROW
+    one, two = play(run, "5", "4", options=agents.Options(rows="interactions", discount=0.5))
+    if wanted == 1.25:
+        assert (one.reward, two.reward) == (1 + 0.5 * 0.25, 0.25)
+
+
+def test_an_agent_that_fails_or_is_late_is_unscorable(caplog):
+    async def fails(row, base_url, api_key):
+        await chat(base_url, api_key, "hello")
+        raise KeyError("no such tool")
+
+    async def hangs(row, base_url, api_key):
+        await chat(base_url, api_key, "hello")
+        await asyncio.sleep(60)
+
+    with caplog.at_level(logging.WARNING):
+        [sample] = play(fails, "x")
+        [late] = play(hangs, "x", options=agents.Options(timeout_s=0.5))
+    assert math.isnan(sample.reward) and math.isnan(late.reward)
+    assert "agent agent failed: KeyError: 'no such tool'" in caplog.text and "TimeoutError" in caplog.text
+
+
+def test_a_server_that_fails_is_no_failing_agent():
+    """The error that an SDK makes of it is not what the executor has to see."""
+
+    async def generate(tokens, **_):
+        raise ServerError("no usable generation server is left")
+
+    async def run(row, base_url, api_key):
+        await chat(base_url, api_key, "hello")
+
+    async def main():
+        async with agents.played(run, "mine", tokenizer=TOKENS, reward=right, sampling=SAMPLING) as workflow:
+            with pytest.raises(RuntimeError, match="no usable generation server"):
+                await workflow(generate, ROW)
+
+    asyncio.run(main())
+
+
+def test_an_agent_may_be_a_plain_function():
+    def run(row, base_url, api_key):
+        asyncio.run(chat(base_url, api_key, row["prompt"]))
+        return 0.5
+
+    [sample] = play(agents.coroutine(run), "4")
+    assert sample.reward == 0.5
+
+
+def test_rewards_of_strangers_are_refused(caplog):
+    async def run(row, base_url, api_key):
+        [(id, _)] = await chat(base_url, api_key, "hello")
+        return {id: 0.25, "other": 1.0}
+
+    [sample] = play(run, "x")
+    assert math.isnan(sample.reward) and "there is no interaction 'other'" in caplog.text
+
+
+def test_an_agent_that_always_fails_ends_the_run():
+    async def fails(row, base_url, api_key):
+        raise OSError("not installed")
+
+    async def main():
+        async with agents.played(fails, "mine", tokenizer=TOKENS, reward=right, sampling=SAMPLING) as workflow:
+            for _ in range(agents.FAILED - 1):
+                assert await workflow(None, ROW) is None
+            with pytest.raises(
+                ValueError, match="agent mine: failed 16 times in a row; the last time: OSError: not inst"
+            ):
+                await workflow(None, ROW)
+
+    asyncio.run(main())
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "areax", "messages": [{"role": "user", "content": row["prompt"]}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print("the answer is", said)
+print(17)
+if said == "crash":
+    sys.exit("no idea what to do")
+if said != "4":
+    print(json.dumps({"right": 0.25}))
+"""
+
+
+@pytest.mark.parametrize("said, wanted", [("4", 1.0), ("5", 0.25), ("crash", math.nan)])
+def test_a_program_plays_in_a_process_of_its_own(said, wanted, tmp_path, caplog):
+    """Its last line is the result if it is a JSON object, else the run's reward of its last answer counts."""
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    [sample] = play(agents.command(f"{sys.executable} {tmp_path}/agent.py"), said)
+    assert sample.reward == pytest.approx(wanted, nan_ok=True) and learnt(sample) == f"{said}<|im_end|>"
+    assert ("no idea what to do" in caplog.text) == (said == "crash")
+
+
+@asynccontextmanager
+async def served(generate, **options):
+    """(workflow of users who come, where they come to)."""
+    said = []
+    async with agents.online(
+        tokenizer=TOKENS, sampling=SAMPLING, options=agents.Options(**options), say=said.append
+    ) as workflow:
+        yield workflow, said[0].split()[0]
+
+
+def test_users_come_by_themselves(monkeypatch):
+    monkeypatch.delenv("AREAX_ADMIN_KEY", raising=False)
+    with pytest.raises(ValueError, match="put one into AREAX_ADMIN_KEY"):
+        bound("online")
+    monkeypatch.setenv("AREAX_ADMIN_KEY", "secret")
+    generate, _ = policy("4", "no")
+
+    async def main():
+        async with served(generate) as (workflow, url), aiohttp.ClientSession() as http:
+
+            async def post(path, body, key="secret"):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with http.post(url + path, json=body, headers=headers) as reply:
+                    return reply.status, await reply.json()
+
+            status, answer = await post("/sessions", {})
+            assert status == 503 and "try again" in json.dumps(answer)
+            episodes = [asyncio.create_task(workflow(generate, ROW)) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            samples = []
+            for reward in (None, 0.5):
+                status, session = await post("/sessions", {})
+                assert status in (200, 201), session
+                await chat(session["base_url"], session["api_key"], "2 + 2?")
+                if reward is not None:
+                    await post(f"/sessions/{session['id']}/reward", {"value": reward}, session["api_key"])
+                headers = {"Authorization": f"Bearer {session['api_key']}"}
+                async with http.delete(f"{url}/sessions/{session['id']}", headers=headers) as reply:
+                    assert reply.status in (200, 204)
+            for episode in episodes:
+                samples += await episode
+            return samples
+
+    first, second = asyncio.run(main())
+    assert math.isnan(first.reward) and second.reward == 0.5
+    assert [learnt(first), learnt(second)] == ["4<|im_end|>", "no<|im_end|>"]
+
+
+# -- names on the command line -------------------------------------------------------------------
+
+WORKFLOWS = """
+async def plain(generate, row, *, tokenizer, extra=0):
+    return tokenizer, extra
+
+class Agent:
+    def __init__(self, times=1):
+        self.times = times
+    async def run(self, row, base_url):
+        return self.times
+
+ready = Agent(3)
+
+def nothing(x):
+    return x
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(WORKFLOWS)
+    return path
+
+
+def bound(name, **options):
+    async def main():
+        how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING, options=options)
+        async with bind(name, **how) as workflow:
+            return await workflow(None, ROW)
+
+    return asyncio.run(main())
+
+
+def test_a_workflow_is_given_what_it_takes(file):
+    assert bound(f"{file}:plain") == (TOKENS, 0) and bound(f"{file}:plain", extra=2) == (TOKENS, 2)
+
+
+def test_agents_are_classes_objects_and_functions(file):
+    for name in ("Agent", "ready"):
+        assert bound(f"{file}:{name}") is None  # it asked nothing
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("plain", {"more": 1}, "--workflow-options: .*plain takes .*extra.*, got more"),
+        ("Agent", {"more": 1}, "takes times, got more"),
+        ("ready", {"more": 1}, "takes nothing, got more"),
+        ("nothing", {}, r"must be a function that takes `generate`.*got function\(x\)"),
+        ("number", {}, "must be a function that takes `generate`"),
+        ("plane", {}, "there is no 'plane' .* did you mean plain"),
+    ],
+)
+def test_names_that_stand_for_no_workflow(file, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        bound(f"{file}:{name}", **options)
+
+
+def test_options_that_a_workflow_does_not_read_are_refused(file):
+    async def main(name, **how):
+        async with bind(name, tokenizer=TOKENS, reward=right, sampling=SAMPLING, **how):
+            raise AssertionError("it was taken")
+
+    with pytest.raises(ValueError, match="--workflow-options: exec:true takes nothing, got turns"):
+        asyncio.run(main("exec:true", options={"turns": 1}))
+    with pytest.raises(ValueError, match="plain is no agent but a workflow.* got Options"):
+        asyncio.run(main(f"{file}:plain", agent=agents.Options(rows="interactions")))
+
+
+@pytest.mark.parametrize("text, message", [("{", "must be a JSON object"), ("[1]", r"got '\[1\]'")])
+def test_options_are_json(text, message):
+    with pytest.raises(ValueError, match=message):
+        resolve.options(text)
+    assert resolve.options("") == {} and resolve.options('{"turns": 4}') == {"turns": 4}

@@ -1,0 +1,122 @@
+"""Workflows of several turns, against a scripted policy: what is said next, what is rewarded, what is learnt."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from areax.adapters import tokenizer
+from areax.rollout.types import Completion, Sampling
+from areax.rollout.workflows import multi_turn
+
+TOKENS = tokenizer.byte_level()
+SAMPLING = Sampling(max_new_tokens=64)
+
+
+def policy(*texts):
+    """(generate that says the texts one after the other, the prompts it was given as texts)."""
+    left, heard = list(texts), []
+
+    async def generate(prompt, **sampling):
+        heard.append(TOKENS.decode(prompt))
+        tokens = [*TOKENS.encode(left.pop(0)), TOKENS.eos_token_id]
+        return Completion(tokens, [-0.5] * len(tokens), [3] * len(tokens), "stop")
+
+    return generate, heard
+
+
+async def right(text, row, **_):
+    return {"right": float(text == row["answer"])}
+
+
+def play(workflow, texts, row, **options):
+    generate, heard = policy(*texts)
+    return asyncio.run(workflow(generate, row, tokenizer=TOKENS, sampling=SAMPLING, **options)), heard
+
+
+def learnt(sample):
+    return TOKENS.decode(sample.tokens[sample.mask].tolist())
+
+
+@pytest.mark.parametrize("said, wanted", [(["4"], 1.0), (["3", "4"], 0.5), (["3", "5", "6"], 0.0)])
+def test_wrong_answers_are_followed_by_feedback(said, wanted):
+    row = {"prompt": "2 + 2", "answer": "4"}
+    [sample], heard = play(multi_turn.multi_turn, said, row, reward=right, discount=0.5, feedback="again")
+    assert sample.reward == wanted and sample.components == {"right": float(said[-1] == "4")}
+    assert learnt(sample) == "".join(f"{text}<|im_end|>" for text in said)
+    assert len(heard) == len(said) and all("again" in text for text in heard[1:])
+    assert sample.turn[sample.mask].max() == len(said) - 1
+
+
+class Countdown:
+    """Says a number; the action is to say one less, until zero."""
+
+    closed = 0
+
+    async def reset(self, row):
+        self.left = row["from"]
+        return str(self.left)
+
+    def step(self, action):
+        good = action == str(self.left - 1)
+        self.left -= 1
+        return str(self.left), float(good), self.left == 0
+
+    def close(self):
+        Countdown.closed += 1
+
+
+def test_an_environment_rewards_every_action():
+    said = ["2", "x", "0"]
+    place = f"{__file__}:Countdown"
+    [sample], heard = play(multi_turn.environment, said, {"from": 3}, make=place)
+    ends = np.flatnonzero(sample.tokens == TOKENS.eos_token_id)
+    ends = [i for i in ends if sample.mask[i]]
+    assert sample.rewards == tuple(zip(ends, (1.0, 0.0, 1.0), strict=True))
+    assert [text.rsplit("user\n", 1)[1][0] for text in heard] == ["3", "2", "1"]
+    [cut], _ = play(multi_turn.environment, ["2"], {"from": 3}, make=place, turns=1)
+    assert cut.reward == 1.0
+
+
+@pytest.mark.parametrize("verdict, wanted", [("good.\n8", 0.8), ("great: 12!", 1.0), ("no idea", math.nan)])
+def test_a_judge_is_not_trained(verdict, wanted):
+    [sample], heard = play(multi_turn.judged, ["an answer", verdict], {"prompt": "why?"})
+    assert sample.reward == pytest.approx(wanted, nan_ok=True) and learnt(sample) == "an answer<|im_end|>"
+    assert "Question:\nwhy?\n\nAnswer:\nan answer" in heard[1] and sample.info["verdict"] == verdict
+
+
+def test_a_conversation_that_outgrows_the_model_ends():
+    async def generate(prompt, **sampling):
+        if len(prompt) > 60:
+            raise ValueError("the prompt is longer than the context")
+        tokens = [*TOKENS.encode("no"), TOKENS.eos_token_id]
+        return Completion(tokens, [-0.5] * 3, [3] * 3, "stop")
+
+    how = dict(tokenizer=TOKENS, reward=right, sampling=SAMPLING)
+    [sample] = asyncio.run(multi_turn.multi_turn(generate, {"prompt": "2 + 2", "answer": "4"}, **how))
+    assert sample.reward == 0.0 and learnt(sample) == "no<|im_end|>"
+    with pytest.raises(ValueError, match="longer than the context"):
+        asyncio.run(multi_turn.multi_turn(generate, {"prompt": "2" * 99, "answer": "4"}, **how))
+    with pytest.raises(ValueError, match="turns: must be a number from 1 on, got 0"):
+        asyncio.run(multi_turn.multi_turn(generate, {"prompt": "2", "answer": "4"}, **how, turns=0))
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+      a: one number.
+      b: another.
+    """
+    return a + b
+
+
+def test_tools_are_called_and_told():
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": %s}}\n</tool_call>'
+    said = [call % "2", call % '"x"', "4"]
+    [sample], heard = play(
+        multi_turn.tool_loop, said, {"prompt": "2 + 2", "answer": "4"}, reward=right, tools=[f"{__file__}:add"]
+    )
+    assert sample.reward == 1.0 and learnt(sample) == "".join(f"{text}<|im_end|>" for text in said)
+    assert "tool\n4<|im_end|>" in heard[1] and "tool\nerror: " in heard[2]

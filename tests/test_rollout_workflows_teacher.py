@@ -1,0 +1,155 @@
+"""Served teachers: what the embedded server says over a socket is what the model says, and bad answers are seen."""
+
+import asyncio
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+import servers
+import test_rollout_client as scripted
+import tiny
+
+from areax import models
+from areax.adapters import hf
+from areax.core import divergence, packing
+from areax.rollout import client
+from areax.rollout.types import supervised
+from areax.rollout.workflows import teacher
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tiny.model(tmp_path_factory.mktemp("teacher") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(place):
+    with servers.embedded(place, slots=4, context=64) as remote:
+        yield remote
+
+
+def samples(info=None, count=5):
+    rng = np.random.default_rng(0)
+    return [supervised(rng.integers(3, 14, 3), rng.integers(3, 14, n + 2), info=info or {}) for n in range(count)]
+
+
+def asked(url, work, **options):
+    """The result of a coroutine function of a fleet."""
+
+    async def main():
+        async with client.connect([url], **options) as fleet:
+            return await work(fleet)
+
+    return asyncio.run(main())
+
+
+def test_a_served_teacher_says_what_the_model_says(server, place):
+    data = samples()
+    told = asked(server.url, lambda fleet: teacher.annotate(data, {"": fleet}, top_k=K))
+    config, params = hf.load(place)
+    batch = jax.tree.map(lambda x: x[0], packing.pack(told, 16))
+    likeliest = lambda logits_CV, target_C, given: divergence.teacher_top(logits_CV, K)
+    score = jax.jit(partial(models.score, config=config, per_chunk=likeliest))
+    own, learnt = score(params, batch), np.asarray(batch.mask_BT)
+    np.testing.assert_allclose(batch.target["teacher"][learnt], own.logp_BT[learnt], atol=1e-5)
+    ids, logp = (np.asarray(x)[learnt] for x in own.extra)
+    np.testing.assert_array_equal(batch.target["teacher_ids"][learnt], ids)
+    np.testing.assert_allclose(batch.target["teacher_logp"][learnt], logp, atol=1e-5)
+    for s in told:
+        kinds = {name: (kind, x.dtype, x.shape) for name, (kind, x) in s.arrays.items()}
+        n = len(s.tokens)
+        assert kinds == {
+            "teacher": ("target", np.float32, (n,)), "teacher_ids": ("target", np.int32, (n, K)),
+            "teacher_logp": ("target", np.float32, (n, K)),
+        }  # fmt: skip
+        assert s.arrays["teacher"][1][0] == 0
+
+
+def test_rows_name_their_teachers(server):
+    """Each is asked by its name; one alone needs no name."""
+
+    async def work(fleet):
+        named = await teacher.annotate(samples({"row": {"teacher": "b"}}, 2), {"a": None, "b": fleet})
+        with pytest.raises(ValueError, match="'teacher' must be one of a, b, got 'c'; row {'teacher': 'c'}"):
+            await teacher.annotate(samples({"row": {"teacher": "c"}}, 1), {"a": fleet, "b": fleet})
+        with pytest.raises(ValueError, match="'teacher' must be one of a, b, got None; row {}"):
+            await teacher.annotate(samples(count=1), {"a": fleet, "b": fleet})
+        return named, await teacher.annotate(samples(count=2), {"a": fleet})
+
+    named, alone = asked(server.url, work)
+    for a, b in zip(named, alone, strict=True):
+        assert set(a.arrays) == set(b.arrays) == {"teacher"}
+        np.testing.assert_array_equal(a.arrays["teacher"][1], b.arrays["teacher"][1])
+
+
+def test_what_a_server_refuses_is_told_with_the_row(server):
+    long = supervised([3] * 60, [4] * 5, info={"row": {"id": 7}})
+    with pytest.raises(ValueError, match=r"annotate: .*longer than the model's context length.*; row id 7"):
+        asked(server.url, lambda fleet: teacher.annotate([long], {"": fleet}))
+    with pytest.raises(ValueError, match="top_logprobs must be from 0 to 20, got 21"):
+        asked(server.url, lambda fleet: teacher.score(fleet, [3, 4], 21))
+
+
+def answer(tokens, logp, top=None):
+    """An answer of the contract about input tokens."""
+    meta = {
+        "input_token_logprobs": [[x, t, None] for x, t in zip(logp, tokens, strict=True)],
+        "prompt_tokens": len(logp),
+    }
+    whole = scripted.reply([], [], [], "length")
+    whole["meta_info"] |= meta | ({"input_top_logprobs": top} if top else {})
+    return scripted.answers(200, whole)
+
+
+def against(*script, top_k=0):
+    """`teacher.score` of the tokens 5, 6, 7 by a server that answers as told, and the bodies that it got."""
+
+    async def main():
+        async with scripted.serving() as state, client.connect([state.url]) as fleet:
+            state.script += script
+            return await teacher.score(fleet, [5, 6, 7], top_k), state.generated()
+
+    return asyncio.run(main())
+
+
+def test_the_request_and_its_repeats():
+    busy, good = scripted.answers(503, {}), answer([5, 6, 7], [None, -1.5, -0.25])
+    (logp, ids, top), bodies = against(busy, scripted.hangs_up, good)
+    np.testing.assert_array_equal(logp, [0, -1.5, -0.25])
+    assert ids.shape == top.shape == (3, 0)
+    assert bodies == [
+        {
+            "input_ids": [5, 6, 7], "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            "return_logprob": True, "logprob_start_len": 0, "extra_key": "0-00000000",
+        }
+    ] * 3  # fmt: skip
+
+
+def test_numbers_that_are_missing_are_not_made_up():
+    pairs = [None, [[-0.5, 9, None], [None, 8, None]], [[-0.1, 3, None], [-3.0, 4, None]]]
+    (logp, ids, top), bodies = against(answer([5, 6, 7], [None, None, -0.25], pairs), top_k=2)
+    np.testing.assert_array_equal(logp, np.float32([0, np.nan, -0.25]))
+    np.testing.assert_array_equal(ids, [[0, 0], [9, 8], [3, 4]])
+    np.testing.assert_array_equal(top, np.float32([[0, 0], [-0.5, np.nan], [-0.1, -3]]))
+    assert bodies[0]["top_logprobs_num"] == 2
+
+
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (answer([5, 6, 8], [None, -1.0, -1.0]), "3 input tokens were asked for, got others"),
+        (answer([5, 6], [None, -1.0]), "3 input tokens were asked for, got others"),
+        (answer([5, 6, 7], [None, -1.0, -1.0]), "2 likeliest tokens in each of 3 places were asked for"),
+        (
+            answer([5, 6, 7], [None, -1.0, -1.0], [None, [[-1.0, 1, None]], [[-1.0, 1, None]]]),
+            r"asked for, got \[1\] in 3",
+        ),
+    ],
+    ids=["others", "fewer", "none", "one"],
+)
+def test_an_answer_about_something_else_is_an_error(bad, words):
+    with pytest.raises(RuntimeError, match=words):
+        against(bad, top_k=2)
