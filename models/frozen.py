@@ -30,7 +30,7 @@ def score(
         if missing := [name for name in names if name not in batch.target]:
             raise ValueError(
                 f"teacher.score: the batch must bring {' and '.join(names)}, got no {missing[0]}; "
-                "ask a served teacher for its top_k (rollout.teacher.annotate), or pass a local one"
+                "ask a served teacher for its top_k (rollout.workflows.teacher.annotate), or pass a local one"
             )
         beside = {name: batch.target[name] for name in names}
     return transformer.score(

@@ -26,7 +26,8 @@ class Config:
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
         `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
-      workflow: an episode: `module:function` that takes `generate` and a row, or an agent (`rollout.binding.bind`).
+      workflow: an episode: `module:function` that takes `generate` and a row, or an agent
+        (`rollout.workflows.resolve.bind`).
       workflow_options: a JSON object of further arguments of the workflow.
       agent: how agents are served that talk to the model as to OpenAI or Anthropic.
       servers: addresses of generation servers; none = one is started on this machine with `model`.

@@ -62,7 +62,8 @@ class Config:
       init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
       curriculum: the order of the rows.
       heldout: rows evaluated greedily, never trained on; "" = none.
-      workflow: an episode: `module:function` that takes `generate` and a row, or an agent (`rollout.binding.bind`).
+      workflow: an episode: `module:function` that takes `generate` and a row, or an agent
+        (`rollout.workflows.resolve.bind`).
       workflow_options: a JSON object of further arguments of the workflow.
       agent: how agents are served that talk to the model as to OpenAI or Anthropic.
       servers: addresses of generation servers; none = some are started on this machine.

@@ -9,8 +9,8 @@ import pytest
 from areax.adapters.runtime import compile_cache
 
 PROGRAM = """
-from areax.adapters import compilation
-compilation.keep()
+from areax.adapters.runtime import compile_cache
+compile_cache.keep()
 import jax
 print(jax.jit(lambda x: x + 1)(1))
 """

@@ -14,7 +14,7 @@ from areax import models
 from areax.core import param
 from areax.core.segments import segment_index
 from areax.models import remat
-from areax.models.attention.chunked import backends, chunked, cudnn, splash, triton
+from areax.models.attention import backends, chunked, cudnn, splash, triton
 from areax.parallel import context, mesh
 
 B, T, N, K = 2, 256, 4, 2

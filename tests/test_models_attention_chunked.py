@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areax.core.segments import segment_index
-from areax.models.attention.chunked import chunked
+from areax.models.attention import chunked
 
 T, N, K, H, CHUNK = 48, 4, 2, 8, 4
 

@@ -10,7 +10,8 @@ from mixture import CONFIG, PARAMS, SCORE, SCORES, E, K, L, mix, mlp
 
 from areax import models
 from areax.core import losses, packing
-from areax.models.layers import moe
+from areax.models.attention import chunked
+from areax.models.layers import moe, rope
 from areax.rollout.types import supervised
 
 D, F = 12, 20
@@ -94,8 +95,8 @@ def chosen_alone(params, token_T):
     T = len(token_T)
     index_BT, seen = jnp.arange(T)[None], []
     x = models.transformer.family(CONFIG).embed(params, token_T[None], "float32")
-    cos, sin = models.rope.tables(index_BT, CONFIG.rope, CONFIG.head_dim)
-    attend = lambda q, k, v: models.attention.causal(q, k, v, jnp.ones((1, T), jnp.int32), index_BT)
+    cos, sin = rope.tables(index_BT, CONFIG.rope, CONFIG.head_dim)
+    attend = lambda q, k, v: chunked.causal(q, k, v, jnp.ones((1, T), jnp.int32), index_BT)
     for stack in params["stacks"]:
         w = jax.tree.map(lambda a: a[0], stack)
         x, report = models.transformer.family(CONFIG).block(x, w, cos, sin, attend, CONFIG)

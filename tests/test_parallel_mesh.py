@@ -14,7 +14,7 @@ import pytest
 
 from areax import models
 from areax.core import balance, losses, metrics, packing, param, step
-from areax.models.attention.chunked import chunked
+from areax.models.attention import chunked
 from areax.parallel import batches as place
 from areax.parallel import context, experts, mesh, ring, rules
 from areax.rollout.types import Sample

@@ -85,10 +85,10 @@ def test_a_cut_line_is_dropped_and_the_rest_kept(tmp_path_factory, words, cut):
 def test_what_a_killed_process_noted_is_there(tmp_path):
     program = (
         "import sys, time\n"
-        "from areax.rollout import journal\n"
-        "with journal.writing(sys.argv[1]):\n"
+        "from areax.rollout import events\n"
+        "with events.writing(sys.argv[1]):\n"
         "    for i in range(1000):\n"
-        "        journal.note('step', i=i)\n"
+        "        events.note('step', i=i)\n"
         "    time.sleep(60)\n"
     )
     path, until = tmp_path / "a", time.monotonic() + 30

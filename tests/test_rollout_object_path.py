@@ -42,8 +42,8 @@ def test_what_a_file_defines_travels_to_another_process(tmp_path):
     row = object_path.resolve(f"{file}:Row")(5)
     program = (
         "import pickle, sys\n"
-        "from areax.rollout import names\n"
-        f"names.module({str(file)!r})\n"
+        "from areax.rollout import object_path\n"
+        f"object_path.module({str(file)!r})\n"
         "print(pickle.loads(sys.stdin.buffer.read()))"
     )
     done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(row), capture_output=True, check=True)

@@ -57,7 +57,7 @@ def test_a_row_without_tests_is_at_fault(tests):
 
 def test_in_a_pool(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from areax.rollout import programs\nprograms.SECONDS = 1.5\nreward = programs.reward"
+        "from areax.rollout.rewards import code\ncode.SECONDS = 1.5\nreward = code.reward"
     )
 
     async def main():

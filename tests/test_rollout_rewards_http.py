@@ -194,7 +194,9 @@ def test_a_host_that_is_allowed_by_name():
 
 
 def test_in_a_pool_a_bad_url_is_unscorable_and_logged_and_others_are_scored(tmp_path, caplog):
-    (tmp_path / "mine.py").write_text("from areax.rollout import remote\nreward = remote.post(allow=('localhost',))\n")
+    (tmp_path / "mine.py").write_text(
+        "from areax.rollout.rewards import http\nreward = http.post(allow=('localhost',))\n"
+    )
 
     async def main():
         async with (

@@ -15,7 +15,7 @@ from areax.rollout.fleet import health
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.servers.concurrency import BACKOFF, MEMORY, Limit, Report
 from areax.rollout.servers.server import Server
-from areax.rollout.servers.sglang import SGLang, _load_report
+from areax.rollout.servers.sglang import SGLang, load_report
 from areax.rollout.simulation import clock
 from areax.rollout.simulation import server as rates
 
@@ -116,7 +116,7 @@ def test_a_long_queue_lowers_it_to_as_many_again_as_run_by_half_at_most():
     ],
 )
 def test_reports_are_read_or_left_alone(answer, found):
-    assert _load_report(answer) == found
+    assert load_report(answer) == found
 
 
 # ---------------------------------------------------------------- on sockets
