@@ -19,7 +19,9 @@ from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import grpo, sft
+from areax.adapters import options
 from areax.recipes.shared import common
+from areax.recipes.shared.rl_options import Evaluation, Rollout, Serving, Training
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Sampling
@@ -110,9 +112,9 @@ def controls(config: Config, out: Path) -> int:
     results = {}
     for name in ("shuffled", "frozen"):
         run = grpo_config(config, out, f"control-{name}")
-        frozen = {"optim": dataclasses.replace(run.optim, lr=0.0)}
+        frozen = {"optim": dataclasses.replace(run.training.optim, lr=0.0)}
         changes = {"shuffle_rewards": True} if name == "shuffled" else frozen
-        run = dataclasses.replace(run, **changes, steps=(config.rl_steps + 1) // 2)
+        run = options.replaced(run, **changes, steps=(config.rl_steps + 1) // 2)
         results[name] = grpo.main(run)["accuracy"]
     run_dir.write_json(out / "controls.json", results)
     for name, accuracy in results.items():
@@ -131,13 +133,16 @@ def sft_config(config: Config, out: Path) -> sft.Config:
 
 def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
     """The second stage."""
+    optim = Optimizer(lr=config.rl_lr, b2=0.99, warmup=10)
     return grpo.Config(
-        model=str(out / "sft/model"), data=str(out / "data/train.jsonl"),
-        heldout=str(out / f"data/{config.rows}.jsonl"),
-        reward="areax.rollout.tasks.arithmetic:reward", out=str(out / name), eta=config.eta, steps=config.rl_steps,
-        groups=64, group_size=8, max_concurrent=192, sampling=Sampling(max_new_tokens=4), length=64, rows=40,
-        objective=GRPO(advantage={"std": "none"}), optim=Optimizer(lr=config.rl_lr, b2=0.99, warmup=10),
-        serve=Serve(slots=128, context=64), evaluate_every=25, seed=config.seed,
+        model=str(out / "sft/model"), data=str(out / "data/train.jsonl"), out=str(out / name),
+        reward="areax.rollout.tasks.arithmetic:reward", steps=config.rl_steps, seed=config.seed,
+        rollout=Rollout(
+            groups=64, group_size=8, eta=config.eta, max_concurrent=192, sampling=Sampling(max_new_tokens=4)
+        ),
+        training=Training(length=64, rows=40, objective=GRPO(advantage={"std": "none"}), optim=optim),
+        serving=Serving(serve=Serve(slots=128, context=64)),
+        evaluation=Evaluation(heldout=str(out / f"data/{config.rows}.jsonl"), evaluate_every=25),
     )  # fmt: skip
 
 

@@ -1,109 +1,54 @@
-"""Asynchronous policy gradients: prompts -> generation servers -> rewards -> groups -> one update -> weights back.
+"""Asynchronous reinforcement learning: prompts -> generation servers -> rewards -> update -> new weights to servers.
 
-With `eta` = 0 it is synchronous; with eta > 0 servers generate while the trainer trains, and no group is older than
-eta versions when it is trained on. Run it again with the same `out` and it goes on where it stopped.
+With `eta` = 0 it is synchronous; with eta > 0 servers generate while the trainer trains, and no group of completions is
+older than eta versions when it is trained on. Run it again with the same `out` and it resumes.
+
+From top to bottom: `Config`, the options in groups; `main`, what runs on the devices; `train`, the loop.
 """
 
 import asyncio
 import contextlib
 import functools
-import logging
-import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
-import numpy as np
 
-from areax import models
 from areax.adapters import hf, orbax, tokenizer
-from areax.adapters.report import chrome_trace
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
-from areax.core import losses
-from areax.core.balance import Balance
-from areax.core.optim import Optimizer
-from areax.models.lora import Lora
-from areax.parallel.mesh import Layout
 from areax.parallel.multihost import lockstep, processes
-from areax.recipes.shared import common, describe, learner, probe, publishing
-from areax.recipes.shared.trainer import CriticOptions, Trainer, advance, build, restore, saved
-from areax.rollout import client, events, loop, object_path, rewards
-from areax.rollout.fleet import offload, step_metrics
-from areax.rollout.fleet.push import Push
-from areax.rollout.scheduling import episodes, executor
-from areax.rollout.scheduling.curriculum import Curriculum, ordered
-from areax.rollout.servers import local
+from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts
+from areax.adapters.options import UNPREFIXED
+from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
+from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch
+from areax.rollout import loop, object_path
+from areax.rollout.fleet import offload
+from areax.rollout.scheduling.curriculum import ordered
 from areax.rollout.servers.types import Probe
-from areax.rollout.types import Sample, Sampling, Workflow
-from areax.rollout.workflows import agents, resolve, teacher
+from areax.rollout.workflows import resolve
 
-log = logging.getLogger(__name__)
-
-TOO_LONG = 16  # rows in a row that do not fit end the run
+FIRST_OPTIONS = (
+    "model", "data", "reward", "out", "heldout", "servers", "steps", "groups", "group_size", "eta",
+    "sampling.max_new_tokens", "length", "rows", "optim.lr", "run.dtype",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Config:
-    """Asynchronous reinforcement learning by the objective named, GRPO if none is.
+    """Asynchronous reinforcement learning with the objective named, GRPO by default.
 
     Attributes:
       model: Hugging Face directory with weights and tokenizer.
-      data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
-      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
-      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
-      reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
+      data: rows with "prompt" or "messages": a file, a folder, or a hub name.
+      reward: `module:function` or `file.py:function`: f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, samples.
-      init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
-      curriculum: the order of the rows.
-      heldout: rows evaluated greedily, never trained on; "" = none.
-      workflow: an episode: `module:function` that takes `generate` and a row, or an agent
-        (`rollout.workflows.resolve.bind`).
-      workflow_options: a JSON object of further arguments of the workflow.
-      agent: how agents are served that talk to the model as to OpenAI or Anthropic.
-      servers: addresses of generation servers; none = some are started on this machine.
-      stagers: where servers do not see `published`, the addresses of what fetches versions beside each of them
-        (docs/servers.md), in their order; none = they see it.
-      serve: of the servers started here.
-      push: how versions of the weights get to the servers.
-      colocated: servers and trainer share devices in turns: servers release their memory while the trainer updates, and
-        take it again with the next version. Needs eta 0 (docs/colocated.md).
-      published: folder for versions of the weights; "" = a new one, in memory if there is room.
-      eta: most versions between the admission of a group and its training; 0 = synchronous.
+      init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       steps: batches to train on.
-      groups: prompts a batch.
-      group_size: completions a prompt.
-      minibatches: optimiser steps a batch, over equal parts of its groups.
-      epochs: passes over these.
-      max_concurrent: most groups in flight.
-      oversample: groups begun beyond those of a batch, which takes the first that end; the others are stopped, and run
-        again in a batch of their own. With eta 0, so that a batch does not wait for its slowest groups.
-      max_prompt: most tokens of a prompt; rows with longer ones are left out, and counted. 0 = no limit.
-      length: longest prompt and completion together, and tokens of a packed row.
-      rows: packed rows of a microbatch.
-      lora: adapters to train in place of all weights; the model without them is the reference. Rank 0 = none.
-      teacher: directory of a model that teaches, by `objective.advantage.teacher` or `distill_coef`.
-      teachers: instead, addresses of servers that serve teachers: `http://...`, or `name=http://...` where rows name
-        theirs in "teacher".
-      distill, distill_coef: a divergence from the teacher beside the objective, on the samples; 0 = none.
-      critic: of objectives that have one, such as PPO.
-      reference_every: batches after which the reference of a KL term moves towards the policy; 0 = it stays.
-      reference_mix: how far: 1 = it becomes the policy.
-      balance: terms that keep the experts of a mixture evenly used.
-      mesh: devices along each axis; all of them together must be the machine's, or one.
-      save_every: in batches; 0 = at the end alone.
-      evaluate_every: in batches; 0 = before the first and after the last.
-      samples_every: in batches, how often a group is written to samples.jsonl.
-      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
-      reward_workers: processes that compute rewards.
-      reward_timeout_s: seconds that one may take.
-      reward_failed: what a completion scores whose reward raised, hung or crashed twice.
-      shuffle_rewards: a control: rewards are permuted among the completions of a batch, so that they teach nothing.
       seed: of new weights, of the order of the prompts and of sampling.
     """
 
@@ -111,367 +56,173 @@ class Config:
     data: str
     reward: str
     out: str = "runs/grpo"
-    row: str = ""
-    limit: int = 0
     init: Literal["checkpoint", "random"] = "checkpoint"
-    curriculum: Curriculum = Curriculum()
-    heldout: str = ""
-    workflow: str = "areax.rollout.workflows:single_turn"
-    workflow_options: str = ""
-    agent: agents.Options = agents.Options()
-    servers: tuple[str, ...] = ()
-    stagers: tuple[str, ...] = ()
-    serve: local.Serve = local.Serve()
-    push: Push = Push()
-    colocated: bool = False
-    published: str = ""
-    eta: int = 1
     steps: int = 100
-    groups: int = 32
-    group_size: int = 8
-    minibatches: int = 1
-    epochs: int = 1
-    max_concurrent: int = 128
-    oversample: int = 0
-    max_prompt: int = 0
-    sampling: Sampling = Sampling()
-    objective: losses.Policy = losses.GRPO()
-    optim: Optimizer = Optimizer(lr=1e-6, warmup=10)
-    lora: Lora = Lora()
-    teacher: str = ""
-    teachers: tuple[str, ...] = ()
-    distill: losses.Distill = losses.Distill()
-    distill_coef: float = 0.0
-    critic: CriticOptions = CriticOptions()
-    reference_every: int = 0
-    reference_mix: float = 1.0
-    balance: Balance = Balance()
-    run: models.Run = models.Run()
-    mesh: Layout = Layout()
-    length: int = 1024
-    rows: int = 8
-    save_every: int = 0
-    evaluate_every: int = 0
-    samples_every: int = 10
-    track: sinks.Sinks = sinks.Sinks()
-    reward_workers: int = 1
-    reward_timeout_s: float = 10.0
-    reward_failed: Literal["unscorable", "zero"] = "unscorable"
-    shuffle_rewards: bool = False
     seed: int = 0
+    prompts: Annotated[Prompts, UNPREFIXED] = Prompts()
+    rollout: Annotated[Rollout, UNPREFIXED] = Rollout()
+    rewards: Annotated[Rewards, UNPREFIXED] = Rewards()
+    training: Annotated[Training, UNPREFIXED] = Training()
+    serving: Annotated[Serving, UNPREFIXED] = Serving()
+    evaluation: Annotated[Evaluation, UNPREFIXED] = Evaluation()
+    saving: Annotated[Saving, UNPREFIXED] = Saving()
 
     def __post_init__(self):
-        resolve.options(self.workflow_options)
-        if self.workflow == resolve.ONLINE and (self.heldout or self.objective.advantage.mean not in ("batch", "none")):
-            raise ValueError(
-                "--workflow online: users' sessions are no group to be compared, nor can they be evaluated; take "
-                f"--objective.advantage.mean batch without --heldout, got {self.objective.advantage.mean} and "
-                f"{self.heldout or 'none'}"
-            )
-        for option, holds, rule in (
-            ("minibatches", self.minibatches >= 1, "at least 1"),
-            ("epochs", self.epochs >= 1, "at least 1"),
-            ("oversample", 0 <= self.oversample <= self.groups, f"from 0 to --groups {self.groups}"),
-            ("distill_coef", self.distill_coef >= 0, "at least 0"),
-            ("reference_every", self.reference_every >= 0, "at least 0"),
-            ("reference_every", not self.reference_every or self.objective.needs_reference,
-             "0 without a reference, which --objective.kl.coef above 0 has"),
-            ("reference_mix", 0 < self.reference_mix <= 1, "above 0 and at most 1"),
-        ):  # fmt: skip
-            if not holds:
-                raise ValueError(f"--{option.replace('_', '-')} must be {rule}, got {getattr(self, option)}")
-        if self.colocated and self.eta:
-            raise ValueError(
-                "--colocated has servers rest while the trainer updates, so that nothing is generated ahead: it needs "
-                f"--eta 0, got {self.eta}"
-            )
-        for option in ("servers", "published") if self.serve.inside else ():
-            if getattr(self, option):
-                raise ValueError(
-                    f"--serve.inside starts a server in this process and hands it versions in memory; leave out "
-                    f"--{option}, got {getattr(self, option)}"
-                )
-        if self.stagers and len(self.stagers) != len(self.servers):
-            raise ValueError(
-                f"--stagers must be one a server, in the order of --servers, got {len(self.stagers)} for "
-                f"{len(self.servers)}"
-            )
-        if self.push.way == "tensors" and (self.stagers or not self.servers):
-            raise ValueError(
-                "--push.way tensors is for SGLang servers at --servers, without --stagers, got "
-                f"{self.servers or 'none'} and {self.stagers or 'none'}; servers started here read the files"
-            )
-        if self.critic != CriticOptions() and not self.objective.needs_values:
-            raise ValueError(f"{self.objective.name} has no critic, got {self.critic}; take ppo, or leave it out")
-        if self.critic.warmup >= self.steps and self.objective.needs_values:
-            raise ValueError(
-                f"--critic.warmup must be below --steps {self.steps}, for the policy to train at all, got "
-                f"{self.critic.warmup}"
-            )
-        if self.groups % self.minibatches:
-            raise ValueError(f"--minibatches must divide --groups {self.groups}, got {self.minibatches}")
-        if self.push.lora == "adapter" and not self.lora.rank:
-            raise ValueError(
-                "--push.lora adapter needs adapters to push, got --lora.rank 0; give a rank, or leave it out"
-            )
-        if self.lora.rank and self.reference_every:
-            raise ValueError(
-                f"--reference-every {self.reference_every} would move the weights under the adapters, which stay with "
-                f"--lora.rank {self.lora.rank}; leave out one of them"
-            )
-        taught = self.objective.advantage.teacher or self.distill_coef
-        if (len(self.teacher) > 0) + (len(self.teachers) > 0) != (taught != 0):
-            raise ValueError(
-                "name one of --teacher and --teachers where --objective.advantage.teacher or --distill-coef is not 0, "
-                f"and neither elsewhere, got {self.teacher!r} and {self.teachers}"
-            )
-        if self.teachers and self.objective.advantage.teacher and self.sampling.temperature != 1:
-            raise ValueError(
-                "--teachers give log-probabilities at temperature 1, got --sampling.temperature "
-                f"{self.sampling.temperature:g}; take --teacher, a directory"
-            )
-        if self.teachers and self.distill_coef and (not self.distill.top_k or self.distill.temperature != 1):
-            raise ValueError(
-                "--teachers give log-probabilities of --distill.top-k tokens at temperature 1, got "
-                f"{self.distill.top_k} and --distill.temperature {self.distill.temperature:g}; or take --teacher"
-            )
-        if self.eta and not self.objective.corrects:
-            raise ValueError(
-                f"--eta {self.eta} lets samples be older than the weights, which {self.objective.name} with proximal "
-                '"behaviour" does not correct for; take --objective.correction.proximal recompute, or --eta 0'
-            )
+        resolve.options(self.rollout.workflow_options)
+        for reason in conflicts(self):
+            raise ValueError(reason)
 
 
 def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns the summary that `out`/summary.json holds.
 
-    Of several processes the first runs everything but the devices, which all of them move together, each with its part
-    of every batch: `work`. The others return {}.
+    In a job of several processes the first runs everything but the devices; those all processes run together, each with
+    its part of every batch (`collective`). The others return {}.
     """
     began = time.monotonic()
     common.keep_memory()
     compile_cache.keep()
-    if config.colocated and not config.serve.inside:
+    inside = config.serving.serve.inside
+    if config.serving.colocated and not inside:
         common.share_devices()
     with processes.job() as index:
-        if config.serve.inside and jax.process_count() > 1:
+        if inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
         tokens = tokenizer.load(config.model)
         if index == 0:
-            sinks.check(config.track)
-        inputs = read(config, tokens) if index == 0 else ()
+            sinks.check(config.saving.track)
+        prompts, heldout = read(config, tokens) if index == 0 else (None, [])
         out = common.out_directory(config.out)
         processes.same("options", config)
-        trainer = build(config)
+        trainer = build_trainer(config)
         with orbax.open_store(out / "state") as store:
             cursor = restore(trainer, store)
-            start, policy = trainer.version, trainer.policy
-            work: dict[str, Callable] = {
-                "advance": functools.partial(advance, trainer),
-                "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
-                "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
-                "probe": probe.make(policy, config.run, trainer.mesh),
-                "publish": lambda root, v: hf.write_published(
-                    root, v, policy.settings, learner.weights(policy), tokenizer=tokens
-                ),
-                "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
-                "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
-            }
+            work = collective(config, trainer, store, tokens)
             if index > 0:
                 lockstep.follow(work)
                 return {}
             with lockstep.lead(work) as do:
-                summary = asyncio.run(train(config, trainer, do, start, cursor, tokens, *inputs))
+                summary = asyncio.run(train(config, trainer, do, tokens, prompts, heldout, cursor))
                 summary["seconds"] = time.monotonic() - began
                 run_dir.write_json(out / run_dir.SUMMARY, summary)
                 return summary
 
 
 def read(config: Config, tokens) -> tuple:
-    """(prompts, held-out rows), and sees that there are a reward and a workflow."""
+    """(prompts, held-out rows); raises if the reward or the workflow cannot be found."""
     object_path.resolve(config.reward)
-    resolve.find(config.workflow)
-    rows = common.read_rows(config.data, config.row, config.limit)
-    heldout = common.read_rows(config.heldout, config.row) if config.heldout else []
-    rows, heldout = (common.keep_short(some, tokens, config.max_prompt) for some in (rows, heldout))
-    return ordered(rows, config.curriculum, seed=config.seed), heldout
+    resolve.find(config.rollout.workflow)
+    its, heldout = config.prompts, config.evaluation.heldout
+    rows = common.read_rows(config.data, its.row, its.limit)
+    heldout_rows = common.read_rows(heldout, its.row) if heldout else []
+    rows, heldout_rows = (common.keep_short(some, tokens, its.max_prompt) for some in (rows, heldout_rows))
+    return ordered(rows, its.curriculum, seed=config.seed), heldout_rows
 
 
-async def train(config: Config, trainer: Trainer, do: Callable, start: int, cursor, tokens, prompts, heldout):
-    """The loop, from version `start` on, and its summary; `do(name, ...)` does a piece of `work` in all processes."""
-    out = Path(config.out)
+def build_trainer(config: Config) -> Trainer:
+    """Models, optimisers and compiled functions."""
+    return build(
+        config.training, model=config.model, init=config.init, seed=config.seed, steps=config.steps,
+        temperature=config.rollout.sampling.temperature, shuffle_rewards=config.rewards.shuffle_rewards,
+    )  # fmt: skip
+
+
+def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> dict[str, Callable]:
+    """The functions that all processes of the job call together, by name, because they move data between devices."""
+    policy, out = trainer.policy, Path(config.out)
+    return {
+        "update": functools.partial(train_on_batch, trainer),
+        "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
+        "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
+        "probe": probe.make(policy, config.training.run, trainer.mesh),
+        "publish": lambda root, v: hf.write_published(
+            root, v, policy.settings, learner.weights(policy), tokenizer=tokens
+        ),
+        "publish_base": lambda root: publishing.publish_base(policy, root, tokens),
+        "export": lambda: learner.export(policy, out, tokenizer=tokens, base=config.model),
+    }
+
+
+async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts, heldout, cursor) -> dict:
+    """Runs the loop from the trainer's version on, and returns the summary.
+
+    Args:
+      do: `do(name, ...)` calls a function of `collective` in all processes.
+      cursor: the position in the prompts where a former run stopped; None = the beginning.
+    """
+    start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
-        keep = {kind: start for kind in ("grpo", "eval")}
-        run = enter(run_dir.open_run(out, config=config, keep=keep))
-        track = enter(sinks.following(out, config.track))
-        enter(events.writing(out / chrome_trace.JOURNAL))
-        tick = enter(run_dir.progress("grpo", config.steps, start=start))
-        way = await enter_async(publishing.opened(config, trainer.policy, do, tokens, start))
+        log = enter(rl_log.opened(config, config.saving, tokens, start))
+
+        # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
+        sync = await enter_async(publishing.opened(config.model, config.serving, trainer.policy, do, tokens, start))
         fleet = await enter_async(
             common.fleet(
-                config.servers, way.path, config.serve, log=out / "server.log",
-                concurrency=config.max_concurrent * config.group_size, stagers=config.stagers,
-                handover=way.handover, first=way.first,
+                config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
+                concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
+                handover=sync.handover, first=sync.first,
             )
         )  # fmt: skip
-        reward = await enter_async(
-            rewards.pool(
-                config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s,
-                failed=config.reward_failed,
+        episodes = await enter_async(
+            rollouts.opened(
+                config.reward, config.rewards, config.rollout, config.training, tokens,
+                vocabulary=trainer.policy.settings.vocab, greedy=bool(heldout) or objective.advantage.mean == "greedy",
             )
         )  # fmt: skip
-        play = functools.partial(
-            resolve.bind, config.workflow, tokenizer=tokens, reward=reward, agent=config.agent,
-            options=resolve.options(config.workflow_options),
-        )  # fmt: skip
-        episode = fitting(await enter_async(play(sampling=config.sampling)), config)
-        plain = replace(config.sampling, temperature=0.0, routed_experts=False)
-        asked = heldout or config.objective.advantage.mean == "greedy"
-        greedy = await enter_async(play(sampling=plain)) if asked else episode
-        if config.teachers:
-            fleets = {
-                name: await enter_async(client.connect(own)) for name, own in teacher.named(config.teachers).items()
-            }
-            top_k = config.distill.top_k if config.distill_coef else 0
-            vocabulary = trainer.policy.settings.vocab
-            say = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
-            episode = functools.partial(teacher.taught, episode, say)
-        rollout = await enter_async(
-            executor.Executor(
-                episode, fleet.generate, prompts,
-                group_size=config.group_size, groups_per_batch=config.groups, eta=config.eta,
-                max_concurrent=config.max_concurrent, oversample=config.oversample,
+        executor = await enter_async(
+            rollouts.scheduler(
+                episodes, fleet.generate, prompts, config.rollout, objective, steps=config.steps, cursor=cursor,
                 seed=config.seed if fleet.seeded else None,
-                accept=varied if config.objective.shaping.dynamic_sampling else None,
-                baseline=greedy if config.objective.advantage.mean == "greedy" else None,
-                batches=config.steps, cursor=cursor,
             )
         )  # fmt: skip
-        accuracy: dict[int, float] = {}
-        rested: list[float] = []
-        counted = lambda: {
-            **{name: rollout.counts[name] for name in ("rejected", "refused", "failed", "stopped", "lost", "retries")},
-            "reward_retries": reward.counts["retried"],
-        }
-        watched = step_metrics.Figures(fleet, counted)
-        enter(events.watching(watched.see))
-        track.live = watched.live
+        enter(log.watching(fleet, executor, episodes.rewards))
+        probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
 
-        ids = probe.prompt(tokens, prompts.rows, config.length) if config.push.tolerance else ()
-
-        def hand_out(v: int) -> loop.Push:
-            host = do("host_copy", way.adapters)
-            known = Probe(ids, tuple(do("probe", ids)), config.push.tolerance) if ids else None
-            return functools.partial(publishing.push, way, fleet, v, host, known)
-
-        async def evaluate(v: int):
-            with events.about(of="evaluation"):
-                groups = await executor.rollouts(greedy, fleet.generate, heldout, max_concurrent=config.max_concurrent)
-            values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
-            accuracy[v] = float(np.nanmean(values))
-            run.log("eval", v, accuracy=accuracy[v], rows=len(values), server_version=fleet.version)
-
-        async def batch(v: int):
-            groups = await rollout.batch(v)
-            if config.colocated:
-                rested.append(await offload.offload(fleet))
+        async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
+            groups = await executor.batch(v)
+            if config.serving.colocated:
+                log.offload_s = await offload.offload(fleet)
             return groups
 
-        def on_step(v: int, report: dict, seconds: dict[str, float]):
-            groups = report.pop("groups")
-            report |= watched.step(seconds) | {"tokens_per_second": report["tokens"] / seconds["step_s"]}
-            report |= rollout.lengths() | {"limit": min(fleet.room(server) for server in fleet.servers)}
-            report |= {"rest_s": rested[-1]} if rested else {}
-            beside = {name: seconds.pop(name) for name in loop.BESIDE}
-            run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
-            tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy.get(max(accuracy, default=-1)))
-            if config.samples_every and v % config.samples_every == 0:
-                describe.show(run, tokens, v, groups[0])
+        def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
+            return do("update", groups)
 
-        seconds = await interruptible(
+        def push(v: int) -> loop.Push:  # copies the weights now, so that the next update may overwrite them
+            host = do("host_copy", sync.adapters)
+            logps = tuple(do("probe", probe_ids)) if probe_ids else ()
+            known = Probe(probe_ids, logps, config.serving.push.tolerance) if probe_ids else None
+            return functools.partial(publishing.push, sync, fleet, v, host, known)
+
+        def save(v: int, position) -> None:
+            do("save", v, position)
+
+        async def evaluate(v: int) -> None:
+            accuracy, rows = await rollouts.accuracy(
+                episodes.greedy, fleet.generate, heldout, max_concurrent=config.rollout.max_concurrent
+            )
+            log.evaluation(v, accuracy, rows)
+
+        seconds = await common.interruptible(
             loop.run(
-                batch, functools.partial(do, "advance"), hand_out, functools.partial(do, "save"),
-                evaluate if heldout else None, eta=config.eta, steps=config.steps, start=start, admit=rollout.admit,
-                cursor=rollout.cursor, save_every=config.save_every,
-                evaluate_every=config.evaluate_every or config.steps, on_step=on_step,
+                rollout, update, push, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
+                cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
+                evaluate_every=config.evaluation.evaluate_every or config.steps,
             )
         )  # fmt: skip
         done = trainer.version
         served = sorted({server.label for server in fleet.healthy})
-        counts = {**rollout.counts, **fleet.counts, "rewards": reward.counts}
+        counts = {**executor.counts, **fleet.counts, "rewards": episodes.rewards.counts}
     checkpoint = do("export")
     return {
         "checkpoint": str(checkpoint),
         "steps": done,
         "complete": done == config.steps,
-        "accuracy": accuracy.get(done),
-        "accuracies": {str(v): a for v, a in sorted(accuracy.items())},
+        "accuracy": log.accuracy.get(done),
+        "accuracies": {str(v): a for v, a in sorted(log.accuracy.items())},
         "heldout_rows": len(heldout),
         "server_version": served,
         "time": seconds,
         "counts": counts,
         **trainer.report,
     }
-
-
-def fitting(episode: Workflow, config: Config) -> Workflow:
-    """The episode without rows that are longer than a packed one, which are told of; at the run's temperature.
-
-    The workflow raises ValueError where TOO_LONG rows in a row did not fit, or the temperature is another one.
-    """
-    long: list[int] = []
-
-    async def fits(generate, row):
-        samples = await episode(generate, row)
-        samples = samples if isinstance(samples, list) else [samples] if samples else []
-        kept = [s for s in samples if len(s.tokens) <= config.length]
-        for n in (len(s.tokens) for s in samples if len(s.tokens) > config.length):
-            long.append(n)
-            events.note("left_out", tokens=n)
-            log.warning("a row of %d tokens is left out: longer than --length; %s", n, object_path.row(row))
-        if kept:
-            long.clear()
-        if len(long) >= TOO_LONG:
-            raise ValueError(
-                f"what is sampled must fit in a row of {config.length} tokens, got {TOO_LONG} in a row that do not, of "
-                f"up to {max(long)}; raise --length, or lower --sampling.max-new-tokens or --max-prompt"
-            )
-        for s in kept:
-            if s.temperature != config.sampling.temperature:
-                raise ValueError(
-                    f"--workflow {config.workflow}: must sample at --sampling.temperature "
-                    f"{config.sampling.temperature:g}, at which the trainer computes, got {s.temperature:g}"
-                )
-        return kept or None
-
-    return fits
-
-
-def varied(samples: list[Sample]) -> bool:
-    """Whether the rewards of a group differ, unscorable ones apart: else it teaches nothing."""
-    rewards = np.array([episodes.outcome(s) for s in episodes.one_a_rollout(samples)], np.float32)
-    return len(set(rewards[~np.isnan(rewards)].tolist())) > 1
-
-
-async def interruptible(coroutine):
-    """Its result, or None if SIGINT or SIGTERM stopped it, which first lets it save what it has."""
-    task = asyncio.ensure_future(coroutine)
-    asked: list[int] = []
-
-    def stop(number: int) -> None:
-        asked.append(number)
-        task.cancel()
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not asked:
-            raise
-        return None
-    finally:
-        for number in numbers:
-            asyncio.get_running_loop().remove_signal_handler(number)

@@ -16,6 +16,7 @@ import raylets
 from areax.adapters.report import build
 from areax.adapters.tracking import run_dir
 from areax.recipes import demo, grpo, sft
+from areax.adapters import options
 
 OUT = Path("runs/demo-ray")
 
@@ -27,7 +28,9 @@ def words(config, default, prefix="--"):
         name = prefix + field.name.replace("_", "-")
         if value == usual:
             continue
-        if dataclasses.is_dataclass(value):
+        if field.name in options.groups(type(config)):
+            yield from words(value, usual)
+        elif dataclasses.is_dataclass(value):
             yield from words(value, usual, f"{name}.")
         else:
             yield from (name, str(value))
@@ -45,11 +48,12 @@ def main():
         else:
             sft.main(demo.sft_config(config, OUT))
     run = demo.grpo_config(config, OUT, "grpo")
-    usual = grpo.Config(model="", data="", reward="", serve=run.serve)  # the servers are the launcher's
+    serve = run.serving.serve
+    usual = grpo.Config("", "", "", serving=run.serving)  # the servers are the launcher's
     began = time.monotonic()
     with raylets.cluster(["--num-cpus", "2"], ["--num-cpus", "1"]) as address:
         command = [sys.executable, "-m", "areax", "launch", "--on", "ray", "--ray.address", address, "--servers", "2"]
-        command += ["--server.slots", str(run.serve.slots), "--server.context", str(run.serve.context)]
+        command += ["--server.slots", str(serve.slots), "--server.context", str(serve.context)]
         code = subprocess.run(
             [*command, "--logs", str(OUT / "logs"), "--", "train", "grpo", *words(run, usual)]
         ).returncode

@@ -16,6 +16,7 @@ from areax.parallel import batches, mesh, rules
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes import grpo
 from areax.recipes.shared import common, learner, trainer
+from areax.adapters.options import replaced
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
@@ -52,13 +53,13 @@ BESIDE = {  # what trains or speaks beside the policy
 
 def grpo_steps(model: str, layout: str, out: str, beside: str = "reference") -> list[dict]:
     """Three steps on groups that process 0 alone has; writes the weights, and returns the metrics."""
-    config = grpo.Config(
-        model=model, data="", reward="", steps=3, groups=4, group_size=4, length=32, rows=4, minibatches=2,
+    config = replaced(
+        grpo.Config(model, data="", reward=""), steps=3, groups=4, group_size=4, length=32, rows=4, minibatches=2,
         optim=PLAIN, mesh=mesh.Layout(**json.loads(layout)), **BESIDE[beside](model),
     )  # fmt: skip
-    learning = trainer.build(config)
+    learning = grpo.build_trainer(config)
     work = {
-        "advance": lambda its: trainer.advance(learning, its),
+        "advance": lambda its: trainer.train_on_batch(learning, its),
         "write": lambda: hf.save(out, learning.policy.settings, learner.weights(learning.policy)),
     }
     if jax.process_index() > 0:

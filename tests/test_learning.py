@@ -5,7 +5,6 @@ After imitation a quarter of the held-out sums is right, those without a carry.
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 import tiny
@@ -15,6 +14,7 @@ from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.recipes import demo, distill, eval, grpo, preference, sft
+from areax.adapters.options import replaced
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Sampling
@@ -44,7 +44,7 @@ def accuracy(model, place) -> float:
 def learnt(place, name, objective, **changes) -> float:
     """Held-out accuracy after reinforcement learning from the imitating model."""
     config = demo.grpo_config(demo.Config(rl_steps=80), place, name)
-    done = grpo.main(replace(config, objective=objective, **{"evaluate_every": 80, "samples_every": 0} | changes))
+    done = grpo.main(replaced(config, objective=objective, **{"evaluate_every": 80, "samples_every": 0} | changes))
     assert done["complete"]
     return done["accuracy"]
 

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import urllib.request
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -35,7 +34,9 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
-from areax.recipes.shared import describe, learner, publishing, trainer
+from areax.recipes.shared import describe, learner, publishing, rollouts, trainer
+from areax.adapters.options import replaced
+from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
 from areax.rollout.fleet.push import Push
 from areax.rollout.scheduling.curriculum import Curriculum
@@ -69,14 +70,14 @@ def place(tmp_path_factory):
 
 
 def config(place, out, **changes):
-    base = grpo.Config(
-        model=str(place / "model"), data=str(place / "rows.jsonl"), reward=f"{place}/rewards.py:score",
-        out=str(place / out), steps=3, groups=4, group_size=4, max_concurrent=8, length=32, rows=4, eta=0,
+    base = grpo.Config(str(place / "model"), str(place / "rows.jsonl"), f"{place}/rewards.py:score")
+    base = replaced(
+        base, out=str(place / out), steps=3, groups=4, group_size=4, max_concurrent=8, length=32, rows=4, eta=0,
         sampling=Sampling(max_new_tokens=4), objective=GRPO(advantage={"std": "none"}),
         optim=Optimizer(lr=1e-2, b2=0.99),
         servers=((place / "url").read_text(),), serve=Serve(slots=8, context=64), samples_every=1,
     )  # fmt: skip
-    return replace(base, **changes)
+    return replaced(base, **changes)
 
 
 def leaves(path):
@@ -108,8 +109,8 @@ def test_with_eta_0_it_is_the_synchronous_loop(place):
     grpo.main(config(place, "loop"))
     own, path = config(place, "by hand"), place / "by hand"
     tokens = tokenizer.load(own.model)
-    (prompts, _), state = grpo.read(own, tokens), trainer.build(own)
-    server = servers.Remote(int(own.servers[0].rpartition(":")[2]))
+    (prompts, _), state = grpo.read(own, tokens), grpo.build_trainer(own)
+    server = servers.Remote(int(own.serving.servers[0].rpartition(":")[2]))
     reward = object_path.resolve(own.reward)
 
     def sample(row, prompt, i):
@@ -126,7 +127,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place):
         hf.write_published(path, v, state.policy.settings, learner.weights(state.policy))
         server.ok("/update_weights_from_disk", {"model_path": str(path / str(v)), "weight_version": f"{v}-00000000"})
         groups = [[sample(prompts[p], p, i) for i in range(4)] for p in range(4 * v, 4 * v + 4)]
-        trainer.advance(state, groups)
+        trainer.train_on_batch(state, groups)
     hand = [np.asarray(x) for x in jax.tree.leaves(learner.weights(state.policy))]
     for a, b in zip(leaves(place / "loop/model"), hand, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -389,6 +390,7 @@ def test_a_recipe_by_path_runs_under_spawn(place):
     (place / "mine.py").write_text(
         "import dataclasses\n"
         "from areax.recipes import grpo\n"
+        "from areax.recipes.shared.rl_options import Rollout, Serving, Training\n"
         "from areax.rollout.servers.local import Serve\n"
         "from areax.rollout.workflows import Sampling\n"
         "@dataclasses.dataclass(frozen=True)\n"
@@ -399,8 +401,9 @@ def test_a_recipe_by_path_runs_under_spawn(place):
         "def main(config):\n"
         "    p = config.place\n"
         "    return grpo.main(grpo.Config(model=p + '/model', data=p + '/rows.jsonl', reward=p + '/rewards.py:score',\n"
-        "        out=p + '/mine', steps=config.steps, groups=2, group_size=2, length=32, rows=2,\n"
-        "        sampling=Sampling(max_new_tokens=4), serve=Serve(slots=4, context=64)))\n"
+        "        out=p + '/mine', steps=config.steps, training=Training(length=32, rows=2),\n"
+        "        rollout=Rollout(groups=2, group_size=2, sampling=Sampling(max_new_tokens=4)),\n"
+        "        serving=Serving(serve=Serve(slots=4, context=64))))\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "areax", "train", str(place / "mine.py"), "--place", str(place)],
@@ -471,13 +474,12 @@ def test_rows_that_do_not_fit_are_left_out_and_temperatures_are_compared(caplog)
     row = lambda n, temperature=1.0: sampled(
         [5], Completion([6] * n, [-1.0] * n, [0] * n, "stop"), temperature=temperature, reward=1.0
     )
-    config = grpo.Config(model="m", data="d", reward="r", length=8)
 
     def played(result):
         async def episode(generate, row):
             return result
 
-        return asyncio.run(grpo.fitting(episode, config)(None, {"id": 7}))
+        return asyncio.run(rollouts.fitting(episode, 8, Rollout())(None, {"id": 7}))
 
     assert [len(s.tokens) for s in played([row(3), row(8), row(7)])] == [4, 8]
     assert "a row of 9 tokens is left out: longer than --length; row id 7" in caplog.text
@@ -487,7 +489,7 @@ def test_rows_that_do_not_fit_are_left_out_and_temperatures_are_compared(caplog)
         played([row(9), row(2), row(10)])
     assert [(event["kind"], event["tokens"]) for event in seen] == [("left_out", 10), ("left_out", 11)]
     with pytest.raises(ValueError, match="must fit in a row of 8 tokens, got 16 in a row that do not, of up to 9"):
-        played([row(8)] * grpo.TOO_LONG)
+        played([row(8)] * rollouts.TOO_LONG)
     with pytest.raises(ValueError, match="must sample at --sampling.temperature 1, .* got 0.7"):
         played([row(2, 0.7)])
 

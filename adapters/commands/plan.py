@@ -16,6 +16,7 @@ from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
 from ...parallel.planner.job import Job
 from .. import hf
+from .. import options as grouped
 from . import aot
 
 NEEDS = ("model", "mesh", "rows", "length", "run")  # of a recipe's Config
@@ -52,6 +53,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
     Raises:
       ValueError: a layout that cannot divide; as `hf.read_config`; a Config that lacks a field which a plan needs.
     """
+    config = grouped.flat(config)
     needs = NEEDS + (RL if _generates(config) else ("batch",))
     missing = [name for name in needs if not hasattr(config, name)]
     if missing:

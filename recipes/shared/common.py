@@ -1,14 +1,15 @@
 """What every recipe needs: memory that is kept, a mesh, a model and rows from a path, a stop that waits for a step."""
 
+import asyncio
 import contextlib
 import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -139,6 +140,29 @@ def stop_signal() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Its result, or None if SIGINT or SIGTERM stopped it, after it has saved what it has."""
+    task = asyncio.ensure_future(coroutine)
+    asked: list[int] = []
+
+    def stop(number: int) -> None:
+        asked.append(number)
+        task.cancel()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not asked:
+            raise
+        return None
+    finally:
+        for number in numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def out_directory(out: str) -> Path:

@@ -19,6 +19,7 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.recipes.shared import learner
 from areax.recipes.shared.learner import Learner
+from areax.recipes.shared.rl_options import Serving
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.fleet.push import Push, push_weights
@@ -60,19 +61,19 @@ class Way:
 
 
 @contextlib.asynccontextmanager
-async def opened(config, policy: Learner, do: Callable, tokens, start: int) -> AsyncIterator[Way]:
-    """The way of a `grpo.Config` from version `start` on, which is written, if anything is; `do` does work in all
-    processes."""
+async def opened(model: str, options: Serving, policy: Learner, do: Callable, tokens, start: int) -> AsyncIterator[Way]:
+    """The way of weights to these servers, from version `start` on, which is written, if anything is; `do` does work in
+    all processes."""
     settings = policy.settings
-    if config.serve.inside:
+    if options.serve.inside:
         first = lambda: in_memory(settings, start, do("host_copy", None))
-        yield Way(settings, config.push, Path(config.model), first=first)
+        yield Way(settings, options.push, Path(model), first=first)
         return
-    adapters = await by_name(policy, config)
-    with folder(config.published, policy) as root:
+    adapters = await by_name(policy, options)
+    with folder(options.published, policy) as root:
         path = do("publish_base", root) if adapters else do("publish", root, start)
         write = writer(policy, root, tokens, adapters)
-        yield Way(settings, config.push, path, root, write, adapters, handover=handover(config.push, settings))
+        yield Way(settings, options.push, path, root, write, adapters, handover=handover(options.push, settings))
 
 
 async def push(way: Way, fleet: client.Fleet, v: int, host, known: Probe | None) -> None:
@@ -124,24 +125,24 @@ def folder(published: str, policy: Learner) -> Iterator[Path]:
         shutil.rmtree(root)
 
 
-async def by_name(policy: Learner, config) -> Lora | None:
+async def by_name(policy: Learner, options: Serving) -> Lora | None:
     """What versions are: adapters by name, as `--push.lora` says, or where the servers can have them, as those can that
     a run starts itself; None = the whole model.
 
     Raises:
       ValueError: `--push.lora` asks for what cannot be, with the reason.
     """
-    wanted = config.push.lora
+    wanted = options.push.lora
     if wanted == "merged" or policy.adapters is None:
         return None
     targets = lora.targets(models.table(policy.settings), policy.adapters)
     if experts := [name for name in targets if name.startswith("expert_")]:
         why = f"servers have no adapters by name for {', '.join(experts)} (--lora.targets)"
-    elif config.colocated or config.push.way == "tensors":
+    elif options.colocated or options.push.way == "tensors":
         why = "servers that rest, or get tensors, need the whole model (--colocated, --push.way tensors)"
     else:
         modules = peft.modules(policy.settings, policy.adapters)
-        why = await named.refusal(config.servers, policy.adapters.rank, modules)
+        why = await named.refusal(options.servers, policy.adapters.rank, modules)
     if why and wanted == "adapter":
         raise ValueError(f"--push.lora adapter: {why}; or take --push.lora merged")
     if why:

@@ -3,43 +3,26 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from areax import models
-from areax.adapters import hf, tokenizer
-from areax.adapters import orbax as stores
+from areax.adapters import hf, orbax, tokenizer
 from areax.core import packing, signals, step
-from areax.core.critic import Critic
 from areax.core.distill import Taught
-from areax.core.optim import Optimizer
-from areax.models import frozen as teachers
-from areax.parallel import batches as place
+from areax.models import frozen as frozen_models
+from areax.parallel import batches as placement
 from areax.parallel import rules
 from areax.recipes.shared import common, describe, learner
 from areax.recipes.shared.learner import Learner
+from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
 
 
 @dataclass(frozen=True)
-class CriticOptions:
-    """Of the critic, which objectives with credit "gae" have.
-
-    Attributes:
-      model: directory of the weights it starts from, a reward model for one; "" = the policy's, with a new head.
-      warmup: first batches, in which it learns alone.
-    """
-
-    model: str = ""
-    warmup: int = 0
-    objective: Critic = Critic()
-    optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
-
-
-@dataclass(frozen=True)
-class Frozen:
+class FrozenModel:
     """A model that does not learn, and the function that scores by it: scores(params, batch)."""
 
     settings: models.dense.Config
@@ -49,65 +32,81 @@ class Frozen:
 
 @dataclass
 class Trainer:
-    """What `advance` closes over.
+    """The state of training: models, optimisers, and how many batches they have consumed.
 
     Attributes:
       version: batches consumed.
+      shuffle_seed: shuffles the rewards of every batch, a control experiment; None = does not.
       reference, teacher: models that the policy is held to, or taught by, where the objective asks for them.
       control: coefficients that move from batch to batch.
       report: extremes of the whole run, for its summary.
     """
 
-    config: Any
+    options: Training
     mesh: jax.sharding.Mesh
     policy: Learner
     critic: Learner | None = None
-    reference: Frozen | None = None
-    teacher: Frozen | None = None
+    shuffle_seed: int | None = None
+    reference: FrozenModel | None = None
+    teacher: FrozenModel | None = None
     version: int = 0
     control: dict[str, float] = field(default_factory=dict)
     report: dict = field(default_factory=dict)
 
 
-def build(config) -> Trainer:
-    """Models, optimisers and compiled functions for a `grpo.Config`."""
-    mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
-    load = lambda dtype: common.open_model(config.model, config.init, config.seed, mesh, dtype)
-    settings, params = load(learner.dtype(config.lora))
-    run = learner.computed(config.run)
-    score = functools.partial(models.score, config=settings, run=run, temperature=config.sampling.temperature)
-    a_batch = config.minibatches * config.epochs
-    critic, alone = None, 0
-    if config.objective.needs_values:
-        critic = _critic(config, settings, params, run, mesh, config.steps * a_batch)
-        alone = config.critic.warmup
-    taught = _teacher(config, run, mesh) if config.teacher else None
-    objective, learnt = config.objective, score
-    frozen = (taught.params,) if taught and config.distill_coef else ()
-    if config.distill_coef:
-        objective = Taught(objective, config.distill, config.distill_coef)
-        learnt = functools.partial(
-            teachers.score, objective=config.distill, config=settings, teacher_config=taught and taught.settings,
-            run=run, temperature=config.sampling.temperature,
+def build(
+    options: Training, *, model: str, steps: int, init: Literal["checkpoint", "random"] = "checkpoint", seed: int = 0,
+    temperature: float = 1.0, shuffle_rewards: bool = False,
+) -> Trainer:  # fmt: skip
+    """A trainer with its models, optimisers and compiled functions.
+
+    Args:
+      model: Hugging Face directory of the policy.
+      steps: batches of the whole run, for the schedule of the learning rate.
+      init: "random" = new weights, drawn with `seed`.
+      temperature: of sampling, at which log-probabilities are computed.
+      shuffle_rewards: as `rl_options.Rewards` says.
+    """
+    mesh = common.open_mesh(options.mesh, rows=options.rows, length=options.length)
+    load = lambda dtype: common.open_model(model, init, seed, mesh, dtype)
+    settings, params = load(learner.dtype(options.lora))
+    run = learner.computed(options.run)
+    score = functools.partial(models.score, config=settings, run=run, temperature=temperature)
+    updates_per_batch = options.minibatches * options.epochs
+    critic, warmup = None, 0
+    if options.objective.needs_values:
+        critic = _critic(options.critic, settings, params, run, mesh, steps * updates_per_batch)
+        warmup = options.critic.warmup
+    teacher = _teacher(options.teacher, model, run, mesh, temperature) if options.teacher else None
+    objective: Any = options.objective
+    policy_score = score
+    frozen = (teacher.params,) if teacher and options.distill_coef else ()
+    if options.distill_coef:
+        objective = Taught(objective, options.distill, options.distill_coef)
+        policy_score = functools.partial(
+            frozen_models.score, objective=options.distill, config=settings,
+            teacher_config=teacher and teacher.settings, run=run, temperature=temperature,
         )  # fmt: skip
     policy = learner.make(
-        settings, params, learnt, objective, config.optim, mesh, updates=(config.steps - alone) * a_batch,
-        balance=config.balance,
-        adapters=config.lora, frozen=frozen, plain=lambda params, batch, *_: score(params, batch), seed=config.seed,
+        settings, params, policy_score, objective, options.optim, mesh, updates=(steps - warmup) * updates_per_batch,
+        balance=options.balance, adapters=options.lora, frozen=frozen,
+        plain=lambda params, batch, *_: score(params, batch), seed=seed,
     )  # fmt: skip
-    trainer = Trainer(config, mesh, policy, critic, teacher=taught if config.objective.advantage.teacher else None)
-    if config.objective.needs_reference and policy.adapters:  # the model without its adapters
-        trainer.reference = Frozen(settings, policy.frozen[0], step.make_scores(score))
-    elif config.objective.needs_reference:
-        trainer.reference = Frozen(settings, load("float32")[1], policy.scores)
-    if config.objective.kl.target:
-        trainer.control["kl_coef"] = config.objective.kl.coef
+    trainer = Trainer(
+        options, mesh, policy, critic, shuffle_seed=seed if shuffle_rewards else None,
+        teacher=teacher if options.objective.advantage.teacher else None,
+    )  # fmt: skip
+    if options.objective.needs_reference and policy.adapters:  # the model without its adapters
+        trainer.reference = FrozenModel(settings, policy.frozen[0], step.make_scores(score))
+    elif options.objective.needs_reference:
+        trainer.reference = FrozenModel(settings, load("float32")[1], policy.scores)
+    if options.objective.kl.target:
+        trainer.control["kl_coef"] = options.objective.kl.coef
     return trainer
 
 
-def _critic(config, settings, params, run: models.Run, mesh, updates: int) -> Learner:
+def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, updates: int) -> Learner:
     """A model of values: the weights without their output head, and a scalar one, which if new says 0 everywhere."""
-    options = config.critic
     if options.model:
         vocab = settings.vocab
         settings, params = hf.load(options.model, mesh=mesh, init_missing=("head",))
@@ -130,24 +129,24 @@ def _own(x):
     return jnp.array(x, jnp.float32, copy=True)
 
 
-def _teacher(config, run: models.Run, mesh) -> Frozen:
-    other, params = common.open_teacher(config.teacher, tokenizer.load(config.model), run, mesh)
-    score = functools.partial(models.score, config=other, run=run, temperature=config.sampling.temperature)
-    return Frozen(other, params, step.make_scores(lambda params, batch: score(params, batch.replace(input={}))))
+def _teacher(directory: str, student: str, run: models.Run, mesh, temperature: float) -> FrozenModel:
+    settings, params = common.open_teacher(directory, tokenizer.load(student), run, mesh)
+    score = functools.partial(models.score, config=settings, run=run, temperature=temperature)
+    return FrozenModel(settings, params, step.make_scores(lambda params, batch: score(params, batch.replace(input={}))))
 
 
 def saved(trainer: Trainer) -> dict:
-    """What a checkpoint of the run holds."""
+    """The pytrees of a checkpoint."""
     parts = {"policy": trainer.policy.state}
     if trainer.critic:
         parts["critic"] = trainer.critic.state
-    if trainer.reference and trainer.config.reference_every:
+    if trainer.reference and trainer.options.reference_every:
         parts["reference"] = trainer.reference.params
     return parts
 
 
-def restore(trainer: Trainer, store: stores.Store):
-    """Takes up the newest saved state, if there is one; returns the cursor that was saved with it."""
+def restore(trainer: Trainer, store: orbax.Store):
+    """Restores the newest checkpoint, if there is one; returns the position in the data that was saved with it."""
     if store.latest is None:
         return None
     parts, cursor = store.restore(saved(trainer))
@@ -161,27 +160,27 @@ def restore(trainer: Trainer, store: stores.Store):
     return cursor["rollout"]
 
 
-def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
-    """One batch: scores at the weights before it, then the optimiser steps. Returns what to log."""
-    config, version = trainer.config, trainer.version
-    if config.shuffle_rewards:
-        groups = describe.shuffled(groups, seed=(config.seed, version))
-    size = len(groups) // config.minibatches
+def train_on_batch(trainer: Trainer, groups: list[list[Sample]]) -> dict:
+    """Scores a batch at the current weights, then takes its optimiser steps. Returns metrics, and "groups" to show."""
+    options, version = trainer.options, trainer.version
+    if trainer.shuffle_seed is not None:
+        groups = describe.shuffled(groups, seed=(trainer.shuffle_seed, version))
+    size = len(groups) // options.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
-    needs = config.objective.advantage.needs
-    batches = [packing.pack(part, config.length, rows=config.rows, components=needs) for part in samples]
+    needs = options.objective.advantage.needs
+    batches = [packing.pack(part, options.length, rows=options.rows, components=needs) for part in samples]
     if told := trainer.control | (
-        {"version": version} if config.objective.correction.proximal == "interpolate" else {}
+        {"version": version} if options.objective.correction.proximal == "interpolate" else {}
     ):
         batches = [batch.tell(**told) for batch in batches]
     with jax.set_mesh(trainer.mesh):
-        report, scored = learn(trainer, [place.batch(b, trainer.mesh) for b in batches])
+        report, scored = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
         trainer.version += 1
         refresh(trainer)
     flat = [s for part in samples for s in part]
     values = {**signals.told(report), **describe.batch(flat, version), **trainer.control}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
-        values["effective_samples"] = float(report["effective_fraction"].sum) / config.epochs
+        values["effective_samples"] = float(report["effective_fraction"].sum) / options.epochs
     logps: list = [None] * len(flat)
     if scored:
         own = [packing.unpack(x_MBT, b, part) for x_MBT, b, part in zip(scored, batches, samples, strict=True)]
@@ -191,7 +190,7 @@ def advance(trainer: Trainer, groups: list[list[Sample]]) -> dict:
             trainer.report[name] = max(trainer.report.get(name, 0.0), value)
         values |= agreement
     if "kl_coef" in trainer.control and "kl" in values:
-        trainer.control["kl_coef"] = config.objective.kl.adapt(trainer.control["kl_coef"], values["kl"])
+        trainer.control["kl_coef"] = options.objective.kl.adapt(trainer.control["kl_coef"], values["kl"])
     traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
     return {**values, "groups": [traced]}
 
@@ -203,7 +202,7 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
       Merged metrics, a critic's under "critic_..." where the policy has the same; log-probabilities of each minibatch
       before the first step, none where the objective needs no scores.
     """
-    policy, critic, config = trainer.policy, trainer.critic, trainer.config
+    policy, critic, options = trainer.policy, trainer.critic, trainer.options
     # One at a time: gloo, which connects processes on the CPU, hangs when many computations wait.
     ask = lambda scores, params, batch: jax.block_until_ready(scores(params, batch))
     if critic:
@@ -216,9 +215,9 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
     scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
     ready = [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)]
     report: dict = {}
-    for batch in ready * config.epochs:
+    for batch in ready * options.epochs:
         new: dict = {}
-        if not critic or trainer.version >= config.critic.warmup:
+        if not critic or trainer.version >= options.critic.warmup:
             policy.state, new = policy.step(policy.state, batch, *policy.frozen)
         if critic:
             critic.state, its = critic.step(critic.state, critic.prepare(batch))
@@ -227,12 +226,12 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
                 for name, x in its.items()
             }
         report = jax.block_until_ready(common.merge(report, new) if report else new)
-    return report, [place.host(score.logp_BT) for score in scores if score is not None]
+    return report, [placement.host(score.logp_BT) for score in scores if score is not None]
 
 
 def refresh(trainer: Trainer) -> None:
     """The reference moves towards the policy every `reference_every` batches (TR-DPO, arXiv:2404.09656)."""
-    every, mix = trainer.config.reference_every, trainer.config.reference_mix
+    every, mix = trainer.options.reference_every, trainer.options.reference_mix
     if trainer.reference and every and trainer.version % every == 0:
         moved = _mixed(trainer.reference.params, trainer.policy.state.params, mix)
         trainer.reference = replace(trainer.reference, params=moved)

@@ -1,0 +1,73 @@
+"""What a run of reinforcement learning reports: metrics of each step and evaluation, samples, and progress."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from areax.adapters.report import chrome_trace
+from areax.adapters.tracking import run_dir, sinks
+from areax.recipes.shared import describe
+from areax.recipes.shared.rl_options import Saving
+from areax.rollout import events, loop, rewards
+from areax.rollout.client import Fleet
+from areax.rollout.fleet import step_metrics
+from areax.rollout.scheduling.executor import Executor
+
+COUNTED = ("rejected", "refused", "failed", "stopped", "lost", "retries")  # of an executor's counts
+
+
+class Log:
+    """Writes metrics.jsonl, samples.jsonl and the events of a run, and shows its progress.
+
+    Attributes:
+      accuracy: version -> accuracy on the held-out rows.
+      offload_s: seconds the servers took to offload before the last update; None = they do not offload.
+    """
+
+    def __init__(self, run: run_dir.Run, track: sinks.Followed, tick, tokens, saving: Saving):
+        self.accuracy: dict[int, float] = {}
+        self.offload_s: float | None = None
+        self._run, self._track, self._tick, self._tokens, self._saving = run, track, tick, tokens, saving
+
+    @contextlib.contextmanager
+    def watching(self, fleet: Fleet, rollout: Executor, pool: rewards.Pool) -> Iterator[None]:
+        """Adds what servers, executor and reward workers do to the metrics of every step."""
+        counts = lambda: {
+            **{name: rollout.counts[name] for name in COUNTED}, "reward_retries": pool.counts["retried"]
+        }  # fmt: skip
+        self._fleet, self._rollout, self._figures = fleet, rollout, step_metrics.Figures(fleet, counts)
+        self._track.live = self._figures.live
+        with events.watching(self._figures.see):
+            yield
+
+    def step(self, v: int, report: dict, seconds: dict[str, float]) -> None:
+        """The metrics of the update that made version v, as `loop.run` calls `on_step`."""
+        groups = report.pop("groups")
+        report |= self._figures.step(seconds) | {"tokens_per_second": report["tokens"] / seconds["step_s"]}
+        report |= self._rollout.lengths() | {"limit": min(self._fleet.room(server) for server in self._fleet.servers)}
+        if self.offload_s is not None:
+            report["rest_s"] = self.offload_s
+        beside = {name: seconds.pop(name) for name in loop.BESIDE}
+        self._run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
+        accuracy = self.accuracy.get(max(self.accuracy, default=-1))
+        self._tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy)
+        if self._saving.samples_every and v % self._saving.samples_every == 0:
+            describe.show(self._run, self._tokens, v, groups[0])
+
+    def evaluation(self, v: int, accuracy: float, rows: int) -> None:
+        """The accuracy of version v on the held-out rows."""
+        self.accuracy[v] = accuracy
+        self._run.log("eval", v, accuracy=accuracy, rows=rows, server_version=self._fleet.version)
+
+
+@contextlib.contextmanager
+def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
+    """The log of a run in `config.out`, from version `start` on; what it had logged beyond that is dropped."""
+    out = Path(config.out)
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        run = enter(run_dir.open_run(out, config=config, keep={"grpo": start, "eval": start}))
+        track = enter(sinks.following(out, saving.track))
+        enter(events.writing(out / chrome_trace.JOURNAL))
+        tick = enter(run_dir.progress("grpo", config.steps, start=start))
+        yield Log(run, track, tick, tokens, saving)

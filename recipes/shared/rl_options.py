@@ -1,0 +1,294 @@
+"""The options of reinforcement learning, in groups, and which of them exclude each other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areax import models
+from areax.adapters.tracking import sinks
+from areax.core import losses
+from areax.core.balance import Balance
+from areax.core.critic import Critic
+from areax.core.optim import Optimizer
+from areax.models.lora import Lora
+from areax.parallel.mesh import Layout
+from areax.rollout.fleet.push import Push
+from areax.rollout.scheduling.curriculum import Curriculum
+from areax.rollout.servers import local
+from areax.rollout.types import Sampling
+from areax.rollout.workflows import agents, resolve
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Which prompts are sampled, and in what order.
+
+    Attributes:
+      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
+        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are fetched.
+      max_prompt: longest prompt in tokens; rows with longer ones are left out, and counted. 0 = no limit.
+      curriculum: the order of the rows.
+    """
+
+    row: str = ""
+    limit: int = 0
+    max_prompt: int = 0
+    curriculum: Curriculum = Curriculum()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How completions are sampled.
+
+    Attributes:
+      workflow: an episode: `module:function` that takes `generate` and a row, or an agent
+        (`rollout.workflows.resolve.bind`).
+      workflow_options: a JSON object of further arguments of the workflow.
+      agent: how agents are served that talk to the model as to OpenAI or Anthropic.
+      groups: prompts per batch.
+      group_size: completions per prompt (TRL: num_generations; verl: rollout.n).
+      eta: largest staleness: versions between the admission of a group and its training; 0 = synchronous.
+      max_concurrent: most groups in flight.
+      oversample: groups started beyond those of a batch, which takes the first to finish; the others are stopped, and
+        run again in a batch of their own. With eta 0, so that a batch does not wait for its slowest groups.
+    """
+
+    workflow: str = "areax.rollout.workflows:single_turn"
+    workflow_options: str = ""
+    agent: agents.Options = agents.Options()
+    groups: int = 32
+    group_size: int = 8
+    eta: int = 1
+    max_concurrent: int = 128
+    oversample: int = 0
+    sampling: Sampling = Sampling()
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """How rewards are computed.
+
+    Attributes:
+      reward_workers: processes that compute rewards.
+      reward_timeout_s: seconds a reward may take.
+      reward_failed: the score of a completion whose reward raised, hung or crashed twice.
+      shuffle_rewards: a control experiment: permutes rewards among the completions of a batch, so that they carry no
+        signal.
+    """
+
+    reward_workers: int = 1
+    reward_timeout_s: float = 10.0
+    reward_failed: Literal["unscorable", "zero"] = "unscorable"
+    shuffle_rewards: bool = False
+
+
+@dataclass(frozen=True)
+class CriticOptions:
+    """The critic, for objectives with credit "gae".
+
+    Attributes:
+      model: directory of the initial weights, for example a reward model; "" = the policy's, with a new head.
+      warmup: first batches, in which the critic alone trains.
+    """
+
+    model: str = ""
+    warmup: int = 0
+    objective: Critic = Critic()
+    optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Optimisation.
+
+    Attributes:
+      length: longest prompt and completion together, and tokens per packed row.
+      rows: packed rows per microbatch.
+      minibatches: optimiser steps per batch, over equal parts of its groups.
+      epochs: passes over these.
+      lora: trains adapters in place of all weights; the model without them is the reference. Rank 0 = all weights.
+      critic: for objectives that have one, such as PPO.
+      balance: terms that keep the experts of a mixture evenly used.
+      teacher: directory of a teacher, for `objective.advantage.teacher` or `distill_coef`.
+      teachers: instead, addresses of servers that serve teachers: `http://...`, or `name=http://...` where rows name
+        theirs in "teacher".
+      distill: the divergence from the teacher that is added to the objective.
+      distill_coef: its weight; 0 = none.
+      reference_every: batches between updates of the reference of a KL term; 0 = it stays as it is.
+      reference_mix: how far an update moves the reference: 1 = it becomes the policy.
+      mesh: devices along each axis; all of them together must be the machine's, or one.
+    """
+
+    length: int = 1024
+    rows: int = 8
+    minibatches: int = 1
+    epochs: int = 1
+    objective: losses.Policy = losses.GRPO()
+    optim: Optimizer = Optimizer(lr=1e-6, warmup=10)
+    lora: Lora = Lora()
+    critic: CriticOptions = CriticOptions()
+    balance: Balance = Balance()
+    teacher: str = ""
+    teachers: tuple[str, ...] = ()
+    distill: losses.Distill = losses.Distill()
+    distill_coef: float = 0.0
+    reference_every: int = 0
+    reference_mix: float = 1.0
+    run: models.Run = models.Run()
+    mesh: Layout = Layout()
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Generation servers, and how weights reach them.
+
+    Attributes:
+      servers: addresses of generation servers; none = the run starts its own on this machine.
+      serve: for servers that the run starts.
+      push: how versions of the weights reach the servers.
+      published: folder for versions of the weights; "" = a new one, in memory if there is room.
+      stagers: where servers do not see `published`, the address of a stager beside each of them, in their order
+        (docs/servers.md); none = they see it.
+      colocated: servers and trainer take turns on the same devices: servers release their memory while the trainer
+        updates, and take it again with the next version. Needs eta 0 (docs/colocated.md).
+    """
+
+    servers: tuple[str, ...] = ()
+    serve: local.Serve = local.Serve()
+    push: Push = Push()
+    published: str = ""
+    stagers: tuple[str, ...] = ()
+    colocated: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluation on held-out rows.
+
+    Attributes:
+      heldout: rows evaluated greedily and never trained on; "" = none.
+      evaluate_every: batches between evaluations; 0 = before the first and after the last batch.
+    """
+
+    heldout: str = ""
+    evaluate_every: int = 0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a run writes, beside metrics.jsonl.
+
+    Attributes:
+      save_every: batches between checkpoints; 0 = at the end only.
+      samples_every: batches between groups written to samples.jsonl; 0 = none.
+      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
+    """
+
+    save_every: int = 0
+    samples_every: int = 10
+    track: sinks.Sinks = sinks.Sinks()
+
+
+def conflicts(config: Any) -> Iterator[str]:
+    """Why the options of a `grpo.Config` cannot be used together, one sentence for each reason."""
+    yield from _out_of_range(config)
+    yield from _rollout_conflicts(config)
+    yield from _server_conflicts(config)
+    yield from _training_conflicts(config)
+    yield from _teacher_conflicts(config.training, config.rollout.sampling)
+
+
+def _out_of_range(config: Any) -> Iterator[str]:
+    rollout, training = config.rollout, config.training
+    for part, option, holds, rule in (
+        (training, "minibatches", training.minibatches >= 1, "at least 1"),
+        (training, "epochs", training.epochs >= 1, "at least 1"),
+        (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
+        (training, "distill_coef", training.distill_coef >= 0, "at least 0"),
+        (training, "reference_every", training.reference_every >= 0, "at least 0"),
+        (training, "reference_every", not training.reference_every or training.objective.needs_reference,
+         "0 without a reference, which --objective.kl.coef above 0 has"),
+        (training, "reference_mix", 0 < training.reference_mix <= 1, "above 0 and at most 1"),
+    ):  # fmt: skip
+        if not holds:
+            yield f"--{option.replace('_', '-')} must be {rule}, got {getattr(part, option)}"
+
+
+def _rollout_conflicts(config: Any) -> Iterator[str]:
+    rollout, objective, heldout = config.rollout, config.training.objective, config.evaluation.heldout
+    if rollout.workflow == resolve.ONLINE and (heldout or objective.advantage.mean not in ("batch", "none")):
+        yield (
+            "--workflow online: users' sessions form no groups to compare, and cannot be evaluated; use "
+            f"--objective.advantage.mean batch without --heldout, got {objective.advantage.mean} and "
+            f"{heldout or 'none'}"
+        )
+    if rollout.groups % config.training.minibatches:
+        yield f"--minibatches must divide --groups {rollout.groups}, got {config.training.minibatches}"
+    if rollout.eta and not objective.corrects:
+        yield (
+            f"--eta {rollout.eta} lets samples be older than the weights, which {objective.name} with proximal "
+            '"behaviour" does not correct for; use --objective.correction.proximal recompute, or --eta 0'
+        )
+
+
+def _server_conflicts(config: Any) -> Iterator[str]:
+    its, lora = config.serving, config.training.lora
+    if its.colocated and config.rollout.eta:
+        yield (
+            "--colocated offloads servers while the trainer updates, so that nothing is generated ahead: it needs "
+            f"--eta 0, got {config.rollout.eta}"
+        )
+    for option in ("servers", "published") if its.serve.inside else ():
+        if getattr(its, option):
+            yield (
+                "--serve.inside starts a server in this process and hands it versions in memory; leave out "
+                f"--{option}, got {getattr(its, option)}"
+            )
+    if its.stagers and len(its.stagers) != len(its.servers):
+        yield (
+            f"--stagers must name one stager per server, in the order of --servers, got {len(its.stagers)} for "
+            f"{len(its.servers)}"
+        )
+    if its.push.way == "tensors" and (its.stagers or not its.servers):
+        yield (
+            "--push.way tensors is for SGLang servers at --servers, without --stagers, got "
+            f"{its.servers or 'none'} and {its.stagers or 'none'}; servers started here read the files"
+        )
+    if its.push.lora == "adapter" and not lora.rank:
+        yield "--push.lora adapter needs adapters to push, got --lora.rank 0; give a rank, or leave it out"
+
+
+def _training_conflicts(config: Any) -> Iterator[str]:
+    its = config.training
+    if its.critic != CriticOptions() and not its.objective.needs_values:
+        yield f"{its.objective.name} has no critic, got {its.critic}; use ppo, or leave it out"
+    if its.critic.warmup >= config.steps and its.objective.needs_values:
+        yield (
+            f"--critic.warmup must be below --steps {config.steps}, for the policy to train at all, got "
+            f"{its.critic.warmup}"
+        )
+    if its.lora.rank and its.reference_every:
+        yield (
+            f"--reference-every {its.reference_every} would move the weights under the adapters, which stay fixed with "
+            f"--lora.rank {its.lora.rank}; leave out one of them"
+        )
+
+
+def _teacher_conflicts(its: Training, sampling: Sampling) -> Iterator[str]:
+    used = its.objective.advantage.teacher or its.distill_coef
+    if bool(its.teacher) + bool(its.teachers) != (used != 0):
+        yield (
+            "name one of --teacher and --teachers where --objective.advantage.teacher or --distill-coef is not 0, "
+            f"and neither elsewhere, got {its.teacher!r} and {its.teachers}"
+        )
+    if its.teachers and its.objective.advantage.teacher and sampling.temperature != 1:
+        yield (
+            f"--teachers give log-probabilities at temperature 1, got --sampling.temperature {sampling.temperature:g}; "
+            "use --teacher, a directory"
+        )
+    if its.teachers and its.distill_coef and (not its.distill.top_k or its.distill.temperature != 1):
+        yield (
+            "--teachers give log-probabilities of --distill.top-k tokens at temperature 1, got "
+            f"{its.distill.top_k} and --distill.temperature {its.distill.temperature:g}; or use --teacher"
+        )

@@ -1,0 +1,131 @@
+"""Episodes of reinforcement learning: a workflow with its reward, its teachers, and checks of what it samples."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from areax.recipes.shared.rl_options import Rewards, Rollout, Training
+from areax.rollout import client, events, object_path, rewards
+from areax.rollout.scheduling import episodes, executor
+from areax.rollout.scheduling.executor import Executor
+from areax.rollout.types import Generate, Sample, Workflow
+from areax.rollout.workflows import resolve, teacher
+
+log = logging.getLogger(__name__)
+
+TOO_LONG = 16  # consecutive rows that do not fit end the run
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The workflows of a run.
+
+    Attributes:
+      train: samples that are trained on.
+      greedy: the same at temperature 0, for evaluation and as a baseline; `train` where neither is wanted.
+      rewards: the pool of reward workers, for its counts.
+    """
+
+    train: Workflow
+    greedy: Workflow
+    rewards: rewards.Pool
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    reward: str, options: Rewards, rollout: Rollout, training: Training, tokens, *, vocabulary: int, greedy: bool
+) -> AsyncIterator[Episodes]:
+    """The run's episodes, with reward workers and connections to teachers that are closed at the end.
+
+    Args:
+      reward: `module:function` or `file.py:function`.
+      vocabulary: of the policy.
+      greedy: whether the greedy workflow is needed.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        pool = await enter(
+            rewards.pool(
+                reward, workers=options.reward_workers, timeout_s=options.reward_timeout_s,
+                failed=options.reward_failed,
+            )
+        )  # fmt: skip
+        bind = functools.partial(
+            resolve.bind, rollout.workflow, tokenizer=tokens, reward=pool, agent=rollout.agent,
+            options=resolve.options(rollout.workflow_options),
+        )  # fmt: skip
+        train = fitting(await enter(bind(sampling=rollout.sampling)), training.length, rollout)
+        if training.teachers:
+            fleets = {name: await enter(client.connect(own)) for name, own in teacher.named(training.teachers).items()}
+            top_k = training.distill.top_k if training.distill_coef else 0
+            annotate = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
+            train = functools.partial(teacher.taught, train, annotate)
+        plain = replace(rollout.sampling, temperature=0.0, routed_experts=False)
+        yield Episodes(train, await enter(bind(sampling=plain)) if greedy else train, pool)
+
+
+def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
+    """The episode without samples longer than a packed row, which are counted and logged.
+
+    The workflow raises ValueError after TOO_LONG consecutive samples that do not fit, and for samples at a temperature
+    other than `rollout.sampling.temperature`.
+    """
+    too_long: list[int] = []
+
+    async def fits(generate, row):
+        samples = await episode(generate, row)
+        samples = samples if isinstance(samples, list) else [samples] if samples else []
+        kept = [s for s in samples if len(s.tokens) <= length]
+        for n in (len(s.tokens) for s in samples if len(s.tokens) > length):
+            too_long.append(n)
+            events.note("left_out", tokens=n)
+            log.warning("a row of %d tokens is left out: longer than --length; %s", n, object_path.row(row))
+        if kept:
+            too_long.clear()
+        if len(too_long) >= TOO_LONG:
+            raise ValueError(
+                f"samples must fit in a row of {length} tokens, got {TOO_LONG} in a row that do not, of up to "
+                f"{max(too_long)}; raise --length, or lower --sampling.max-new-tokens or --max-prompt"
+            )
+        for s in kept:
+            if s.temperature != rollout.sampling.temperature:
+                raise ValueError(
+                    f"--workflow {rollout.workflow}: must sample at --sampling.temperature "
+                    f"{rollout.sampling.temperature:g}, at which the trainer computes, got {s.temperature:g}"
+                )
+        return kept or None
+
+    return fits
+
+
+def scheduler(
+    own: Episodes, generate, prompts, rollout: Rollout, objective, *, steps: int, seed: int | None, cursor
+) -> Executor:
+    """The executor that runs these episodes and hands out the batches of `steps` updates, from `cursor` on."""
+    return executor.Executor(
+        own.train, generate, prompts,
+        group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
+        max_concurrent=rollout.max_concurrent, oversample=rollout.oversample, seed=seed, batches=steps, cursor=cursor,
+        accept=varied if objective.shaping.dynamic_sampling else None,
+        baseline=own.greedy if objective.advantage.mean == "greedy" else None,
+    )  # fmt: skip
+
+
+async def accuracy(
+    episode: Workflow, generate: Generate, rows: list[dict], *, max_concurrent: int
+) -> tuple[float, int]:
+    """(mean reward, number of episodes) of an evaluation; unscorable episodes are left out of the mean."""
+    with events.about(of="evaluation"):
+        groups = await executor.rollouts(episode, generate, rows, max_concurrent=max_concurrent)
+    values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
+    return float(np.nanmean(values)), len(values)
+
+
+def varied(samples: list[Sample]) -> bool:
+    """Whether the rewards of a group differ, unscorable ones left out: a group without variance has no gradient."""
+    values = np.array([episodes.outcome(s) for s in episodes.one_a_rollout(samples)], np.float32)
+    return len(set(values[~np.isnan(values)].tolist())) > 1
