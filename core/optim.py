@@ -34,6 +34,7 @@ class Optimizer:
         (arXiv:1804.04235): its rate is relative, and 1e-2 is large.
 
     Attributes:
+      name: the direction of an update, as listed above.
       lr: peak learning rate.
       schedule: after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
       warmup: steps over which the rate rises linearly from lr / warmup to lr.

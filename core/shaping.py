@@ -20,6 +20,7 @@ class Shaping:
       overlong_tokens: most tokens that a rollout may sample; one with more loses `overlong_penalty` (DAPO,
         arXiv:2503.14476); 0 = none does.
       overlong_buffer: the last of these, over which the penalty rises from 0 to all of it.
+      overlong_penalty: how much a rollout loses that samples more than `overlong_tokens`.
       unfinished_penalty: lost by rollouts that did not end by themselves, whatever the reason.
       truncated: what is learnt from rollouts cut off at the length limit: "keep" as from others, "mask" nothing, though
         their reward counts in the baseline (overlong filtering), "drop" nothing, and it does not count.

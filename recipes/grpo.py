@@ -18,11 +18,11 @@ from typing import Annotated, Literal
 import jax
 
 from areax.adapters import hf, orbax, tokenizer
+from areax.adapters.command_line.options import UNPREFIXED
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts
-from areax.adapters.options import UNPREFIXED
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch
 from areax.rollout import loop, object_path
@@ -42,7 +42,7 @@ class Config:
     """Asynchronous reinforcement learning with the objective named, GRPO by default.
 
     Attributes:
-      model: Hugging Face directory with weights and tokenizer.
+      model: Hugging Face directory: weights, config.json and tokenizer.
       data: rows with "prompt" or "messages": a file, a folder, or a hub name.
       reward: `module:function` or `file.py:function`: f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,

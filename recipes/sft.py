@@ -20,6 +20,11 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes.shared import common, learner, offline
 
+FIRST_OPTIONS = (
+    "model", "data", "out", "heldout", "learn", "steps", "batch", "length", "too_long", "rows", "optim.lr", "lora.rank",
+    "run.dtype", "run.remat", "save_every",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Config:

@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areax import models
 from areax.adapters import cli, hf, peft, tokenizer
+from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses, param
@@ -35,7 +36,6 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
 from areax.recipes.shared import describe, learner, publishing, rollouts, trainer
-from areax.adapters.options import replaced
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
 from areax.rollout.fleet.push import Push
