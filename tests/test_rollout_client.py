@@ -212,6 +212,19 @@ def test_cancelled_requests_leave_their_slots():
     run(main)
 
 
+def test_a_request_taken_back_before_it_was_sent_goes_to_another_server():
+    async def main():
+        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+            task = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
+            await asyncio.sleep(0)  # it has a server, but the task that asks it has not begun
+            [server] = [one for one in fleet.servers if one.load]
+            fleet.fail(server, "stale", "taken out of traffic")
+            check(await task, [1], 3)
+            assert fleet.counts["rerouted"] == 1 and len(a.generated()) + len(b.generated()) == 1
+
+    run(main)
+
+
 def test_a_turn_given_to_a_cancelled_request_goes_to_the_next():
     async def main():
         async with serving() as a, client.connect([a.url], concurrency=1) as fleet:
