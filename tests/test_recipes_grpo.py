@@ -517,7 +517,7 @@ def test_a_server_inside_that_rests_changes_no_number(place):
 def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
     """It is started again once the trainer has updated, and not before."""
     killed, started = [], []
-    rest, start = grpo.rest.rest, local.Local.start
+    rest, start = grpo.offload.offload, local.Local.start
 
     async def deadly(fleet):
         seconds = await rest(fleet)
@@ -527,7 +527,7 @@ def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
             killed.append(os.kill(next(iter(started[0].running.values())).pid, signal.SIGKILL))
         return seconds
 
-    monkeypatch.setattr(grpo.rest, "rest", deadly)
+    monkeypatch.setattr(grpo.offload, "offload", deadly)
     monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
     done = grpo.main(config(place, "killed at rest", servers=(), colocated=True))
     assert killed == [["offloaded"], ["offloaded"], None] and len(started) == 2

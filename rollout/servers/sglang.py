@@ -244,8 +244,10 @@ class SGLang(Endpoint):
         if top_k:
             body["top_logprobs_num"] = int(top_k)
         if timeout_s is None:
-            return self._part(await self.once("POST", "/generate", body))
-        return self._part(await self.call("POST", "/generate", body, timeout_s=timeout_s))
+            answer = await self.once("POST", "/generate", body)
+        else:
+            answer = await self.call("POST", "/generate", body, timeout_s=timeout_s)
+        return self._part(answer, generated=False)
 
     async def _succeed(self, path: str, body: dict, *, timeout_s: float) -> None:
         """A call whose answer says whether it succeeded."""
@@ -253,9 +255,9 @@ class SGLang(Endpoint):
         if answer.get("success") is not True:
             raise ServerError(f"{self.url}{path}: {answer.get('error_message') or answer.get('message') or answer}")
 
-    def _part(self, answer: Mapping[str, Any]) -> Part:
+    def _part(self, answer: Mapping[str, Any], *, generated: bool = True) -> Part:
         try:
-            return _parse(answer)
+            return _parse(answer, generated)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.url}/generate: the answer lacks what a single request returns ({type(error).__name__}: {error})"
@@ -275,9 +277,10 @@ def _body(tokens: Sequence[int], sampling: Mapping[str, Any], adapter: str, cach
     }
 
 
-def _parse(answer: Mapping[str, Any]) -> Part:
+def _parse(answer: Mapping[str, Any], generated: bool) -> Part:
     tokens, meta = answer["output_ids"], answer["meta_info"]
-    rows = meta["output_token_logprobs"]
+    # Prefilled beside requests that generate, one that does not gets a log-probability from SGLang, but no token.
+    rows = meta["output_token_logprobs"] if generated else []
     if [row[1] for row in rows] != tokens:
         raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
     logp = [row[0] for row in rows]
