@@ -24,7 +24,7 @@ import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax import models
-from areax.adapters import cli, hf, peft, tokenizer
+from areax.adapters import cli, hf, peft, safetensors, tokenizer
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses, param
@@ -345,18 +345,23 @@ def test_asynchronous_keeps_the_bound(place):
     assert sum(x["generated_tokens"] for x in lines) == pytest.approx(sum(x["length"] * 16 for x in lines))
 
 
-def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path):
+def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path, monkeypatch):
+    """What is written is not read again by the process that wrote and hashed it."""
     config = models.config_from_hf({**tiny.HF, "vocab_size": 16})
     params = tiny.weights(models.table(config), 0.2)
     write = lambda: hf.write_published(tmp_path, 3, config, params)
-    directory = write()
+    read, reads = safetensors.read, []
+    monkeypatch.setattr(safetensors, "read", lambda path: reads.append(path) or read(path))
+    directory = publishing.whole(tmp_path / "3", write)
+    assert not reads
     label = (directory / "manifest.json").read_bytes()
-    assert publishing.whole(directory, None) == directory
+    assert publishing.whole(directory, None) == directory and reads == [directory]
     [shard] = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
     publishing.whole(directory, write)
+    assert reads == [directory] * 2
     assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
 
 
