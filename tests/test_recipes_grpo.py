@@ -90,6 +90,8 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
     assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
     assert first["max_logp_diff"] <= 1e-4 and first["mismatch_k3_now"] < 1e-9
+    pushes = [x for x in run_dir.read_lines(place / "first/journal.jsonl") if x["kind"] == "push"]
+    assert [push["load_s"] > 0 for push in pushes] == [False, True, True, True]  # it was started with version 0
     grpo.main(config(place, "parts", steps=2))
     grpo.main(config(place, "parts"))
     for a, b in zip(leaves(place / "first/model"), leaves(place / "parts/model"), strict=True):
