@@ -1,10 +1,8 @@
 """Models are modules: each family has `config`, `to_hf`, `table`, `embed` and `block`; what follows serves them all."""
 
 from ..parallel import rules
-from . import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from .families import FAMILIES
 from .transformer import Run, Scores, backbone, forward, head, score, value
-
-FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen2_moe": qwen2_moe, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
 
 
 def config_from_hf(hf: dict):

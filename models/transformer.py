@@ -1,6 +1,5 @@
 """From tokens to hidden states, logits and scores, for every family."""
 
-import importlib
 import itertools
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
 from . import remat
 from .attention import backends
+from .families import FAMILIES
 from .layers import grouped, moe, rope
 from .layers.linear import linear
 from .layers.norm import rms_norm
@@ -74,7 +74,7 @@ class Scores:
 
 def family(config):
     """The module of a config's family."""
-    return importlib.import_module(f".{config.family}", __package__)
+    return FAMILIES[config.family]
 
 
 @shaped

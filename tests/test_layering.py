@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "rollout/simulation": FLEET | {"rollout.client", "rollout.loop", "rollout.scheduling"},
     "rollout/engine": {
         "rollout.types",
+        "rollout.servers.labels",
         "rollout.chat.detokenizer",
         "core",
         "parallel",

@@ -24,7 +24,7 @@ import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax import models
-from areax.adapters import cli, hf, peft, tokenizer
+from areax.adapters import cli, hf, peft, safetensors, tokenizer
 from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
@@ -90,6 +90,8 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place):
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
     assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
     assert first["max_logp_diff"] <= 1e-4 and first["mismatch_k3_now"] < 1e-9
+    pushes = [x for x in run_dir.read_lines(place / "first/journal.jsonl") if x["kind"] == "push"]
+    assert [push["load_s"] > 0 for push in pushes] == [False, True, True, True]  # it was started with version 0
     grpo.main(config(place, "parts", steps=2))
     grpo.main(config(place, "parts"))
     for a, b in zip(leaves(place / "first/model"), leaves(place / "parts/model"), strict=True):
@@ -345,18 +347,23 @@ def test_asynchronous_keeps_the_bound(place):
     assert sum(x["generated_tokens"] for x in lines) == pytest.approx(sum(x["length"] * 16 for x in lines))
 
 
-def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path):
+def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path, monkeypatch):
+    """What is written is not read again by the process that wrote and hashed it."""
     config = models.config_from_hf({**tiny.HF, "vocab_size": 16})
     params = tiny.weights(models.table(config), 0.2)
     write = lambda: hf.write_published(tmp_path, 3, config, params)
-    directory = write()
+    read, reads = safetensors.read, []
+    monkeypatch.setattr(safetensors, "read", lambda path: reads.append(path) or read(path))
+    directory = publishing.whole(tmp_path / "3", write)
+    assert not reads
     label = (directory / "manifest.json").read_bytes()
-    assert publishing.whole(directory, None) == directory
+    assert publishing.whole(directory, None) == directory and reads == [directory]
     [shard] = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
     publishing.whole(directory, write)
+    assert reads == [directory] * 2
     assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
 
 

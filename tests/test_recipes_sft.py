@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jobs
@@ -24,8 +24,8 @@ from areax.core.optim import Optimizer
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import sft
-from areax.recipes.shared import common
+from areax.recipes import distill, preference, sft
+from areax.recipes.shared import common, offline_options
 from areax.rollout.tasks import arithmetic
 
 
@@ -44,6 +44,29 @@ def config(place, out, **changes):
         rows=4, optim=Optimizer(lr=1e-2),
     )  # fmt: skip
     return replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    "recipe, own",
+    [
+        (sft, {"learn": "last", "out": "runs/sft", "batch": 64}),
+        (distill, {"teacher": "", "teachers": (), "out": "runs/distill", "batch": 64}),
+        (preference, {"out": "", "batch": 32}),
+    ],
+)
+def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
+    """Declared once; a recipe's own defaults and help texts prevail."""
+    shared = {field.name for field in fields(offline_options.Options)}
+    declared = {name for name in vars(recipe.Config)["__annotations__"] if name in shared}
+    assert declared <= {"out", "batch", "optim"} and len(shared) == 21
+    made = recipe.Config("model", "data")
+    assert {name: getattr(made, name) for name in own} == own
+    assert made.optim.lr == (1e-6 if recipe is preference else 1e-5)
+    with pytest.raises(SystemExit):
+        cli.main(["train", recipe.__name__.rpartition(".")[2], "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "longest sequence, and tokens of a packed row" in text
+    assert ("each is two sequences" in text) is (recipe is preference)
 
 
 def test_resumed_equals_uninterrupted(place):

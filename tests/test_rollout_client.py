@@ -20,6 +20,7 @@ from scripted import (
     reply,
     run,
     serving,
+    states,
     token_at,
     until,
 )
@@ -539,6 +540,29 @@ def test_push_in_the_middle_of_generation(tmp_path, mode):
             assert set(report.loaded) == {a.url, b.url}
             assert 0 < report.load_s < report.pause_s < report.total_s
             assert fleet.counts["resumed"] == (6 if mode == "abort" else 0)
+
+    run(main)
+
+
+def test_a_fresh_server_is_verified_alone(tmp_path):
+    """Of the servers that report the version before its push, only what this run started is known to hold it."""
+    (tmp_path / "manifest.json").write_text('{"tensors": {"norm": {"xxh3_128": "ab"}}}')
+    holds = lambda digest: answers(200, {"success": True, "ranks": [{"checksums": {"norm": digest}}]})
+
+    async def main():
+        async with serving(V1) as a, serving(V1) as b, serving(V1) as c:
+            async with client.connect([a.url, b.url, c.url]) as fleet:
+                a.refuse["/weights_checker"], c.refuse["/weights_checker"] = holds("ab"), holds("cd")
+                fleet.servers[0].fresh = fleet.servers[2].fresh = True
+                report = await push_weights(fleet, tmp_path, V1)
+                assert controls(a) == ["/weights_checker"] and controls(b) == PUSH
+                assert report.loaded == (a.url, b.url) and fleet.published.label == V1
+                assert "not those of the manifest: norm" in report.failed[c.url]
+                c.refuse.clear()
+                await until(lambda: states(fleet) == ["healthy"] * 3)
+                assert "/update_weights_from_disk" in controls(c)
+                await push_weights(fleet, tmp_path, V1)
+                assert controls(a) == ["/weights_checker", *PUSH]
 
     run(main)
 

@@ -211,5 +211,5 @@ async def fleet(
             reached = client.connect(started.urls, concurrency=concurrency, restart=started.restart)
         fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
-            server.handover, server.prepare = handover, prepare
+            server.handover, server.prepare, server.fresh = handover, prepare, not urls
         yield fleet

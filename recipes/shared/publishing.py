@@ -177,10 +177,8 @@ def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callab
 
 
 def whole(directory: Path, write: Callable[[], object]) -> Path:
-    """The published directory, once its files are what its manifest says; one that is damaged is written again.
-
-    Raises ValueError if that did not help.
-    """
+    """The published directory. One that is there already is verified, and written again if it is damaged; what `write`
+    writes it has hashed itself."""
     if directory.exists():
         try:
             verify(directory)
@@ -189,7 +187,6 @@ def whole(directory: Path, write: Callable[[], object]) -> Path:
             log.warning("%s", error)
             shutil.rmtree(directory)
     write()
-    verify(directory)
     return directory
 
 

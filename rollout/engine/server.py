@@ -20,7 +20,9 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
+from ..servers.labels import read_label
 from .adapters_api import Adapters
 from .engine import Engine
 from .openai_api import OpenAI
@@ -40,7 +42,7 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     dtype: str = "float32",
-    version: str = "default",
+    version: str | None = None,
     seed: int = 0,
     api_key: str | None = None,
 ) -> None:
@@ -50,7 +52,7 @@ def serve(
       port: 0 = any that is free.
       slots: sequences generated at the same time; further requests wait.
       context: longest sequence, prompt and generated tokens; the model's own limit if that is lower.
-      version: label of the weights until the first update.
+      version: label of the weights until the first update; None = of a published version its own, else "default".
       seed: of requests that bring none.
       api_key: requests must carry it, as `Authorization: Bearer KEY`.
 
@@ -58,9 +60,9 @@ def serve(
       ValueError: the address cannot be had, or the folder cannot be loaded; nothing is served then.
     """
     with contextlib.closing(bind(host, port)) as sock:
-        service = prepare(
-            path, *read_weights(path, dtype), slots=slots, context=context, dtype=dtype, version=version, seed=seed
-        )
+        weights, label = read_weights(path, dtype), version or published_label(path)
+        service = prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label, seed=seed)
+        del weights  # the engine has its own
         engine = service.engine
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{sock.getsockname()[1]}"
@@ -74,6 +76,14 @@ def serve(
             run(app(service, api_key), sock, lambda: print(ready, flush=True), engine.abort_all)
         finally:
             engine.close()
+
+
+def published_label(path: str) -> str:
+    """The label of the published version in the folder `path`; "default" if it is another checkpoint."""
+    manifest = Path(path) / hf.MANIFEST
+    if not manifest.is_file() or hf.read_json(manifest).get("version") is None:
+        return "default"
+    return read_label(manifest)
 
 
 def prepare(

@@ -48,6 +48,7 @@ class Server:
       handover: hands it the arrays of a version that has some; None = it reads the directory.
       prepare: stages such arrays beside the current weights, before generation is paused.
       has_checksums: it may report checksums of its weights.
+      fresh: this run started it, with the weights of `label`, and has given it none since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.
       state: healthy; offloaded (released its memory until the next push); suspect (a connection failed);
         weights_unknown (a push failed half-way); stale (serves other weights); dead (does not answer); restarting;
@@ -77,6 +78,7 @@ class Server:
     handover: Handover | None = None
     prepare: Callable[[Published], Awaitable[None]] | None = None
     has_checksums: bool = True
+    fresh: bool = False
     weights_verified: asyncio.Event = field(default_factory=_set)
     state: State = "healthy"
     why: str = ""

@@ -12,7 +12,8 @@ from . import verify
 
 
 async def load(server: Server, weights: Published, mode: str) -> Loaded:
-    """Gives `server` the weights; generation is paused only while they are loaded.
+    """Gives `server` the weights; generation is paused only while they are loaded. A fresh server that was started with
+    them is verified alone.
 
     Args:
       mode: what happens to running requests, as in `SGLang.pause`.
@@ -23,6 +24,12 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         answers are held back.
     """
     now = asyncio.get_running_loop().time
+    fresh, server.fresh = server.fresh and not server.released, False
+    if fresh and server.label == weights.label:
+        begun = now()
+        difference = await verify.verify(server, weights)
+        return Loaded(0.0, 0.0, now() - begun, difference)
+
     directory = (await server.stage(weights)).directory
     files = not (server.handover and weights.arrays is not None)
     if not files and server.prepare:
