@@ -351,12 +351,12 @@ def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path):
     write = lambda: hf.write_published(tmp_path, 3, config, params)
     directory = write()
     label = (directory / "manifest.json").read_bytes()
-    assert publishing.whole(directory, None) == directory
+    assert publishing.ensure_published(directory, None) == directory
     [shard] = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    publishing.whole(directory, write)
+    publishing.ensure_published(directory, write)
     assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
 
 
