@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "rollout/engine": {
         "rollout.types",
         "rollout.chat.detokenizer",
+        "rollout.chat.template",
         "core",
         "parallel",
         "models",
@@ -49,7 +50,7 @@ MAY_IMPORT = {
         "adapters.peft",
         "adapters.tokenizer",
     },
-    "adapters": {"adapters", "core", "parallel", "models", "rollout.types"},
+    "adapters": {"adapters", "core", "parallel", "models", "rollout.types", "rollout.chat.template"},
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,
 }

@@ -38,6 +38,7 @@ from areax.recipes.shared import describe, learner, publishing, rollouts, traine
 from areax.adapters.options import replaced
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
+from areax.rollout.chat import template
 from areax.rollout.fleet.push import Push
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.scheduling.episodes import sampling_seed
@@ -45,7 +46,6 @@ from areax.rollout.servers import local
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Completion, Sampling, sampled
-from areax.rollout.workflows import prompt_tokens
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place):
     reward = object_path.resolve(own.reward)
 
     def sample(row, prompt, i):
-        ids = prompt_tokens(tokens, row)
+        ids = template.prompt(tokens, row)
         seed = sampling_seed(own.seed, prompt, i, 0)
         answer = server.generate(ids, temperature=1.0, max_new_tokens=4, ignore_eos=False, sampling_seed=seed)
         rows, finish = answer["meta_info"]["output_token_logprobs"], answer["meta_info"]["finish_reason"]["type"]
