@@ -43,6 +43,7 @@ MAY_IMPORT = {
         "rollout.types",
         "rollout.servers.labels",
         "rollout.chat.detokenizer",
+        "rollout.chat.template",
         "core",
         "parallel",
         "models",
@@ -50,7 +51,7 @@ MAY_IMPORT = {
         "adapters.peft",
         "adapters.tokenizer",
     },
-    "adapters": {"adapters", "core", "parallel", "models", "rollout.types"},
+    "adapters": {"adapters", "core", "parallel", "models", "rollout.types", "rollout.chat.template"},
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,
 }

@@ -38,6 +38,7 @@ from areax.recipes import grpo
 from areax.recipes.shared import describe, learner, publishing, rollouts, trainer
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
+from areax.rollout.chat import template
 from areax.rollout.fleet.push import Push
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.scheduling.episodes import sampling_seed
@@ -45,7 +46,6 @@ from areax.rollout.servers import local
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Completion, Sampling, sampled
-from areax.rollout.workflows import prompt_tokens
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place):
     reward = object_path.resolve(own.reward)
 
     def sample(row, prompt, i):
-        ids = prompt_tokens(tokens, row)
+        ids = template.prompt(tokens, row)
         seed = sampling_seed(own.seed, prompt, i, 0)
         answer = server.generate(ids, temperature=1.0, max_new_tokens=4, ignore_eos=False, sampling_seed=seed)
         rows, finish = answer["meta_info"]["output_token_logprobs"], answer["meta_info"]["finish_reason"]["type"]
@@ -354,15 +354,15 @@ def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path, mo
     write = lambda: hf.write_published(tmp_path, 3, config, params)
     read, reads = safetensors.read, []
     monkeypatch.setattr(safetensors, "read", lambda path: reads.append(path) or read(path))
-    directory = publishing.whole(tmp_path / "3", write)
+    directory = publishing.ensure_published(tmp_path / "3", write)
     assert not reads
     label = (directory / "manifest.json").read_bytes()
-    assert publishing.whole(directory, None) == directory and reads == [directory]
+    assert publishing.ensure_published(directory, None) == directory and reads == [directory]
     [shard] = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    publishing.whole(directory, write)
+    publishing.ensure_published(directory, write)
     assert reads == [directory] * 2
     assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
 

@@ -11,7 +11,8 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...adapters import tokenizer as tokenizers
+from ..chat import template
+from ..chat.detokenizer import UNFINISHED
 from . import request_parsing, sglang_api
 from .request import Progress
 from .request_parsing import Ask
@@ -155,7 +156,7 @@ class OpenAI:
         request_parsing.rule(
             isinstance(messages, list) and messages, "messages", "must be a list that is not empty", messages
         )
-        return tuple(tokenizers.encode_chat(self.service.tokenizer, [_plain(message) for message in messages]))
+        return tuple(template.prompt(self.service.tokenizer, {"messages": [_plain(message) for message in messages]}))
 
     def _ask(
         self, body: dict, prompts: list[tuple[int, ...]], budget: Any, top: int | None, inputs: int | None = None
@@ -226,11 +227,11 @@ class OpenAI:
     def _name(self, id: int) -> str:
         """A token's text; of a part of a character its name in the vocabulary, since such parts all look the same."""
         piece = self.service.piece(id)
-        return self.service.tokenizer.convert_ids_to_tokens(id) if tokenizers.REPLACEMENT in piece else piece
+        return self.service.tokenizer.convert_ids_to_tokens(id) if UNFINISHED in piece else piece
 
     def _token(self, logp: float, id: int) -> dict:
         piece = self.service.piece(id)
-        whole = tokenizers.REPLACEMENT not in piece  # else part of a character, whose bytes are not those of the text
+        whole = UNFINISHED not in piece  # else part of a character, whose bytes are not those of the text
         return {"token": piece, "bytes": list(piece.encode()) if whole else None, "logprob": logp}
 
 
