@@ -1,4 +1,4 @@
-"""The README runs, also with the three lines of docs/mesh.md; its tree and the commands of docs/command-line.md exist."""
+"""The README runs, also with the three lines of docs/mesh.md; its tree and the commands in its pages exist."""
 
 import re
 from pathlib import Path
