@@ -1,4 +1,4 @@
-"""The README runs, also with the three lines of docs/mesh.md; its tree and the commands in its pages exist."""
+"""The README runs, also with the three lines of docs/mesh.md; its tree and docs/command-line.md name what exists."""
 
 import re
 from pathlib import Path
@@ -9,13 +9,16 @@ import tiny
 from jax.sharding import PartitionSpec
 
 from areax import models
-from areax.adapters import cli, options
+from areax.adapters import cli
+from areax.adapters.command_line import parse
 from areax.parallel import rules
+from areax.recipes import grpo
 from areax.rollout.types import Completion, sampled
 
 ROOT = Path(__file__).parent.parent
 README, MESH, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/mesh.md", "docs/command-line.md"))
 [TEN], [THREE], [OPTIONS] = (re.findall(r"```python\n(.*?)```", page, re.S) for page in (README, MESH, COMMANDS))
+[YAML] = re.findall(r"```yaml\n(.*?)```", COMMANDS, re.S)
 
 
 def run(source, path):
@@ -71,11 +74,11 @@ def test_every_command_exists():
     assert set(re.findall(r"^areax (\w+)", block, re.M)) == cli.COMMANDS.keys() - {"demo"}
 
 
-def test_the_options_in_python_are_those_of_the_command_line():
-    space: dict = {}
-    exec(OPTIONS, space)
-    assert set(re.findall(r"--([\w-]+) (\d+)", OPTIONS)) == {
-        (name.replace("_", "-"), str(value))
-        for name, value in vars(options.flat(space["config"])).items()
-        if name in ("groups", "group_size", "eta", "length")
-    }
+def test_the_options_are_the_same_in_python_in_a_file_and_as_arguments(tmp_path):
+    exec(OPTIONS, space := {})
+    read = lambda *arguments: parse.parse(grpo.Config, arguments, "areax train grpo")
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+    assert read("--config", str(file)) == space["config"]
+    given = [f"--{name}={getattr(space['config'], name)}" for name in ("model", "data", "reward")]
+    assert read(*given, *re.findall(r"--[\w-]+|(?<= )\d+", " ".join(re.findall(r"# (.*)", OPTIONS)))) == space["config"]
