@@ -25,9 +25,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areax import models
 from areax.adapters import cli, hf, peft, tokenizer
+from areax.adapters.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
-from areax.core import losses, param
+from areax.core import losses
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.models import lora
@@ -35,7 +36,6 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
 from areax.recipes.shared import describe, learner, publishing, rollouts, trainer
-from areax.adapters.options import replaced
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
 from areax.rollout.fleet.push import Push
@@ -444,7 +444,7 @@ def test_two_steps_on_gsm8k(place):
     settings = models.config_from_hf(
         {**tiny.HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "max_position_embeddings": 1024}
     )
-    hf.save(place / "bytes", settings, param.init(jax.random.key(0), models.table(settings)), tokenizer=tokens)
+    hf.save(place / "bytes", settings, tiny.weights(models.table(settings), 0.2), tokenizer=tokens)
     done = grpo.main(
         config(
             place, "gsm8k", servers=(), model=str(place / "bytes"), data=str(folder / "train.jsonl"),
