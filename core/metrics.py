@@ -1,6 +1,7 @@
 """Metrics that add up: {sum, count, min, max, histogram}, merged exactly over microbatches, devices and processes."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,11 @@ class Metric:
 
 def of(x, mask=None, *, edges: tuple[float, ...] = ()) -> Metric:
     """The metric of those x whose mask is not 0. No gradient is meant to flow."""
-    x = jax.lax.stop_gradient(jnp.asarray(x, jnp.float32))
+    return _of(jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)), mask, edges)
+
+
+@partial(jax.jit, static_argnums=2)  # traced once for the many metrics of a step
+def _of(x, mask, edges) -> Metric:
     keep = jnp.ones_like(x, bool) if mask is None else jnp.asarray(mask) != 0
     bins = jnp.zeros((max(len(edges) - 1, 0),), jnp.float32)
     if edges:
@@ -49,6 +54,7 @@ def of_sum(total, count) -> Metric:
     return Metric(total, count, mean.min, mean.max, mean.bins)
 
 
+@jax.jit
 def merge(a: Metric, b: Metric) -> Metric:
     """The metric of the union."""
     return Metric(

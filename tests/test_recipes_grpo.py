@@ -28,7 +28,7 @@ from areax.adapters import cli, hf, peft, safetensors, tokenizer
 from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
-from areax.core import losses, param
+from areax.core import losses
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.models import lora
@@ -451,7 +451,7 @@ def test_two_steps_on_gsm8k(place):
     settings = models.config_from_hf(
         {**tiny.HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "max_position_embeddings": 1024}
     )
-    hf.save(place / "bytes", settings, param.init(jax.random.key(0), models.table(settings)), tokenizer=tokens)
+    hf.save(place / "bytes", settings, tiny.weights(models.table(settings), 0.2), tokenizer=tokens)
     done = grpo.main(
         config(
             place, "gsm8k", servers=(), model=str(place / "bytes"), data=str(folder / "train.jsonl"),
