@@ -162,7 +162,9 @@ def restore(trainer: Trainer, store: orbax.Store):
 
 
 def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable | None = None) -> dict:
-    """Packs a batch, scores it at the current weights, takes its optimiser steps. Returns metrics, and "groups" to show.
+    """Packs a batch, scores it at the current weights and takes its optimiser steps.
+
+    Returns metrics, and "groups" to show.
 
     Args:
       run: calls `train_packed` with the arguments behind the trainer, in all processes of the job. The groups are known

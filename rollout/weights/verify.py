@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 from ..errors import ServerError
+from ..servers.labels import MANIFEST
 from ..servers.server import Server
 from ..servers.types import Probe, Published
 
@@ -54,7 +55,7 @@ async def _compare_checksums(server: Server, weights: Published) -> None:
 
 
 def _manifest(directory: str) -> dict[str, str]:
-    path = Path(directory) / "manifest.json"
+    path = Path(directory) / MANIFEST
     manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
     return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
 
