@@ -25,11 +25,11 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .. import models
 from ..core import param
 from ..parallel import rules
+from ..rollout.servers.labels import MANIFEST as MANIFEST
 from . import safetensors
 from . import tokenizer as tokenizers
 from .atomic_dir import replacing
 
-MANIFEST = "manifest.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
@@ -155,7 +155,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     table = models.table(config)
     tree = param.leaves(table)
     there = lambda spelt: next((key for key in spelt if key in tensors), spelt[0])
-    keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in _leaves(tree)}
+    keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in param.leaf_list(table)}
     drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
     missing = [key for path, its in keys.items() for key in its if key not in tensors and path not in drawn]
     used = {key for its in keys.values() for key in its}
@@ -165,7 +165,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
         unexpected.remove("lm_head.weight")
     if missing or unexpected:
         raise ValueError(f"{where}: {complaint(missing, unexpected)}")
-    for leaf in _leaves(tree):
+    for leaf in param.leaf_list(table):
         for key in keys[leaf.path] if leaf.path not in drawn else ():
             check_tensor(key, tensors[key], leaf, where)
     if drawn or scored:  # a backbone with a head is bare no longer
@@ -340,7 +340,7 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
     """`to_tensors` of any table."""
-    leaves = _leaves(param.leaves(table))
+    leaves = param.leaf_list(table)
     whole = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.LoRAWeight))
     found = {keystr(path, simple=True, separator="."): x for path, x in whole}
     paths = [leaf.path for leaf in leaves]
@@ -423,10 +423,6 @@ def _config_json(config, dtype: np.dtype) -> dict:
 
 
 # -- both ----------------------------------------------------------------------------------------
-
-
-def _leaves(tree) -> list[param.Leaf]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, param.Leaf))
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -138,18 +138,18 @@ def load(path: str | os.PathLike, config, mesh=None):
         tensors = {key: _padded(key, x, rank) for key, x in tensors.items()}
     spec = lora.Lora(rank, alpha, ("*",), rslora)
     present = lambda leaf: any(key in tensors for (key, *_) in leaf.keys(config.prefix).values())
-    found = {_name(leaf)[:-2] for leaf in _leaves(lora.table(whole, spec)) if present(leaf)}
+    found = {_name(leaf)[:-2] for leaf in param.leaf_list(lora.table(whole, spec)) if present(leaf)}
     names = tuple(name for name in lora.targets(whole, spec) if name in found)
     if not names:
         raise ValueError(f"{path / WEIGHTS}: must hold adapters of a {config.family}, got {', '.join([*tensors][:3])}")
     spec = dataclasses.replace(spec, targets=names)
     table = lora.table(whole, spec)
-    keys = {leaf.path: [key for (key, *_) in leaf.keys(config.prefix).values()] for leaf in _leaves(table)}
+    keys = {leaf.path: [key for (key, *_) in leaf.keys(config.prefix).values()] for leaf in param.leaf_list(table)}
     used = [key for its in keys.values() for key in its]
     missing, unexpected = [key for key in used if key not in tensors], sorted(tensors.keys() - set(used))
     if missing or unexpected:
         raise ValueError(f"{path}: adapters must be those of whole targets, {hf.complaint(missing, unexpected)}")
-    for leaf in _leaves(table):
+    for leaf in param.leaf_list(table):
         for key in keys[leaf.path]:
             hf.check_tensor(key, tensors[key], leaf, str(path))
     shardings = () if mesh is None else (rules.of_params(table, mesh),)
@@ -168,10 +168,6 @@ def _complete(path: str | os.PathLike) -> Path:
         if not (path / name).is_file():
             raise ValueError(f"{path}: adapters need {WEIGHTS} and {CONFIG}, got no {name}; is it another directory?")
     return path
-
-
-def _leaves(table: param.Table) -> list[param.Leaf]:
-    return jax.tree.leaves(param.leaves(table), is_leaf=lambda x: isinstance(x, param.Leaf))
 
 
 def _name(leaf: param.Leaf) -> str:
@@ -215,7 +211,7 @@ def _targets(config, whole: param.Table, spec: lora.Lora) -> tuple[list[str], li
         )
     mixture = "experts" in whole.dims
     modules, parameters = set(), set()
-    for leaf in _leaves(whole):
+    for leaf in param.leaf_list(whole):
         if leaf.layers is None or _name(leaf) not in names:
             continue
         for key, *_ in leaf.keys(config.prefix).values():

@@ -133,6 +133,11 @@ def leaves(table: Table) -> dict:
     return tree
 
 
+def leaf_list(table: Table) -> list[Leaf]:
+    """The leaves in the order of `jax.tree.leaves` of the parameters."""
+    return jax.tree.leaves(leaves(table))
+
+
 def tree_map(fn: Callable, table: Table, *trees):
     """Maps `fn(leaf, *arrays)` over a table and trees of its structure."""
     return jax.tree.map(fn, leaves(table), *trees, is_leaf=lambda x: isinstance(x, Leaf))
@@ -155,4 +160,4 @@ def abstract(table: Table, dtype="float32"):
 
 def count(table: Table) -> int:
     """Number of weights."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves(table)))
+    return sum(math.prod(leaf.shape) for leaf in leaf_list(table))

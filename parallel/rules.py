@@ -137,7 +137,7 @@ def explain(table: param.Table, mesh, rules: ShardingRules = RULES, dtype="float
     """A line a weight: path, shape, how it is split, bytes a device; then the sum."""
     shardings = jax.tree.leaves(of_params(table, mesh, rules))
     rows, total = [], 0
-    for leaf, sharding in zip(jax.tree.leaves(param.leaves(table), is_leaf=_is_leaf), shardings, strict=True):
+    for leaf, sharding in zip(param.leaf_list(table), shardings, strict=True):
         local = math.prod(sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.param.dtype or dtype).itemsize
         total += local
         names = ", ".join(
@@ -150,7 +150,3 @@ def explain(table: param.Table, mesh, rules: ShardingRules = RULES, dtype="float
     return "\n".join(
         f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}} bytes a device" for a, b, c, d in rows
     )
-
-
-def _is_leaf(x):
-    return isinstance(x, param.Leaf)

@@ -24,7 +24,7 @@ from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
-from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch
+from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, object_path
 from areax.rollout.fleet import offload
 from areax.rollout.scheduling.curriculum import ordered
@@ -130,7 +130,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     """The functions that all processes of the job call together, by name, because they move data between devices."""
     policy, out = trainer.policy, Path(config.out)
     return {
-        "update": functools.partial(train_on_batch, trainer),
+        "update": functools.partial(train_packed, trainer),
         "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
         "probe": probe.make(policy, config.training.run, trainer.mesh),
@@ -186,7 +186,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
             return groups
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
-            return do("update", groups)
+            return train_on_batch(trainer, groups, functools.partial(do, "update"))
 
         def save(v: int, position) -> None:
             do("save", v, position)

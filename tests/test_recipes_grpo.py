@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import jax
+import job_program
 import numpy as np
 import pytest
 import servers
@@ -155,6 +157,19 @@ def test_a_curriculum_is_saved_and_resumed(place, capsys):
     assert shown[0] == shown[1] and len(shown[0]) == 12
     for a, b in zip(leaves(place / "curriculum/model"), leaves(place / "curriculum-parts/model"), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_processes_of_a_job_are_handed_arrays_alone(place):
+    """Samples bring what only process 0 needs, or can have."""
+    state, handed = grpo.build_trainer(config(place, "handed")), []
+
+    def run(*data):
+        handed.append(data)
+        return trainer.train_packed(state, *data)
+
+    report = trainer.train_on_batch(state, job_program.groups(0), run)
+    assert report["reward"] > 0 and report["groups"][0][0][0].info
+    assert {type(x) for x in jax.tree.leaves(handed)} == {np.ndarray} and pickle.dumps(handed)
 
 
 @pytest.mark.slow

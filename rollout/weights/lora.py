@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from ..errors import ServerError
-from ..servers.labels import read_label, version_of
+from ..servers.labels import MANIFEST, read_label, version_of
 from ..servers.server import Server
 from ..servers.sglang import ADAPTERS, SGLang
 from ..servers.types import Loaded, Part, Published
@@ -42,8 +42,8 @@ def published(directory: Path, label: str) -> Published:
         return Published(str(directory), label)
     try:
         base = str(json.loads((directory / CONFIG).read_bytes())["base_model_name_or_path"])
-        wanted = str(json.loads((directory / "manifest.json").read_bytes())["base"])
-        found = read_label(Path(base) / "manifest.json")
+        wanted = str(json.loads((directory / MANIFEST).read_bytes())["base"])
+        found = read_label(Path(base) / MANIFEST)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{directory}: adapters to push need a manifest and a published base (peft.write_published), got {error!r}"

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 from ..errors import ServerError
+from ..servers.labels import MANIFEST
 from ..servers.server import Server
 from ..servers.types import Part, Probe, Published
 
@@ -45,7 +46,7 @@ def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, 
 
 
 def _manifest(directory: str) -> dict[str, str]:
-    path = Path(directory) / "manifest.json"
+    path = Path(directory) / MANIFEST
     manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
     return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
 
