@@ -42,6 +42,8 @@ MAY_IMPORT = {
     "rollout/engine": {
         "rollout.types",
         "rollout.chat.detokenizer",
+        "rollout.chat.fields",
+        "rollout.chat.openai",
         "rollout.chat.template",
         "core",
         "parallel",

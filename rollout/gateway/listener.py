@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .fields import Refused
+from ..chat.fields import Refused
 from .sessions import Limits
 
 log = logging.getLogger(__name__)
