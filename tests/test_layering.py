@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "rollout/simulation": FLEET | {"rollout.client", "rollout.loop", "rollout.scheduling"},
     "rollout/engine": {
         "rollout.types",
+        "rollout.http_process",
         "rollout.chat.detokenizer",
         "rollout.chat.fields",
         "rollout.chat.openai",

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from areax.adapters import hf, tokenizer
 from areax.models import forward
+from areax.rollout import http_process
 from areax.rollout.chat import parsers
 from areax.rollout.engine import server as module
 from areax.rollout.gateway import chat, completions
@@ -423,7 +424,7 @@ def test_a_server_with_a_key_and_without_a_tokenizer(models, tmp_path):
             ends = [event["meta_info"]["finish_reason"] for event in events if event["meta_info"]["finish_reason"]]
         assert len(ends) == 4 and "abort" in {end["type"] for end in ends}
         assert remote.process.wait(30) == 0
-        with contextlib.closing(module.bind("127.0.0.1", remote.port)):
+        with contextlib.closing(http_process.bind("127.0.0.1", remote.port)):
             pass  # the port is free again
 
 
@@ -436,14 +437,14 @@ def test_a_port_in_use_is_seen_before_anything_is_read(tmp_path):
 
 def test_answers_do_not_wait_for_more_to_send():
     """Else each waits 40 ms for the client to acknowledge what came before."""
-    with module.bind("127.0.0.1", 0) as sock:
+    with http_process.bind("127.0.0.1", 0) as sock:
         assert sock.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("host, port", [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70000)])
 def test_an_address_that_cannot_be_had(host, port):
     with pytest.raises(ValueError, match=f"serve: .*({host}|{port})"):
-        module.bind(host, port)
+        http_process.bind(host, port)
 
 
 def test_what_is_no_checkpoint_is_not_served(tmp_path):
