@@ -42,7 +42,10 @@ MAY_IMPORT = {
     "rollout/engine": {
         "rollout.types",
         "rollout.servers.labels",
+        "rollout.http_process",
         "rollout.chat.detokenizer",
+        "rollout.chat.fields",
+        "rollout.chat.openai",
         "rollout.chat.template",
         "core",
         "parallel",
