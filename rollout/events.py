@@ -69,7 +69,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(see: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Calls `see` with each event emitted within the block, at once and in the emitting thread; it must not modify it."""
+    """Calls `see` with each event emitted within the block, at once and in the emitting thread; read-only."""
     token = _watch.set((*_watch.get(), see))
     try:
         yield
