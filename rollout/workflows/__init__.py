@@ -1,7 +1,7 @@
 """Workflows: coroutines `workflow(generate, row)` that turn one row of data into a sample, several, or None.
 
-`generate(tokens, **sampling)` continues a token list and returns a `types.Completion`; whatever else an episode
-needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rejects the episode.
+`generate(tokens, **sampling)` continues a list of tokens and returns a `types.Completion`; anything else that an
+episode needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rejects the episode.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ async def single_turn(
     reward: Callable[..., Awaitable[Any]],
     sampling: Sampling,
 ) -> Sample:
-    """One completion of the row's prompt, and its reward at the last token.
+    """Samples one completion of the row's prompt, with its reward at the last token.
 
     Args:
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}).
       tokenizer: a Hugging Face tokenizer with a chat template.
-      reward: `rewards.pool`'s, or any coroutine function of (text, row, **context); text is without special tokens,
+      reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens,
         and the context is prompt (as templated), prompt_ids and completion_ids.
 
     Returns:
       A sample whose info holds the row and the texts `prompt` and `text`.
 
     Raises:
-      ValueError: the row has no prompt, or the server refuses it (longer than the context, say).
+      ValueError: the row has no prompt, or the server refuses it (for example, too long for the context).
     """
     prompt, shown = _templated(tokenizer, json.dumps(conversation(row)))
     try:
@@ -56,14 +56,14 @@ async def single_turn(
 
 
 def prompt_tokens(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
-    """The row's prompt through the chat template, up to where the assistant is to speak."""
+    """Token ids of the row's prompt in the chat template, with the generation prompt."""
     return tokenizer.apply_chat_template(
         conversation(row), add_generation_prompt=True, tokenize=True, return_dict=False
     )
 
 
 def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The row's messages, or its prompt as what a user says; a list of its own.
+    """A new list of the row's messages, or with its prompt as a user message.
 
     Raises:
       ValueError: the row has neither, or both.
@@ -75,7 +75,7 @@ def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(row["messages"]) if "messages" in row else [{"role": "user", "content": row["prompt"]}]
 
 
-@functools.lru_cache(maxsize=4096)  # the episodes of a group ask for the same prompt, and templates are slow
+@functools.lru_cache(maxsize=4096)  # the episodes of a group share a prompt, and templates are slow
 def _templated(tokenizer: Any, messages: str) -> tuple[tuple[int, ...], str]:
     prompt = prompt_tokens(tokenizer, {"messages": json.loads(messages)})
     return tuple(prompt), tokenizer.decode(prompt)
