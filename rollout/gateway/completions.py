@@ -1,7 +1,7 @@
-"""OpenAI's `/v1/completions`: prompts of text or tokens, continued; with `echo` also how likely a prompt is.
+"""OpenAI's `/v1/completions`: continues prompts of text or tokens; with `echo` also scores the prompt.
 
-Log-probabilities of a prompt, and of the likeliest tokens at each place, come from the server reading the text once
-more: they are those of temperature 1, under the weights of that moment.
+Log-probabilities of a prompt, and of the likeliest tokens at each position, come from a second pass of the server over
+the text: they are at temperature 1, under its current weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NEUTRAL = {
     "suffix": [""],
     "best_of": [1],
 }
-TOP = 20  # the most of the likeliest tokens that may be asked for
-Reading = Sequence[tuple[int, float | None, Mapping[int, float]]]  # token, its log-probability, those of the likeliest
+TOP = 20  # most likeliest tokens per position that a request may ask for
+Reading = Sequence[tuple[int, float | None, Mapping[int, float]]]  # token, its log-probability, {likeliest token: logp}
 
 
 def read(body: Mapping[str, Any], tokenizer: Any) -> Ask:
-    """What a request asks. Raises Refused."""
+    """Parses a request. Raises Refused."""
     fields.known(body, TAKEN, PASSED, NEUTRAL)
     fields.known(fields.mapping(body, "stream_options"), ["include_usage", "include_obfuscation"], [])
     echo = fields.boolean(body, "echo")
@@ -55,7 +55,7 @@ def read(body: Mapping[str, Any], tokenizer: Any) -> Ask:
 
 
 def reads(ask: Ask) -> bool:
-    """Whether what was read and sampled must be read once more for its log-probabilities."""
+    """Whether log-probabilities need a second pass over prompt and completion."""
     return bool(ask.body.get("logprobs")) or (bool(ask.body.get("echo")) and ask.body.get("logprobs") is not None)
 
 
@@ -65,7 +65,7 @@ def answer(
     """The response. Each choice has the id of its `interaction`.
 
     Args:
-      readings: where `reads`, prompt and completion of each choice, as the server read them.
+      readings: if `reads(ask)`, the scored prompt and completion of each choice.
     """
     choices = [
         {
@@ -112,7 +112,7 @@ class Stream:
 
 
 def _prompts(given: Any, tokenizer: Any) -> list[list[int]]:
-    """A prompt is a string or a list of ids; or there is a list of either."""
+    """Token ids of each prompt; a prompt is a string or a list of ids, and `given` is one or a list of them."""
     if isinstance(given, str):
         ids = tokenizer.encode(given)
         rule(bool(ids), "prompt", "must have at least one token", given)
@@ -150,12 +150,12 @@ def _logprobs(ask: Ask, x: Interaction, reading: Reading | None, tokenizer: Any)
 
 
 def _named(tokenizer: Any, others: Mapping[int, float]) -> dict[str, float] | None:
-    """The likeliest tokens by name, the likelier of two that have the same; None of a token that nothing precedes."""
+    """The likeliest tokens by name; of two with the same name, the likelier. None for the first token of a sequence."""
     return {_name(tokenizer, token): logp for token, logp in sorted(others.items(), key=lambda x: x[1])} or None
 
 
 def _name(tokenizer: Any, token: int) -> str:
-    """A token's text; of a part of a character its name in the vocabulary, since such parts all look the same."""
+    """A token's text; for a part of a character its vocabulary entry, because all such parts decode alike."""
     shown = tokenizer.decode([token])
     return tokenizer.convert_ids_to_tokens(token) if "\ufffd" in shown else shown
 

@@ -1,4 +1,4 @@
-"""What the APIs have in common: the fields of a request, checked by name, as what a session is asked."""
+"""Validation of request fields, shared by the gateway's APIs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLING = {  # names in requests -> names of `Fleet.generate`
     "min_tokens": "min_new_tokens",
 }
 FRACTIONS = {"temperature", "top_p", "min_p"}
-MOST = 128  # answers that one request may ask for
+MOST = 128  # most answers per request
 
 
 class Refused(ValueError):
@@ -29,12 +29,12 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks of a session: `Session.ask` of messages, or `Session.complete` of prompts.
+    """A parsed request: for `Session.ask` if it has messages, for `Session.complete` if it has prompts.
 
     Attributes:
-      body: the request.
-      n: answers wanted, of each prompt.
-      prompts: of tokens, where there are no messages.
+      body: the request's body.
+      n: answers per prompt.
+      prompts: token ids, if there are no messages.
     """
 
     body: Mapping[str, Any]
@@ -60,8 +60,8 @@ def known(
     passed: Collection[str],
     neutral: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuses fields that are not `taken`, unless they are null, in `passed` (they cannot change an answer), or have a
-    value in `neutral`, which asks for nothing."""
+    """Raises Refused for fields that are not `taken`, unless they are null, in `passed` (ignored: they cannot change an
+    answer), or have a `neutral` value, which has no effect."""
     neutral = neutral or {}
     for name, value in body.items():
         if value is None or name in taken or name in passed or any(value == other for other in neutral.get(name, ())):
@@ -70,13 +70,13 @@ def known(
 
 
 def sampling(body: Mapping[str, Any], *, most: Iterable[str], stop: str) -> dict[str, Any]:
-    """The arguments of `generate`.
+    """The keyword arguments of `generate`.
 
-    A seed is refused unless the temperature is 0, where nothing is drawn.
+    A seed is refused unless the temperature is 0, where it has no effect.
 
     Args:
-      most: names of the most tokens to generate; the first that is given counts.
-      stop: the name of the strings to stop at.
+      most: field names for the token limit, in order of precedence.
+      stop: the field name for stop strings.
     """
     found: dict[str, Any] = {}
     for name, ours in SAMPLING.items():
@@ -97,7 +97,7 @@ def sampling(body: Mapping[str, Any], *, most: Iterable[str], stop: str) -> dict
 
 
 def schema(form: Any, name: str) -> dict[str, Any]:
-    """`json_schema` of `generate`, its text, from {"type": "text" | "json_object" | "json_schema", ...}."""
+    """Converts {"type": "text" | "json_object" | "json_schema", ...} to the `json_schema` argument of `generate`."""
     if form is None:
         return {}
     kind = form.get("type") if isinstance(form, Mapping) else None
@@ -115,7 +115,7 @@ def schema(form: Any, name: str) -> dict[str, Any]:
 
 
 def tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool in the form of OpenAI's chat API; `strict` is left to the model, which sees names, texts and schemas."""
+    """A tool in OpenAI's format, without `strict`, which is not enforced."""
     rule(isinstance(name, str) and name != "", where, "a tool needs a name", name)
     rule(
         parameters is None or isinstance(parameters, Mapping),
@@ -128,7 +128,7 @@ def tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, 
 
 
 def call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """A call of a tool in the form of OpenAI's chat API; `arguments` is the text of a JSON object, or nothing."""
+    """A tool call in OpenAI's format; `arguments` is the text of a JSON object, or empty."""
     rule(
         isinstance(id, str) and isinstance(name, str) and name != "", where, "a call needs an id and a name", [id, name]
     )
@@ -154,7 +154,7 @@ def text(content: Any, where: str, kinds: Collection[str] = ("text",), between: 
 
 
 def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
-    """A list of objects."""
+    """Checks that `value` is a list of objects."""
     right = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
     rule(right, name, "must be a list of objects", value)
     return value
