@@ -1,4 +1,4 @@
-"""The embedded engine as a server that speaks SGLang's HTTP contract: `serve(path)`."""
+"""Serves the embedded engine with SGLang's HTTP API: `serve(path)`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .sglang_api import Service, read_weights
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5  # for answers under way when the server is told to end
+GRACE_S = 5  # for responses in progress at shutdown
 UNGUARDED = ("/health", "/health_generate", "/ready")  # answered without the key
 
 
@@ -44,18 +44,18 @@ def serve(
     seed: int = 0,
     api_key: str | None = None,
 ) -> None:
-    """Serves the checkpoint folder `path` until SIGTERM or SIGINT; once ready prints one line that begins with the URL.
+    """Serves the checkpoint folder `path` until SIGTERM or SIGINT; prints a line that begins with the URL when ready.
 
     Args:
-      port: 0 = any that is free.
+      port: 0 = any free port.
       slots: sequences generated at the same time; further requests wait.
-      context: longest sequence, prompt and generated tokens; the model's own limit if that is lower.
+      context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       version: label of the weights until the first update.
-      seed: of requests that bring none.
-      api_key: requests must carry it, as `Authorization: Bearer KEY`.
+      seed: from which requests without a seed get theirs.
+      api_key: key that requests must send as `Authorization: Bearer KEY`.
 
     Raises:
-      ValueError: the address cannot be had, or the folder cannot be loaded; nothing is served then.
+      ValueError: the address is not available, or the folder cannot be loaded; nothing is served then.
     """
     with contextlib.closing(bind(host, port)) as sock:
         service = prepare(
@@ -68,7 +68,7 @@ def serve(
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
         if api_key is None and not _local(host):
-            ready += "; WARNING: whoever reaches this address can use it and replace its weights; give an api_key"
+            ready += "; WARNING: anyone who reaches this address can use it and replace its weights; set an api_key"
         engine.start()
         try:
             run(app(service, api_key), sock, lambda: print(ready, flush=True), engine.abort_all)
@@ -80,7 +80,7 @@ def prepare(
     path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, dtype: str, version: str,
     seed: int = 0,
 ) -> Service:  # fmt: skip
-    """The engine of these weights, which it copies, and its routes; with the tokenizer in the folder `path`, if any."""
+    """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
     tokenizer, decode = None, None
     if any((Path(path) / name).is_file() for name in tokenizers.FILES):
         tokenizer = tokenizers.load(path)
@@ -91,18 +91,18 @@ def prepare(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the address, so that nobody else gets it while weights are read; it does not listen yet.
+    """Binds a socket, to reserve the address while weights are read; it does not listen yet.
 
     Raises:
-      ValueError: the address is taken, or is none of this machine.
+      ValueError: the address is in use, or does not belong to this machine.
     """
     if not 0 <= port < 2**16:
-        raise ValueError(f"serve: port must be from 0 (any that is free) to 65535, got {port}")
+        raise ValueError(f"serve: port must be from 0 (any free port) to 65535, got {port}")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise ValueError(f"serve: {host}:{port} is not an address of this machine ({error})") from error
-    # By its protocol asyncio knows that answers are to be sent at once: each would otherwise wait 40 ms for the last.
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it each answer waits 40 ms for the one before.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -111,7 +111,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ValueError(
-                f"serve: port {port} of {host} is in use; choose another, or 0 for any that is free"
+                f"serve: port {port} of {host} is in use; choose another, or 0 for any free port"
             ) from error
         raise ValueError(f"serve: cannot use {host}:{port} ({error.strerror})") from error
     return sock
@@ -132,7 +132,7 @@ def app(service: Service, api_key: str | None = None) -> ASGIApp:
 
 
 async def _refused(http: HTTPRequest, error: Exception) -> Response:
-    """A request that cannot be honoured, in the shape that SGLang gives to errors of the route."""
+    """The response to an invalid request, in SGLang's format for errors of the route."""
     if http.url.path == "/generate":
         return JSONResponse({"error": {"message": str(error)}}, 400)
     body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
@@ -172,8 +172,8 @@ def listener(application: ASGIApp) -> uvicorn.Server:
 
 
 def run(application: ASGIApp, sock: socket.socket, started: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Serves on `sock` until a signal ends it; `started` is called once it answers, `ended` when it is told to stop."""
-    # uvicorn raises the signal that ended it once more: handlers of ours make that an ordinary return.
+    """Serves on `sock` until a signal; calls `started` once it answers, and `ended` when it is asked to stop."""
+    # uvicorn re-raises the signal that ended it: these handlers turn that into a normal return.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server = listener(application)
