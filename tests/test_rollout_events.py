@@ -103,7 +103,7 @@ def test_what_a_killed_process_noted_is_there(tmp_path):
 def test_a_full_disk_costs_the_event_and_not_the_run(tmp_path, caplog):
     with journal.writing("/dev/full"):
         journal.note("push", label="1")
-    assert "events are not in the journal: [Errno 28]" in caplog.text
+    assert "events could not be written: [Errno 28]" in caplog.text
     with journal.writing(tmp_path / "a"):
         journal.note("odd", what=object())
         journal.note("push", label="2")
