@@ -243,9 +243,7 @@ def forward(how="auto", cp="gather"):
 
 def test_a_run_says_which():
     assert str(forward()) == str(forward("chunked"))
-    with pytest.raises(
-        ValueError, match="attention splash: platform cpu and length 64 not supported; use chunked"
-    ):
+    with pytest.raises(ValueError, match="attention splash: platform cpu and length 64 not supported; use chunked"):
         forward("splash")
     with jax.set_mesh(mesh.make(mesh.Layout(dp=2, cp=4))):
         with pytest.raises(ValueError, match="attention triton: ring over cp not supported; use chunked"):
