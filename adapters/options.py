@@ -1,4 +1,4 @@
-"""Options of a recipe in groups: typed parts in Python and in config.json, flat names on the command line."""
+"""Grouped options of a recipe: nested dataclasses in Python and in config.json, flat names on the command line."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -9,12 +9,12 @@ import tyro
 Config = TypeVar("Config")
 
 UNPREFIXED = tyro.conf.arg(name="")
-"""Marks a field of a Config as a group: `rollout: Annotated[Rollout, UNPREFIXED]` has the option `--groups`, where a
-field without it has its own name in front, as in `--sampling.temperature`."""
+"""Marks a field of a Config as a group: `rollout: Annotated[Rollout, UNPREFIXED]` gives the option `--groups`; other
+fields prefix their options, as in `--sampling.temperature`."""
 
 
 def groups(config: type) -> dict[str, type]:
-    """{field: dataclass} of the groups of a Config, in order."""
+    """{field: dataclass} of a Config's groups, in order."""
     hints = get_type_hints(config, include_extras=True)
     return {
         field.name: hints[field.name].__origin__
@@ -24,26 +24,26 @@ def groups(config: type) -> dict[str, type]:
 
 
 def flat(config: Any) -> SimpleNamespace:
-    """Every option by its name on the command line, those of groups beside the Config's own."""
-    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    """All options by their command-line names, those of groups included."""
+    options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for group in groups(type(config)):
-        own |= vars(flat(own.pop(group)))
-    return SimpleNamespace(**own)
+        options |= vars(flat(options.pop(group)))
+    return SimpleNamespace(**options)
 
 
 def replaced(config: Config, **values: Any) -> Config:
-    """The Config with other values of its options, by their names on the command line.
+    """A copy of the Config with options replaced, by their command-line names.
 
     Raises:
-      TypeError: there is no such option.
+      TypeError: unknown option.
     """
-    own = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-    changes = {name: values.pop(name) for name in own & set(values)}
+    fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    changes = {name: values.pop(name) for name in fields & set(values)}
     for group in groups(type(config)):
         part = getattr(config, group)
         inside = {f.name for f in dataclasses.fields(part)} & set(values)
         if inside:
             changes[group] = dataclasses.replace(part, **{name: values.pop(name) for name in inside})
     if values:
-        raise TypeError(f"{type(config).__name__}: there is no option {', '.join(sorted(values))}")
+        raise TypeError(f"{type(config).__name__}: unknown option {', '.join(sorted(values))}")
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]

@@ -150,7 +150,7 @@ def test_without_a_template_a_prompt_is_plain_text():
 def test_what_a_template_refuses_is_refused_in_one_line():
     strict = tokenizers.byte_level()
     strict.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
-    with pytest.raises(ValueError, match="the chat template refuses the messages: roles must alternate"):
+    with pytest.raises(ValueError, match="the chat template rejects the messages: roles must alternate"):
         tokenizers.prompt(strict, ROW)
 
 
