@@ -1,19 +1,19 @@
 """The command line. Bad input ends with one line and exit code 2, a failed check with 1."""
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
 import inspect
-import io
 import json
-import re
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 import tyro
+
+from .command_line import parse
+from .command_line.options import UNPREFIXED
 
 RECIPES = ("sft", "grpo", "preference", "distill")
 
@@ -25,8 +25,9 @@ def train(recipe: str, *options: str) -> int:
     A file needs a `Config` dataclass and `main(config)`.
     """
     module, settings = _recipe(recipe, "train")
-    given = _given(module.Config, settings, lambda field: tyro.MISSING) if settings else None
-    summary = module.main(_parse(module.Config, options, f"areax train {recipe}", given))
+    given = parse.instance(module.Config, settings) if settings else None
+    first = getattr(module, "FIRST_OPTIONS", ())
+    summary = module.main(parse.parse(module.Config, options, f"areax train {recipe}", given, first))
     if isinstance(summary, dict) and summary:
         print(json.dumps(summary, indent=2, default=str))
         if summary.get("complete") is False:
@@ -41,21 +42,16 @@ def plan(recipe: str, *options: str) -> int:
     module, settings = _recipe(recipe, "plan")
     # What a plan does not need (data, reward) is not asked for.
     empty = lambda field: "" if field.type in (str, "str") and field.name != "model" else tyro.MISSING
-    given = _given(module.Config, settings, empty)
+    given = parse.instance(module.Config, settings, empty)
     fields = [
-        (name, Annotated[type(default), tyro.conf.arg(name="")], dataclasses.field(default=default))
+        (name, Annotated[type(default), UNPREFIXED], dataclasses.field(default=default))
         for name, default in (("recipe", given), ("plan", plan.Options()))
     ]
-    chosen = _parse(dataclasses.make_dataclass("Plan", fields), options, f"areax plan {recipe}")
+    both = dataclasses.make_dataclass("Plan", fields, namespace={"__doc__": plan.__doc__})
+    chosen = parse.parse(both, options, f"areax plan {recipe}", first=plan.FIRST_OPTIONS)
     report = plan.plan(chosen.recipe, chosen.plan)
     print(json.dumps(report, indent=2) if chosen.plan.json else plan.show(report))
     return 0 if report.get("agrees", True) else 1
-
-
-def _given(config: type, settings: dict, required: Callable):
-    """A Config with these settings; fields without a default are what `required(field)` says."""
-    fields = [f for f in dataclasses.fields(config) if f.default is f.default_factory is dataclasses.MISSING]
-    return config(**{f.name: required(f) for f in fields}, **settings)
 
 
 def _algorithms() -> dict:
@@ -95,7 +91,7 @@ def demo(*options: str) -> int:
     """Train a small model from scratch, improve it by asynchronous RL, and write a checkpoint and a report."""
     from ..recipes import demo
 
-    return demo.main(_parse(demo.Config, options, "areax demo"))
+    return demo.main(parse.parse(demo.Config, options, "areax demo"))
 
 
 def serve(
@@ -169,7 +165,7 @@ def eval(*options: str) -> int:
     """Evaluate a checkpoint on rows with a reward: areax eval --model PATH --data ROWS --reward NAME."""
     from ..recipes import eval
 
-    print(json.dumps(eval.main(_parse(eval.Config, options, "areax eval")), indent=2))
+    print(json.dumps(eval.main(parse.parse(eval.Config, options, "areax eval")), indent=2))
     return 0
 
 
@@ -220,7 +216,7 @@ def simulate(*options: str) -> int:
     from ..rollout.simulation import simulate
     from .tracking import run_dir
 
-    config = _parse(simulate.Config, options, "areax simulate")
+    config = parse.parse(simulate.Config, options, "areax simulate")
     every, outcomes = simulate.settings(config), []
     with run_dir.progress("simulate", len(every)) as tick:
         for setting in every:
@@ -235,7 +231,7 @@ def launch(*options: str) -> int:
     from . import launch
 
     at = options.index("--") if "--" in options else len(options)
-    config = _parse(launch.Config, options[:at], "areax launch")
+    config = parse.parse(launch.Config, options[:at], "areax launch")
     if not options[at + 1 :]:
         raise ValueError("areax launch: name a command after --, as in areax launch --servers 2 -- train grpo ...")
     return launch.launch(config, list(options[at + 1 :]))
@@ -269,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"areax: there is no command {argv[0]!r}; {hint}")
         if command in FORWARDING:
             return _forward(command, argv[1:])
-        return _parse(command, argv[1:], f"areax {argv[0]}")
+        return parse.parse(command, argv[1:], f"areax {argv[0]}")
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -299,60 +295,6 @@ def _forward(command, arguments: list[str]) -> int:
             return 0
         raise ValueError(f"areax {name}: name a recipe first: {', '.join(RECIPES)} or a file ending in .py")
     return command(*arguments)
-
-
-def _parse(target, arguments, prog: str, given=None):
-    """`target` called with the arguments by tyro, whose complaints become one line with the nearest option.
-
-    Args:
-      given: an instance of a dataclass `target` whose values are the defaults.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            values = _quietly(target, arguments, prog, given)
-    except SystemExit as exit:
-        if not exit.code:
-            raise
-        raise ValueError(_one_line(said.getvalue(), arguments, _help(target, prog, given), prog)) from None
-    return values() if callable(values) else values
-
-
-def _quietly(target, arguments, prog, given=None):
-    """The parsed Config, or for a command a call that is yet to be made (so that its own output is not caught)."""
-    if isinstance(target, type):
-        # Of a choice of dataclasses the default says which it is.
-        plain = {"config": (tyro.conf.AvoidSubcommands,), **({} if given is None else {"default": given})}
-        return tyro.cli(target, args=list(arguments), prog=prog, **plain)
-    call: dict = {}
-
-    def keep(**kwargs):
-        call.update(kwargs)
-
-    keep.__doc__, keep.__annotations__ = target.__doc__, target.__annotations__
-    setattr(keep, "__signature__", inspect.signature(target))  # noqa: B010 - functions have it without declaring it
-    tyro.cli(keep, args=list(arguments), prog=prog)
-    return lambda: target(**call)
-
-
-def _help(target, prog: str, given=None) -> str:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        _quietly(target, ["--help"], prog, given)
-    return text.getvalue()
-
-
-def _one_line(said: str, arguments, help_text: str, prog: str) -> str:
-    lines = [line.strip("─╭╮╰╯│ ") for line in said.splitlines()]
-    body = [line for line in lines[1:] if not set(line) <= {"-"}]
-    cut = next((i for i, line in enumerate(body) if re.match(r"(Perhaps|Argument helptext|For full)", line)), len(body))
-    sentence = " ".join(body[:cut]).rstrip(".")
-    known = sorted(set(re.findall(r"--[a-z][\w.-]*", help_text)))
-    strange = [a.split("=")[0] for a in arguments if a.startswith("--") and a.split("=")[0] not in known]
-    for name in strange:
-        near = difflib.get_close_matches(name, known, 1)
-        sentence += f"; did you mean {near[0]}?" if near else ""
-    return f"{prog}: {sentence}; see {prog} --help"
 
 
 def _line(error: BaseException) -> str:

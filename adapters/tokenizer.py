@@ -1,13 +1,15 @@
-"""Tokenizers of transformers: loading, tiny ones made here, chats to ids, and ids to text piece by piece."""
+"""Tokenizers of transformers: loading, tiny ones made here, and demonstrations to ids."""
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from ..rollout.chat import template
+from ..rollout.chat.template import encode as encode
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 EXTRA = "<|extra_"
@@ -22,7 +24,6 @@ CHAT_TEMPLATE = (  # the block shows transformers and others what to learn; it c
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-REPLACEMENT = "\ufffd"  # what decoding writes for bytes that are not UTF-8, or not yet
 
 
 # -- where tokenizers come from ------------------------------------------------------------------
@@ -129,41 +130,7 @@ def _finished(inner, vocabulary, **special):
     )
 
 
-# -- chats to ids --------------------------------------------------------------------------------
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text, without tokens added around it; characters it has no token for are refused."""
-    return known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
-
-
-def encode_chat(tokenizer: Any, messages: Sequence[dict]) -> list[int]:
-    """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks."""
-    check(messages)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "tokenizer.encode_chat: the tokenizer has no chat template; "
-            "use one of a chat model, or rows with a plain prompt"
-        )
-    ids = rendered(
-        tokenizer.apply_chat_template, list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return known(tokenizer, ids, *texts(messages))
-
-
-def prompt(tokenizer: Any, row: dict) -> list[int]:
-    """The ids that a completion of `row` follows.
-
-    Its `messages`, else its `prompt` as what the user says; without a chat template the prompt is
-    plain text, to be continued.
-    """
-    if row.get("messages"):
-        return encode_chat(tokenizer, row["messages"])
-    if not isinstance(row.get("prompt"), str):
-        raise ValueError(f"a row needs messages or a prompt, got the fields {sorted(row)}")
-    if tokenizer.chat_template:
-        return encode_chat(tokenizer, [{"role": "user", "content": row["prompt"]}])
-    return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
+# -- demonstrations --------------------------------------------------------------------------------
 
 
 def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
@@ -174,10 +141,12 @@ def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
     """
     messages, completion = row.get("messages"), row.get("completion")
     if completion is None and messages and messages[-1].get("role") == "assistant":
-        row, completion = {**row, "messages": messages[:-1]}, messages[-1].get("content")
+        messages, completion = messages[:-1], messages[-1].get("content")
     if not isinstance(completion, str):
         raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}")
-    return prompt(tokenizer, row), [*encode(tokenizer, completion), end_of_turn(tokenizer)]
+    # of a row that has both, the messages count
+    asked = {"messages": messages} if messages else {name: row[name] for name in row if name != "messages"}
+    return template.prompt(tokenizer, asked), [*encode(tokenizer, completion), end_of_turn(tokenizer)]
 
 
 def end_of_turn(tokenizer: Any) -> int:
@@ -212,18 +181,6 @@ def _special(tokenizer):
     return {id for id, token in added if token.special}.union(tokenizer.all_special_ids)
 
 
-def check(messages: Sequence[dict]) -> None:
-    """Raises ValueError unless each message has a role and a content."""
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
-
-
-def texts(messages: Sequence[dict]) -> list[str]:
-    """What a chat template shows of the messages, for `known`."""
-    return [str(message[field]) for message in messages for field in ("role", "content")]
-
-
 def rendered(render: Callable, *args, **kwargs) -> Any:
     """`render(...)` of a chat template, whose refusal becomes one line."""
     from jinja2 import TemplateError
@@ -232,83 +189,6 @@ def rendered(render: Callable, *args, **kwargs) -> Any:
         return render(*args, **kwargs)
     except TemplateError as error:
         raise ValueError(f"tokenizer: the chat template refuses the messages: {_line(error)}") from None
-
-
-def known(tokenizer: Any, ids: list[int], *texts: str) -> list[int]:
-    """`ids` of the texts, unless some of these have become the unknown token, which decodes to something else."""
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown not in ids:
-        return ids
-    is_unknown = lambda text: unknown in tokenizer.encode(text, add_special_tokens=False)
-    for text in filter(is_unknown, texts):
-        lost = "".join(dict.fromkeys(filter(is_unknown, text)))
-        raise ValueError(
-            f"the tokenizer has no token for {lost or tokenizer.unk_token!r} in {text[:80]!r}; add it to its alphabet"
-        )
-    return ids
-
-
-# -- ids to text ---------------------------------------------------------------------------------
-
-
-class Decoder:
-    """Decodes ids as they come, into pieces of text that joined give the text of all of them.
-
-    No piece ends inside a character: bytes that may become one are held back until the next token
-    decides, or `finish` gives them up. The work per token does not grow with the text.
-
-    Attributes:
-      text: the pieces so far, joined.
-    """
-
-    CONTEXT = 8  # tokens: more than the 3 bytes that a held character has, and a word before it
-
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True):
-        self.text = ""
-        self._tokenizer = tokenizer
-        self._skipped = _special(tokenizer) if skip_special_tokens else set()
-        self._window: list[int] = []  # the last tokens
-        self._shown = 0  # characters of the window's text that were given out
-
-    def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete; "" while they do not."""
-        self._window += [id for id in ids if id not in self._skipped]
-        text = self._decode(self._window)
-        piece = text[self._shown : len(text) - self._held(text)]
-        self._shown += len(piece)
-        self._forget(text)
-        self.text += piece
-        return piece
-
-    def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        piece = self._decode(self._window)[self._shown :]
-        self._shown += len(piece)
-        self.text += piece
-        return piece
-
-    def _decode(self, ids):
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _held(self, text):
-        """How many characters at the end may still change.
-
-        Bytes of a character that is not complete are written as one U+FFFD, by tokenizers of bytes;
-        those that fall back to tokens like <0xE2> write one for each byte of the run.
-        """
-        held = len(text) - len(text.rstrip(REPLACEMENT))
-        return held if self._is_byte(self._window[-1:]) else min(held, 1)
-
-    def _forget(self, text):
-        """Keeps the last tokens only: their text goes on as the whole would."""
-        kept = self._window[-self.CONTEXT :]
-        if len(self._window) > 2 * self.CONTEXT and not self._is_byte(kept):
-            held = len(text) - self._shown
-            self._window, self._shown = kept, len(self._decode(kept)) - held
-
-    def _is_byte(self, ids):
-        tokens = self._tokenizer.convert_ids_to_tokens(ids)
-        return any(token and re.fullmatch("<0x[0-9A-F]{2}>", token) for token in tokens)
 
 
 def _line(error):

@@ -21,6 +21,11 @@ from areax.rollout import client
 from areax.rollout.types import Sample
 from areax.rollout.workflows import teacher as served
 
+FIRST_OPTIONS = (
+    "model", "data", "teacher", "teachers", "objective.divergence", "out", "heldout", "steps", "batch", "length",
+    "rows", "optim.lr", "lora.rank", "run.dtype", "save_every",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Config(offline_options.Options):

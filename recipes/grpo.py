@@ -18,17 +18,16 @@ from typing import Annotated, Literal
 import jax
 
 from areax.adapters import hf, orbax, tokenizer
+from areax.adapters.command_line.options import UNPREFIXED
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts
-from areax.adapters.options import UNPREFIXED
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, object_path
 from areax.rollout.fleet import offload
 from areax.rollout.scheduling.curriculum import ordered
-from areax.rollout.servers.types import Probe
 from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
@@ -42,7 +41,7 @@ class Config:
     """Asynchronous reinforcement learning with the objective named, GRPO by default.
 
     Attributes:
-      model: Hugging Face directory with weights and tokenizer.
+      model: Hugging Face directory: weights, config.json and tokenizer.
       data: rows with "prompt" or "messages": a file, a folder, or a hub name.
       reward: `module:function` or `file.py:function`: f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
@@ -178,6 +177,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
         )  # fmt: skip
         enter(log.watching(fleet, executor, episodes.rewards))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
+        publish = functools.partial(publishing.prepare_push, sync, fleet, probe_ids)
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
             groups = await executor.batch(v)
@@ -187,12 +187,6 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
             return train_on_batch(trainer, groups, functools.partial(do, "update"))
-
-        def push(v: int) -> loop.Push:  # copies the weights now, so that the next update may overwrite them
-            host = do("host_copy", sync.adapters)
-            logps = tuple(do("probe", probe_ids)) if probe_ids else ()
-            known = Probe(probe_ids, logps, config.serving.push.tolerance) if probe_ids else None
-            return functools.partial(publishing.push, sync, fleet, v, host, known)
 
         def save(v: int, position) -> None:
             do("save", v, position)
@@ -205,7 +199,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
 
         seconds = await common.interruptible(
             loop.run(
-                rollout, update, push, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
+                rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
                 cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
                 evaluate_every=config.evaluation.evaluate_every or config.steps,
             )

@@ -23,6 +23,12 @@ from areax.rollout.types import Sample
 Objective = losses.Preference | losses.KTO | losses.RewardModel
 
 
+FIRST_OPTIONS = (
+    "model", "data", "out", "heldout", "row", "steps", "batch", "length", "too_long", "rows", "optim.lr", "lora.rank",
+    "run.dtype", "run.remat", "save_every",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Config(offline_options.Options):
     """Learning from preferences.

@@ -14,6 +14,11 @@ from areax.adapters.data import chat_sft
 from areax.core import losses
 from areax.recipes.shared import common, learner, offline, offline_options
 
+FIRST_OPTIONS = (
+    "model", "data", "out", "heldout", "learn", "steps", "batch", "length", "too_long", "rows", "optim.lr", "lora.rank",
+    "run.dtype", "run.remat", "save_every",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Config(offline_options.Options):

@@ -11,13 +11,13 @@ import numpy as np
 
 from areax import models
 from areax.adapters import hf, orbax
+from areax.adapters.command_line.options import replaced
 from areax.core import losses, optim, param, step
 from areax.models import lora
 from areax.parallel import batches, mesh, rules
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes import grpo
 from areax.recipes.shared import common, learner, trainer
-from areax.adapters.options import replaced
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.

@@ -114,7 +114,7 @@ def test_a_recipe_needs_its_two_names(capsys, tmp_path):
 
 def test_an_algorithm_is_grpo_with_its_objective(capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(grpo, "main", lambda config: seen.append(config.objective))
+    monkeypatch.setattr(grpo, "main", lambda config: seen.append(config.training.objective))
     required = ["--model", "m", "--data", "d", "--reward", "r"]
     for name, preset in losses.POLICIES.items():
         assert cli.main(["train", name.lower(), *required]) == 0

@@ -2,14 +2,13 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
+import tiny
 
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
 from areax.adapters.commands import check, convert
-from areax.core import param
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def saved(tmp_path):
             num_attention_heads=2, head_dim=8, initializer_range=0.4, tie_word_embeddings=True,
         )
     )  # fmt: skip
-    params = param.init(jax.random.key(0), models.table(config))
+    params = tiny.weights(models.table(config), 0.4)
     return hf.save(tmp_path / "model", config, params, tokenizer=tokenizer.character("abc", multiple=64))
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 import torch
 import transformers
 
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
-from areax.core import param
 from areax.rollout.servers.labels import read_label
 from areax.rollout.weights import store
 
@@ -27,7 +27,7 @@ CONFIG = dict(
 
 def made(**options):
     config = models.config_from_hf(CONFIG | options)
-    return config, param.init(jax.random.key(0), models.table(config))
+    return config, tiny.weights(models.table(config), 0.02)
 
 
 def equal(a, b):

@@ -42,7 +42,11 @@ MAY_IMPORT = {
     "rollout/engine": {
         "rollout.types",
         "rollout.servers.labels",
+        "rollout.http_process",
         "rollout.chat.detokenizer",
+        "rollout.chat.fields",
+        "rollout.chat.openai",
+        "rollout.chat.template",
         "core",
         "parallel",
         "models",
@@ -50,7 +54,15 @@ MAY_IMPORT = {
         "adapters.peft",
         "adapters.tokenizer",
     },
-    "adapters": {"adapters", "core", "parallel", "models", "rollout.types", "rollout.servers.labels"},
+    "adapters": {
+        "adapters",
+        "core",
+        "parallel",
+        "models",
+        "rollout.types",
+        "rollout.chat.template",
+        "rollout.servers.labels",
+    },
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,
 }

@@ -27,9 +27,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areax import models
 from areax.adapters import cli, hf, peft, safetensors, tokenizer
+from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
-from areax.core import losses, param
+from areax.core import losses
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.models import lora
@@ -37,9 +38,9 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
 from areax.recipes.shared import describe, learner, publishing, rollouts, trainer
-from areax.adapters.options import replaced
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
+from areax.rollout.chat import template
 from areax.rollout.fleet.push import Push
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.scheduling.episodes import sampling_seed
@@ -47,7 +48,6 @@ from areax.rollout.servers import local
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Completion, Sampling, sampled
-from areax.rollout.workflows import prompt_tokens
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place):
     reward = object_path.resolve(own.reward)
 
     def sample(row, prompt, i):
-        ids = prompt_tokens(tokens, row)
+        ids = template.prompt(tokens, row)
         seed = sampling_seed(own.seed, prompt, i, 0)
         answer = server.generate(ids, temperature=1.0, max_new_tokens=4, ignore_eos=False, sampling_seed=seed)
         rows, finish = answer["meta_info"]["output_token_logprobs"], answer["meta_info"]["finish_reason"]["type"]
@@ -369,15 +369,15 @@ def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path, mo
     write = lambda: hf.write_published(tmp_path, 3, config, params)
     read, reads = safetensors.read, []
     monkeypatch.setattr(safetensors, "read", lambda path: reads.append(path) or read(path))
-    directory = publishing.whole(tmp_path / "3", write)
+    directory = publishing.ensure_published(tmp_path / "3", write)
     assert not reads
     label = (directory / "manifest.json").read_bytes()
-    assert publishing.whole(directory, None) == directory and reads == [directory]
+    assert publishing.ensure_published(directory, None) == directory and reads == [directory]
     [shard] = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    publishing.whole(directory, write)
+    publishing.ensure_published(directory, write)
     assert reads == [directory] * 2
     assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
 
@@ -466,7 +466,7 @@ def test_two_steps_on_gsm8k(place):
     settings = models.config_from_hf(
         {**tiny.HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "max_position_embeddings": 1024}
     )
-    hf.save(place / "bytes", settings, param.init(jax.random.key(0), models.table(settings)), tokenizer=tokens)
+    hf.save(place / "bytes", settings, tiny.weights(models.table(settings), 0.2), tokenizer=tokens)
     done = grpo.main(
         config(
             place, "gsm8k", servers=(), model=str(place / "bytes"), data=str(folder / "train.jsonl"),
@@ -539,7 +539,7 @@ def test_a_server_inside_that_rests_changes_no_number(place):
 def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
     """It is started again once the trainer has updated, and not before."""
     killed, started = [], []
-    rest, start = grpo.rest.rest, local.Local.start
+    rest, start = grpo.offload.offload, local.Local.start
 
     async def deadly(fleet):
         seconds = await rest(fleet)
@@ -549,7 +549,7 @@ def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
             killed.append(os.kill(next(iter(started[0].running.values())).pid, signal.SIGKILL))
         return seconds
 
-    monkeypatch.setattr(grpo.rest, "rest", deadly)
+    monkeypatch.setattr(grpo.offload, "offload", deadly)
     monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
     done = grpo.main(config(place, "killed at rest", servers=(), colocated=True))
     assert killed == [["offloaded"], ["offloaded"], None] and len(started) == 2

@@ -1,6 +1,7 @@
 """SFT from files to files: learns, resumes exactly, survives Ctrl-C, says what is wrong."""
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -83,6 +84,18 @@ def test_resumed_equals_uninterrupted(place):
     assert steps == [1, 2, 3, 4, 5, 6]
     board = EventAccumulator(str(place / "parts/tensorboard")).Reload()
     assert [e.step for e in board.Scalars("sft/loss")] == steps
+
+
+def test_a_runs_own_config_starts_the_same_run(place):
+    """Options over it change what they name; the run that wrote it goes on where it stopped."""
+    own = config(place, "own", steps=2)
+    sft.main(own)
+    again = ["train", "sft", "--config", str(place / "own/config.json")]
+    assert cli.main([*again, "--out", str(place / "again")]) == 0
+    assert cli.main([*again, "--steps", "3"]) == 0
+    losses = lambda out: [line["loss"] for line in run_dir.read_lines(place / out / "metrics.jsonl") if "loss" in line]
+    assert losses("again") == losses("own")[:2] and len(losses("own")) == 3
+    assert json.loads((place / "own/config.json").read_text())["steps"] == 3
 
 
 def test_a_run_with_an_average_exports_it(place):

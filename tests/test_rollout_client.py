@@ -117,6 +117,26 @@ def test_an_answer_that_cannot_be_trusted_is_refused(change, message):
     run(main)
 
 
+def test_a_read_takes_no_logprob_of_what_was_not_asked_for():
+    """SGLang adds one where it prefilled the request beside others that generate."""
+    answer = reply([], [], [], "length")
+    answer["meta_info"] |= {
+        "input_token_logprobs": [[None, 5, None], [-0.5, 6, None]],
+        "output_token_logprobs": [[-1.0, 9, None]],
+    }
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(200, answer), answers(200, reply([9], [-1.0], [V0], "length"))]
+            url, part = await fleet.read([5, 6])
+            assert url == a.url and (part.tokens, part.logp, part.labels) == ([], [], [])
+            assert [row[0] for row in part.inputs] == [None, -0.5]
+            with pytest.raises(RuntimeError, match="logprobs of 0 tokens do not belong to the 1 ids"):
+                await fleet.read([5, 6])
+
+    run(main)
+
+
 def test_the_deadline_covers_everything():
     async def main():
         async with serving() as a, client.connect([a.url], timeout_s=0.2) as fleet:
@@ -209,6 +229,19 @@ def test_cancelled_requests_leave_their_slots():
             await until(lambda: len(a.generated()) == 2)
             a.going.set()
             check(await tasks[3], [3], 64)
+
+    run(main)
+
+
+def test_a_request_taken_back_before_it_was_sent_goes_to_another_server():
+    async def main():
+        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+            task = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
+            await asyncio.sleep(0)  # it has a server, but the task that asks it has not begun
+            [server] = [one for one in fleet.servers if one.load]
+            fleet.fail(server, "stale", "taken out of traffic")
+            check(await task, [1], 3)
+            assert fleet.counts["rerouted"] == 1 and len(a.generated()) + len(b.generated()) == 1
 
     run(main)
 

@@ -1,4 +1,4 @@
-"""`areax plan`: a recipe's options and a model's config.json -> what a run needs and costs, without devices."""
+"""Memory, FLOPs, traffic and time of a run without devices: from a recipe's options and a model's config.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
 from ...parallel.planner.job import Job
 from .. import hf
-from .. import options as grouped
+from ..command_line import options as grouped
 from . import aot
 
 NEEDS = ("model", "mesh", "rows", "length", "run")  # of a recipe's Config
 RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve")  # and of one that generates
+FIRST_OPTIONS = (
+    "model", "chip", "rollout-chips", "sample-tokens", "check", "json", "length", "rows", "mesh.dp", "mesh.fsdp",
+    "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
+)  # fmt: skip
 SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
@@ -32,7 +36,7 @@ class Options:
       chip: what the mesh is made of, and the generation servers.
       rollout_chips: devices set apart for generation; 0 = as many as keep up with training.
       sample_tokens: mean tokens of a sample, prompt and completion; 0 = `length`, the upper bound.
-      check: also compile the real step for virtual CPU devices and compare its argument bytes; takes a minute or two.
+      check: also compile the real step for virtual CPUs; compares its argument bytes, takes a minute or two.
       json: print the figures as JSON.
     """
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from ...rollout.chat import template
 from .. import tokenizer as tokenizers
 
 Learn = Literal["last", "all"]
@@ -49,7 +50,7 @@ def conversation(tokenizer: Any, messages: Sequence[dict]) -> tuple[list[int], l
         raise ValueError(
             "chat: the tokenizer has no chat template, from which all turns could be learnt; learn the last"
         )
-    tokenizers.check(messages)
+    template.check(messages)
     marked = BLOCK.search(tokenizer.get_chat_template())
     text, spans = (_blocks if marked else _answers)(tokenizer, list(messages))
     if not spans:
@@ -57,7 +58,7 @@ def conversation(tokenizer: Any, messages: Sequence[dict]) -> tuple[list[int], l
             "chat: the assistant says nothing that the chat template shows as its own, in this conversation"
         )
     ids, mask = _encoded(tokenizer, text, spans)
-    return tokenizers.known(tokenizer, ids, *tokenizers.texts(messages)), mask
+    return template.known(tokenizer, ids, *template.texts(messages)), mask
 
 
 def _blocks(tokenizer, messages):

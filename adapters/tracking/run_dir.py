@@ -38,9 +38,9 @@ OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that a
 
 def plain(value):
     """`value` in JSON's types: dataclasses and mappings as objects, arrays and scalars of numpy or jax
-    as lists and numbers, paths as text, numbers that are not finite as null."""
+    as lists and numbers, paths as text, numbers that are not finite as null, or as text in a dataclass ("inf")."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {field.name: _option(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -54,6 +54,11 @@ def plain(value):
     if hasattr(value, "tolist"):
         return plain(value.tolist())
     raise ValueError(f"tracker: a run directory holds text, numbers, lists, mappings and dataclasses, got {value!r}")
+
+
+def _option(value):
+    """A dataclass's value: as `--config` reads it, which needs infinities."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else plain(value)
 
 
 def write_json(path, value) -> None:

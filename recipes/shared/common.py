@@ -20,6 +20,7 @@ from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
 from areax.rollout import client, object_path
+from areax.rollout.chat import template
 from areax.rollout.engine import in_process
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
@@ -117,7 +118,7 @@ def keep(rows: list, fits: Callable[[dict], bool], why: str, *, quiet: bool = Fa
 
 def keep_short(rows: list[dict], tokens, most: int) -> list[dict]:
     """The rows whose prompt has at most so many tokens, as `keep`; 0 = all of them."""
-    fits = lambda row: len(tokenizer.prompt(tokens, row)) <= most
+    fits = lambda row: len(template.prompt(tokens, row)) <= most
     return keep(rows, fits, f"longer than --max-prompt {most}") if most else rows
 
 

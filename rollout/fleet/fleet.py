@@ -328,7 +328,7 @@ class Fleet:
             name = lora.choose(server, begun)
             try:
                 with lora.using(server, name):
-                    part = await self.on(server, self._verified(server, attempt(server, name)))
+                    part = await self.on(server, self._verified(server, attempt, name))
                 part = lora.stamped(server, name, part)
             except Busy as error:
                 trouble.append(str(error))
@@ -376,9 +376,9 @@ class Fleet:
             await asyncio.sleep(backoff(busy))
             busy += 1
 
-    async def _verified(self, server: Server, answer: Awaitable[Part]) -> Part:
-        """The answer, held back until the weights the server had loaded by then are verified."""
-        part = await answer
+    async def _verified(self, server: Server, attempt: Attempt, adapter: str) -> Part:
+        """The attempt's answer, held back until the weights the server had loaded by then are verified."""
+        part = await attempt(server, adapter)  # called here: the task may be cancelled before it begins
         await server.weights_verified.wait()
         return part
 

@@ -115,10 +115,6 @@ class Server:
         """The labels it may report while number `oldest` is the oldest in use."""
         return self.labels[oldest:] + ([self.base] if self.base else [])
 
-    async def stage(self, weights: Published) -> Staged:
-        """Brings `weights` to where this server can read them, while it keeps serving."""
-        return await self.stager.stage(weights) if self.stager else Staged(weights.directory)
-
     async def release_memory(self) -> None:
         """Pauses it and frees its memory; it must load weights before it generates again.
 

@@ -267,7 +267,7 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"stager: {folder} cannot be made ({error})") from error
-    with http_process.listening(host, port, key=key, variable=KEY, what="stager") as sock:
+    with http_process.bind_guarded(host, port, key=key, variable=KEY, what="stager") as sock:
         http_process.serve(
             app(folder, key=key), sock, f"{http_process.address(sock.getsockname())} stages versions in {folder}"
         )

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from .. import object_path, rewards
 from ..chat import parsers, template
 from ..chat.session import Session
+from ..chat.template import conversation
 from ..chat.trajectory import Interaction
 from ..types import Generate, Sample, Sampling
-from . import conversation
 from . import tools as toolbox
 
 log = logging.getLogger(__name__)
