@@ -57,6 +57,7 @@ class Sample:
       pair, label: for preference data: the pair's number, -1 without a pair; label 1 = preferred, 0 = rejected, -1 =
         neither, for a baseline.
       arrays: {name: ("input" | "target", ndarray[n, ...])}, packed with the tokens.
+      info: what a workflow reports of it, such as its texts; stays in the process that runs the workflow.
     """
 
     tokens: np.ndarray
@@ -76,7 +77,6 @@ class Sample:
     pair: int = -1
     label: float = 0.0
     arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]] = field(default_factory=dict)
-    media: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):

@@ -86,14 +86,17 @@ def leaves(path):
     return [np.asarray(x) for x in jax.tree.leaves(hf.load(path)[1])]
 
 
-def test_synchronous_runs_are_identical_and_resume_exactly(place):
+def test_synchronous_runs_are_identical_and_resume_exactly(place, monkeypatch):
     """Two runs with eta = 0 give the same parameters, and so does a run in two parts."""
+    verified = []
+    monkeypatch.setattr(publishing, "verify", verified.append)
     first = grpo.main(config(place, "first", servers=(), heldout=str(place / "heldout.jsonl")))
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
     assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
     assert first["max_logp_diff"] <= 1e-4 and first["mismatch_k3_now"] < 1e-9
     pushes = [x for x in run_dir.read_lines(place / "first/journal.jsonl") if x["kind"] == "push"]
     assert [push["load_s"] > 0 for push in pushes] == [False, True, True, True]  # it was started with version 0
+    assert not verified  # it wrote them all itself
     grpo.main(config(place, "parts", steps=2))
     grpo.main(config(place, "parts"))
     for a, b in zip(leaves(place / "first/model"), leaves(place / "parts/model"), strict=True):

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ async def opened(
     adapters = await by_name(policy, options)
     with folder(options.published, policy) as root:
         path = do("publish_base", root) if adapters else do("publish", root, start)
-        write = writer(policy, root, tokens, adapters)
+        write = writer(policy, root, tokens, adapters, written={path})
         yield WeightSync(
             settings, options.push, do, path, root, write, adapters, handover=handover(options.push, settings)
         )
@@ -181,7 +181,9 @@ def host_copy(policy: Learner, adapters: Lora | None):
     return hf.host_copy(policy.settings, learner.weights(policy))
 
 
-def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callable[[int, object], Path]:
+def writer(
+    policy: Learner, root: Path, tokens, adapters: Lora | None, written: Collection[Path]
+) -> Callable[[int, object], Path]:
     """`write(v, host)` -> the published directory `root/v`, of what `host_copy` gave; one that is there is kept if it
     is whole."""
     if adapters:
@@ -190,14 +192,19 @@ def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callab
         once = functools.partial(
             peft.write_published, root, config=policy.settings, spec=adapters, base=base, base_label=label
         )
-        return lambda v, host: ensure_published(root / str(v), lambda: once(v, adapters=host))
+        return lambda v, host: ensure_published(root / str(v), lambda: once(v, adapters=host), written)
     all_of_it = functools.partial(hf.write_published, root, config=policy.settings, tokenizer=tokens)
-    return lambda v, host: ensure_published(root / str(v), lambda: all_of_it(v, params=host))
+    return lambda v, host: ensure_published(root / str(v), lambda: all_of_it(v, params=host), written)
 
 
-def ensure_published(directory: Path, write: Callable[[], object]) -> Path:
-    """The published directory. One that is there already is verified, and written again if it is damaged; what `write`
-    writes it has hashed itself."""
+def ensure_published(directory: Path, write: Callable[[], object], written: Collection[Path] = ()) -> Path:
+    """Returns the published directory. One that an earlier run left is verified, and written again if it is damaged.
+
+    Args:
+      written: directories that this process wrote, whose tensors it hashed then.
+    """
+    if directory in written:
+        return directory
     if directory.exists():
         try:
             verify(directory)
