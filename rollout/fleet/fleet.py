@@ -305,7 +305,7 @@ class Fleet:
         self.counts["tokens"] += len(tokens)
         version = [version_of(label) for label in labels]
         finish: Finish = "length" if part.finish == "abort" else part.finish
-        events.note(
+        events.emit(
             "call", begun=begun, url=server.url, prompt_tokens=len(prompt), tokens=len(tokens),
             versions=events.runs(version), finish=finish, resumed=resumed,
         )  # fmt: skip
@@ -493,7 +493,7 @@ class Fleet:
                 log.warning("a server is %s: %s", state, why)
             server.why = why
         if state != server.state:
-            events.note("server", url=server.url, state=state, why=why)
+            events.emit("server", url=server.url, state=state, why=why)
         server.state = state
         if state not in (*SOUND, "suspect", "leaving"):
             server.cached.clear()
