@@ -19,10 +19,10 @@ RECIPES = ("sft", "grpo", "preference", "distill")
 
 
 def train(recipe: str, *options: str) -> int:
-    """Train with a recipe: sft, grpo, preference, distill, an algorithm such as dapo or dpo (grpo or preference with
-    that objective), or your own file.
+    """Train with a recipe, an algorithm or your own file: areax train grpo --model DIR --data ROWS ...
 
-    A file must define a `Config` dataclass and `main(config)`.
+    Recipes are sft, grpo, preference and distill; an algorithm such as dapo or dpo is grpo or preference with that
+    objective. A file must define a `Config` dataclass and `main(config)`.
     """
     module, settings = _recipe(recipe, "train")
     given = parse.instance(module.Config, settings) if settings else None
