@@ -18,17 +18,16 @@ from typing import Annotated, Literal
 import jax
 
 from areax.adapters import hf, orbax, tokenizer
+from areax.adapters.command_line.options import UNPREFIXED
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts
-from areax.adapters.options import UNPREFIXED
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
-from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch
+from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, object_path
 from areax.rollout.fleet import offload
 from areax.rollout.scheduling.curriculum import ordered
-from areax.rollout.servers.types import Probe
 from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
@@ -42,7 +41,7 @@ class Config:
     """Asynchronous reinforcement learning with the objective named, GRPO by default.
 
     Attributes:
-      model: Hugging Face directory with weights and tokenizer.
+      model: Hugging Face directory: weights, config.json and tokenizer.
       data: rows with "prompt" or "messages": a file, a folder, or a hub name.
       reward: `module:function` or `file.py:function`: f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
@@ -131,7 +130,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     """The functions that all processes of the job call together, by name, because they move data between devices."""
     policy, out = trainer.policy, Path(config.out)
     return {
-        "update": functools.partial(train_on_batch, trainer),
+        "update": functools.partial(train_packed, trainer),
         "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
         "probe": probe.make(policy, config.training.run, trainer.mesh),
@@ -162,6 +161,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
                 config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
                 handover=sync.handover, first=sync.first,
+                experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
             )
         )  # fmt: skip
         episodes = await enter_async(
@@ -178,6 +178,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
         )  # fmt: skip
         enter(log.watching(fleet, executor, episodes.rewards))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
+        publish = functools.partial(publishing.prepare_push, sync, fleet, probe_ids)
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
             groups = await executor.batch(v)
@@ -186,13 +187,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
             return groups
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
-            return do("update", groups)
-
-        def push(v: int) -> loop.Push:  # copies the weights now, so that the next update may overwrite them
-            host = do("host_copy", sync.adapters)
-            logps = tuple(do("probe", probe_ids)) if probe_ids else ()
-            known = Probe(probe_ids, logps, config.serving.push.tolerance) if probe_ids else None
-            return functools.partial(publishing.push, sync, fleet, v, host, known)
+            return train_on_batch(trainer, groups, functools.partial(do, "update"))
 
         def save(v: int, position) -> None:
             do("save", v, position)
@@ -205,7 +200,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
 
         seconds = await common.interruptible(
             loop.run(
-                rollout, update, push, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
+                rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
                 cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
                 evaluate_every=config.evaluation.evaluate_every or config.steps,
             )

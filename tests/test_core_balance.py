@@ -165,5 +165,5 @@ def test_biases_balance_in_training():
     assert told[0] > 1.4 and told[-1] < 1.15, (told[0], told[-1])
     biases = [stack["router_bias"] for stack in state.params["stacks"] if "router" in stack]
     assert all(np.abs(b).max() > 0 for b in biases)
-    with pytest.raises(ValueError, match="some layer must have a router_bias, got none"):
+    with pytest.raises(ValueError, match="needs a layer with router_bias, got none"):
         balance.update_biases(PARAMS, {"load": jnp.zeros((L, E))}, 0.1)

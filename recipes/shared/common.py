@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
 from areax.rollout import client, object_path
+from areax.rollout.chat import template
 from areax.rollout.engine import in_process
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
@@ -117,7 +119,7 @@ def keep(rows: list, fits: Callable[[dict], bool], why: str, *, quiet: bool = Fa
 
 def keep_short(rows: list[dict], tokens, most: int) -> list[dict]:
     """The rows whose prompt has at most so many tokens, as `keep`; 0 = all of them."""
-    fits = lambda row: len(tokenizer.prompt(tokens, row)) <= most
+    fits = lambda row: len(template.prompt(tokens, row)) <= most
     return keep(rows, fits, f"longer than --max-prompt {most}") if most else rows
 
 
@@ -189,27 +191,30 @@ async def fleet(
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
+    experts_per_token: int = 0,
 ) -> AsyncIterator[client.Fleet]:
     """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die.
 
     Args:
       first: gives label and weights that a server inside this process begins with, in place of the checkpoint's.
+      experts_per_token: as `client.connect`.
     """
     prepare = None
+    connect = functools.partial(client.connect, concurrency=concurrency, experts_per_token=experts_per_token)
     async with contextlib.AsyncExitStack() as stack:
         if urls:
-            reached = client.connect(urls, concurrency=concurrency, stagers=stagers, handover=handover)
+            reached = connect(urls, stagers=stagers, handover=handover)
         elif serve.inside:
             one = in_process.serving(
                 os.fspath(path), first, slots=serve.slots, context=serve.context, dtype=serve.dtype
             )
             url, own = stack.enter_context(one)
             handover, prepare = own, own.stage
-            reached = client.connect([url], concurrency=concurrency, handover=handover)
+            reached = connect([url], handover=handover)
         else:
             started = await stack.enter_async_context(local.servers(path, serve, log))
-            reached = client.connect(started.urls, concurrency=concurrency, restart=started.restart)
+            reached = connect(started.urls, restart=started.restart)
         fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
-            server.handover, server.prepare = handover, prepare
+            server.handover, server.prepare, server.fresh = handover, prepare, not urls
         yield fleet

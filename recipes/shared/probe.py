@@ -8,24 +8,24 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import tokenizer
 from areax.core import packing, step
 from areax.models import lora
 from areax.parallel import batches
 from areax.parallel.mesh import BATCH
 from areax.recipes.shared import learner
+from areax.rollout.chat import template
 from areax.rollout.types import Sample
 
 TOKENS = 64  # of the prompt, about
 
 
 def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
-    """The first prompts, one after the other, up to TOKENS; () where rows have none or one token."""
+    """The first prompts, one after the other, up to TOKENS; () where rows have no clear prompt or one token."""
     ids: list[int] = []
     for row in rows:
-        if not (row.get("messages") or isinstance(row.get("prompt"), str)) or len(ids) >= TOKENS:
+        if bool(row.get("messages")) == isinstance(row.get("prompt"), str) or len(ids) >= TOKENS:
             break
-        ids += tokenizer.prompt(tokens, row)
+        ids += template.prompt(tokens, row)
     ids = ids[: min(TOKENS, length)]
     return tuple(ids) if len(ids) > 1 else ()
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from areax.models.lora import Lora
 from areax.recipes.shared import learner
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import Serving
-from areax.rollout import client
+from areax.rollout import client, loop
 from areax.rollout.engine import in_process
 from areax.rollout.fleet.push import Push, push_weights
 from areax.rollout.servers import local
@@ -36,12 +36,13 @@ BASE = "base"  # folder of the published base, beside those of versions
 
 
 @dataclass(frozen=True)
-class Way:
+class WeightSync:
     """How the versions of a run get to its servers.
 
     Attributes:
       settings: of the model.
       options: `--push`.
+      do: calls a function in all processes of the job; of these `host_copy` and `probe`.
       path: the checkpoint that servers start from.
       root: folder of published versions; None where nothing is written.
       write: `write(v, host)` -> the published directory.
@@ -52,6 +53,7 @@ class Way:
 
     settings: Any
     options: Push
+    do: Callable
     path: Path
     root: Path | None = None
     write: Callable[[int, Any], Path] | None = None
@@ -61,33 +63,50 @@ class Way:
 
 
 @contextlib.asynccontextmanager
-async def opened(model: str, options: Serving, policy: Learner, do: Callable, tokens, start: int) -> AsyncIterator[Way]:
+async def opened(
+    model: str, options: Serving, policy: Learner, do: Callable, tokens, start: int
+) -> AsyncIterator[WeightSync]:
     """The way of weights to these servers, from version `start` on, which is written, if anything is; `do` does work in
     all processes."""
     settings = policy.settings
     if options.serve.inside:
         first = lambda: in_memory(settings, start, do("host_copy", None))
-        yield Way(settings, options.push, Path(model), first=first)
+        yield WeightSync(settings, options.push, do, Path(model), first=first)
         return
     adapters = await by_name(policy, options)
     with folder(options.published, policy) as root:
         path = do("publish_base", root) if adapters else do("publish", root, start)
-        write = writer(policy, root, tokens, adapters)
-        yield Way(settings, options.push, path, root, write, adapters, handover=handover(options.push, settings))
+        write = writer(policy, root, tokens, adapters, written={path})
+        yield WeightSync(
+            settings, options.push, do, path, root, write, adapters, handover=handover(options.push, settings)
+        )
 
 
-async def push(way: Way, fleet: client.Fleet, v: int, host, known: Probe | None) -> None:
-    """Brings version v, of which `host` is what `host_copy` gave, to the servers; older versions go."""
-    if way.root is None or way.write is None:
-        label, weights = await asyncio.to_thread(in_memory, way.settings, v, host)
-        await push_weights(fleet, "", label, mode=way.options.mode, arrays=weights, probe=known)
-        return
-    directory = await store.written(functools.partial(way.write, v, host), way.root, lambda: fleet.labels)
-    await push_weights(
-        fleet, directory, read_label(directory / hf.MANIFEST), mode=way.options.mode,
-        parallel_servers=way.options.parallel_servers, arrays=host if way.handover else None, probe=known,
-    )  # fmt: skip
-    await asyncio.to_thread(store.prune, way.root, 2, fleet.labels)
+def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int], v: int) -> loop.Push:
+    """Copies version v to the host, so that the next update may overwrite it; returns the coroutine function that
+    writes the copy, pushes it to the servers and removes older versions.
+
+    Args:
+      probe_ids: a prompt for servers to prove with that they hold the weights; () = none.
+    """
+    options, root, write = sync.options, sync.root, sync.write
+    host = sync.do("host_copy", sync.adapters)
+    known = Probe(tuple(probe_ids), tuple(sync.do("probe", probe_ids)), options.tolerance) if probe_ids else None
+
+    async def push() -> None:
+        if root is None or write is None:  # the engine of this process takes the arrays
+            label, weights = await asyncio.to_thread(in_memory, sync.settings, v, host)
+            await push_weights(fleet, "", label, mode=options.mode, arrays=weights, probe=known)
+            return
+        directory = await store.written(lambda: write(v, host), root, lambda: fleet.labels)
+        label = read_label(directory / hf.MANIFEST)
+        await push_weights(
+            fleet, directory, label, mode=options.mode, parallel_servers=options.parallel_servers,
+            arrays=host if sync.handover else None, probe=known,
+        )  # fmt: skip
+        await asyncio.to_thread(store.prune, root, 2, fleet.labels)
+
+    return push
 
 
 def in_memory(settings, version: int, params) -> tuple[str, in_process.Weights]:
@@ -162,7 +181,9 @@ def host_copy(policy: Learner, adapters: Lora | None):
     return hf.host_copy(policy.settings, learner.weights(policy))
 
 
-def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callable[[int, object], Path]:
+def writer(
+    policy: Learner, root: Path, tokens, adapters: Lora | None, written: Collection[Path]
+) -> Callable[[int, object], Path]:
     """`write(v, host)` -> the published directory `root/v`, of what `host_copy` gave; one that is there is kept if it
     is whole."""
     if adapters:
@@ -171,16 +192,19 @@ def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callab
         once = functools.partial(
             peft.write_published, root, config=policy.settings, spec=adapters, base=base, base_label=label
         )
-        return lambda v, host: whole(root / str(v), lambda: once(v, adapters=host))
+        return lambda v, host: ensure_published(root / str(v), lambda: once(v, adapters=host), written)
     all_of_it = functools.partial(hf.write_published, root, config=policy.settings, tokenizer=tokens)
-    return lambda v, host: whole(root / str(v), lambda: all_of_it(v, params=host))
+    return lambda v, host: ensure_published(root / str(v), lambda: all_of_it(v, params=host), written)
 
 
-def whole(directory: Path, write: Callable[[], object]) -> Path:
-    """The published directory, once its files are what its manifest says; one that is damaged is written again.
+def ensure_published(directory: Path, write: Callable[[], object], written: Collection[Path] = ()) -> Path:
+    """Returns the published directory. One that an earlier run left is verified, and written again if it is damaged.
 
-    Raises ValueError if that did not help.
+    Args:
+      written: directories that this process wrote, whose tensors it hashed then.
     """
+    if directory in written:
+        return directory
     if directory.exists():
         try:
             verify(directory)
@@ -189,7 +213,6 @@ def whole(directory: Path, write: Callable[[], object]) -> Path:
             log.warning("%s", error)
             shutil.rmtree(directory)
     write()
-    verify(directory)
     return directory
 
 

@@ -47,7 +47,7 @@ class Rollout:
       workflow_options: a JSON object of further arguments of the workflow.
       agent: how agents are served that talk to the model as to OpenAI or Anthropic.
       groups: prompts per batch.
-      group_size: completions per prompt (TRL: num_generations; verl: rollout.n).
+      group_size: completions per prompt (num_generations in TRL).
       eta: largest staleness: versions between the admission of a group and its training; 0 = synchronous.
       max_concurrent: most groups in flight.
       oversample: groups started beyond those of a batch, which takes the first to finish; the others are stopped, and
@@ -103,7 +103,7 @@ class Training:
     """Optimisation.
 
     Attributes:
-      length: longest prompt and completion together, and tokens per packed row.
+      length: longest prompt and completion together; also tokens per packed row.
       rows: packed rows per microbatch.
       minibatches: optimiser steps per batch, over equal parts of its groups.
       epochs: passes over these.

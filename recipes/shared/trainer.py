@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from areax import models
 from areax.adapters import hf, orbax, tokenizer
 from areax.core import packing, signals, step
+from areax.core.batch import Batch
 from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
@@ -160,8 +161,15 @@ def restore(trainer: Trainer, store: orbax.Store):
     return cursor["rollout"]
 
 
-def train_on_batch(trainer: Trainer, groups: list[list[Sample]]) -> dict:
-    """Scores a batch at the current weights, then takes its optimiser steps. Returns metrics, and "groups" to show."""
+def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable | None = None) -> dict:
+    """Packs a batch, scores it at the current weights and takes its optimiser steps.
+
+    Returns metrics, and "groups" to show.
+
+    Args:
+      run: calls `train_packed` with the arguments behind the trainer, in all processes of the job. The groups are known
+        to process 0 alone.
+    """
     options, version = trainer.options, trainer.version
     if trainer.shuffle_seed is not None:
         groups = describe.shuffled(groups, seed=(trainer.shuffle_seed, version))
@@ -169,14 +177,10 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]]) -> dict:
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
     needs = options.objective.advantage.needs
     batches = [packing.pack(part, options.length, rows=options.rows, components=needs) for part in samples]
-    if told := trainer.control | (
-        {"version": version} if options.objective.correction.proximal == "interpolate" else {}
-    ):
-        batches = [batch.tell(**told) for batch in batches]
-    with jax.set_mesh(trainer.mesh):
-        report, scored = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
-        trainer.version += 1
-        refresh(trainer)
+    scalars = {**trainer.control}
+    if options.objective.correction.proximal == "interpolate":
+        scalars["version"] = version
+    report, scored = (run or functools.partial(train_packed, trainer))(batches, scalars)
     flat = [s for part in samples for s in part]
     values = {**signals.told(report), **describe.batch(flat, version), **trainer.control}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
@@ -193,6 +197,22 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]]) -> dict:
         trainer.control["kl_coef"] = options.objective.kl.adapt(trainer.control["kl_coef"], values["kl"])
     traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
     return {**values, "groups": [traced]}
+
+
+def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, float]) -> tuple[dict, list]:
+    """The part of `train_on_batch` that every process of a job runs, with the same arrays; returns as `learn`.
+
+    Args:
+      batches: packed minibatches [M, B, T] on the host.
+      scalars: values for `Batch.whole`.
+    """
+    if scalars:
+        batches = [batch.tell(**scalars) for batch in batches]
+    with jax.set_mesh(trainer.mesh):
+        result = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
+        trainer.version += 1
+        refresh(trainer)
+    return result
 
 
 def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:

@@ -1,4 +1,4 @@
-"""An HTTP server inside a running event loop, with limits on what arrives before and as a request's body."""
+"""An HTTP server inside a running event loop, with limits on connections, headers and bodies."""
 
 from __future__ import annotations
 
@@ -6,77 +6,52 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
-import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .fields import Refused
+from .. import http_process
+from ..chat.fields import Refused
 from .sessions import Limits
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 1  # for answers under way when the server ends
+GRACE_S = 1  # for responses in progress at shutdown
 KEEP_ALIVE_S = 30
-CLOSE = {"connection": "close"}  # what is left of the request must not be taken for the next one
+CLOSE = {"connection": "close"}  # the unread rest of a request must not be parsed as the next one
 
 
 @contextlib.asynccontextmanager
 async def listen(app: ASGIApp, host: str, port: int, limits: Limits) -> AsyncIterator[str]:
-    """Serves `app` while the block runs; gives the address.
+    """Serves `app` while the block runs; yields its URL.
 
     Raises:
-      ValueError: the address cannot be had.
+      ValueError: the address is not available.
     """
-    if not 0 <= port < 2**16:
-        raise ValueError(f"serve: port must be from 0 (any that is free) to 65535, got {port}")
-    try:
-        sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise ValueError(f"serve: cannot listen at {host}:{port} ({error}); choose another address") from error
-    config = uvicorn.Config(
-        app,
-        http=_protocol(limits),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        h11_max_incomplete_event_size=limits.header_bytes,
-        limit_concurrency=limits.connections,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        while not (server.started or running.done()):
-            await asyncio.sleep(0.005)
-        if not server.started:
-            await running
-            raise RuntimeError(f"serve: the server at {host}:{port} did not start")
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await running
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # signals are the program's, not the server's
+    with contextlib.closing(http_process.bind(host, port)) as sock:
+        server = http_process.server(
+            app,
+            http=_protocol(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=None,
+            h11_max_incomplete_event_size=limits.header_bytes,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        async with http_process.running(server, sock):
+            yield http_process.address((host, sock.getsockname()[1]))
 
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     class Protocol(H11Protocol):
-        """Closes connections on which a request has begun, but does not get to its body in time."""
+        """Closes connections on which the head of a request does not arrive in time."""
 
         late: asyncio.TimerHandle | None = None
 
@@ -104,18 +79,18 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _close(self) -> None:
-            log.warning("refused: no request within %g s of a connection", limits.head_s)
+            log.warning("refused: no complete request head within %g s", limits.head_s)
             self.transport.close()
 
     return Protocol
 
 
 async def read_json(http: Request, limits: Limits) -> dict[str, Any]:
-    """The request's body, a JSON object; {} if there is none.
+    """Reads the request's body, a JSON object; {} if there is none.
 
     Raises:
-      HTTPException: it is too large, or does not come in time.
-      Refused: it is no JSON object.
+      HTTPException: it is too large, or does not arrive in time.
+      Refused: it is not a JSON object.
     """
     too_large = HTTPException(413, f"the body must have at most {limits.body_bytes} bytes", CLOSE)
     if int(http.headers.get("content-length", 0)) > limits.body_bytes:
@@ -131,7 +106,7 @@ async def read_json(http: Request, limits: Limits) -> dict[str, Any]:
         raise HTTPException(408, f"the body must arrive within {limits.body_s:g} s", CLOSE) from None
     try:
         value = json.loads(body or b"{}", parse_constant=_constant)
-        if b"\\u" in body:  # half of a surrogate pair is no text
+        if b"\\u" in body:  # refuses lone surrogates
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused("body", f"must be JSON ({' '.join(str(error).split())[:100]})") from None

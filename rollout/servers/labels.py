@@ -13,6 +13,8 @@ import xxhash
 
 from ..errors import ServerError
 
+MANIFEST = "manifest.json"  # of a checkpoint: its version, and a hash of every tensor
+
 _LABEL = re.compile(r"(\d+)-[0-9a-f]{8}")
 
 

@@ -96,14 +96,14 @@ def test_our_client_carries_requests_over_a_push(server, versions, adapters, tmp
             done.append(await until(fleet, 8))
             third = await push(3)
             assert not any(task.done() for task in running)
-            names = await lora.loaded(fleet.servers[0])
+            names = await fleet.servers[0].api.adapters()
             assert names.keys() == {adapters.labels[v] for v in (1, 2, 3)}
             done.append(await until(fleet, 8))
             old = await asyncio.gather(*running)
             fourth = await push(4)
             assert [report.pause_s for report in (second, third, fourth)] == [0, 0, 0]
             assert bool(second.stage_bytes) == bool(stagers)
-            names = await lora.loaded(fleet.servers[0])
+            names = await fleet.servers[0].api.adapters()
             assert names.keys() == {adapters.labels[v] for v in (3, 4)} and fleet.version == 4
             done.append(await until(fleet, 8))
             read = await fleet.read(PROMPT)

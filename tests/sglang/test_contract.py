@@ -558,7 +558,7 @@ def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, way
             if stagers:
                 whole = await push_weights(fleet, versions.paths[0], versions.labels[0])
                 # before the requests, which on a busy machine might end before it is there
-                part = await fleet.servers[0].stage(Published(str(versions.paths[new]), versions.labels[new]))
+                part = await fleet.servers[0].stager.stage(Published(str(versions.paths[new]), versions.labels[new]))
                 assert 0 < part.bytes < 0.5 * whole.stage_bytes
             running = [asyncio.create_task(ask(prompt)) for prompt in prompts]
             await asyncio.sleep(0.1 * lasts_s)
