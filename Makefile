@@ -13,6 +13,7 @@ wheel := .venv-wheel
 sglang := .venv-sglang
 peers := .venv-bench
 
+unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes with whole files each; the first to finish takes tests from the other
 # XLA compiles in a fifth of the time: unoptimised, with its older code generator, in one thread. What runs is tiny.
