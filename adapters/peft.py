@@ -72,8 +72,8 @@ def write_published(
     if version < 0:
         raise ValueError(f"write_published: version must be a number from 0 on, got {version}")
     spec = dataclasses.replace(spec, alpha=spec.scale * spec.rank, rslora=False)
-    said = {"version": version, "base": base_label}
-    return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), said)
+    manifest = {"version": version, "base": base_label}
+    return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), manifest)
 
 
 def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | None = None) -> Path:

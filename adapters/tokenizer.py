@@ -157,10 +157,10 @@ def end_of_turn(tokenizer: Any) -> int:
 @functools.lru_cache(maxsize=32)  # once a tokenizer, not once a row
 def _end_of_turn(tokenizer, template, eos):
     if template:
-        said = "areax"
-        chat = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+        message = "areax"
+        chat = [{"role": "user", "content": message}, {"role": "assistant", "content": message}]
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-        after = tokenizer.encode(text[text.rfind(said) + len(said) :], add_special_tokens=False)
+        after = tokenizer.encode(text[text.rfind(message) + len(message) :], add_special_tokens=False)
         special = _special(tokenizer)
         for id in after:
             if id in special:

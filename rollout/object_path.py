@@ -24,14 +24,14 @@ def resolve(name: str) -> Callable:
     """The function or class that `name` stands for; the same object for the same name within a process.
 
     Raises:
-      ValueError: as `thing`, or it cannot be called.
+      ValueError: as `load_object`, or it cannot be called.
     """
-    if not callable(found := thing(name)):
+    if not callable(found := load_object(name)):
         raise ValueError(f"{name}: must be a function, got {type(found).__name__}")
     return found
 
 
-def thing(name: str) -> Any:
+def load_object(name: str) -> Any:
     """Whatever `name` stands for.
 
     Raises:

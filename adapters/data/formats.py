@@ -44,8 +44,13 @@ def prompt_answer(record: dict) -> dict:
     if len(found) != 1:
         pairs = ", ".join("/".join(pair) for pair in PAIRS)
         raise _refusal("prompt_answer", f"the texts of exactly one of {pairs}", record)
-    asked, told = found[0]
-    return {"completion": record[told], "answer": record[told], **_without(record, asked), "prompt": record[asked]}
+    question, answer = found[0]
+    return {
+        "completion": record[answer],
+        "answer": record[answer],
+        **_without(record, question),
+        "prompt": record[question],
+    }
 
 
 def instruction(record: dict) -> dict:

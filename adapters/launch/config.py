@@ -186,5 +186,5 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
 
 def training_words(command: list[str], servers: Sequence[str], stagers: Sequence[str] = ()) -> list[str]:
     """The command of a trainer process, with where its servers are."""
-    told = ["--servers", *servers] if servers else []
-    return [PYTHON, "-m", "areax", *command, *told, *(["--stagers", *stagers] if stagers else [])]
+    addresses = ["--servers", *servers] if servers else []
+    return [PYTHON, "-m", "areax", *command, *addresses, *(["--stagers", *stagers] if stagers else [])]

@@ -169,7 +169,7 @@ def _wait_for_room(group: Any, bundles: list[dict[str, float]]) -> None:
     """Waits until the group has its place: machines may be busy, or on their way."""
     import ray
 
-    began, told = time.monotonic(), False
+    began, reported = time.monotonic(), False
     while not group.wait(1):
         waited = time.monotonic() - began
         free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU", "TPU")}
@@ -178,7 +178,7 @@ def _wait_for_room(group: Any, bundles: list[dict[str, float]]) -> None:
                 f"areax launch: the Ray cluster must have room for {bundles}, got {free} free for {PLACE_S:.0f} s; ask "
                 "for less, or add machines"
             )
-        if waited > SOON_S and not told:
-            told = True
+        if waited > SOON_S and not reported:
+            reported = True
             line = f"areax launch: waiting for room in the Ray cluster for {bundles}; {free} is free"
             print(line, file=sys.stderr, flush=True)

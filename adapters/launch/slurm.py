@@ -192,7 +192,7 @@ exit"""
 
 def _shell(words: list[str], indent: int) -> str:
     """A command in the script's terms, an option a line."""
-    said = ""
+    text = ""
     for i, word in enumerate(words):
         shown = shlex.quote(word)
         before, after = ("'\"", "\"'") if shown.startswith("'") else ('"', '"')
@@ -200,5 +200,5 @@ def _shell(words: list[str], indent: int) -> str:
             shown = shown.replace(name, f"{before}{variable}{after}")
         if word == PYTHON:
             shown = '"$python"'
-        said += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
-    return said
+        text += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
+    return text

@@ -212,10 +212,10 @@ def _alarms(table) -> str:
     items = []
     for kind, rows in table.items():
         for name in metric_catalog.ALARMS:
-            said = [(r["step"], metric_catalog.alarm(name, r[name])) for r in rows if _is_number(r.get(name))]
-            off = [(step, words) for step, words in said if words]
+            alarms = [(r["step"], metric_catalog.alarm(name, r[name])) for r in rows if _is_number(r.get(name))]
+            off = [(step, words) for step, words in alarms if words]
             if off:
-                share = f"{len(off)} of {len(said)} steps of {kind}, the last of them {off[-1][0]}"
+                share = f"{len(off)} of {len(alarms)} steps of {kind}, the last of them {off[-1][0]}"
                 what = f"{metric_catalog.label(name)} was {off[-1][1]} in {share}: {metric_catalog.meaning(name)}"
                 items.append(f"<li>{_escape(what)}</li>")
     return "".join(items)

@@ -50,8 +50,8 @@ def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
         elif event["kind"] == "part":
             yield span(row(TRAINER, event["name"] if event["name"] in BESIDE else "steps"), event["name"], event)
         elif event["kind"] == "push":
-            told = {name: event[name] for name in ("loaded", "failed", "pause_s", "load_s", "stage_s", "stage_bytes")}
-            yield span(row(SERVERS, "pushes"), event["label"], event, **told)
+            args = {name: event[name] for name in ("loaded", "failed", "pause_s", "load_s", "stage_s", "stage_bytes")}
+            yield span(row(SERVERS, "pushes"), event["label"], event, **args)
         elif event["kind"] == "server":
             yield {"ph": "i", "s": "t", "name": event["state"], "ts": _us(event["at"] + offset),
                    "args": {"why": event["why"]}, **row(SERVERS, event["url"])}  # fmt: skip
@@ -59,10 +59,10 @@ def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
             calls += 1
             where = row(SERVERS, event["url"])
             name = f"{event['tokens']} tokens"
-            told = {k: event[k] for k in ("prompt", "episode", "of", "versions", "finish", "resumed") if k in event}
+            args = {k: event[k] for k in ("prompt", "episode", "of", "versions", "finish", "resumed") if k in event}
             # Calls of a server overlap: each is a line of its own, by its id.
             common = {"cat": "call", "id": calls, "name": name, **where}
-            yield {"ph": "b", "ts": _us(event["begun"] + offset), "args": told, **common}
+            yield {"ph": "b", "ts": _us(event["begun"] + offset), "args": args, **common}
             yield {"ph": "e", "ts": _us(event["at"] + offset), **common}
         for (process, name), thread in list(threads.items())[known:]:
             yield _named(process, name, thread)

@@ -121,13 +121,14 @@ class Watch:
 
     def _read(self, lines: TextIO, name: str) -> None:
         try:
-            said = lines.readline().strip()
+            message = lines.readline().strip()
         except OSError:  # reset: as good as an end
-            said = ""
-        if said == BYE:
+            message = ""
+        if message == BYE:
             self._first_left.set()
         elif not self._leaving:
-            self._end(said if said.startswith("process ") else f"{name} ended: {said or 'it was killed, or its host'}")
+            ended = f"{name} ended: {message or 'it was killed, or its host'}"
+            self._end(message if message.startswith("process ") else ended)
 
     def _end(self, line: str) -> None:
         if not self._once.acquire(blocking=False):

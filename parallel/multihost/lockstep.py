@@ -1,14 +1,14 @@
-"""Many processes, one of which decides: the others do what it does, by name and with the same data.
+"""Runs functions in all processes of a job at the same time: process 0 leads, the others are its workers.
 
-    work = {"advance": advance, "save": save}  # the same in every process
+    work = {"update": update, "save": save}  # the same in every process
     if index > 0:
-        follow.follow(work)  # until process 0 is done
+        lockstep.worker_loop(work)  # until process 0 leaves its block
     else:
-        with follow.lead(work) as do:
-            report = do("advance", groups)  # advance(groups), here and in all other processes
+        with lockstep.leader(work) as run_on_all:
+            report = run_on_all("update", batches)  # update(batches), in every process
 
-Each function runs the same computations over all devices in the same order, so nothing else may touch the devices of a
-job while `do` is in use. What travels is a name and data, never code.
+Each function runs the same computations over all devices in the same order, so nothing else may use the devices of the
+job during `run_on_all`. Process 0 sends a name and data, never code.
 """
 
 import contextlib
@@ -28,37 +28,40 @@ LEAST = 1 << 16
 
 
 @contextlib.contextmanager
-def lead(work: Mapping[str, Callable]) -> Iterator[Callable]:
-    """In process 0: yields `do(name, *data)`, which calls `work[name](*data)` in all processes; returns its own result.
+def leader(work: Mapping[str, Callable]) -> Iterator[Callable]:
+    """In process 0: yields `run_on_all(name, *data)`, which calls `work[name](*data)` in all processes and returns the
+    result of process 0.
 
-    Leaving the block lets the others return from `follow`; leaving it by an exception leaves them to `processes.job`.
-    With one process `do` is a plain call. Data are what pickle takes: numbers, texts, arrays, lists, dataclasses.
+    Leaving the block ends `worker_loop` in the other processes; after an exception `processes.job` ends them. With one
+    process `run_on_all` is a plain call. Data must be picklable.
 
     Raises:
-      RuntimeError: by `do`, after a function has failed here, for the others may be in the midst of it, or a process
-        has ended.
+      RuntimeError: from `run_on_all`, after a function failed in process 0 (the others may still be running it), or
+        after a process ended.
     """
     if jax.process_count() == 1:
         yield lambda name, *data: work[name](*data)
         return
     failed: list[str] = []
 
-    def do(name: str, *data):
+    def run_on_all(name: str, *data):
         if failed or liveness.lost.is_set():
             why = f"{failed[0]} has failed" if failed else "a process has ended"
-            raise RuntimeError(f"follow: {name} cannot be done in all processes, for {why}")
+            raise RuntimeError(f"lockstep: {name} cannot run in all processes: {why}")
         failed.append(name)  # until it is done
         _share(pickle.dumps((name, data)))
         result = work[name](*data)
         failed.clear()
         return result
 
-    yield do
+    yield run_on_all
     _share(b"")
 
 
-def follow(work: Mapping[str, Callable]) -> None:
-    """In the other processes: does what process 0 does until it is done. Signals to stop are for process 0 alone."""
+def worker_loop(work: Mapping[str, Callable]) -> None:
+    """In the other processes: runs what process 0 runs until its block ends. SIGINT and SIGTERM are ignored: process 0
+    handles them.
+    """
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}

@@ -101,7 +101,7 @@ async def tool_loop(
 
 @functools.cache
 def _kit(named: tuple[str, ...]) -> tuple[toolbox.Tool, ...]:
-    found = map(object_path.thing, named)
+    found = map(object_path.load_object, named)
     return tuple(one if isinstance(one, toolbox.Tool) else toolbox.tool(one) for one in found)
 
 
