@@ -1,4 +1,4 @@
-"""The command line. Bad input ends with one line and exit code 2, a failed check with 1."""
+"""The command line. Invalid input prints one line and exits with code 2, a failed check with 1."""
 
 import dataclasses
 import difflib
@@ -19,10 +19,10 @@ RECIPES = ("sft", "grpo", "preference", "distill")
 
 
 def train(recipe: str, *options: str) -> int:
-    """Train by a recipe: sft, grpo, preference, distill, an algorithm such as dapo or dpo (grpo or preference with that
-    objective), or a file of one's own.
+    """Train with a recipe: sft, grpo, preference, distill, an algorithm such as dapo or dpo (grpo or preference with
+    that objective), or your own file.
 
-    A file needs a `Config` dataclass and `main(config)`.
+    A file must define a `Config` dataclass and `main(config)`.
     """
     module, settings = _recipe(recipe, "train")
     given = parse.instance(module.Config, settings) if settings else None
@@ -31,16 +31,16 @@ def train(recipe: str, *options: str) -> int:
     if isinstance(summary, dict) and summary:
         print(json.dumps(summary, indent=2, default=str))
         if summary.get("complete") is False:
-            return 130  # stopped by a signal: what it has is saved
+            return 130  # stopped by a signal; progress is saved
     return 0
 
 
 def plan(recipe: str, *options: str) -> int:
-    """Say whether a run would fit and what it would cost, without devices: areax plan RECIPE --model DIR ..."""
+    """Estimate whether a run fits and what it costs, without devices: areax plan RECIPE --model DIR ..."""
     from .commands import plan
 
     module, settings = _recipe(recipe, "plan")
-    # What a plan does not need (data, reward) is not asked for.
+    # Options that a plan does not need (data, reward) are not required.
     empty = lambda field: "" if field.type in (str, "str") and field.name != "model" else tyro.MISSING
     given = parse.instance(module.Config, settings, empty)
     fields = [
@@ -55,15 +55,15 @@ def plan(recipe: str, *options: str) -> int:
 
 
 def _algorithms() -> dict:
-    """{name: (its recipe, its objective's preset)}."""
+    """{algorithm: (recipe, preset of the objective)}."""
     from ..core import losses
 
     recipes: dict[str, dict] = {"grpo": losses.POLICIES, "preference": losses.PREFERENCES}
-    return {name.lower(): (recipe, preset) for recipe, its in recipes.items() for name, preset in its.items()}
+    return {name.lower(): (recipe, preset) for recipe, presets in recipes.items() for name, preset in presets.items()}
 
 
 def _recipe(recipe: str, command: str):
-    """(module, settings of its Config other than its defaults)."""
+    """(module of a recipe, settings that override its Config's defaults)."""
     from ..rollout import object_path
 
     settings: dict = {}
@@ -72,18 +72,18 @@ def _recipe(recipe: str, command: str):
     elif recipe.endswith(".py"):
         module = object_path.module(recipe)
     elif recipe in (algorithms := _algorithms()):
-        its, preset = algorithms[recipe]
-        module, settings = importlib.import_module(f"areax.recipes.{its}"), {"objective": preset()}
+        base, preset = algorithms[recipe]
+        module, settings = importlib.import_module(f"areax.recipes.{base}"), {"objective": preset()}
     else:
         known = [*RECIPES, *(name for name in algorithms if name not in RECIPES)]
         near = difflib.get_close_matches(recipe, known, 1)
         raise ValueError(
-            f"areax {command}: the recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
+            f"areax {command}: recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     for name in ("Config", "main"):
         if not hasattr(module, name):
-            raise ValueError(f"{recipe}: a recipe needs `Config` and `main(config)`, got no {name}")
+            raise ValueError(f"{recipe}: a recipe must define `Config` and `main(config)`, got no {name}")
     return module, settings
 
 
@@ -103,21 +103,22 @@ def serve(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     api_key: str | None = None,
 ) -> int:
-    """Serve a checkpoint over HTTP, as SGLang does.
+    """Serve a checkpoint over HTTP with SGLang's API.
 
     Args:
       path: Hugging Face directory with weights and tokenizer.
-      host: address to listen on; without a key, keep to this machine.
-      port: 0 = any that is free; the line printed when the server is ready begins with its URL.
-      slots: sequences that are generated at a time; further requests wait.
-      context: longest sequence, prompt and completion; the model's own limit if that is lower.
-      dtype: of weights and computation.
-      api_key: requests must carry it, as `Authorization: Bearer KEY`.
+      host: address to listen on; keep the default unless you set api_key.
+      port: 0 = any free port; the line printed when the server is ready begins with its URL.
+      slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
+      context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
+        that is lower.
+      dtype: dtype of weights and computation.
+      api_key: key that requests must send as `Authorization: Bearer KEY`.
     """
     from ..rollout.engine import server
     from .runtime import compile_cache, malloc
 
-    malloc.keep_memory()  # new weights then take the place of those before them
+    malloc.keep_memory()  # new weights then reuse the memory of the old ones
     compile_cache.keep()
     server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=api_key)
     return 0
@@ -129,12 +130,13 @@ def convert(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Copy a checkpoint tensor by tensor, checked, in another dtype if one is named.
+    """Copy and validate a checkpoint tensor by tensor, optionally to another dtype.
 
     Args:
       source: Hugging Face directory.
-      destination: new directory; appears complete or not at all.
-      json_: print what was written as JSON.
+      destination: new directory, written atomically.
+      dtype: dtype of the written tensors; default: the source's.
+      json_: print a summary as JSON.
     """
     from .commands import convert
 
@@ -147,12 +149,12 @@ def check(
     against: Literal["torch"] | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Check a checkpoint: names, shapes, hashes, finite values; against torch also its logits.
+    """Check a checkpoint's names, shapes, hashes and finite values; with --against torch also its logits.
 
     Args:
       source: Hugging Face directory.
-      against: "torch" compares logits with those of transformers, in fp32.
-      json_: print the findings as JSON.
+      against: "torch" compares logits with transformers, in fp32.
+      json_: print the results as JSON.
     """
     from .commands import check
 
@@ -175,13 +177,13 @@ def report(
     tensorboard: str = "",
     wandb: str = "",
 ) -> int:
-    """Write one page with curves, histograms and samples of a run.
+    """Write an HTML report with curves, histograms and samples of a run.
 
     Args:
-      run: a run's directory, such as runs/demo.
-      out: the file to write; None = report.html in that directory.
-      tensorboard: folder that gets the numbers as TensorBoard's event files, in the place of those it has.
-      wandb: project on Weights & Biases that gets the numbers.
+      run: directory of a run, such as runs/demo.
+      out: file to write; None = report.html in the run's directory.
+      tensorboard: folder to export metrics to as TensorBoard event files, replacing those in it.
+      wandb: Weights & Biases project to export metrics to.
     """
     from .report import build as report
     from .tracking import sinks
@@ -197,12 +199,12 @@ def new(
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
     out: str = ".",
 ) -> int:
-    """Write a workflow, a reward, a data set or a recipe that works, and its test: areax new reward my_reward.
+    """Write a working workflow, reward, data set or recipe to start from, and its test: areax new reward my_reward.
 
     Args:
-      kind: what NAME.py is to be.
-      name: of the file; a workflow and a reward have it too.
-      out: the folder for NAME.py and test_NAME.py.
+      kind: what to write.
+      name: name of the file, and of the workflow or reward in it.
+      out: folder for NAME.py and test_NAME.py.
     """
     from .commands import scaffold as new
 
@@ -212,7 +214,7 @@ def new(
 
 
 def simulate(*options: str) -> int:
-    """Say what a step of asynchronous RL would take, and which eta and split of devices are best: no devices needed."""
+    """Simulate the step time of asynchronous RL, to choose eta and the split of devices; no devices needed."""
     from ..rollout.simulation import simulate
     from .tracking import run_dir
 
@@ -227,20 +229,20 @@ def simulate(*options: str) -> int:
 
 
 def launch(*options: str) -> int:
-    """Run several processes of one command, and servers for it, here or on a cluster: areax launch ... -- train ..."""
+    """Launch several processes of a command and its servers, here or on a cluster: areax launch ... -- train ..."""
     from . import launch
 
     at = options.index("--") if "--" in options else len(options)
     config = parse.parse(launch.Config, options[:at], "areax launch")
     if not options[at + 1 :]:
-        raise ValueError("areax launch: name a command after --, as in areax launch --servers 2 -- train grpo ...")
+        raise ValueError("areax launch: needs a command after --, as in areax launch --servers 2 -- train grpo ...")
     return launch.launch(config, list(options[at + 1 :]))
 
 
 COMMANDS: dict[str, Callable] = {
     f.__name__: f for f in (train, plan, simulate, demo, serve, convert, check, eval, report, new, launch)
 }
-FORWARDING = (train, plan, simulate, demo, eval, launch)  # these parse their options by the recipe's own Config
+FORWARDING = (train, plan, simulate, demo, eval, launch)  # commands that parse their options with a Config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: areax COMMAND ...\n")
         for name, function in COMMANDS.items():
             print(f"  {name:10}{(function.__doc__ or '').strip().splitlines()[0]}")
-        print("\nareax COMMAND --help says more.")
+        print("\nFor details: areax COMMAND --help")
         return 0 if argv else 2
     if argv[0] == "--version":
         from .. import __version__
@@ -261,25 +263,25 @@ def main(argv: list[str] | None = None) -> int:
         command = COMMANDS.get(argv[0])
         if command is None:
             near = difflib.get_close_matches(argv[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(COMMANDS)}"
-            raise ValueError(f"areax: there is no command {argv[0]!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+            raise ValueError(f"areax: unknown command {argv[0]!r}; {hint}")
         if command in FORWARDING:
             return _forward(command, argv[1:])
         return parse.parse(command, argv[1:], f"areax {argv[0]}")
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
-        print(_line(error), file=sys.stderr)
+        print(_one_line_of(error), file=sys.stderr)
         return 2
     except RuntimeError as error:
         if not _raised_here(error):
             raise
-        print(_line(error), file=sys.stderr)
+        print(_one_line_of(error), file=sys.stderr)
         return 1
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether areax raised the error, so that its message suffices; a bug in a user's code needs its traceback."""
+    """Whether areax raised the error: its message is then enough, while a bug in user code needs a traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
 
@@ -293,11 +295,13 @@ def _forward(command, arguments: list[str]) -> int:
             known = dict.fromkeys([*RECIPES, *_algorithms()])
             print(f"usage: areax {name} {{{','.join(known)},FILE.py}} ...\n\n{inspect.cleandoc(command.__doc__)}")
             return 0
-        raise ValueError(f"areax {name}: name a recipe first: {', '.join(RECIPES)} or a file ending in .py")
+        raise ValueError(
+            f"areax {name}: needs a recipe as first argument: {', '.join(RECIPES)} or a file ending in .py"
+        )
     return command(*arguments)
 
 
-def _line(error: BaseException) -> str:
+def _one_line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

@@ -13,7 +13,7 @@ from ..rollout.chat.template import encode as encode
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 EXTRA = "<|extra_"
-CHAT_TEMPLATE = (  # the block shows transformers and others what to learn; it changes no text
+CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does not change the text
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -26,11 +26,11 @@ CHAT_TEMPLATE = (  # the block shows transformers and others what to learn; it c
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-# -- where tokenizers come from ------------------------------------------------------------------
+# -- loading and creating ------------------------------------------------------------------------
 
 
 def load(path: str | Path) -> Any:
-    """The tokenizer of a model folder, or of a model on the hub by its `owner/name`."""
+    """Loads the tokenizer of a model folder, or of a hub model `owner/name`."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
@@ -52,8 +52,8 @@ def load(path: str | Path) -> Any:
 
 
 def _plain(folder: Path) -> bool:
-    """Whether tokenizer.json says all, by the class that the folder names. To find out by itself, transformers reads
-    the model's config, for which it imports torch: two seconds. For Qwen2 it takes a class of its own instead."""
+    """Whether tokenizer.json is sufficient, judged by the folder's tokenizer_class. AutoTokenizer would read the
+    model's config, which imports torch and takes two seconds. Qwen2 needs AutoTokenizer: it has its own class."""
     if not (folder / "tokenizer.json").is_file():
         return False
     read = lambda file: json.loads(file.read_bytes()) if file.is_file() else {}
@@ -67,8 +67,8 @@ def _plain(folder: Path) -> bool:
 def save(tokenizer: Any, path: str | Path) -> None:
     """Writes the tokenizer's files into a folder, chat template included.
 
-    Fast tokenizers are saved under the class name that both transformers 4 and 5 know, since the
-    server that reads a published version may run either.
+    Fast tokenizers are saved under the class name that both transformers 4 and 5 know, since servers that read a
+    published version may run either.
     """
     folder = Path(path)
     tokenizer.save_pretrained(folder)
@@ -83,10 +83,10 @@ def save(tokenizer: Any, path: str | Path) -> None:
 def character(
     alphabet: Iterable[str], *, words: Sequence[str] = ("system", "user", "assistant"), multiple: int = 32
 ) -> Any:
-    """A tokenizer with one token a character, and one for each of `words` (the roles of a chat).
+    """A character-level tokenizer, with one extra token for each of `words` (the roles of a chat).
 
-    Ids are given in the order <pad>, <unk>, <|im_start|>, <|im_end|>, the newline, `words`, then the
-    alphabet; the vocabulary is filled up to a `multiple` with special tokens that stand for nothing.
+    Ids are in the order <pad>, <unk>, <|im_start|>, <|im_end|>, the newline, `words`, the alphabet; the vocabulary is
+    padded to a multiple of `multiple` with unused special tokens.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -98,11 +98,11 @@ def character(
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     inner.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
-    return _finished(inner, vocabulary, unk_token=UNKNOWN)
+    return _as_fast_tokenizer(inner, vocabulary, unk_token=UNKNOWN)
 
 
 def byte_level(*, multiple: int = 32) -> Any:
-    """A tokenizer with one token a byte of UTF-8: any text, in 256 + 3 tokens, filled to a `multiple`."""
+    """A tokenizer of UTF-8 bytes, for any text: 256 + 3 tokens, padded to a multiple of `multiple`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -110,17 +110,17 @@ def byte_level(*, multiple: int = 32) -> Any:
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    return _finished(inner, vocabulary)
+    return _as_fast_tokenizer(inner, vocabulary)
 
 
 def _padded(tokens, multiple):
-    """{token: id} in the order given, filled up with <|extra_i|>."""
+    """{token: id} in the given order, padded with <|extra_i|>."""
     tokens = list(dict.fromkeys(tokens))
     tokens += [f"{EXTRA}{i}|>" for i in range(-len(tokens) % multiple)]
     return {token: i for i, token in enumerate(tokens)}
 
 
-def _finished(inner, vocabulary, **special):
+def _as_fast_tokenizer(inner, vocabulary, **special):
     from transformers import PreTrainedTokenizerFast
 
     named = {PAD, UNKNOWN, START, END}
@@ -134,10 +134,10 @@ def _finished(inner, vocabulary, **special):
 
 
 def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
-    """`(prompt ids, completion ids)` of a demonstration; the completion ends with the end of turn.
+    """(prompt ids, completion ids) of a demonstration; the completion ends with the end-of-turn token.
 
-    The completion is the row's `completion`, else the last of its `messages` where the assistant says
-    it. It is encoded on its own, as it would be generated: no token spans the two.
+    The completion is the row's `completion`, else the last of its `messages` if it is the assistant's. It is encoded
+    separately, as in generation: no token spans prompt and completion.
     """
     messages, completion = row.get("messages"), row.get("completion")
     if completion is None and messages and messages[-1].get("role") == "assistant":
@@ -150,17 +150,17 @@ def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
 
 
 def end_of_turn(tokenizer: Any) -> int:
-    """The token that ends what the assistant says: by the chat template, else the end-of-text token."""
+    """The token that ends an assistant turn in the chat template, else the end-of-text token."""
     return _end_of_turn(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
 
 
-@functools.lru_cache(maxsize=32)  # once a tokenizer, not once a row
+@functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
 def _end_of_turn(tokenizer, template, eos):
     if template:
-        message = "areax"
-        chat = [{"role": "user", "content": message}, {"role": "assistant", "content": message}]
+        content = "areax"
+        chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-        after = tokenizer.encode(text[text.rfind(message) + len(message) :], add_special_tokens=False)
+        after = tokenizer.encode(text[text.rfind(content) + len(content) :], add_special_tokens=False)
         special = _special(tokenizer)
         for id in after:
             if id in special:
@@ -171,7 +171,7 @@ def _end_of_turn(tokenizer, template, eos):
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids at which generation stops: end of turn and end of text, for a config's eos_token_id."""
+    """Stop token ids for a config's eos_token_id: end of turn and end of text."""
     ids = {end_of_turn(tokenizer), tokenizer.eos_token_id} - {None}
     return tuple(sorted(ids))
 
@@ -182,13 +182,13 @@ def _special(tokenizer):
 
 
 def rendered(render: Callable, *args, **kwargs) -> Any:
-    """`render(...)` of a chat template, whose refusal becomes one line."""
+    """Calls `render(...)` of a chat template; its errors become a one-line ValueError."""
     from jinja2 import TemplateError
 
     try:
         return render(*args, **kwargs)
     except TemplateError as error:
-        raise ValueError(f"tokenizer: the chat template refuses the messages: {_line(error)}") from None
+        raise ValueError(f"tokenizer: the chat template rejects the messages: {_line(error)}") from None
 
 
 def _line(error):

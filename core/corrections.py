@@ -135,11 +135,11 @@ def kept(spec: Correction, log_BT, adv_BT, mask_BT, segment_BT, J: int):
     if spec.drift:
         keep_BT &= ~((adv_BT < 0) & (segments.mean(-log_BT, mask_BT, segment_BT, J) > spec.drift))
     if spec.second_moment:
-        keep_BT = _within(jnp.square(log_BT), keep_BT, spec.second_moment)
+        keep_BT = _smallest_with_mean(jnp.square(log_BT), keep_BT, spec.second_moment)
     return keep_BT
 
 
-def _within(x_BT, keep_BT, limit: float):
+def _smallest_with_mean(x_BT, keep_BT, limit: float):
     """Keeps the smallest x, as many as have a mean of at most `limit`."""
     x_A = jnp.where(keep_BT, x_BT, jnp.inf).reshape(-1)
     order_A = jnp.argsort(x_A)

@@ -34,7 +34,7 @@ class Optimizer:
         (arXiv:1804.04235): the learning rate is relative, and 1e-2 is large.
 
     Attributes:
-      name: the direction, see above.
+      name: update rule.
       lr: peak learning rate.
       schedule: learning rate after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
       warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
@@ -79,7 +79,7 @@ class Optimizer:
                 )
         if unknown := set(self.decay) - set(get_args(Kind)):
             raise ValueError(
-                f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose of these"
+                f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose from these"
             )
         for name in ("lr", "weight_decay", "clip", "floor"):
             if getattr(self, name) < 0:

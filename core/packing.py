@@ -73,7 +73,7 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
         group[b, j], prompt[b, j] = number["group"][i], number["prompt"][i]
         rollout[b, j], finish[b, j] = number["rollout"][i], FINISH.index(s.finish)
         pair[b, j], label[b, j] = pairs[i], s.label
-        for at, value in zip(_learnt(s), (value for _, value in s.rewards), strict=True):
+        for at, value in zip(_credited(s), (value for _, value in s.rewards), strict=True):
             rewarded[b, start + at - 1] += value
         for name in components:
             if name not in s.components:
@@ -162,7 +162,7 @@ def _dense(ids):
     return [i if i < 0 else seen.setdefault(i, len(seen)) for i in ids]
 
 
-def _learnt(sample) -> list[int]:
+def _credited(sample) -> list[int]:
     """Index of the token that each reward is credited to: the last learnt one up to the reward's, else the first learnt
     one; the reward's own token in samples without learnt tokens."""
     learnt = np.flatnonzero(sample.mask[1:]) + 1

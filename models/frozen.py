@@ -29,7 +29,7 @@ def score(
         names = ("teacher_ids", "teacher_logp")
         if missing := [name for name in names if name not in batch.target]:
             raise ValueError(
-                f"teacher.score: the batch must have {' and '.join(names)}, got no {missing[0]}; request top_k from "
+                f"frozen.score: the batch must have {' and '.join(names)}, got no {missing[0]}; request top_k from "
                 "a teacher server (rollout.workflows.teacher.annotate), or pass a local teacher"
             )
         beside = {name: batch.target[name] for name in names}

@@ -173,7 +173,7 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
     Works in chunks of tokens: no [T, V] array is held, forward or backward. If the batch has
-    `input["routed_experts"]` [B, T, L, K] or [B, T, L x K], tokens use these experts (routing replay, `moe.Routing`).
+    `input["routed_experts"]` [B, T, L, K], tokens use these experts (routing replay, `moe.Routing`).
 
     Args:
       temperature: positive scalar, or one per token, [B, T].
@@ -214,7 +214,7 @@ def _hidden(params, batch: Batch, config, run: Run):
     """Last hidden states in the order of `run.cp`, the `aux` of `Scores`, and functions into that order and back."""
     into, back = context.arrange(run.cp, batch.token_BT.shape[1])
     rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
-    chosen_BTLK = jax.tree.map(into, _chosen(batch, config))
+    chosen_BTLK = jax.tree.map(into, _chosen(batch))
     return *backbone(params, *rows, chosen_BTLK, config=config, run=run), into, back
 
 
@@ -227,12 +227,9 @@ def _frozen(params, config, batch: Batch, vocabulary: int, run: Run):
     return jax.lax.stop_gradient(hidden_BTE), head(params)[:vocabulary]
 
 
-def _chosen(batch: Batch, config):
+def _chosen(batch: Batch):
     """The batch's recorded experts, or None; -1 (no replay) on padding."""
     chosen = batch.input.get("routed_experts")
     if chosen is None:
         return None
-    if chosen.ndim == 3:  # flattened, as clients receive them
-        K = getattr(config, "top_k", 1)
-        chosen = chosen.reshape(*chosen.shape[:2], -1, K if chosen.shape[2] % K == 0 else chosen.shape[2])
     return jnp.where(batch.segment_BT[..., None, None] > 0, chosen, -1)

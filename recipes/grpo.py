@@ -163,6 +163,7 @@ async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, 
                 config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
                 handover=sync.handover, first=sync.first,
+                experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
             )
         )  # fmt: skip
         episodes = await enter_async(

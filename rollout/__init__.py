@@ -1,1 +1,1 @@
-"""Asyncio: clients, workflows, rewards, the executor and the loop. Loads no jax and no torch."""
+"""Asynchronous rollouts: clients, workflows, rewards, the executor and the loop. Imports neither jax nor torch."""

@@ -27,19 +27,22 @@ async def connect(
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     timeouts: Timeouts = TIMEOUTS,
+    experts_per_token: int = 0,
 ) -> AsyncIterator[Fleet]:
-    """The servers at `urls` as a Fleet, once each has reported which weights it serves.
+    """Yields the servers at `urls` as a Fleet, once each has reported which weights it serves.
 
     Args:
       concurrency: most requests on one server at a time; further ones wait here, in order.
       timeout_s: deadline of a `generate` call in seconds, including waits, retries, pauses and resumptions.
       ready_s: how long a server may take to answer for the first time.
       restart: replaces a dead server's process; without it, a dead server is only waited for.
-      stagers: for servers that do not see the trainer's files, the addresses of their stagers (stager.py), in the
-        same order. The key is AREAX_STAGER_KEY, here and there.
-      handover: hands servers the arrays of a push that has some (`tensors.handover`); they then read no files, except
-        to recover from a failure.
+      stagers: for servers without access to the trainer's files, the addresses of their stagers (stager.py), in the
+        same order. AREAX_STAGER_KEY must be the same here and there.
+      handover: passes the arrays of a push to the servers (`tensors.handover`), which then read files only to recover
+        from a failure.
       timeouts: how failures are detected and recovered from.
+      experts_per_token: of a mixture of experts, to read what `generate(routed_experts=True)` asks for: servers send it
+        without its shape.
 
     Raises ServerError if a server does not answer, ValueError for invalid addresses.
     """
@@ -47,7 +50,9 @@ async def connect(
     if not urls or len(set(urls)) != len(urls):
         raise ValueError(f"connect: urls must name one or more different servers, got {urls}")
     if stagers and len(stagers) != len(urls):
-        raise ValueError(f"connect: stagers must be one a server, in their order, got {len(stagers)} for {len(urls)}")
+        raise ValueError(
+            f"connect: stagers must be one per server, in the same order, got {len(stagers)} for {len(urls)}"
+        )
     if concurrency < 1:
         raise ValueError(f"connect: concurrency must be at least 1, got {concurrency}")
     # Idle connections are dropped before the server does so (uvicorn: after 5 s), lest a request meets a closing one.
@@ -59,12 +64,15 @@ async def connect(
             *(connect_server(url, http, ready_s=ready_s, handover=handover, reach_s=timeouts.reach_s) for url in urls)
         )
         if stagers:
-            from .weights import file_server  # with a web server, which other fleets need not load
+            from .weights import file_server  # imports a web server, which only fleets with stagers need
 
             here = await stack.enter_async_context(file_server.serve(file_server.towards(stagers[0])))
             for server, url in zip(servers, stagers, strict=True):
                 server.stager = file_server.Stager(url, http, here)
-        fleet = assemble(servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts)
+        fleet = assemble(
+            servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts,
+            experts_per_token=experts_per_token,
+        )  # fmt: skip
         watching = asyncio.create_task(health.watch(fleet))
         try:
             yield fleet
@@ -76,5 +84,5 @@ async def connect(
 
 
 def assemble(servers: Sequence, **options) -> Fleet:
-    """A Fleet of servers that are connected already, which recovers those that fail; options as `Fleet`."""
+    """Makes a Fleet of connected servers that recovers those that fail; options as `Fleet`."""
     return Fleet(servers, health.recover, **options)

@@ -1,23 +1,23 @@
-"""What happened in a run, event by event: an append-only file of JSON lines, written by a thread of its own.
+"""The event journal of a run: an append-only JSON Lines file, written by a background thread.
 
-    with journal.writing("runs/x/journal.jsonl"):
-        ...                       # what runs in here, and the tasks that it starts, notes events in that file
-        journal.note("push", begun=begun, label="7-abcdef01")
+    with events.writing("runs/x/journal.jsonl"):
+        ...                       # code in this block, and the tasks it starts, append events to that file
+        events.emit("push", begun=begun, label="7-abcdef01")
 
-Each line has `kind`, `at` (seconds of the event loop's clock when it was noted; `begun`, where there is one, is by the
-same clock) and what `about` said of the task that noted it. A line `open` gives the time of day that belongs to `at`. A
-process that is killed loses at most the lines of the last moment, and a cut last line is dropped by the next one.
+Each line has `kind`, `at` (when it was emitted, in seconds of the event loop's clock; `begun`, if present, uses the
+same clock) and the fields that `about` set for the emitting task. An `open` line maps `at` to wall-clock time. A killed
+process loses at most its last few lines; a truncated last line is removed when the file is opened again.
 
-| kind | of | fields |
+| kind | emitted for | fields |
 |---|---|---|
 | call | a completion | url, prompt_tokens, tokens, versions [[version, tokens], ...], finish, resumed |
-| episode | an episode that ended | rows: tokens, logp of the sampled ones, versions, reward, turn by turn |
+| episode | an episode that ended | rows: tokens, sampled, logp of the sampled ones, versions, rewards, finish |
 | group | a group that ended | admitted (version), outcome: accepted, rejected (no sample), refused, failed, stopped |
 | batch | a batch handed out | version, prompts |
-| part | of a training step | name: publish, save, wait, rollout, update, push, evaluate |
-| left_out | a row that is too long to train on | tokens |
-| push | | label, loaded, failed, pause_s, load_s, prove_s, probe_diff, stage_s, total_s, bytes, stage_bytes |
-| server | a server that changed its state | url, state, why |
+| part | a part of a training step | name: publish, save, wait, rollout, update, push, evaluate |
+| left_out | a row too long to train on | tokens |
+| push | a push | label, loaded, failed, pause_s, load_s, prove_s, probe_diff, stage_s, total_s, bytes, stage_bytes |
+| server | a change of a server's state | url, state, why |
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .types import Sample
 
 log = logging.getLogger(__name__)
 
-BUFFER = 1 << 20  # bytes of lines that wait to be written together, while more come
+BUFFER = 1 << 20  # bytes of lines buffered before a write, while more are queued
 
 _file: contextvars.ContextVar[queue.SimpleQueue | None] = contextvars.ContextVar("journal", default=None)
 _watch: contextvars.ContextVar[tuple[Callable[[dict], None], ...]] = contextvars.ContextVar("watch", default=())
@@ -51,15 +51,15 @@ _about: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("about",
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Events noted within are appended to the file; all are in it at the end."""
+    """Appends events emitted within the block to the file, which is complete when the block ends."""
     lines: queue.SimpleQueue = queue.SimpleQueue()
-    _mend(path)
+    _truncate_partial_line(path)
     with open(path, "ab", buffering=0) as file:
         writer = threading.Thread(target=_write, args=(file, lines), name="journal", daemon=True)
         writer.start()
         token = _file.set(lines)
         try:
-            note("open", time=time.time())
+            emit("open", time=time.time())
             yield
         finally:
             _file.reset(token)
@@ -69,7 +69,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(see: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """`see` is called with each event noted within, at once and in the thread that notes it; it must not change it."""
+    """Calls `see` with each event emitted within the block, at once and in the emitting thread; read-only."""
     token = _watch.set((*_watch.get(), see))
     try:
         yield
@@ -78,8 +78,8 @@ def watching(see: Callable[[dict[str, Any]], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def about(**fields: Any) -> Iterator[None]:
-    """What is noted within, in this task and in those that it starts, has these fields too."""
+def context(**fields: Any) -> Iterator[None]:
+    """Adds these fields to all events emitted within the block, by this task and the tasks it starts."""
     token = _about.set({**_about.get(), **fields})
     try:
         yield
@@ -87,8 +87,8 @@ def about(**fields: Any) -> Iterator[None]:
         _about.reset(token)
 
 
-def note(kind: str, **fields: Any) -> None:
-    """Appends an event; nothing where nobody keeps a journal. Of `rows`, Samples are put into JSON by the thread."""
+def emit(kind: str, **fields: Any) -> None:
+    """Emits an event to the journal and watchers, if any. The writer thread converts the Samples in `rows` to JSON."""
     lines, watch = _file.get(), _watch.get()
     if lines or watch:
         event = {"kind": kind, "at": now(), **_about.get(), **fields}
@@ -99,15 +99,15 @@ def note(kind: str, **fields: Any) -> None:
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:
-    """[[value, how often in a row], ...]."""
-    return [[int(value), len(list(some))] for value, some in itertools.groupby(values)]
+    """Run-length encoding: [[value, count], ...]."""
+    return [[int(value), len(list(run))] for value, run in itertools.groupby(values)]
 
 
 def now() -> float:
-    """Seconds by the event loop's clock."""
+    """The time in seconds on the event loop's clock."""
     try:
         return asyncio.get_running_loop().time()
-    except RuntimeError:  # in a thread beside the loop, whose clock this is
+    except RuntimeError:  # in another thread; the loop uses the same clock
         return time.monotonic()
 
 
@@ -119,7 +119,7 @@ def _write(file: BinaryIO, lines: queue.SimpleQueue) -> None:
                 line["rows"] = [_row(sample) for sample in line["rows"]]
             waiting += json.dumps(line).encode() + b"\n"
         except (ValueError, TypeError) as error:
-            log.warning("an event is not in the journal: %s", error)
+            log.warning("journal: an event could not be written as JSON: %s", error)
         if lines.empty() or len(waiting) > BUFFER:
             _append(file, waiting)
             waiting = b""
@@ -127,17 +127,17 @@ def _write(file: BinaryIO, lines: queue.SimpleQueue) -> None:
 
 
 def _append(file: BinaryIO, data: bytes) -> None:
-    """All of it or nothing: a full disk must not end the run for its diary, nor leave half a line in it."""
-    whole = file.tell()
+    """Appends all of `data` or nothing: a full disk must neither end the run nor leave a partial line."""
+    start = file.tell()
     left = memoryview(data)
     try:
         while left:
             left = left[file.write(left) :]
     except OSError as error:
-        log.warning("%d events are not in the journal: %s", data.count(b"\n"), error)
+        log.warning("journal: %d events could not be written: %s", data.count(b"\n"), error)
         with contextlib.suppress(OSError):
-            file.truncate(whole)
-            file.seek(whole)
+            file.truncate(start)
+            file.seek(start)
 
 
 def _row(sample: Sample) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def _row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _mend(path: str | os.PathLike) -> None:
-    """Cuts off a last line without its end."""
+def _truncate_partial_line(path: str | os.PathLike) -> None:
+    """Removes a last line that does not end with a newline."""
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:

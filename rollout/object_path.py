@@ -1,7 +1,7 @@
-"""Functions by name, `package.module:function` or `path/to/file.py:function`: how work travels to other processes.
+"""Resolves object paths, `package.module:name` or `path/to/file.py:name`, by which functions are sent to processes.
 
-A function that is sent as a name needs no pickling, and the process that resolves it loads only what the function's
-own module imports.
+A function sent by its path needs no pickling, and the process that resolves it loads only what the function's own
+module imports.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ HOW = "write 'package.module:function' or 'path/to/file.py:function'"
 
 
 def resolve(name: str) -> Callable:
-    """The function or class that `name` stands for; the same object for the same name within a process.
+    """Loads the function or class at the path `name`; the same object for the same name within a process.
 
     Raises:
-      ValueError: as `load_object`, or it cannot be called.
+      ValueError: as `load_object`, or the object is not callable.
     """
     if not callable(found := load_object(name)):
         raise ValueError(f"{name}: must be a function, got {type(found).__name__}")
@@ -32,11 +32,11 @@ def resolve(name: str) -> Callable:
 
 
 def load_object(name: str) -> Any:
-    """Whatever `name` stands for.
+    """Loads the object at the path `name`.
 
     Raises:
-      ValueError: one line: a malformed name, a missing file, module or function, or a module that cannot be imported.
-        An exception that the module's own code raises while it is imported passes through.
+      ValueError: one line: a malformed name, a missing file, module or attribute, or a module that cannot be imported.
+        Other exceptions raised by the module's own code during import pass through.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute.isidentifier():
@@ -52,10 +52,10 @@ def load_object(name: str) -> Any:
 
 
 def module(place: str) -> ModuleType:
-    """The module at a dotted name or at a path ending in `.py`; a file is run once a process.
+    """Imports the module at a dotted name or at a path ending in `.py`; a file runs once per process.
 
-    A file's module is entered in `sys.modules` under a name made of its absolute path, so that dataclasses work
-    and its objects can be unpickled wherever the same file was resolved before.
+    A file's module is registered in `sys.modules` under a name derived from its absolute path, so that dataclasses
+    work and its objects can be unpickled in any process that has resolved the same file.
     """
     is_file = place.endswith(".py")
     if not is_file and not all(part.isidentifier() for part in place.split(".")):
@@ -72,7 +72,7 @@ def module(place: str) -> ModuleType:
 
 
 def row(row: object, limit: int = 120) -> str:
-    """A row of data as error messages show it: its id if it has one, else its beginning."""
+    """Describes a data row for error messages: its id if it has one, else its beginning."""
     if isinstance(row, dict) and "id" in row:
         return f"row id {row['id']!r}"
     text = " ".join(repr(row).split())
@@ -89,10 +89,10 @@ def _file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded  # before it runs: dataclasses look their module up
+    sys.modules[name] = loaded  # before it runs: dataclasses look up their module
     try:
         spec.loader.exec_module(loaded)
     except BaseException:
-        del sys.modules[name]  # half a module must not be found the next time
+        del sys.modules[name]  # a partly executed module must not be found next time
         raise
     return loaded

@@ -1,4 +1,4 @@
-"""What rollout produces and training reads: completions and samples (numpy only; anyone may import this)."""
+"""Completions and samples, which rollout produces and training consumes (imports only numpy)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Finish = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class Completion:
-    """What one generation request returned; the three lists run over the generated tokens.
+    """The result of one generation request; the three lists have one entry per generated token.
 
     Attributes:
       tokens: generated ids, the stop token included.
-      logp: log-probability (nats) of each under the temperature-scaled distribution it was drawn from.
-      version: policy version that sampled each token, as the server reported it.
+      logp: log-probability (nats) of each token under the temperature-scaled distribution it was drawn from.
+      version: policy version that sampled each token, as reported by the server.
       finish: `stop`, `length`, `abort` or `error`.
-      text: decoded text where the server has a tokenizer, else "".
-      routed: where asked for, the experts of each token of prompt and completion but the last,
-        i32[n - 1, layers x top_k].
-      info: the server's remaining report (cached tokens, retractions, seconds).
+      text: decoded text if the server has a tokenizer, else "".
+      routed: if requested, the experts of every token of prompt and completion except the last,
+        i32[n - 1, layers, experts per token].
+      info: other fields of the server's report (cached tokens, retractions, seconds).
     """
 
     tokens: list[int]
@@ -38,26 +38,26 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row of training data: a token sequence and what is known of each token at its own index.
+    """One row of training data: a token sequence with per-token arrays, each value at its token's own index.
 
-    `pack` alone shifts to the predicting position. Arrays have length n = len(tokens).
+    Only `pack` shifts to the predicting position. Arrays have length n = len(tokens).
 
     Attributes:
       tokens: i32[n].
-      mask: bool[n], tokens to learn: in RL those the policy sampled (stop token included), in SFT the completion.
+      mask: bool[n], tokens to train on: in RL those the policy sampled (stop token included), in SFT the completion.
       logp: f32[n], behaviour log-probability (nats, temperature-scaled), 0 outside mask.
       version: i32[n], policy version that sampled the token, -1 elsewhere.
       turn: i32[n], conversation turn.
       temperature: the sampling temperature.
-      rewards: (index, value) pairs; NaN = unscorable (no gradient, outside the baseline).
-      components: named parts of the reward, for reports and for objectives that compare them.
+      rewards: (index, value) pairs; NaN = unscorable (no gradient, not counted in the baseline).
+      components: named components of the reward, for reports and for objectives that use them separately.
       finish: why generation ended.
       group, prompt, sample, rollout: globally unique ids; several rows may share one rollout.
-      weight: of this row; rows of one rollout sum to 1.
-      pair, label: of preference data: samples of one pair have the same number, others -1; 1 = preferred, 0 = not, -1 =
+      weight: weight of this row; the rows of one rollout sum to 1.
+      pair, label: for preference data: the pair's number, -1 without a pair; label 1 = preferred, 0 = rejected, -1 =
         neither, for a baseline.
-      arrays: {name: ("input" | "target", ndarray[n, ...])}, packed along.
-      info: what a workflow reports of it, such as its texts; stays in the process that trains.
+      arrays: {name: ("input" | "target", ndarray[n, ...])}, packed with the tokens.
+      info: what a workflow reports of it, such as its texts; stays in the process that runs the workflow.
     """
 
     tokens: np.ndarray
@@ -84,7 +84,7 @@ class Sample:
         for name in ("mask", "logp", "version", "turn"):
             if len(getattr(self, name)) != n:
                 raise ValueError(
-                    f"Sample: {name} needs one entry a token, got {len(getattr(self, name))} for {n} tokens"
+                    f"Sample: {name} needs one entry per token, got {len(getattr(self, name))} for {n} tokens"
                 )
         for index, _ in self.rewards:
             if not 0 <= index < n:
@@ -100,12 +100,12 @@ class Sample:
 
 
 def supervised(prompt: Sequence[int], completion: Sequence[int], **fields) -> Sample:
-    """A sample for SFT: learn `completion` given `prompt`."""
+    """An SFT sample that trains on `completion` given `prompt`."""
     return demonstration([*prompt, *completion], [False] * len(prompt) + [True] * len(completion), **fields)
 
 
 def demonstration(tokens: Sequence[int], mask: Sequence[bool], **fields) -> Sample:
-    """A sample for SFT: learn the tokens where `mask` is true."""
+    """An SFT sample that trains on the tokens where `mask` is true."""
     n = len(tokens)
     return Sample(
         tokens=np.asarray(tokens, np.int32),
@@ -120,14 +120,15 @@ def demonstration(tokens: Sequence[int], mask: Sequence[bool], **fields) -> Samp
 def sampled(
     prompt: Sequence[int], completion: Completion, *, temperature: float, reward: float = 0.0, **fields
 ) -> Sample:
-    """A sample for RL: one completion of `prompt`, its reward at the last token.
+    """An RL sample: one completion of `prompt`, with its reward at the last token.
 
-    Experts that the completion brings are among its arrays, -1 for the last token, which no sampler has read.
+    If the completion reports routed experts, they become the array `routed_experts`, -1 at the last token, which the
+    sampler never read.
     """
     n, m = len(prompt) + len(completion.tokens), len(prompt)
     pad = lambda value, values, dtype: np.asarray([value] * m + list(values), dtype)  # noqa: E731
     if completion.routed is not None:
-        routed = np.pad(completion.routed, ((0, 1), (0, 0)), constant_values=-1)
+        routed = np.pad(completion.routed, ((0, 1), (0, 0), (0, 0)), constant_values=-1)
         fields["arrays"] = {**fields.get("arrays", {}), "routed_experts": ("input", routed)}
     return Sample(
         tokens=np.asarray([*prompt, *completion.tokens], np.int32),
@@ -144,17 +145,17 @@ def sampled(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: the keyword arguments of `generate`.
+    """Sampling parameters: the keyword arguments of `generate`.
 
-    Training needs the whole distribution at a temperature above 0: top_p, top_k, min_p and min_new_tokens (which rules
-    out stop tokens) are for evaluation.
+    Training needs the full distribution at a temperature above 0: top_p, top_k, min_p and min_new_tokens (which masks
+    stop tokens) are for evaluation.
 
     Attributes:
       temperature: 0 = greedy.
-      max_new_tokens, min_new_tokens: the stop token counts.
-      top_p, top_k, min_p: 1, -1 and 0 leave the distribution whole.
-      stop, stop_token_ids: strings and ids that end a completion, besides the model's own.
-      routed_experts: of a model with experts: those that tokens went to are recorded, and training takes them again.
+      max_new_tokens, min_new_tokens: limits on generated tokens, the stop token included.
+      top_p, top_k, min_p: 1, -1 and 0 disable them.
+      stop, stop_token_ids: strings and ids that end a completion, in addition to the model's own.
+      routed_experts: for MoE models: record the experts each token is routed to and replay them in training.
     """
 
     temperature: float = 1.0

@@ -133,7 +133,7 @@ def test_the_block_of_our_template_changes_no_text():
 
 def test_a_template_that_rewrites_history_is_refused():
     tokens = made(STRIPPING)
-    with pytest.raises(ValueError, match="shows message 2 otherwise once more follow") as error:
+    with pytest.raises(ValueError, match="renders message 2 differently once others follow") as error:
         chat_sft.conversation(tokens, TOLD)
     assert "\n" not in str(error.value)
     kept = [{**m, "content": m["content"].split("</think>")[-1].strip()} for m in TOLD]  # nothing to rewrite
@@ -225,14 +225,14 @@ def test_rows_with_a_prompt_and_a_completion():
 @pytest.mark.parametrize(
     "template, messages, message",
     [
-        (None, TOLD, "no chat template"),
-        (PLAIN, TOLD[:2], "needs a completion or messages of the assistant, got the fields .'messages'."),
-        (PLAIN, TOLD[2:3] + TOLD[:1], "the assistant says nothing"),
+        (None, TOLD, "needs a chat template"),
+        (PLAIN, TOLD[:2], "needs a completion or assistant messages, got the fields .'messages'."),
+        (PLAIN, TOLD[2:3] + TOLD[:1], "marks no assistant tokens"),
         (PLAIN.replace("<|im_end|>", ";"), TOLD, "must end the assistant's turn with '<.im_end.>'"),
         (
             "{{ raise_exception('no tools') }}{% generation %}{% endgeneration %}",
             TOLD,
-            "refuses the messages: no tools",
+            "rejects the messages: no tools",
         ),
         (PLAIN, [{"role": "assistant"}], "a message needs a role and a content"),
     ],

@@ -209,7 +209,7 @@ def test_saved_and_restored(tmp_path):
     with orbax.open_store(tmp_path) as store:
         got, _ = store.restore(jax.tree.map(jnp.zeros_like, saved))
         other = lora.table(models.table(model("qwen3_moe")[0]), lora.Lora(rank=3, targets=("expert_*",)))
-        with pytest.raises(ValueError, match="must fit the model and optimiser"):
+        with pytest.raises(ValueError, match="must match the model and optimiser"):
             store.restore(
                 step.init(param.init(jax.random.key(0), other), optim.make_optimizer(optim.Optimizer(), other))
             )

@@ -340,7 +340,7 @@ def test_servers_get_no_more_chips_than_there_are():
     }
     needed = figures(devices=0)["server_devices"]
     assert needed > 1 and figures(devices=2 * needed)["rollout_devices"] == 2 * needed
-    with pytest.raises(ValueError, match=f"must be at least the {needed} that a server's weights need, got 1"):
+    with pytest.raises(ValueError, match=f"must be at least {needed}, as needed for a server's weights, got 1"):
         figures()
-    with pytest.raises(ValueError, match="has one chip, too small for weights of .* name servers"):
+    with pytest.raises(ValueError, match="has one chip, too small for weights of .* set --servers"):
         figures(devices=0, embedded=True)

@@ -326,8 +326,8 @@ def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
     trained = [batch for batch in packed if batch.token_BT.shape[1] == 4]  # and not one row, that a push is proved by
     assert len(trained) == 2
     for batch in trained:
-        chosen_MBTX = np.asarray(batch.input["routed_experts"])
-        assert chosen_MBTX.shape[-1] == 2 * 2 and set(np.unique(chosen_MBTX[batch.mask_BT > 0])) == {0, 1, 2, 3}
+        chosen_MBTLK = np.asarray(batch.input["routed_experts"])
+        assert chosen_MBTLK.shape[-2:] == (2, 2) and set(np.unique(chosen_MBTLK[batch.mask_BT > 0])) == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="needs a model with experts"):
         grpo.main(config(place, "none", steps=1, sampling=sampling))
 

@@ -161,7 +161,7 @@ def test_adapters_train_over_weights_that_stay(place):
         for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
             np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(written["embed"], base["embed"])
-    with pytest.raises(ValueError, match="the state saved must fit the model and optimiser"):
+    with pytest.raises(ValueError, match="the saved state must match the model and optimiser"):
         sft.main(replace(adapting, out=str(place / "halves"), lora=replace(spec, rank=2)))
 
 

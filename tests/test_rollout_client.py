@@ -297,21 +297,28 @@ def test_experts_of_a_token_stay_those_of_its_sampling():
         return answers(200, body)
 
     async def main():
-        async with serving() as a, client.connect([a.url]) as fleet:
+        async with serving() as a, client.connect([a.url], experts_per_token=2) as fleet:
             nothing = reply([], [], [], "abort")
             a.script = [answers(200, nothing), routed([3, 4, 5], 2, 1, "abort"), routed([6, 7], 5, 2, "length")]
             done = await fleet.generate([1, 2], max_new_tokens=5, routed_experts=True)
             assert done.tokens == [3, 4, 5, 6, 7] and all(body["return_routed_experts"] for body in a.generated())
-            np.testing.assert_array_equal(done.routed, np.repeat([[1] * 4, [2] * 4], [4, 2], 0))
+            np.testing.assert_array_equal(done.routed, np.repeat(np.full((2, 2, 2), [[[1]], [[2]]]), [4, 2], 0))
             kind, rows = sampled([1, 2], done, temperature=1.0).arrays["routed_experts"]
             assert kind == "input"
-            np.testing.assert_array_equal(rows, [*done.routed, [-1] * 4])
+            np.testing.assert_array_equal(rows, [*done.routed, [[-1] * 2] * 2])
             # tokens that go back for a stop string leave their experts behind
             a.script = [routed([3, 4, 5], 2, 1, "abort"), routed([8, 9], 3, 2, "stop")]
             done = await fleet.generate([1, 2], max_new_tokens=5, routed_experts=True, stop=["abc"])
             assert done.tokens == [3, 8, 9]
-            np.testing.assert_array_equal(done.routed[:, 0], [1, 1, 1, 2])
+            np.testing.assert_array_equal(done.routed[:, 0, 0], [1, 1, 1, 2])
             with pytest.raises(RuntimeError, match="got none; start SGLang with --enable-return-routed-experts"):
+                await fleet.generate([1], max_new_tokens=2, routed_experts=True)
+        async with serving() as a, client.connect([a.url], experts_per_token=3) as fleet:
+            a.script = [routed([3, 4], 2, 1, "length")]
+            with pytest.raises(RuntimeError, match="12 experts are not 3 in each layer for 3 tokens"):
+                await fleet.generate([1, 2], max_new_tokens=2, routed_experts=True)
+        async with serving() as a, client.connect([a.url]) as fleet:
+            with pytest.raises(ValueError, match="routed_experts needs a model with experts, got experts_per_token 0"):
                 await fleet.generate([1], max_new_tokens=2, routed_experts=True)
 
     run(main)

@@ -518,7 +518,7 @@ def test_what_runs_is_not_released(engine):
     engine.submit(ask("long", prompt(0, 5), more=150), lambda progress: going.set())
     assert going.wait(60)
     engine.pause("in_place")
-    with pytest.raises(ValueError, match="nothing may run, got 1 requests"):
+    with pytest.raises(ValueError, match="no requests may be running, got 1"):
         engine.release()
     assert engine.stats()["bytes"] > 0
     engine.resume()

@@ -492,7 +492,7 @@ def test_a_pool_that_was_left_answers_no_more(file):
     async def main():
         async with rewards.pool(f"{file}:act", workers=1) as reward:
             pass
-        with pytest.raises(RuntimeError, match="its pool is closed"):
+        with pytest.raises(RuntimeError, match="the pool is closed"):
             await reward("ok", {})
 
     asyncio.run(main())

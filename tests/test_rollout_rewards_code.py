@@ -51,7 +51,7 @@ def test_a_program_beyond_its_limits_has_failed(text, monkeypatch):
 
 @pytest.mark.parametrize("tests", [None, "", " ", [], [""], [1], {}, [{"input": "1"}], [ASSERTS, PAIRS[0]]])
 def test_a_row_without_tests_is_at_fault(tests):
-    with pytest.raises(ValueError, match="programs: tests must be Python source, or a list"):
+    with pytest.raises(ValueError, match="rewards.code: tests must be Python source, a list"):
         code.reward(ADD, {"tests": tests})
 
 

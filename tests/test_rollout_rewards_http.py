@@ -89,7 +89,7 @@ def test_no_json_and_no_end():
         await asyncio.sleep(0.8)
 
     out, _ = scored(text)
-    assert "the answer is no JSON: b'one'" in str(out)
+    assert "the answer is not JSON: b'one'" in str(out)
     make = lambda port: http.post(f"http://127.0.0.1:{port}", timeout_s=0.2, attempts=2)
     out, seen = scored(never, make=make)
     assert "no answer in 0.2 s, in each of 2 attempts" in str(out) and len(seen) == 2
@@ -115,7 +115,7 @@ def test_a_row_cannot_lead_to_this_machine(host):
     async def main():
         async with serving(says(1.0)) as (port, seen):
             for scheme in ("http", "https"):
-                with pytest.raises(ValueError, match="remote: .*(not a public address|nor an address)"):
+                with pytest.raises(ValueError, match="rewards.http: .*(not a public address|nor an address)"):
                     await http.reward("", {"reward_url": f"{scheme}://{host}:{port}/"})
             assert not seen
 
@@ -128,7 +128,9 @@ def test_a_row_cannot_lead_to_this_machine(host):
      "255.255.255.255", "fe80::1", "fe80::1%eth0", "fc00::1", "fec0::1", "ff02::1", "::ffff:10.0.0.1", "2002:a00:1::"],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address):
-    with pytest.raises(ValueError, match=r"remote: evil.test is at .*, which is not a public address; .* in `allow`"):
+    with pytest.raises(
+        ValueError, match=r"rewards.http: evil.test resolves to .*, which is not a public address; .* to `allow`"
+    ):
         http.check("evil.test", address)
 
 
@@ -141,7 +143,7 @@ def test_addresses_that_are_public(address):
     "url", ["file:///etc/passwd", "ftp://example.com", "gopher://x", "//x", "", "http://", None, 5]
 )
 def test_other_urls(url):
-    with pytest.raises(ValueError, match="remote: (a URL must begin with http|not a URL)"):
+    with pytest.raises(ValueError, match="rewards.http: (a URL must begin with http|not a URL)"):
         asyncio.run(http.reward("", {"reward_url": url}))
     with pytest.raises(ValueError, match="a row needs reward_url"):
         asyncio.run(http.reward("", {}))
@@ -162,7 +164,7 @@ def resolving(monkeypatch, *answers):
 
 def test_all_addresses_of_a_name_count(monkeypatch):
     resolving(monkeypatch, ["8.8.8.8", "127.0.0.1"])
-    with pytest.raises(ValueError, match="two.test is at 127.0.0.1, which is not a public address"):
+    with pytest.raises(ValueError, match="two.test resolves to 127.0.0.1, which is not a public address"):
         asyncio.run(http.reward("", {"reward_url": "http://two.test/"}))
 
 
@@ -261,7 +263,11 @@ def test_what_a_judge_refuses():
         judge.judge("http://x", verdict="yes")
     make = lambda port: judge.judge(f"http://127.0.0.1:{port}/generate", template="{question}")
     out, seen = scored(says({}), make=make)
-    assert isinstance(out, ValueError) and "the template names what the row lacks, 'question'" in str(out) and not seen
+    assert (
+        isinstance(out, ValueError)
+        and "the template uses a field that the row lacks, 'question'" in str(out)
+        and not seen
+    )
     make = lambda port: judge.judge(f"http://127.0.0.1:{port}/v1/chat/completions")
     out, _ = scored(says({"choices": []}), make=make)
-    assert "not the answer of a chat server: {'choices': []}" in str(out)
+    assert "not a chat completion: {'choices': []}" in str(out)

@@ -87,7 +87,7 @@ def test_an_estimate_is_a_moving_average():
         order[ordinal]
         order.observe(ordinal, outcome)
     assert order.rate.tolist() == pytest.approx([0.75 * (0.75 * 0.5 + 0.25)])
-    with pytest.raises(ValueError, match="success is a reward from 0 to 1, got a mean of 1.5; row id 0"):
+    with pytest.raises(ValueError, match="order success needs rewards from 0 to 1, got a mean of 1.5; row id 0"):
         order[3]
         order.observe(3, 1.5)
 
@@ -169,7 +169,7 @@ def test_the_curriculum_says_which_order():
         ({"floor": 0.0}, "floor must be above 0 and at most 1, got 0.0"),
         ({"memory": 1.0}, "memory must be at least 0 and below 1, got 1.0"),
         ({"order": "easy_first"}, "field must name a field of the rows for easy_first, got ''"),
-        ({"field": "level"}, "field must be left out where rows are shuffled, got 'level'"),
+        ({"field": "level"}, "field must be empty if rows are shuffled, got 'level'"),
     ],
 )
 def test_a_bad_curriculum_is_refused(fields, message):

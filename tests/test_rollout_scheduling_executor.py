@@ -362,9 +362,9 @@ def test_a_cursor_of_other_data_is_refused():
         workflow, generate, prompts, group_size=1, groups_per_batch=1, eta=0, max_concurrent=1, **more
     )
     cursor = make(Prompts(ROWS)).cursor()
-    with pytest.raises(ValueError, match="had rows 23, got 22; resume with the same rows"):
+    with pytest.raises(ValueError, match="same data, rows 23, got 22; give the same rows"):
         make(Prompts(ROWS[1:]), cursor=cursor)
-    with pytest.raises(ValueError, match="had order 0, got 1"):
+    with pytest.raises(ValueError, match="same data, order 0, got 1"):
         make(Prompts(ROWS, seed=1), cursor=cursor)
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         Executor(workflow, generate, Prompts(ROWS), group_size=0, groups_per_batch=1, eta=0, max_concurrent=1)
@@ -470,7 +470,7 @@ def test_servers_that_are_all_gone_end_the_run():
     async def workflow(generate, row):
         raise ServerError("connection refused")
 
-    with pytest.raises(RuntimeError, match="8 prompts in a row .* connection refused"):
+    with pytest.raises(RuntimeError, match="8 groups in a row failed.* connection refused"):
         one_batch(workflow)
 
 
@@ -907,9 +907,9 @@ def test_prompts_that_are_open_keep_their_rows():
 def test_a_cursor_of_another_order_is_refused():
     cursor = batches_of(lambda seed: 1.0, steps=1, prompts=Adaptive(ROWS, Curriculum(order="success")))[1][0]
     for prompts in (Prompts(ROWS), Adaptive(ROWS, Curriculum(order="success"), seed=1), EasyFirst(ROWS, "id")):
-        with pytest.raises(ValueError, match=r"had order \['success', '', 0\], got"):
+        with pytest.raises(ValueError, match=r"same data, order \['success', '', 0\], got"):
             batches_of(lambda seed: 1.0, prompts=prompts, cursor=cursor)
-    with pytest.raises(ValueError, match="success is a reward from 0 to 1, got a mean of -1; row id"):
+    with pytest.raises(ValueError, match="order success needs rewards from 0 to 1, got a mean of -1; row id"):
         batches_of(lambda seed: 1.0, prompts=Adaptive(ROWS, Curriculum(order="success")), reward=lambda *_: -1.0)
 
 

@@ -125,7 +125,7 @@ def test_shuffled_training_rows_never_reward_the_sum():
         (Task(low=5, high=4), "low <= high, got 5 and 4"),
         (Task(carry_share=1.5), "carry_share must lie in 0..1, got 1.5"),
         (Task(heldout_share=0.6, dev_share=0.5), "leave something to train on, got 0.6 and 0.5"),
-        (Task(0, 4), "hold no sums for a carry_share of 0.75"),
+        (Task(0, 4), "have no sums for a carry_share of 0.75"),
     ],
 )
 def test_bad_tasks_are_refused(task, message):

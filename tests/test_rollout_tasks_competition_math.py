@@ -40,7 +40,7 @@ def test_an_answer_beyond_computing_is_wrong(monkeypatch):
 
 
 def test_an_unreadable_gold_answer_is_the_rows_fault():
-    with pytest.raises(ValueError, match="cannot be read, got ''"):
+    with pytest.raises(ValueError, match="cannot be parsed, got ''"):
         competition_math.reward("7", {"answer": ""})
 
 
@@ -81,7 +81,7 @@ def test_a_record_of_math_becomes_a_row():
 @pytest.mark.parametrize(
     "record, message",
     [
-        ({"question": "1"}, r"needs texts 'problem' and 'solution', got the fields \['question'\]"),
+        ({"question": "1"}, r"needs strings 'problem' and 'solution', got the fields \['question'\]"),
         ({"problem": "1", "solution": "It is 2."}, r"no .boxed answer in the solution, got ...'It is 2.'"),
         ({"problem": "1", "solution": r"\boxed{}"}, r"no .boxed answer"),
     ],

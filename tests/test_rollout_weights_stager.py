@@ -364,7 +364,7 @@ def test_a_stager_refuses_strangers_and_nonsense(place, monkeypatch):
 
 def test_addresses_that_cannot_be_right(place):
     async def main():
-        with pytest.raises(ValueError, match="stagers must be one a server, in their order, got 1 for 2"):
+        with pytest.raises(ValueError, match="stagers must be one per server, in the same order, got 1 for 2"):
             async with client.connect(["http://a", "http://b"], stagers=["http://c"]):
                 pass
 

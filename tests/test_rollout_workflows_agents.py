@@ -173,7 +173,7 @@ async def served(generate, **options):
 
 def test_users_come_by_themselves(monkeypatch):
     monkeypatch.delenv("AREAX_ADMIN_KEY", raising=False)
-    with pytest.raises(ValueError, match="put one into AREAX_ADMIN_KEY"):
+    with pytest.raises(ValueError, match="set AREAX_ADMIN_KEY"):
         bound("online")
     monkeypatch.setenv("AREAX_ADMIN_KEY", "secret")
     generate, _ = policy("4", "no")
@@ -278,7 +278,7 @@ def test_options_that_a_workflow_does_not_read_are_refused(file):
 
     with pytest.raises(ValueError, match="--workflow-options: exec:true takes nothing, got turns"):
         asyncio.run(main("exec:true", options={"turns": 1}))
-    with pytest.raises(ValueError, match="plain is no agent but a workflow.* got Options"):
+    with pytest.raises(ValueError, match="plain is a workflow, not an agent.* got Options"):
         asyncio.run(main(f"{file}:plain", agent=agents.Options(rows="interactions")))
 
 

@@ -48,8 +48,8 @@ def test_turns_with_retries():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"versions": None}, "must hold input_ids.* got none of versions"),
-        ({"rewards": [1.0, 2.0]}, "rewards must be one a row, got 2 for 1 rows"),
+        ({"versions": None}, "must have input_ids.* but lacks versions"),
+        ({"rewards": [1.0, 2.0]}, "rewards must be one per row, got 2 for 1 rows"),
         ({"logprobs": [[0.0]]}, r"logprobs must be \[rows, T\] as input_ids \(1, 2\), got \(1, 1\)"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_conversation_that_outgrows_the_model_ends():
     assert sample.reward == 0.0 and learnt(sample) == "no<|im_end|>"
     with pytest.raises(ValueError, match="longer than the context"):
         asyncio.run(multi_turn.multi_turn(generate, {"prompt": "2" * 99, "answer": "4"}, **how))
-    with pytest.raises(ValueError, match="turns: must be a number from 1 on, got 0"):
+    with pytest.raises(ValueError, match="turns: must be an integer of at least 1, got 0"):
         asyncio.run(multi_turn.multi_turn(generate, {"prompt": "2", "answer": "4"}, **how, turns=0))
 
 

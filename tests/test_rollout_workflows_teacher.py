@@ -140,12 +140,12 @@ def test_numbers_that_are_missing_are_not_made_up():
 @pytest.mark.parametrize(
     "bad, words",
     [
-        (answer([5, 6, 8], [None, -1.0, -1.0]), "3 input tokens were asked for, got others"),
-        (answer([5, 6], [None, -1.0]), "3 input tokens were asked for, got others"),
-        (answer([5, 6, 7], [None, -1.0, -1.0]), "2 likeliest tokens in each of 3 places were asked for"),
+        (answer([5, 6, 8], [None, -1.0, -1.0]), "the 3 input tokens, got those of others"),
+        (answer([5, 6], [None, -1.0]), "the 3 input tokens, got those of others"),
+        (answer([5, 6, 7], [None, -1.0, -1.0]), "2 likeliest tokens at each of 3 positions"),
         (
             answer([5, 6, 7], [None, -1.0, -1.0], [None, [[-1.0, 1, None]], [[-1.0, 1, None]]]),
-            r"asked for, got \[1\] in 3",
+            r"positions, got \[1\] at 3",
         ),
     ],
     ids=["others", "fewer", "none", "one"],

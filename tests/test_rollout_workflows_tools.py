@@ -137,7 +137,7 @@ def test_what_has_no_schema_is_refused():
             tool(function)
     with pytest.raises(ValueError, match="letters"):
         tool(lambda word: word)
-    with pytest.raises(ValueError, match="no JSON schema"):
+    with pytest.raises(ValueError, match="not a JSON schema"):
         Tool("a", "", {"type": "object", "properties": []}, print)
     with pytest.raises(ValueError, match='"object"'):
         Tool("a", "", {"type": "string"}, print)

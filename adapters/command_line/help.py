@@ -124,11 +124,14 @@ def _values(hint: Any) -> str:
 
 
 def _documented(config: type) -> tuple[str, dict[str, str]]:
-    """(first paragraph, {field: text}) of a dataclass's docstring."""
-    parsed = docstring_parser.parse(config.__doc__ or "")
-    texts = {p.arg_name: " ".join((p.description or "").split()) for p in parsed.params}
-    named = {name.strip(): text for names, text in texts.items() for name in names.split(",")}
-    return " ".join((parsed.short_description or "").split()), named
+    """(first paragraph of a dataclass's docstring, {field: text} of its own and its bases' fields)."""
+    texts: dict[str, str] = {}
+    for kind in (k for k in reversed(config.__mro__) if dataclasses.is_dataclass(k)):
+        for parameter in docstring_parser.parse(kind.__doc__ or "").params:
+            text = " ".join((parameter.description or "").split())
+            texts |= {name.strip(): text for name in parameter.arg_name.split(",")}
+    summary = docstring_parser.parse(config.__doc__ or "").short_description or ""
+    return " ".join(summary.split()), texts
 
 
 def _dashed(name: str) -> str:

@@ -74,23 +74,23 @@ def _heads_last(out_BKGTH):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own):
-    return _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own)[0]
+def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned):
+    return _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned)[0]
 
 
-def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own):
+def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned):
     block = q_BKGTH, k_BKSH, v_BKSH, here, there
-    made = _by_rows(partial(forward, window=window, chunk=chunk, own=own), chunk, *block)
+    made = _by_rows(partial(forward, window=window, chunk=chunk, aligned=aligned), chunk, *block)
     out_BKGTH, lse_BKGT1 = (checkpoint_name(x, OUTPUT) for x in made)
     return out_BKGTH, (*block, out_BKGTH, lse_BKGT1)
 
 
-def _causal_backward(window, chunk, own, kept, dout_BKGTH):
+def _causal_backward(window, chunk, aligned, kept, dout_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, here, there, out_BKGTH, lse_BKGT1 = kept
     inner_BKGT1 = jnp.sum(dout_BKGTH.astype(lse_BKGT1.dtype) * out_BKGTH, -1, keepdims=True)
     block = q_BKGTH, k_BKSH, v_BKSH, here, there
     more = lse_BKGT1, inner_BKGT1, dout_BKGTH
-    grads = _by_rows(partial(backward, window=window, chunk=chunk, own=own), chunk, *block, *more)
+    grads = _by_rows(partial(backward, window=window, chunk=chunk, aligned=aligned), chunk, *block, *more)
     return *(dx.astype(x.dtype) for dx, x in zip(grads, kept, strict=False)), None, None
 
 
@@ -110,12 +110,12 @@ def _by_rows(fn, chunk, *block):
     return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), made)
 
 
-def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
+def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, aligned):
     """One block: (out_BKGTH, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
 
     Args:
-      own: queries and keys are the same tokens, in order, so a chunk needs no key after it or before the window or the
-        sequence of its first query. Indices may have gaps between adjacent slots.
+      aligned: queries and keys are the same tokens, in order, so a chunk needs no key after it or before the window or
+        the sequence of its first query. Indices may have gaps between adjacent slots.
     """
     size = _size(q_BKGTH.shape[3], chunk)
 
@@ -136,13 +136,13 @@ def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
         return _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)[1]
 
     made = [
-        _over_needed(partial(run, queries), ways, queries, here, size)
-        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, own)
+        _with_fewest_keys(partial(run, queries), ways, queries, here, size)
+        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, aligned)
     ]
     return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
 
-def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, window, chunk, own):
+def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, window, chunk, aligned):
     """Gradients (dq, dk, dv) of one block, in fp32 or wider.
 
     Args:
@@ -181,9 +181,9 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
     dq = []
     B, K, S, H = k_BKSH.shape
     dk_BKHS, dv_BKHS = jnp.zeros((2, B, K, H, S), wide)
-    for queries, ways in _runs(q_BKGTH.shape[3], S, window, size, own):
+    for queries, ways in _runs(q_BKGTH.shape[3], S, window, size, aligned):
         seen = ways[0][0]
-        dq_BKGQH, *more = _over_needed(partial(run, queries, seen), ways, queries, here, size)
+        dq_BKGQH, *more = _with_fewest_keys(partial(run, queries, seen), ways, queries, here, size)
         dk_BKHS, dv_BKHS = (x.at[..., seen].add(new) for x, new in zip((dk_BKHS, dv_BKHS), more, strict=True))
         dq.append(dq_BKGQH)
     return jnp.concatenate(dq, 3), dk_BKHS.swapaxes(2, 3), dv_BKHS.swapaxes(2, 3)
@@ -191,26 +191,26 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
 
 def _size(T, chunk):
     """Queries per chunk."""
-    (low, high), _, _ = _cuts()
+    (low, high), _, _ = _platform_sizes()
     return min(chunk or max(low, min(high, T // 4)), T)
 
 
-def _cuts():
+def _platform_sizes():
     """(range of queries per chunk, max runs, reaches to try) of this platform."""
     return (CHUNK, RUNS, NEAR) if jax.default_backend() == "cpu" else ELSEWHERE
 
 
-def _runs(T, S, window, size, own):
+def _runs(T, S, window, size, aligned):
     """(queries, ways) of each run of full chunks, and of the remainder.
 
     Ways are (keys, reach), most keys first: each chunk of the run attends to its own keys and the `reach` keys before
     it, or to all `keys` if `reach` is None.
     """
-    _, runs, nears = _cuts()
+    _, runs, nears = _platform_sizes()
     length = size * -(-T // (size * runs))
     bounds = sorted({*range(0, T, length), T // size * size, T})
     queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    if not own:
+    if not aligned:
         return [(each, [(slice(0, S), None)]) for each in queries]
     limit = T if window is None else window - 1
     reaches = sorted((near * max(size, T // 32) for near in nears), reverse=True)
@@ -244,7 +244,7 @@ def _by_chunks(attend, length, size, keys, reach):
     return sums, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], length, x.shape[5]), outs)
 
 
-def _over_needed(attend, ways, queries, here, size):
+def _with_fewest_keys(attend, ways, queries, here, size):
     """`attend(*way)` with the fewest keys that still cover the sequences of every chunk of the run."""
     branches = [partial(attend, *way) for way in ways]
     if len(ways) == 1:

@@ -67,11 +67,12 @@ def _causal(q_BTNH, k_BTKH, v_BTKH, first_BT, scale, interpret):
 def _forward(q_BTNH, k_BTKH, v_BTKH, first_BT, scale, interpret):
     B, T, N, H = q_BTNH.shape
     block, _, _ = _blocks(q_BTNH)
-    own, row, whole, places = _by_queries(block, T, H, N // k_BTKH.shape[2])
+    tile, row, full, places = _by_queries(block, T, H, N // k_BTKH.shape[2])
     out_BTNH, lse_BNT = pl.pallas_call(
         partial(_forward_kernel, block=block, scale=scale),
-        grid=(T // block.queries, B, N), in_specs=[own, whole, whole, *places], out_specs=[own, row],
-        out_shape=[_like(q_BTNH), jax.ShapeDtypeStruct((B, N, T), jnp.float32)], **_how("forward", block, interpret),
+        grid=(T // block.queries, B, N), in_specs=[tile, full, full, *places], out_specs=[tile, row],
+        out_shape=[_like(q_BTNH), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+        **_options("forward", block, interpret),
     )(q_BTNH, k_BTKH, v_BTKH, first_BT, *_keys(first_BT, block))  # fmt: skip
     out_BTNH, lse_BNT = (checkpoint_name(x, OUTPUT) for x in (out_BTNH, lse_BNT))
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, first_BT, out_BTNH, lse_BNT)
@@ -85,17 +86,17 @@ def _backward(scale, interpret, kept, dout_BTNH):
     inner_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH, preferred_element_type=jnp.float32)
     inputs += dout_BTNH, lse_BNT, inner_BNT, first_BT
     _, of_queries, of_keys = _blocks(q_BTNH)
-    own, row, whole, places = _by_queries(of_queries, T, H, N // K)
+    tile, row, full, places = _by_queries(of_queries, T, H, N // K)
     dq_BTNH = pl.pallas_call(
         partial(_dq_kernel, block=of_queries, scale=scale),
-        grid=(T // of_queries.queries, B, N), in_specs=[own, whole, whole, own, row, row, *places], out_specs=own,
-        out_shape=_like(q_BTNH), **_how("dq", of_queries, interpret),
+        grid=(T // of_queries.queries, B, N), in_specs=[tile, full, full, tile, row, row, *places], out_specs=tile,
+        out_shape=_like(q_BTNH), **_options("dq", of_queries, interpret),
     )(*inputs, *_keys(first_BT, of_queries))  # fmt: skip
-    own, row, group, places = _by_keys(of_keys, T, H, N // K)
+    tile, row, group, places = _by_keys(of_keys, T, H, N // K)
     dk_BTKH, dv_BTKH = pl.pallas_call(
         partial(_dkv_kernel, block=of_keys, scale=scale),
-        grid=(T // of_keys.keys, B, K), in_specs=[group, own, own, group, row, row, *places], out_specs=[own, own],
-        out_shape=[_like(k_BTKH), _like(v_BTKH)], **_how("dkv", of_keys, interpret),
+        grid=(T // of_keys.keys, B, K), in_specs=[group, tile, tile, group, row, row, *places], out_specs=[tile, tile],
+        out_shape=[_like(k_BTKH), _like(v_BTKH)], **_options("dkv", of_keys, interpret),
     )(*inputs, *_queries(first_BT, of_keys))  # fmt: skip
     return dq_BTNH, dk_BTKH, dv_BTKH, None
 
@@ -200,25 +201,25 @@ def _queries(first_BT, block):
 
 def _by_queries(block, T, H, group):
     """Block specs of a program for one head's block of queries: its queries, its rows, all keys, and the bounds."""
-    own = pl.BlockSpec((None, block.queries, None, H), lambda i, b, n: (b, i, n, 0))
+    tile = pl.BlockSpec((None, block.queries, None, H), lambda i, b, n: (b, i, n, 0))
     row = pl.BlockSpec((None, None, block.queries), lambda i, b, n: (b, n, i))
-    whole = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, jax.lax.div(n, group), 0))
+    full = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, jax.lax.div(n, group), 0))
     first = pl.BlockSpec((None, block.queries), lambda i, b, n: (b, i))
     bound = pl.BlockSpec((None, T // block.queries), lambda i, b, n: (b, 0))
-    return own, row, whole, (first, bound, bound)
+    return tile, row, full, (first, bound, bound)
 
 
 def _by_keys(block, T, H, group):
     """Block specs of a program for one kv head's block of keys: its keys, rows, all its queries, and the bounds."""
-    own = pl.BlockSpec((None, block.keys, None, H), lambda j, b, k: (b, j, k, 0))
+    tile = pl.BlockSpec((None, block.keys, None, H), lambda j, b, k: (b, j, k, 0))
     row = pl.BlockSpec((None, group, T), lambda j, b, k: (b, k, 0))
     queries = pl.BlockSpec((None, T, group, H), lambda j, b, k: (b, 0, k, 0))
     first = pl.BlockSpec((None, T), lambda j, b, k: (b, 0))
     bound = pl.BlockSpec((None, T // block.keys), lambda j, b, k: (b, 0))
-    return own, row, queries, (first, bound, bound)
+    return tile, row, queries, (first, bound, bound)
 
 
-def _how(name, block, interpret):
+def _options(name, block, interpret):
     params = triton.CompilerParams(num_warps=block.warps, num_stages=block.stages)
     return {"compiler_params": params, "interpret": interpret, "name": f"attention_{name}"}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -190,26 +191,29 @@ async def fleet(
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
+    experts_per_token: int = 0,
 ) -> AsyncIterator[client.Fleet]:
     """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die.
 
     Args:
       first: gives label and weights that a server inside this process begins with, in place of the checkpoint's.
+      experts_per_token: as `client.connect`.
     """
     prepare = None
+    connect = functools.partial(client.connect, concurrency=concurrency, experts_per_token=experts_per_token)
     async with contextlib.AsyncExitStack() as stack:
         if urls:
-            reached = client.connect(urls, concurrency=concurrency, stagers=stagers, handover=handover)
+            reached = connect(urls, stagers=stagers, handover=handover)
         elif serve.inside:
             one = in_process.serving(
                 os.fspath(path), first, slots=serve.slots, context=serve.context, dtype=serve.dtype
             )
             url, own = stack.enter_context(one)
             handover, prepare = own, own.stage
-            reached = client.connect([url], concurrency=concurrency, handover=handover)
+            reached = connect([url], handover=handover)
         else:
             started = await stack.enter_async_context(local.servers(path, serve, log))
-            reached = client.connect(started.urls, concurrency=concurrency, restart=started.restart)
+            reached = connect(started.urls, restart=started.restart)
         fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
             server.handover, server.prepare, server.fresh = handover, prepare, not urls

@@ -82,7 +82,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
         kept = [s for s in samples if len(s.tokens) <= length]
         for n in (len(s.tokens) for s in samples if len(s.tokens) > length):
             too_long.append(n)
-            events.note("left_out", tokens=n)
+            events.emit("left_out", tokens=n)
             log.warning("a row of %d tokens is left out: longer than --length; %s", n, object_path.row(row))
         if kept:
             too_long.clear()
@@ -119,7 +119,7 @@ async def accuracy(
     episode: Workflow, generate: Generate, rows: list[dict], *, max_concurrent: int
 ) -> tuple[float, int]:
     """(mean reward, number of episodes) of an evaluation; unscorable episodes are left out of the mean."""
-    with events.about(of="evaluation"):
+    with events.context(of="evaluation"):
         groups = await executor.rollouts(episode, generate, rows, max_concurrent=max_concurrent)
     values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
     return float(np.nanmean(values)), len(values)

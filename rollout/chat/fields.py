@@ -15,7 +15,7 @@ SAMPLING = {  # names in requests -> names of `Fleet.generate`
     "min_tokens": "min_new_tokens",
 }
 FRACTIONS = {"temperature", "top_p", "min_p"}
-MOST = 128  # answers that one request may ask for
+MOST = 128  # most answers per request
 
 
 class Refused(ValueError):
@@ -43,8 +43,8 @@ def known(
     passed: Collection[str],
     neutral: Mapping[str, Collection] | None = None,
 ) -> None:
-    """Refuses fields that are not `taken`, unless they are null, in `passed` (they cannot change an answer), or have a
-    value in `neutral`, which asks for nothing."""
+    """Raises Refused for fields that are not `taken`, unless they are null, in `passed` (ignored: they cannot change an
+    answer), or have a `neutral` value, which has no effect."""
     neutral = neutral or {}
     for name in body:
         if name not in taken and name not in passed:
@@ -63,8 +63,8 @@ def sampling(body: Mapping[str, Any], *, most: Iterable[str], stop: str) -> dict
     """The arguments of `generate`, but for the seed.
 
     Args:
-      most: names of the most tokens to generate; the first that is given counts.
-      stop: the name of the strings to stop at.
+      most: field names for the token limit, in order of precedence.
+      stop: the field name for stop strings.
     """
     found: dict[str, Any] = {}
     for name, ours in SAMPLING.items():
@@ -88,7 +88,7 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def schema(form: Any, name: str) -> dict[str, Any]:
-    """`json_schema` of `generate`, its text, from {"type": "text" | "json_object" | "json_schema", ...}."""
+    """Converts {"type": "text" | "json_object" | "json_schema", ...} to the `json_schema` argument of `generate`."""
     if form is None:
         return {}
     kind = form.get("type") if isinstance(form, Mapping) else None
@@ -106,7 +106,7 @@ def schema(form: Any, name: str) -> dict[str, Any]:
 
 
 def tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool in the form of OpenAI's chat API; `strict` is left to the model, which sees names, texts and schemas."""
+    """A tool in OpenAI's format, without `strict`, which is not enforced."""
     rule(isinstance(name, str) and name != "", where, "a tool needs a name", name)
     rule(
         parameters is None or isinstance(parameters, Mapping),
@@ -119,7 +119,7 @@ def tool(name: Any, description: Any, parameters: Any, where: str) -> dict[str, 
 
 
 def call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """A call of a tool in the form of OpenAI's chat API; `arguments` is the text of a JSON object, or nothing."""
+    """A tool call in OpenAI's format; `arguments` is the text of a JSON object, or empty."""
     rule(
         isinstance(id, str) and isinstance(name, str) and name != "", where, "a call needs an id and a name", [id, name]
     )
@@ -145,7 +145,7 @@ def text(content: Any, where: str, kinds: Collection[str] = ("text",), between: 
 
 
 def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
-    """A list of objects."""
+    """Checks that `value` is a list of objects."""
     right = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
     rule(right, name, "must be a list of objects", value)
     return value

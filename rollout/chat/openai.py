@@ -82,8 +82,8 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     fields.known(
         given, taken, ["annotations", "id"], {"refusal": [""], "function_call": [], "audio": [], "tool_calls": [[]]}
     )
-    said = given.get("content") is not None or role in ("assistant", "tool")
-    rule(said, "messages", f"a message of the {role} needs a content", given)
+    right = given.get("content") is not None or role in ("assistant", "tool")
+    rule(right, "messages", f"a message of the {role} needs a content", given)
     message: dict[str, Any] = {
         "role": ROLES[role],
         "content": fields.text(given.get("content"), "messages", ("text", "refusal")),

@@ -1,1 +1,1 @@
-"""The embedded generation engine: continuous batching in JAX, and a server that speaks SGLang's HTTP contract."""
+"""The embedded generation engine: continuous batching in JAX, and a server with SGLang's HTTP API."""

@@ -1,7 +1,7 @@
-"""Adapters (LoRA) beside the weights of an engine, by name: one request may use one, its neighbour another or none.
+"""LoRA adapters of an engine, by name; requests in the same batch may use different adapters or none.
 
-All that are loaded lie in one array a weight, of which a decode step takes each slot's own by its index
-(`MultiLoRAWeight`); index 0 is that of no adapter. While none is loaded the programs are those of the weights alone.
+All loaded adapters are stacked in one array per weight, from which a decode step gathers each slot's by index
+(`MultiLoRAWeight`); index 0 means no adapter. While none is loaded, the compiled programs contain no LoRA.
 """
 
 import functools
@@ -15,10 +15,10 @@ import numpy as np
 from ...core.param import Table
 from ...models.lora import Lora
 
-Factors = list[dict[str, tuple[Any, Any]]]  # of each layer {weight: (a, b with the scale in it)}
+Factors = list[dict[str, tuple[Any, Any]]]  # per layer {weight: (a, b with the scale folded in)}
 
-PLACES = 4  # to begin with, that of no adapter included; doubles
-EXPERTS = "expert_"  # names of weights that are computed by expert, not by row of the batch, begin so
+PLACES = 4  # initial capacity, including index 0; doubles when full
+EXPERTS = "expert_"  # prefix of weights that are computed per expert, not per row of the batch
 
 
 @dataclass(eq=False)
@@ -26,9 +26,9 @@ class Loaded:
     """One adapter.
 
     Attributes:
-      path: the directory it came from.
-      index: its place.
-      users: requests in the engine that use it.
+      path: the directory it was loaded from.
+      index: its index in the stacked arrays.
+      users: number of requests in the engine that use it.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Loaded:
 
 
 def stage(spec: Lora, tree, base: Table, dtype, device) -> Factors:
-    """A tree of `lora.table` as the engine reads it: a [rank, in] and b [out, rank] of each layer's weights.
+    """Converts a tree of `lora.table` to the engine's layout: a [rank, in] and b [out, rank] of each layer's weights.
 
     Args:
-      base: the model's own table.
+      base: the model's table, without adapters.
 
     Raises:
-      ValueError: it changes weights of experts.
+      ValueError: it adapts expert weights.
     """
     names = {name.removesuffix("_a") for stack in tree["stacks"] for name in stack if name.endswith("_a")}
     if experts := sorted(name for name in names if name.startswith(EXPERTS)):
         raise ValueError(
-            f"adapters: this engine has none for the weights of experts, got {', '.join(experts)}; train other "
+            f"adapters: this engine supports none for expert weights, got {', '.join(experts)}; train other "
             "targets, or load the merged weights"
         )
 
@@ -58,16 +58,16 @@ def stage(spec: Lora, tree, base: Table, dtype, device) -> Factors:
         one = lambda name, i: (a[name][i].astype(dtype), (b[name][i] * spec.scale).astype(dtype))
         return [{name: one(name, i) for name in a} for i in range(depth)]
 
-    stacks = jax.tree.map(np.asarray, tree["stacks"])  # a few large copies in place of many small computations
+    stacks = jax.tree.map(np.asarray, tree["stacks"])  # a few large copies instead of many small computations
     each = zip(stacks, base.stacks, strict=True)
-    return jax.device_put([layer for stack, its in each for layer in layers(stack, len(its.layers))], device)
+    return jax.device_put([layer for stack, like in each for layer in layers(stack, len(like.layers))], device)
 
 
 class Adapters:
-    """The places of those that are loaded, or that requests still use; belongs to one thread.
+    """The stacked arrays of all adapters that are loaded or still in use; owned by one thread.
 
     Attributes:
-      factors: of all places, a [K, rank, in] and b [K, out, rank]; None while all are free.
+      factors: a [K, rank, in] and b [K, out, rank] for K indices; None while none is taken.
     """
 
     def __init__(self):
@@ -76,21 +76,21 @@ class Adapters:
         self._taken: set[int] = set()
 
     def add(self, staged: Factors) -> int:
-        """The place that it got.
+        """Adds an adapter and returns its index.
 
         Raises:
-          ValueError: there are others, which have another rank or change other weights.
+          ValueError: other adapters are loaded, with another rank or other target weights.
         """
         if self.factors is None:
             self.factors, self._free = _places(staged, PLACES), [*range(1, PLACES)]
         elif _shapes(staged) != _shapes(jax.tree.map(lambda x: x[0], self.factors)):
             raise ValueError(
-                "adapters: all that are loaded must have one rank and change the same weights; unload those"
+                "adapters: all loaded adapters must have the same rank and targets; unload the others first"
             )
         if not self._free:
-            have = len(self._taken) + 1
-            self.factors = jax.tree.map(lambda *x: jnp.concatenate(x), self.factors, _places(staged, have))
-            self._free = [*range(have, 2 * have)]
+            capacity = len(self._taken) + 1
+            self.factors = jax.tree.map(lambda *x: jnp.concatenate(x), self.factors, _places(staged, capacity))
+            self._free = [*range(capacity, 2 * capacity)]
         index = self._free.pop(0)
         self.factors = _put(self.factors, staged, index)
         self._taken.add(index)

@@ -1,7 +1,7 @@
-"""SGLang's routes for adapters by name, over the embedded engine: a request names the one that it wants (`lora_path`).
+"""SGLang's routes to load and unload LoRA adapters by name; generation requests select one with `lora_path`.
 
-Loading pauses nothing; unloading waits for the requests that use the adapter. Other than with SGLang a name that was
-unloaded is unknown: it is not loaded again behind the caller's back.
+Loading does not pause generation; unloading waits for the requests that use the adapter. Unlike in SGLang, an unloaded
+name is unknown afterwards: it is not reloaded implicitly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import request_parsing, sglang_api
 
 
 class Adapters:
-    """Handlers of these routes, over the same engine as the native ones."""
+    """Handlers of these routes, for the engine of `service`."""
 
     def __init__(self, service: sglang_api.Service):
         self.engine = service.engine
@@ -32,7 +32,7 @@ class Adapters:
         ]
 
     async def load(self, http: HTTPRequest) -> Response:
-        """Reads a PEFT directory, checks it whole (with a manifest.json its hashes too), and has it by its name."""
+        """Loads a PEFT directory under a name, after checking it completely (and its hashes, if it has a manifest)."""
         body = await sglang_api.read(http)
         fields.refuse(body, {"pinned": request_parsing.NOTHING})
         name, path = _text(body, "lora_name"), _text(body, "lora_path")
@@ -52,10 +52,10 @@ class Adapters:
         try:
             await asyncio.to_thread(act)
         except ValueError as error:
-            said: dict[str, Any] = {"success": False, "error_message": str(error)}
+            result: dict[str, Any] = {"success": False, "error_message": str(error)}
         else:
-            said = {"success": True, "error_message": ""}
-        return sglang_api.Answer(said | {"loaded_adapters": self.engine.adapters}, 200 if said["success"] else 400)
+            result = {"success": True, "error_message": ""}
+        return sglang_api.Answer(result | {"loaded_adapters": self.engine.adapters}, 200 if result["success"] else 400)
 
 
 def _text(body: dict, name: str) -> str:

@@ -1,7 +1,7 @@
-"""Between the server's event loop and the engine's thread: requests go down, progress comes up.
+"""Connects the server's event loop with the engine's thread: passes requests to it and progress back.
 
-The engine calls back from its own thread. All that came since the loop last looked travels in one wake-up, and of a
-request that is not streamed only the end travels.
+The engine calls back from its own thread. Callbacks are batched into one wake-up of the loop, and for requests that are
+not streamed only the last one is passed on.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 
 from .request import Progress, Request
 
-WATCH_S = 1.0  # a client that goes away is noticed after this; watching costs a quarter of a short request
+WATCH_S = 1.0  # delay before watching for a disconnected client, which would cost a quarter of a short request
 
 
 class Bridge:
-    """Submits requests to an engine and awaits what they bring; belongs to one event loop.
+    """Submits requests to an engine and awaits their progress; owned by one event loop.
 
     Attributes:
       engine: the Engine.
-      running: names of the requests that the engine holds.
-      heard: when a request last sent news, by time.monotonic().
+      running: names of the requests in the engine.
+      heard: time.monotonic() of the last progress.
     """
 
     def __init__(self, engine):
@@ -35,7 +35,7 @@ class Bridge:
         self._woken = False
 
     async def finish(self, requests: Sequence[Request], gone: Callable[[], Coroutine]) -> list[Progress] | None:
-        """The last Progress of each of `requests`; None, and they are aborted, if `gone()` returns before that.
+        """Waits for the last Progress of each of `requests`; aborts them and returns None if `gone()` returns first.
 
         Raises:
           ValueError: the engine refuses one of them; the others are aborted.
@@ -69,19 +69,19 @@ class Bridge:
         return [last[request.rid] for request in requests] if len(last) == len(requests) else None
 
     def stream(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Progress]]:
-        """(index of a request, its Progress) whenever there is news; requests not yet finished are aborted if the
-        caller stops early. News that the caller was too slow for are skipped, for each Progress holds all before it.
+        """Yields (index of a request, its Progress) on every update. If the caller stops early, unfinished requests are
+        aborted. A slow caller misses intermediate updates, which is harmless because each Progress is cumulative.
 
         Raises:
           ValueError: as `finish`, before anything is iterated.
         """
         index = {request.rid: i for i, request in enumerate(requests)}
         waiting: dict[int, Progress] = {}
-        some = asyncio.Event()
+        updated = asyncio.Event()
 
         def take(progress: Progress) -> None:
             waiting[index[progress.rid]] = progress
-            some.set()
+            updated.set()
 
         submitted = contextlib.ExitStack()
         submitted.enter_context(self._submitted(requests, take, every=True))
@@ -90,8 +90,8 @@ class Bridge:
             with submitted:
                 left = len(requests)
                 while left:
-                    await some.wait()
-                    some.clear()
+                    await updated.wait()
+                    updated.clear()
                     for i in sorted(waiting):
                         progress = waiting.pop(i)
                         left -= progress.finish is not None
@@ -100,7 +100,7 @@ class Bridge:
         return news()
 
     def abort(self, rid: str) -> None:
-        """Ends request `rid`, or all samples that were numbered after this name."""
+        """Aborts request `rid`, or all samples named `rid_...`."""
         for name in [name for name in self.running if name == rid or name.startswith(rid + "_")]:
             self.engine.abort(name)
 
@@ -111,26 +111,26 @@ class Bridge:
                 self._mail.append((take, progress))
                 if not self._woken:
                     self._woken = True
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
                         self._loop.call_soon_threadsafe(self._deliver)
 
-        mine = []
+        submitted = []
         try:
             for request in requests:
                 if request.rid in self.running:
                     raise ValueError(f"rid: must not be that of a running request, got {request.rid!r}")
                 self.engine.submit(request, on_progress)
                 self.running.add(request.rid)
-                mine.append(request.rid)
+                submitted.append(request.rid)
             yield
         finally:
-            for rid in mine:
+            for rid in submitted:
                 if rid in self.running:
                     self.running.discard(rid)
                     self.engine.abort(rid)
 
     def _deliver(self) -> None:
-        self._woken = False  # first: what is posted from here on wakes the loop anew
+        self._woken = False  # set first: anything posted from here on wakes the loop again
         self.heard = time.monotonic()
         while self._mail:
             take, progress = self._mail.popleft()

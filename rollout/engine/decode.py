@@ -1,9 +1,9 @@
 """The compiled programs of the engine: prefill into slots, copies between slots, fused decode steps, prompt scores.
 
-A slot is a row of every layer's cache. Caches are cut into segments of positions, each twice as long as the one before,
-`keys [slot, kv_head, head, L]` and `values [slot, kv_head, L, head]`, so that attention reads whole arrays in place and
-few that hold nothing. What a program computes for one sequence has a shape of its own length's bucket, or of all slots,
-and never depends on which others run beside it: samples are bit-equal whatever their neighbours, slot or order of
+A slot is a row of every layer's cache. Caches are divided into segments of positions, each twice as long as the one
+before, `keys [slot, kv_head, head, L]` and `values [slot, kv_head, L, head]`, so that attention reads whole arrays in
+place and few empty ones. The shapes computed for a sequence depend only on its own length bucket or on the number of
+slots, never on the other sequences in the batch: samples are bit-equal whatever their neighbours, slot or order of
 arrival.
 """
 
@@ -23,12 +23,12 @@ from ...models.layers.linear import MultiLoRAWeight, Transposed
 from ...models.layers.norm import rms_norm
 from . import sampling
 
-PREFILL_TOKENS, ON_CPUS = 4096, 256  # that a prefill computes: one long prompt or several short ones
+PREFILL_TOKENS, ON_CPUS = 4096, 256  # tokens per prefill: one long prompt or several short ones
 
 
 def segments(context: int) -> list[slice]:
-    """Positions of each segment: the first two of a sixteenth of the context, from 64 to 1024, then ever twice as many;
-    the last ends at a multiple of the first."""
+    """The positions of each cache segment: the first two span a sixteenth of the context each (64 to 1024), the next
+    ones double; the last ends at a multiple of the first's length."""
     C = min(_power(context), max(64, min(1024, _power(context) // 16)))
     end = -(-context // C) * C
     starts = [0, *itertools.takewhile(lambda start: start < end, (C << i for i in itertools.count()))]
@@ -36,12 +36,12 @@ def segments(context: int) -> list[slice]:
 
 
 def bucket(length: int, context: int) -> int:
-    """Positions that a prefill of `length` tokens computes: a power of two from 16 up, within the cache."""
+    """The padded length of a prefill of `length` tokens: a power of two of at least 16, at most the cache's length."""
     return min(max(16, _power(length)), segments(context)[-1].stop)
 
 
 def rows(bucket: int, slots: int) -> int:
-    """Prompts that one prefill of that bucket takes, in an engine of so many slots."""
+    """The number of prompts per prefill of this bucket, in an engine with this many slots."""
     tokens = ON_CPUS if jax.default_backend() == "cpu" else PREFILL_TOKENS
     return max(1, min(tokens // bucket, _power(slots)))
 
@@ -51,10 +51,10 @@ def _power(n: int) -> int:
 
 
 def stage(params, device):
-    """The weights as decoding reads them: copies, a list of layers, matrices transposed (the head too where tied).
+    """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too).
 
-    One tensor at a time, so that a device which decodes meanwhile is never kept for long. Leaves may be arrays or
-    `hf.Parts`; what lies in host memory is read where it lies.
+    Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays or
+    `hf.Parts`; those in host memory are read in place.
     """
     here = lambda w: w if isinstance(w, hf.Parts) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
     ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
@@ -77,7 +77,7 @@ def _copied(w, *, turned: bool):
 
 
 def with_adapters(weights, index_B):
-    """The layers, where row i of a batch has the changes of adapter index_B[i]; as they are while none is loaded."""
+    """The layers, with adapter index_B[i] applied to row i of a batch; unchanged while no adapter is loaded."""
     if "adapters" not in weights:
         return weights["layers"]
     choose = lambda layer, factors: {
@@ -96,17 +96,17 @@ def caches(config, slots: int, context: int, dtype):
 
 
 def spans(layer) -> list[slice]:
-    """Positions of each segment of a layer's caches."""
+    """The positions of each segment of a layer's caches."""
     ends = list(itertools.accumulate(keys.shape[-1] for keys, _ in layer))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @functools.partial(jax.jit, donate_argnames=("caches",))
 def wipe(caches, filled):
-    """The caches with zeros for the first `filled` positions of the values. Keys may stay as they are: of what a query
-    does not see, the score is replaced, but a value that is not finite would not vanish under a weight of 0."""
+    """Zeroes the first `filled` positions of the cached values. Keys may stay: scores of masked positions are replaced,
+    but a non-finite value would survive a weight of 0."""
 
-    C = spans(caches[0])[0].stop  # a length that all segments are multiples of
+    C = spans(caches[0])[0].stop  # all segment lengths are multiples of this
 
     def clean(values_SKLH, start):
         S, K, L, H = values_SKLH.shape
@@ -120,9 +120,9 @@ def wipe(caches, filled):
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))
 def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, config):
-    """Computes P sequences, each with its adapter, and puts row row_S[i] into slot slot_S[i], for i < count.
+    """Computes P sequences, each with its adapter, and writes row row_S[i] to slot slot_S[i], for i < count.
 
-    Sequences are padded behind their end, where nothing ever looks.
+    Sequences are padded on the right; the padding is never read.
 
     Returns:
       caches; hidden_PTD after the last norm; the `routed` experts.
@@ -159,7 +159,7 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
 
 
 def routed(reports):
-    """Experts that each token went to, i32[P, T, layers, top_k], -1 in layers that have none; None without experts."""
+    """Experts of each token, i32[P, T, layers, top_k], -1 in layers without experts; None if no layer has any."""
     found = [report.get("experts") for report in reports]
     like = next((x for x in found if x is not None), None)
     if like is None:
@@ -193,7 +193,8 @@ def prompt_scores(weights, hidden_PTD, row, target_T, *, top: int):
     return logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])
 
 
-# What the host tells a dispatch of each slot: a row of i32 (floats by their bits), then STOPS stop ids, -1 for none.
+# The state of a slot that the host passes to a dispatch: i32 columns (floats by their bits), then STOPS stop ids, -1 =
+# none.
 INTEGERS = ("token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k", "adapter")
 REALS = ("temperature", "top_p", "min_p")
 COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
@@ -201,16 +202,16 @@ COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnames=("caches",))
 def decode(weights, caches, state_SW, free, *, config, steps: int):
-    """Up to `steps` tokens for every active slot; stops early when all are done, or `free` slots idle.
+    """Decodes up to `steps` tokens for every active slot; stops early when all are done or `free` slots are idle.
 
-    Columns of the state: `token` stands at `position` and is not in the cache yet; the sequence ends when its length
-    reaches `end`; no stop id is drawn for an index before `least`; `top` likeliest tokens are reported; `adapter` is
-    the index of the slot's own, 0 = none.
+    Columns of the state: `token` is at `position` and not in the cache yet; the sequence ends when its length reaches
+    `end`; no stop id is drawn for an index before `least`; the `top` likeliest tokens are reported; `adapter` is the
+    index of the slot's adapter, 0 = none.
 
     Returns:
       caches; {"token": [steps, S], "logp", "top_logp": [steps, S, K], "top_id"}, and with experts "routed" [steps, S,
-      layers, top_k] of the token that each step read, valid for the first `position - old position` steps of each
-      slot; position_S.
+      layers, top_k] of each step's input token, valid for the first `position - old position` steps of each slot;
+      position_S.
     """
     S, V = len(state_SW), config.vocab
     column = {name: state_SW[:, i] for name, i in COLUMNS.items()}
@@ -253,8 +254,8 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
 
 
 def forward(weights, caches, token_S, position_S, active_S, config):
-    """Logits f32[S, V] for the token behind each slot's `token`, the caches that now hold it, and the experts that it
-    went to, as `routed`, [S, layers, top_k]."""
+    """One decoding step: (logits f32[S, V] of the token after each slot's `token`, caches that include that token, its
+    experts [S, layers, top_k] as `routed`)."""
     module = models.family(config)
     cos, sin = rope.tables(position_S[:, None], config.rope, config.head_dim)
     longest = jnp.max(jnp.where(active_S, position_S, 0))
@@ -282,18 +283,18 @@ def forward(weights, caches, token_S, position_S, active_S, config):
 
 
 def write(keys_SKHL, values_SKLH, k_SKH, v_SKH, at_S):
-    """A segment with a key and a value more at place at_S[s] of each slot, where that is within it."""
+    """Writes a key and a value at index at_S[s] of each slot of a segment; indices outside it are ignored."""
     L, slot_S = keys_SKHL.shape[-1], jnp.arange(len(at_S))
-    at_S = jnp.where(at_S < 0, L, at_S)  # beyond the end, which is dropped; below 0 would count from there
+    at_S = jnp.where(at_S < 0, L, at_S)  # out of bounds is dropped, but a negative index would count from the end
     keys_SKHL = keys_SKHL.at[slot_S, :, :, at_S].set(k_SKH, mode="drop")
     return keys_SKHL, values_SKLH.at[slot_S, :, at_S].set(v_SKH, mode="drop")
 
 
 def attend_segments(q_S1NH, layer, position_S, first, last, window=None):
-    """Attention of one query a slot over the segments that hold positions from `first` to `last`, as online softmax.
+    """Attention of one query per slot over the segments with positions `first` to `last`, by online softmax.
 
-    A query sees its own position and those before it, `window` in all. A segment of which it sees nothing adds exact
-    zeros to its sums, so how many are read changes no bit.
+    A query attends to its own position and those before it, at most `window` in all. A fully masked segment adds exact
+    zeros, so the number of segments read changes no bit.
     """
     S, _, N, H = q_S1NH.shape
     K = layer[0][0].shape[1]

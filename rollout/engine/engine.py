@@ -1,7 +1,7 @@
-"""The in-process engine: requests share slots of one cache and are decoded together, on a thread of the engine's own.
+"""The in-process engine: continuous batching of requests in the slots of one cache, on a dedicated thread.
 
-Between dispatches the thread carries out what other threads asked for (pause, abort, load, release), lets waiting
-requests into free slots, and hands out what was generated.
+Between dispatches the thread executes commands of other threads (pause, abort, load, release), admits waiting requests
+to free slots, and reports what was generated.
 """
 
 import atexit
@@ -18,19 +18,19 @@ from .adapters import Loaded
 from .request import Progress, Request, check
 from .slots import Live, Slots
 
-RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; of the last there is nothing here
+RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
 
 
 class Engine:
     """Generates for many requests at once.
 
-    Samples, log-probabilities included, are bit-equal whatever else runs, in whatever slot and order. A request that
-    was put back (retracted) or is sent anew with its tokens so far continues its stream of random numbers.
+    Samples and log-probabilities are bit-equal whatever else runs, in any slot and order. A request that was retracted,
+    or is sent again with its tokens so far, continues its stream of random numbers.
 
     Attributes:
-      version: label of the weights, stamped on every token sampled.
+      version: label of the weights, stamped on every sampled token.
       paused: nothing is computed until `resume`.
-      released: which of RELEASABLE is given back; nothing is computed until none is and weights have been loaded.
+      released: the released ones of RELEASABLE; nothing is computed until it is empty and weights are loaded.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Engine:
           params: the model's parameter tree; copied, so the caller may donate its own.
           slots: sequences decoded together.
           context: most tokens of a sequence, prompt included.
-          decode: text of token ids without special tokens; None = no text and no stop strings.
-          seed: of the streams of requests that bring none.
-          steps: tokens of each slot a dispatch.
+          decode: converts token ids to text, without special tokens; None = no text and no stop strings.
+          seed: from which requests without a seed get theirs.
+          steps: decoding steps per dispatch.
 
         Raises:
-          ValueError: a size below 1, or parameters that are not the config's.
+          ValueError: a size below 1, or parameters that do not match the config.
         """
         for name, value in {"slots": slots, "context": context, "steps": steps}.items():
             if value < 1:
@@ -66,21 +66,21 @@ class Engine:
         self._decode = decode
         self._seeds = random.Random(seed)
         self._slots = Slots(config, params, slots, context, steps)
-        self._entering: list[Live] = []  # those that are just being let in
+        self._entering: list[Live] = []  # being admitted just now
         self._counts: collections.Counter[str] = collections.Counter()
 
-        # Shared between threads, under the lock of `_wake`; everything else belongs to the engine's thread.
+        # Shared between threads, guarded by `_wake`; everything else is owned by the engine's thread.
         self._wake = threading.Condition()
         self._queue: collections.deque[Live] = collections.deque()
         self._names: set[str] = set()
         self._adapters: dict[str, Loaded] = {}
-        self._leaving: list[tuple[Loaded, Future]] = []  # unloaded, and used by requests that were there before
+        self._leaving: list[tuple[Loaded, Future]] = []  # unloaded, but still used by earlier requests
         self._acts: collections.deque[tuple[Callable[[], Any], Future]] = collections.deque()
         self._loads: collections.deque[tuple[Callable[[], None], Future]] = collections.deque()
         self._closing = self._closed = False
         self._thread: threading.Thread | None = None
 
-    # What other threads call.
+    # Called by other threads.
 
     def start(self) -> None:
         """Starts the engine's thread."""
@@ -88,7 +88,7 @@ class Engine:
             raise RuntimeError("Engine.start: an engine starts once")
         self._thread = threading.Thread(target=self._run, name="areax-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # a daemon thread must not be inside XLA while the interpreter goes down
+        atexit.register(self.close)  # a daemon thread must not be inside XLA while the interpreter shuts down
 
     def __enter__(self):
         self.start()
@@ -98,7 +98,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Aborts whatever is in the engine and ends its thread."""
+        """Aborts all requests and ends the engine's thread."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -109,17 +109,17 @@ class Engine:
         atexit.unregister(self.close)
 
     def submit(self, request: Request, on_progress: Callable[[Progress], None]) -> None:
-        """Queues a request. `on_progress` is called on the engine's thread after each dispatch that brought tokens, and
-        a last time with a `finish`; it must return soon and not raise, and a Progress it got does not change any more.
+        """Queues a request. `on_progress` is called on the engine's thread after each dispatch that generated tokens,
+        and finally with a `finish`; it must return quickly and not raise. A Progress is not modified afterwards.
 
         Raises:
-          ValueError: a request that cannot be served, in one line.
+          ValueError: the request cannot be served; one line.
           RuntimeError: the engine is closed.
         """
         self._enqueue([(request, on_progress)])
 
     def generate(self, requests: Sequence[Request]) -> list[Progress]:
-        """Serves the requests and waits for all of them; starts the engine if nobody has."""
+        """Serves the requests and waits for all of them; starts the engine if necessary."""
         if self._thread is None:
             self.start()
         results: list[Future] = [Future() for _ in requests]
@@ -131,19 +131,19 @@ class Engine:
         return [result.result() for result in results]
 
     def abort(self, rid: str) -> None:
-        """Ends a request, which finishes as abort with its tokens so far; unknown names are passed over."""
+        """Aborts a request, which finishes with its tokens so far; unknown names are ignored."""
         self._post(lambda: self._abort(lambda live: live.request.rid == rid))
 
     def abort_all(self) -> None:
-        """Ends every request, running or waiting."""
+        """Aborts every request, running or waiting."""
         self._post(lambda: self._abort(lambda live: True))
 
     def pause(self, mode: str) -> None:
-        """Stops computing, and returns once nothing is computed any more. Requests may still be submitted; they wait.
+        """Stops computation and returns once it has stopped. Requests may still be submitted; they wait.
 
         Args:
-          mode: what happens to running requests: "abort" finishes them with their tokens so far; "retract" puts them
-            back in the queue with their tokens, to be prefilled again; "in_place" keeps their caches.
+          mode: what happens to running requests: "abort" finishes them with their tokens so far; "retract" requeues
+            them with their tokens, to be prefilled again; "in_place" keeps their caches.
         """
         if mode not in ("abort", "retract", "in_place"):
             raise ValueError(f"pause: mode must be abort, retract or in_place, got {mode!r}")
@@ -158,17 +158,17 @@ class Engine:
         self._call(act)
 
     def resume(self) -> None:
-        """Goes on after a pause."""
+        """Continues after a pause."""
         self._call(lambda: setattr(self, "paused", False))
 
     def stage(self, params) -> Any:
-        """New weights for `swap`, made beside the live ones while requests go on.
+        """Prepares new weights for `swap`, next to the current ones, while requests continue.
 
         Args:
-          params: the model's parameter tree: arrays, or what `hf.mapped` gives.
+          params: the model's parameter tree: arrays, or the leaves of `hf.mapped`.
 
         Raises:
-          ValueError: parameters of another shape or dtype, or memory for weights that is released.
+          ValueError: parameters of another shape or dtype, or the memory for weights is released.
         """
         self._needs_memory()
         return self._slots.stage(params)
@@ -178,17 +178,17 @@ class Engine:
         self.swap(self.stage(params), version, flush=flush)
 
     def swap(self, weights, version: str, *, flush: bool = True) -> None:
-        """Serves staged weights from the next dispatch on; returns when they are in place.
+        """Switches to staged weights; returns when they are in use.
 
-        While not paused, running requests finish under the old weights and others wait.
+        Unless paused, running requests first finish with the old weights, and others wait.
 
         Args:
-          flush: forget what old weights cached. False lets requests that were paused in place go on over the old
-            weights' cache, which is neither model's distribution.
+          flush: clear the caches of the old weights. False lets requests that were paused in place continue with the
+            old weights' cache, which gives neither model's distribution.
 
         Raises:
-          ValueError: requests paused in place while flush is asked for, or memory for weights that is released; the old
-            weights stay.
+          ValueError: flush is requested while requests are paused in place, or the memory for weights is released; the
+            old weights stay.
         """
 
         def swap():
@@ -205,19 +205,19 @@ class Engine:
         self._call(swap, when_idle=True)
 
     def release(self, what: Iterable[str] = RELEASABLE) -> None:
-        """Gives device memory back: of the weights, of the caches. Requests may still be submitted; they wait.
+        """Frees the device memory of weights, caches or both. Requests may still be submitted; they wait.
 
-        The label stays, until other weights are loaded.
+        The label stays until other weights are loaded.
 
         Raises:
-          ValueError: something else than RELEASABLE, or requests are running: pause with abort or retract first.
+          ValueError: an unknown name (see RELEASABLE), or requests are running: pause with abort or retract first.
         """
         tags = _releasable(what)
 
         def act():
             if self._slots.running:
                 raise ValueError(
-                    f"release: nothing may run, got {len(self._slots.running)} requests; pause with retract or abort"
+                    f"release: no requests may be running, got {len(self._slots.running)}; pause with retract or abort"
                 )
             self._slots.release(weights="weights" in tags, caches="kv_cache" in tags)
             self.released |= tags
@@ -225,11 +225,11 @@ class Engine:
         self._call(act)
 
     def reclaim(self, what: Iterable[str] = RELEASABLE) -> None:
-        """Takes released memory again; what was not released stays as it is. Caches are new, and of weights there are
-        none before `load`: until then requests wait.
+        """Allocates released memory again; has no effect on what was not released. Caches are empty, and there are no
+        weights before `load`: until then requests wait.
 
         Raises:
-          ValueError: something else than RELEASABLE.
+          ValueError: an unknown name (see RELEASABLE).
         """
         tags = _releasable(what)
 
@@ -242,7 +242,7 @@ class Engine:
 
     @property
     def able(self) -> bool:
-        """Whether requests are computed: not paused, and there are memory and weights."""
+        """Whether requests are computed: it is not paused, and has memory and weights."""
         return self.loaded and not (self.paused or self.released)
 
     @property
@@ -256,19 +256,19 @@ class Engine:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Where the adapters that requests may use came from, by name."""
+        """Directories of the adapters that requests may use, by name."""
         with self._wake:
             return {name: loaded.path for name, loaded in self._adapters.items()}
 
     def load_adapter(self, name: str, spec: Lora, adapters, path: str = "") -> None:
-        """Has an adapter for requests that name it; nothing waits for that, and what runs is not touched.
+        """Loads an adapter for requests that name it, without interrupting others.
 
         Args:
           adapters: a tree of `lora.table`, for this model.
           path: where it came from.
 
         Raises:
-          ValueError: the name is taken, or the adapter is of another shape than those that are loaded.
+          ValueError: the name is taken, or the adapter's rank or targets differ from those of loaded ones.
         """
         staged = self._slots.stage_adapter(spec, adapters)
 
@@ -282,7 +282,7 @@ class Engine:
         self._call(act)
 
     def unload_adapter(self, name: str) -> None:
-        """Requests may use it no more; returns when none does.
+        """Unloads an adapter: new requests may not use it; returns when no running one does.
 
         Raises ValueError if there is no such adapter.
         """
@@ -299,7 +299,7 @@ class Engine:
         self._call(act).result()
 
     def flush(self) -> bool:
-        """Forgets cached prompts. False, and nothing done, while requests are running."""
+        """Clears cached prompts; does nothing and returns False while requests are running."""
 
         def act():
             if not self._slots.running and "kv_cache" not in self.released:
@@ -309,12 +309,12 @@ class Engine:
         return self._call(act)
 
     def set_version(self, version: str) -> None:
-        """Relabels the weights from the next token on."""
+        """Changes the label of the weights, from the next token on."""
         self._call(lambda: setattr(self, "version", version))
 
     def stats(self) -> dict:
-        """Sizes, device memory held, requests running and queued, tokens that running ones hold in the cache, and
-        counts since the start: requests, tokens generated, dispatches, prefills and prefilled tokens."""
+        """Sizes, device memory in use, running and queued requests, tokens that running ones hold in the cache, and
+        totals since the start: requests, generated tokens, dispatches, prefills and prefilled tokens."""
         return {
             "slots": self.slots,
             "context": self.context,
@@ -334,8 +334,8 @@ class Engine:
     def _enqueue(self, pairs: Iterable[tuple[Request, Callable[[Progress], None]]]) -> None:
         lives = []
         for request, tell in pairs:
-            own = () if request.sampling.ignore_eos else self.config.eos
-            stops = frozenset(own) | frozenset(request.sampling.stop_token_ids)
+            eos = () if request.sampling.ignore_eos else self.config.eos
+            stops = frozenset(eos) | frozenset(request.sampling.stop_token_ids)
             experts = getattr(self.config, "experts", 0) > 0
             check(request, stops, self.config.vocab, self.context, self._decode is not None, experts)
             lives.append((request, tell, stops))
@@ -370,7 +370,7 @@ class Engine:
                 raise ValueError(f"adapters: {name!r} is loaded already; unload it, or choose another name")
 
     def _post(self, act: Callable[[], Any], *, when_idle: bool = False) -> Future:
-        """Has the engine's thread do `act` between dispatches."""
+        """Has the engine's thread run `act` between dispatches."""
         done: Future = Future()
         with self._wake:
             if self._closing:
@@ -383,7 +383,7 @@ class Engine:
 
     def _call(self, act: Callable[[], Any], *, when_idle: bool = False) -> Any:
         if self._thread is threading.current_thread():
-            raise RuntimeError("Engine: a callback may submit and abort; pause, load and flush belong to other threads")
+            raise RuntimeError("Engine: a callback may only submit and abort; pause, load and flush on another thread")
         return self._post(act, when_idle=when_idle).result()
 
     # The engine's thread.
@@ -412,7 +412,7 @@ class Engine:
         return bool(self._slots.running or self._queue or self._loads)
 
     def _act(self) -> None:
-        """Carries out what was asked for; loads wait until nothing runs, unless paused."""
+        """Executes the queued commands; loads wait until nothing is running, unless paused."""
         while True:
             with self._wake:
                 if self._acts:
@@ -434,7 +434,7 @@ class Engine:
             self._loads.clear()
         for done in waiting:
             done.set_exception(RuntimeError("Engine: the engine is closed"))
-        self._abort(lambda live: True)  # which ends what waits for adapters to be used no more
+        self._abort(lambda live: True)  # which also completes pending unloads of adapters
 
     def _abort(self, which: Callable[[Live], bool]) -> None:
         with self._wake:
@@ -463,14 +463,14 @@ class Engine:
         live.tell(live.progress)
 
     def _let_go(self) -> None:
-        """Frees the places of unloaded adapters that no request uses any more."""
+        """Frees the indices of unloaded adapters that no request uses any more."""
         for loaded, done in [pair for pair in self._leaving if not pair[0].users]:
             self._leaving.remove((loaded, done))
             self._slots.adapters.remove(loaded.index)
             done.set_result(None)
 
     def _admit(self) -> None:
-        """Lets waiting requests into free slots, in order."""
+        """Admits waiting requests to free slots, in order."""
         room = len(self._slots.free)
         with self._wake:
             while self._queue:
@@ -487,13 +487,13 @@ class Engine:
                     self._finish(live, {"type": "length", "length": 0})
 
     def _dispatch(self) -> None:
-        # While requests wait for room, come back as soon as half of the slots are free for them.
+        # While requests are waiting for slots, return as soon as half of the slots are free.
         crowded = self._queue and not self._loads
         for made in self._slots.step(max(1, self.slots // 2) if crowded else self.slots + 1):
             self._deliver(*made)
 
     def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list) -> None:
-        """Adds what a dispatch made for one request, up to where it ends."""
+        """Adds the output of a dispatch for one request, up to its end, and reports it."""
         sampling, progress, text = live.request.sampling, live.progress, live.text
         start, finish = len(progress.tokens), None
         if tokens[-1] in live.stops:
@@ -534,7 +534,7 @@ def _releasable(what: Iterable[str]) -> frozenset[str]:
 
 
 def snapshot(p: Progress) -> Progress:
-    """A copy that stays as it is."""
+    """A copy that later progress does not modify."""
     return Progress(
         p.rid, p.prompt_tokens, p.tokens[:], p.logp[:], p.versions[:], p.top[:], p.input_logp[:], p.input_top[:],
         p.routed[:], p.finish, p.text, p.cached_tokens, p.retractions,

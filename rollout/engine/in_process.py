@@ -1,7 +1,7 @@
-"""The embedded engine in the trainer's own process: its HTTP server in a thread, new weights handed over as arrays.
+"""Runs the embedded engine in the trainer's process: its HTTP server in a thread, with new weights passed as arrays.
 
-For machines with one device, and for TPUs, where a device belongs to one process. Requests, pauses and labels go over
-HTTP as to any server; only the weights do not travel.
+For machines with one device, and for TPUs, where a device belongs to one process. Requests, pauses and labels use HTTP
+as with any server; only the weights bypass it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from . import server as http
 
 @dataclass(frozen=True)
 class Weights:
-    """A version as arrays.
+    """A version of the weights as arrays.
 
     Attributes:
-      params: numpy arrays as `hf.host_copy` makes them: nobody else's buffers, so the trainer may donate its own.
-      manifest: what `hf.manifest` says of them: the label names these very bytes.
+      params: numpy arrays from `hf.host_copy`: separate buffers, so the trainer may donate its own.
+      manifest: their `hf.manifest`, so that the label identifies exactly these bytes.
     """
 
     config: Any
@@ -37,7 +37,7 @@ class Weights:
         return {name: entry["xxh3_128"] for name, entry in self.manifest["tensors"].items()}
 
     def cast(self, dtype: str):
-        """The parameters in the dtype that the engine computes in, as it would read them from files."""
+        """The parameters in the engine's dtype, as it would read them from files."""
         table = models.table(self.config)
         fit = lambda _, x, to: x.astype(to.dtype, copy=False)
         return param.tree_map(fit, table, self.params, param.abstract(table, dtype))
@@ -47,13 +47,13 @@ class Weights:
 def serving(
     path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, dtype: str
 ) -> Iterator[tuple[str, Inside]]:
-    """Serves the model of the checkpoint folder `path` on a free port of the loopback interface until the block ends.
+    """Serves the model of the checkpoint folder `path` on a free loopback port until the block ends.
 
-    Yields its address, and what gives it a `Weights` as arrays.
+    Yields its URL, and the `Inside` that gives it weights as arrays.
 
     Args:
-      first: gives the label and the weights to begin with, of which nothing is kept here; None = those in the folder,
-        as "default". The tokenizer is the folder's.
+      first: returns the initial label and weights, to which no reference is kept; None = those in the folder, as
+        "default". The tokenizer is the folder's.
       slots, context, dtype: as `server.serve`.
 
     Raises:
@@ -63,7 +63,7 @@ def serving(
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
         service = http.prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label)
-        del weights  # the engine has its own
+        del weights  # the engine has copies
         stack.enter_context(service.engine)
         uvicorn = http_process.server(http.app(service), **http.OPTIONS)
         serve = lambda: asyncio.run(uvicorn.serve(sockets=[sock]))
@@ -87,27 +87,27 @@ def _given(first: Callable[[], tuple[str, Weights]], dtype: str) -> tuple:
 
 
 class Inside:
-    """Gives the engine of this process the arrays of a version: a `rollout.server.Server`'s `handover`, by which they
-    take the place of the old ones; `stage` is its `prepare`."""
+    """Gives the engine of this process the arrays of a version: the `handover` of a `servers.server.Server`, which
+    replaces the old weights; `stage` is its `prepare`."""
 
     def __init__(self, service: http.Service):
         self._service = service
-        self._staged: tuple[Any, Any] = None, None  # a version's arrays, and what the engine made of them
+        self._staged: tuple[Any, Any] = None, None  # a version's arrays, and the engine's staged copy
 
     async def stage(self, weights) -> None:
-        """Makes them ready beside the live ones, while requests go on. Raises ValueError as the call."""
+        """Stages them next to the current ones, while requests continue. Raises ValueError like the call."""
         if not self._service.engine.released:
             await self._ready(weights.arrays)
 
     async def _ready(self, new: Weights) -> Any:
         if self._staged[0] is not new:
-            self._staged = None, None  # never three of them in memory
+            self._staged = None, None  # never three versions in memory
             stage = self._service.engine.stage
             self._staged = new, await asyncio.to_thread(lambda: stage(new.cast(self._service.dtype)))
         return self._staged[1]
 
     async def __call__(self, _, weights, flush_cache: bool) -> None:
-        """Raises ValueError if the arrays are of another model: the old weights stay."""
+        """Switches to the version. Raises ValueError if its arrays belong to another model; the old weights stay."""
         ready = await self._ready(weights.arrays)
         self._staged = None, None
         await asyncio.to_thread(self._service.engine.swap, ready, weights.label, flush=flush_cache)

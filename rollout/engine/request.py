@@ -1,22 +1,22 @@
-"""What goes into the engine and what comes out, free of jax: shared by the engine and its server."""
+"""Requests to the engine and their progress, without jax: shared by the engine and its server."""
 
 import math
 from dataclasses import dataclass, field
 
-TOP = 20  # most tokens a position that top logprobs report
-STOPS = 32  # most stop ids of a request, the model's own included
+TOP = 20  # most likeliest tokens reported per position
+STOPS = 32  # most stop ids of a request, including the model's
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens. Log-probabilities are those of softmax(logits / temperature) before any filter;
-    with temperature 0 (greedy) those at temperature 1.
+    """Sampling parameters. Log-probabilities are those of softmax(logits / temperature) before any filter; with
+    temperature 0 (greedy) those at temperature 1.
 
     Attributes:
-      top_p, top_k, min_p: filters on the distribution sampled from; 1, -1 and 0 are off.
-      max_new_tokens: budget, 0 allowed; min_new_tokens: stop tokens are not sampled before so many tokens.
-      stop: strings that end the text; stop_token_ids: ids that do, besides the model's own unless ignore_eos.
-      seed: of this request's stream: token i of the whole sequence is drawn with fold(seed, i). None = engine's choice.
+      top_p, top_k, min_p: filters of the sampling distribution; 1, -1 and 0 disable them.
+      max_new_tokens: budget, 0 allowed; min_new_tokens: stop tokens are not sampled before this many tokens.
+      stop: strings that end the text; stop_token_ids: ids that do, in addition to the model's unless ignore_eos.
+      seed: token i of the whole sequence is drawn with fold(seed, i); None = the engine's choice.
     """
 
     temperature: float = 1.0
@@ -38,10 +38,10 @@ class Request:
     Attributes:
       rid: the caller's name for it.
       prompt: token ids, at least one.
-      input_logprobs_from: prompt index from which log-probabilities of the prompt's own tokens are wanted; None = none.
-      top_logprobs: how many of the likeliest tokens to report a position, for output (and input, where wanted).
-      routed_experts: report the experts that tokens went to.
-      adapter: name of the adapter to generate with; "" = the weights alone.
+      input_logprobs_from: prompt index from which to report log-probabilities of the prompt's tokens; None = none.
+      top_logprobs: number of likeliest tokens to report per position, for output (and reported input).
+      routed_experts: report the experts of each token.
+      adapter: name of the adapter to generate with; "" = none.
     """
 
     rid: str
@@ -55,19 +55,19 @@ class Request:
 
 @dataclass
 class Progress:
-    """Everything known of a request so far (cumulative); the last one has a `finish`.
+    """The cumulative state of a request; the last one has a `finish`.
 
     Attributes:
       tokens, logp: generated ids (stop token included) and their log-probabilities.
       versions: (version, start, end) spans that cover `tokens`.
-      top: a position, [(logp, id), ...] of the likeliest tokens.
-      input_logp, input_top: of the prompt from `input_logprobs_from`; the first token of a sequence has None.
+      top: per position, [(logp, id), ...] of the likeliest tokens.
+      input_logp, input_top: for the prompt from `input_logprobs_from`; None for the first token of a sequence.
       finish: None while running, else {"type": "stop", "matched": id or string}, {"type": "length", "length": n} or
         {"type": "abort", "message": ...}.
-      text: decoded output without the stop token or string, where the engine can decode, else "".
-      routed: where wanted, of each token but the last its experts, i32[layers, top_k], -1 in layers that have none.
-      cached_tokens: prompt tokens whose cache was found ready.
-      retractions: times the request was put back in the queue.
+      text: decoded output without the stop token or string, if the engine can decode, else "".
+      routed: if requested, i32[layers, top_k] for each token but the last, -1 in layers without experts.
+      cached_tokens: prompt tokens that were already in the cache.
+      retractions: how often the request was requeued.
     """
 
     rid: str
@@ -86,13 +86,13 @@ class Progress:
 
 
 def check(request: Request, stops: frozenset[int], vocab: int, context: int, decodes: bool, experts: bool) -> None:
-    """Raises ValueError with one line, in SGLang's words where it has any, if the request cannot be served.
+    """Raises ValueError if the request cannot be served; one line, in SGLang's wording where it has any.
 
     Args:
-      stops: all ids that end it, the model's own included.
+      stops: all ids that end it, including the model's.
       vocab, context: sizes of the model, in tokens.
-      decodes: the engine can turn tokens into text.
-      experts: the model has experts.
+      decodes: whether the engine can convert tokens to text.
+      experts: whether the model has experts.
     """
     if problem := _problem(request, stops, vocab, context, decodes, experts):
         raise ValueError(problem)
@@ -103,7 +103,7 @@ def _problem(
 ) -> str | None:
     s, n = request.sampling, len(request.prompt)
     if request.routed_experts and not experts:
-        return "return_routed_experts needs a model with experts, and this one has none."
+        return "return_routed_experts needs a model with experts, but this one has none."
     start = request.input_logprobs_from
     for name, ids in {"input_ids": request.prompt, "stop_token_ids": s.stop_token_ids}.items():
         bad = [x for x in ids if type(x) is not int or not 0 <= x < vocab]
@@ -137,11 +137,11 @@ def _problem(
     if not (s.seed is None or 0 <= s.seed < 2**64):
         return f"sampling_seed must be from 0 to 2^64 - 1, got {s.seed}."
     if s.stop and not decodes:
-        return "stop strings need a tokenizer, and the engine has none."
+        return "stop strings need a tokenizer, but the engine has none."
     if not all(s.stop):
         return "stop strings must not be empty."
     if len(stops) > STOPS:
-        return f"stop_token_ids: at most {STOPS} are supported, the model's own included."
+        return f"stop_token_ids: at most {STOPS} are supported, including the model's."
     if not 0 <= request.top_logprobs <= TOP:
         return f"top_logprobs must be from 0 to {TOP}, got {request.top_logprobs}."
     if not (start is None or 0 <= start <= n):

@@ -1,7 +1,7 @@
-"""Choosing the next token of each slot: pure, fixed in shape, and each row by itself.
+"""Samples the next token of each slot: pure functions with fixed shapes, independent per row.
 
-Rows never mix, and what a row does not ask for is skipped under `lax.cond` in ways that leave its bits alone, so one
-compiled program serves greedy, sampled and filtered requests side by side.
+Rows never mix, and options that no row uses are skipped with `lax.cond` without changing a bit of other rows, so one
+compiled program serves greedy, sampled and filtered requests together.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from .request import TOP
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Controls:
-    """How each slot samples, as in `request.Sampling`: temperature 0 is greedy; top_k < 1, top_p 1 and min_p 0 are off.
+    """Sampling parameters per slot, as in `request.Sampling`: temperature 0 is greedy; top_k < 1, top_p 1 and min_p 0
+    disable the filters.
 
     Attributes:
       seed_S2: u32, high and low half of each request's seed.
@@ -32,20 +33,20 @@ class Controls:
 
 @shaped
 def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S):
-    """Draws one token a row from softmax(logits / temperature) after the filters top-k, top-p, min-p, in this order.
+    """Draws one token per row from softmax(logits / temperature) after the filters top-k, top-p, min-p, in this order.
 
-    A filter keeps ties with the last token that it admits, and top-p counts the mass that top-k left. Noise is drawn
-    with fold_in(key(seed), index): it depends on nothing but the request's seed and the token's place.
+    A filter keeps ties with the last token it admits, and top-p counts the mass that top-k leaves. Noise is drawn with
+    fold_in(key(seed), index): it depends only on the request's seed and the token's position.
 
     Args:
       logits_SV: f32.
-      index_S: absolute place in its sequence of the token to be drawn.
+      index_S: absolute position in its sequence of the token to draw.
       banned_SE: token ids that may not be drawn; V and above stand for none.
-      top_S: how many of the likeliest tokens each row reports, at most TOP.
+      top_S: number of likeliest tokens each row reports, at most TOP.
 
     Returns:
-      token_S; logp_S (nats, of softmax(logits / temperature) before bans and filters; temperature 1 where greedy);
-      top_logp_SK and top_id_SK, K = TOP, undefined where nobody asks.
+      token_S; logp_S (nats, of softmax(logits / temperature) before bans and filters; temperature 1 if greedy);
+      top_logp_SK and top_id_SK, K = min(TOP, V), undefined if no row requests them.
     """
     S, V = logits_SV.shape
     greedy_S = controls.temperature_S == 0
@@ -90,14 +91,14 @@ def noise(seed_S2, index_S, V: int):
 
 
 def argmax(x_SV):
-    """The first of the largest, i32[S]: two plain reductions, which run vectorised where a paired one does not."""
+    """Index of the first maximum, i32[S]: two plain reductions, which vectorise where a paired one does not."""
     at_SV = jnp.arange(x_SV.shape[1], dtype=jnp.int32)[None]
     largest_S1 = jnp.max(x_SV, -1, keepdims=True)
     return jnp.min(jnp.where(x_SV == largest_S1, at_SV, x_SV.shape[1] - 1), -1)
 
 
 def filtered(x_SV, controls: Controls):
-    """Scaled logits with -inf for the tokens that top-k, top-p and min-p leave out."""
+    """Scaled logits with -inf for the tokens that top-k, top-p and min-p exclude."""
     order_SV = ordered(x_SV)
 
     def top_k(x_SV):
@@ -124,16 +125,16 @@ def filtered(x_SV, controls: Controls):
 
 
 def ordered(x):
-    """u32 that sort as the f32 do."""
+    """Maps f32 to u32 of the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def threshold(enough, rows: int):
-    """The largest u32 t[rows, 1] with enough(t), which must hold at 0 and, once false, stay false above.
+    """The largest u32 t[rows, 1] with enough(t), which must hold at 0 and be monotone: once false, false above.
 
-    Fixes one bit a pass from the top: 32 passes over the values find an exact threshold, where sorting a vocabulary
-    costs many times more.
+    A binary search, one bit per pass from the top: 32 passes over the values find an exact threshold, while sorting a
+    vocabulary costs many times more.
     """
 
     def bit(i, t_S1):

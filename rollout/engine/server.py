@@ -1,4 +1,4 @@
-"""The embedded engine as a server that speaks SGLang's HTTP contract: `serve(path)`."""
+"""Serves the embedded engine with SGLang's HTTP API: `serve(path)`."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def serve(
     seed: int = 0,
     api_key: str | None = None,
 ) -> None:
-    """Serves the checkpoint folder `path` until SIGTERM or SIGINT; once ready prints one line that begins with the URL.
+    """Serves the checkpoint folder `path` until SIGTERM or SIGINT; prints a line that begins with the URL when ready.
 
     Args:
-      port: 0 = any that is free.
+      port: 0 = any free port.
       slots: sequences generated at the same time; further requests wait.
       context: longest sequence, prompt and generated tokens; the model's own limit if that is lower.
       version: label of the weights until the first update; None = of a published version its own, else "default".
@@ -55,7 +55,7 @@ def serve(
       api_key: requests must carry it, as `Authorization: Bearer KEY`.
 
     Raises:
-      ValueError: the address cannot be had, or the folder cannot be loaded; nothing is served then.
+      ValueError: the address is not available, or the folder cannot be loaded; nothing is served then.
     """
     with contextlib.closing(http_process.bind(host, port)) as sock:
         weights, label = read_weights(path, dtype), version or published_label(path)
@@ -87,7 +87,7 @@ def prepare(
     path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, dtype: str, version: str,
     seed: int = 0,
 ) -> Service:  # fmt: skip
-    """The engine of these weights, which it copies, and its routes; with the tokenizer in the folder `path`, if any."""
+    """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
     tokenizer, decode = None, None
     if any((Path(path) / name).is_file() for name in tokenizers.FILES):
         tokenizer = tokenizers.load(path)
@@ -112,7 +112,7 @@ def app(service: Service, api_key: str | None = None) -> ASGIApp:
 
 
 async def _refused(http: HTTPRequest, error: Exception) -> Response:
-    """A request that cannot be honoured, in the shape that SGLang gives to errors of the route."""
+    """The response to an invalid request, in SGLang's format for errors of the route."""
     if http.url.path == "/generate":
         return JSONResponse({"error": {"message": str(error)}}, 400)
     body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}

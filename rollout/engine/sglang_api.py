@@ -1,8 +1,8 @@
-"""SGLang's own routes, over the embedded engine: generation, pauses, weights, versions, health.
+"""SGLang's native routes for the embedded engine: generation, pauses, weights, versions, health.
 
-What the real server would silently get wrong or die of is refused with 400, and a refused update changes nothing:
-a checkpoint that lacks a tensor, has one too many or is of another shape, and an update under an in-place pause whose
-requests would go on with the cache of the old weights.
+Requests that SGLang would get silently wrong or crash on are refused with 400, and a refused update changes nothing:
+a checkpoint with a missing, unexpected or misshapen tensor, or an update during an in-place pause after which requests
+would continue with the cache of the old weights.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .engine import RELEASABLE
 from .request import Progress, Request, Sampling
 
 PAUSES = ("abort", "retract", "in_place")
-HEALTHY_S = 20.0  # how long /health waits for a sign of life
+HEALTHY_S = 20.0  # how long /health waits for progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """Weights that wait beside those in use.
+    """Weights prepared for an update.
 
     Attributes:
-      files: what `state_of` said of the folder `path` when they were read.
+      files: the `state_of` of the folder `path` when they were read.
     """
 
     path: str
@@ -52,12 +52,12 @@ class Staged:
 
 
 class Service:
-    """The engine, what it serves, and a handler for each route.
+    """The engine, the state of the server, and a handler for each route.
 
     Attributes:
-      engine, bridge: where requests go.
+      engine, bridge: process the requests.
       tokenizer: None = the model folder has none, and prompts are token ids.
-      path: folder of the weights in use; `tokenizer_path`: the folder served from the start.
+      path: folder of the weights in use; `tokenizer_path`: the folder served initially.
       checksums: of the weights in use, from `read_weights`.
       dtype: of the weights in the engine.
     """
@@ -72,7 +72,7 @@ class Service:
         self._staged: Staged | None = None
 
     def open(self) -> None:
-        """To be called on the event loop before the first request."""
+        """Must be called on the event loop before the first request."""
         self.bridge, self._updating = Bridge(self.engine), asyncio.Lock()
 
     def routes(self) -> list[Route]:
@@ -120,7 +120,7 @@ class Service:
             yield answer if ask.single else answer | {"index": i}
 
     def answer(self, progress: Progress, ask: request_parsing.Ask, i: int, start: float) -> dict:
-        """What `/generate` answers for request i of a body, finished or under way."""
+        """The `/generate` answer for request i of a body, finished or in progress."""
         meta: dict[str, Any] = {
             "id": progress.rid,
             "finish_reason": progress.finish,
@@ -158,13 +158,13 @@ class Service:
         return {"text": progress.text, "output_ids": progress.tokens, "meta_info": meta}
 
     def _piece(self, id: int) -> str:
-        """The text of one token; its number where there is no tokenizer."""
+        """The text of one token; its id as text if there is no tokenizer."""
         return str(id) if self.tokenizer is None else self.tokenizer.decode([id], skip_special_tokens=False)
 
     # -- state -----------------------------------------------------------------------------------
 
     async def health(self, http: HTTPRequest) -> Response:
-        """200 if the engine generates: it was heard of while a request for one token waited for its turn."""
+        """200 if the engine generates: it makes progress on any request while a one-token probe is queued."""
         if not self.engine.able:
             return Response(status_code=503)
         begin = time.monotonic()
@@ -204,7 +204,7 @@ class Service:
         )
 
     async def server_info(self, http: HTTPRequest) -> Response:
-        """How it was started, and what it is doing. `sampling_seed` is honoured always."""
+        """The server's options and state. `sampling_seed` is always honoured."""
         return Answer(
             {
                 "model_path": self.tokenizer_path,
@@ -225,7 +225,7 @@ class Service:
         )
 
     async def loads(self, http: HTTPRequest) -> Response:
-        """Its queue and its use of the cache, under SGLang's names."""
+        """Queue lengths and cache usage, with SGLang's names."""
         now = self.engine.stats()
         load = {
             "dp_rank": 0,
@@ -276,15 +276,15 @@ class Service:
         return Answer(None)
 
     async def resume_memory_occupation(self, http: HTTPRequest) -> Response:
-        """Unlike SGLang, which then has weights of any content, this server generates only once weights are loaded; and
-        it is no error if nothing was released."""
+        """Allocates released memory. Unlike SGLang, whose weights then have arbitrary content, this server generates
+        only once weights are loaded; and it is not an error if nothing was released."""
         await asyncio.to_thread(self.engine.reclaim, tags(await read(http)))
         return Answer(None)
 
     # -- weights ---------------------------------------------------------------------------------
 
     async def update_weights_from_disk(self, http: HTTPRequest) -> Response:
-        """Loads a checkpoint folder of the same model. It is read and checked whole before anything changes."""
+        """Loads a checkpoint folder of the same model, after reading and checking it completely."""
         body = await read(http)
         async with self._updating:
             try:
@@ -295,8 +295,8 @@ class Service:
         return Answer({"success": True, "message": message, "num_paused_requests": 0})
 
     async def stage_weights_from_disk(self, http: HTTPRequest) -> Response:
-        """Reads a checkpoint folder of the same model beside the weights in use, while requests go on: an update from
-        this folder then takes what is there already, and generation need not stop for longer than that."""
+        """Reads a checkpoint folder of the same model next to the weights in use, while requests continue; an update
+        from this folder then only swaps them, which shortens the pause."""
         body = await read(http)
         async with self._updating:
             try:
@@ -311,7 +311,7 @@ class Service:
         fields.refuse(body, {"load_format": ("auto", "safetensors")})
         files = await asyncio.to_thread(state_of, path)
         if self._staged is None or (self._staged.path, self._staged.files) != (path, files):
-            self._staged = None  # never three of them in memory
+            self._staged = None  # never three versions in memory
             self._staged = await asyncio.to_thread(self._read, path, files)
         return self._staged
 
@@ -333,7 +333,7 @@ class Service:
         version = version or f"unnamed-{together(staged.checksums)[:8]}"
         if fields.boolean(body, "abort_all_requests"):
             self.engine.abort_all()
-        await asyncio.to_thread(self.engine.swap, staged.weights, version, flush=flush)  # waits for what runs
+        await asyncio.to_thread(self.engine.swap, staged.weights, version, flush=flush)  # waits for running requests
         self.path, self.checksums, self._staged = staged.path, staged.checksums, None
         return version
 
@@ -341,7 +341,7 @@ class Service:
         ours, theirs = dataclasses.asdict(self.engine.config), dataclasses.asdict(config)
         if other := [name for name in ours if name != "source" and ours[name] != theirs.get(name)]:
             shown = ", ".join(f"{name} {theirs.get(name)!r} instead of {ours[name]!r}" for name in other)
-            raise ValueError(f"{path}: must hold the model that is served, but has {shown}")
+            raise ValueError(f"{path}: must contain the model that is served, but has {shown}")
 
     async def update_weight_version(self, http: HTTPRequest) -> Response:
         body = await read(http)
@@ -354,19 +354,19 @@ class Service:
         return Answer({"success": True, "message": message, "new_version": version})
 
     async def weights_checker(self, http: HTTPRequest) -> Response:
-        """xxh3-128 of each tensor that was loaded: comparable with a published manifest.json."""
+        """xxh3-128 of each loaded tensor, comparable with a published manifest.json."""
         action = (await read(http)).get("action", "checksum") if await http.body() else "checksum"
         if action != "checksum":
             return Answer({"success": False, "message": f"action: must be checksum, got {action!r}"}, 400)
         if not self.engine.loaded:
             return Answer({"success": False, "message": "weights: released, and none loaded since"}, 400)
-        whole = together(self.checksums)
-        ranks = [{"checksums": self.checksums, "per_gpu_checksum": whole}]
-        return Answer({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": whole})
+        total = together(self.checksums)
+        ranks = [{"checksums": self.checksums, "per_gpu_checksum": total}]
+        return Answer({"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": total})
 
 
 def state_of(path: str) -> frozenset:
-    """(name, inode, size, time of the last change) of the files in a folder; empty where there is no folder."""
+    """(name, inode, size, modification time) of the files in a folder; empty if there is no folder."""
     if not Path(path).is_dir():
         return frozenset()
     found = ((file.name, file.stat()) for file in os.scandir(path))
@@ -376,11 +376,11 @@ def state_of(path: str) -> frozenset:
 def read_weights(
     path: str, dtype: str, take: Callable[[Any, Any], Any] = lambda config, params: params
 ) -> tuple[Any, Any, dict[str, str]]:
-    """(config, parameters, xxh3-128 of each tensor by its name) of a checkpoint folder, complete and as its
-    manifest.json says, where it has one. The parameters are views of its files, as of `hf.mapped`.
+    """Reads a checkpoint folder: (config, parameters, xxh3-128 of each tensor by name), complete and verified against
+    its manifest.json, if it has one. The parameters are views of its files, as in `hf.mapped`.
 
     Args:
-      take: `take(config, parameters)` is returned in their place; it works while the hashes are compared.
+      take: `take(config, parameters)` is returned instead of the parameters; it runs while the hashes are verified.
 
     Raises:
       ValueError: as `hf.load`, `hf.verify` and `take`.
@@ -399,12 +399,12 @@ def read_weights(
 
 
 def together(checksums: dict[str, str]) -> str:
-    """One checksum for all."""
+    """Combines checksums into one."""
     return xxhash.xxh3_128_hexdigest(json.dumps(checksums, sort_keys=True).encode())
 
 
 def tags(body: dict) -> Sequence[str]:
-    """What of the memory is meant: everything, where nothing is named."""
+    """The kinds of memory that a request names; all of them if it names none."""
     named = body.get("tags") or RELEASABLE
     right = isinstance(named, list | tuple) and all(isinstance(tag, str) for tag in named)
     fields.rule(right, "tags", "must be a list of strings", named)
@@ -415,14 +415,14 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Answer(JSONResponse):
-    """JSON in which a log-probability of broken weights stays NaN, as Python's own reader takes it."""
+    """A JSON response that keeps NaN (a log-probability of broken weights) as Python's json module reads it."""
 
     def render(self, content: Any) -> bytes:
         return _encode(content).encode()
 
 
 async def read(http: HTTPRequest) -> dict:
-    """The JSON object that a request carries."""
+    """Reads the JSON object in a request's body."""
     try:
         body = json.loads(await http.body())
     except ValueError as error:
@@ -433,7 +433,7 @@ async def read(http: HTTPRequest) -> dict:
 
 
 def events(answers: AsyncIterator[dict]) -> Response:
-    """Answers as server-sent events."""
+    """Streams answers as server-sent events."""
 
     async def lines() -> AsyncIterator[str]:
         async for answer in answers:
@@ -444,7 +444,7 @@ def events(answers: AsyncIterator[dict]) -> Response:
 
 
 def disconnected(http: HTTPRequest):
-    """A coroutine function that returns when the client has gone; the body must have been read."""
+    """A coroutine function that returns when the client disconnects; the body must have been read."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":

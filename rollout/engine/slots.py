@@ -1,8 +1,8 @@
-"""The slots of an engine: which request sits where, what their caches hold, and the programs run over them.
+"""The slots of an engine: assigns requests to slots, tracks what their caches hold, and runs the compiled programs.
 
-A prompt is computed once for all requests that come together, and copied from a slot that has it for those that come
-later, unless they ask for what is known only while it is computed: its log-probabilities or experts. Several samples of
-one prompt cost one prefill. Belongs to one thread.
+A prompt is computed once for all requests that arrive together, and copied from a slot that has it for later ones,
+unless they need its log-probabilities or experts, which are known only while it is computed. Several samples of one
+prompt cost one prefill. Owned by one thread.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Live:
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What must lie in the cache before decoding goes on: everything but the last token."""
+        """The tokens that must be in the cache before decoding continues: all but the last."""
         return (*self.request.prompt, *self.progress.tokens)[:-1]
 
     @property
     def cached(self) -> Cached:
-        """That, and what it is computed with."""
+        """The key of the prefix's cache: the adapter it is computed with, and the prefix."""
         return self.adapter, self.prefix
 
 
@@ -57,8 +57,8 @@ Cached = tuple[Loaded | None, tuple[int, ...]]
 
 @dataclass(eq=False)
 class Row:
-    """A sequence to prefill for all requests that need it; `scored`: (last token, top) where it is to be scored too,
-    `routed`: its experts are wanted."""
+    """A sequence to prefill for all requests that need it; `scored`: (last token, top) if it must be scored too,
+    `routed`: whether its experts are needed."""
 
     cached: Cached
     scored: tuple[int, int] | None
@@ -75,15 +75,15 @@ class Slots:
 
     Attributes:
       running: {slot: Live}.
-      free: the other slots, the one idle for longest first.
-      weights: as `stage` made them; replaced between calls. None once they are released.
-      adapters: those beside them.
+      free: the other slots, the longest idle first.
+      weights: from `stage`; replaced between calls. None once they are released.
+      adapters: the loaded adapters.
       counts: prefills, prefilled_tokens, dispatches.
     """
 
     def __init__(self, config, params, count: int, context: int, steps: int):
         self.count, self.context, self.steps = count, context, steps
-        self.config = dataclasses.replace(config, eos=(), source="{}")  # programs are compiled once for models alike
+        self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.counts: collections.Counter[str] = collections.Counter()
@@ -91,15 +91,15 @@ class Slots:
         self.weights: Any = self.stage(params)
         self.adapters = Adapters()
         self._caches: Any = None
-        self._filled = 0  # positions of the caches that something was written to
+        self._filled = 0  # positions of the caches that have been written to
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
         self.clear()
 
     def stage(self, params):
-        """Weights for decoding, beside the ones in use.
+        """Prepares weights for decoding, next to the ones in use.
 
         Raises:
-          ValueError: they are not the config's, or of another dtype than the first ones.
+          ValueError: they do not match the config, or the dtype of the first ones.
         """
         expected = param.abstract(models.table(self.config), self._dtype)
         shapes = lambda tree: {
@@ -116,9 +116,9 @@ class Slots:
             return programs.stage(params, self._device)
 
     def release(self, *, weights: bool, caches: bool) -> None:
-        """Gives device memory back at once, while nothing runs. `clear` makes new caches, weights have to be set."""
+        """Frees device memory at once, while nothing runs. `clear` makes new caches; weights have to be set."""
         for x in jax.tree.leaves((self.weights if weights else None, self._caches if caches else None)):
-            x.delete()  # whoever else may hold it
+            x.delete()  # even if something else refers to it
         if weights:
             self.weights = None
         if caches:
@@ -127,23 +127,23 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """Held on the device by weights and caches."""
+        """Device memory of weights and caches, in bytes."""
         return sum(x.nbytes for x in jax.tree.leaves((self.weights, self._caches)))
 
     def stage_adapter(self, spec: Lora, tree) -> Factors:
-        """An adapter for `add_adapter`, beside those in use; raises as `adapters.stage`."""
+        """Prepares an adapter for `add_adapter`, next to those in use; raises as `adapters.stage`."""
         with self._alone():
             return jax.block_until_ready(
                 adapters.stage(spec, tree, models.table(self.config), self._dtype, self._device)
             )
 
     def add_adapter(self, staged: Factors) -> int:
-        """Its index; raises as `Adapters.add`."""
+        """Adds an adapter and returns its index; raises as `Adapters.add`."""
         with self._alone():
             return self.adapters.add(staged)
 
     def clear(self) -> None:
-        """Forgets which prompts slots hold; while nothing runs, wipes caches: no NaN of diverged weights lives on."""
+        """Forgets which prompts slots hold; while nothing runs, wipes caches, to drop any NaN of diverged weights."""
         if not self.running:
             with self._alone():
                 if self._caches is None:
@@ -158,7 +158,7 @@ class Slots:
         self._cached_of: dict[int, Cached] = {}
 
     def held(self) -> int:
-        """Tokens that running requests have in the cache."""
+        """The number of tokens that running requests have in the cache."""
         return int(self._state[list(self.running), COLUMNS["position"]].sum())
 
     def _alone(self):
@@ -166,7 +166,7 @@ class Slots:
         return jax.set_mesh(jax.sharding.Mesh(np.array(self._device), ()))
 
     def enter(self, lives: Sequence[Live]) -> None:
-        """Prepares requests for decoding: those that generate get slots, of which enough must be free."""
+        """Prefills requests and gives slots to those that generate; enough slots must be free."""
         rows: dict[tuple, Row] = {}
         copies: dict[int, list[tuple[int, int]]] = {}  # bucket -> (from slot, to slot)
         for live in lives:
@@ -185,7 +185,7 @@ class Slots:
                 copies.setdefault(programs.bucket(len(prefix), self.context), []).append((holder, slot))
                 self._remember(live.cached, slot)
         self._prefill(rows.values())
-        # A holder is running or takes its own slot again, and a prompt's copies are made in order: none is overwritten
+        # A holder is running or keeps its slot, and the copies of a prompt are made in order: none is overwritten
         # before it is read.
         for length, pairs in copies.items():
             source_S, target_S = (self._padded(slots) for slots in zip(*pairs, strict=True))
@@ -200,14 +200,14 @@ class Slots:
         if slot is not None:
             del self.running[slot]
             self.free[slot] = None
-            # `position` stays: an idle slot keeps writing there, behind the prompt that its cache is kept for.
+            # `position` stays: an idle slot keeps writing there, after the prompt for which its cache is kept.
             row = self._state[slot]
             row[COLUMNS["adapter"]] = 0
             row[COLUMNS["active"]] = row[COLUMNS["top"]] = row[COLUMNS["least"]] = row[COLUMNS["temperature"]] = 0
 
     def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
-        """A few decode steps, fewer once `wanted` slots idle: (request, tokens, logp, likeliest, experts of the tokens
-        read) of each that runs."""
+        """Runs a dispatch of decode steps, which stops early once `wanted` slots are idle; returns (request, tokens,
+        logp, likeliest tokens, experts of the input tokens) for each running request."""
         position = COLUMNS["position"]
         before_S = self._state[:, position].copy()
         self._caches, out, position_S = programs.decode(
@@ -233,7 +233,7 @@ class Slots:
         return self.weights if self.adapters.factors is None else self.weights | {"adapters": self.adapters.factors}
 
     def _scored(self, live: Live) -> tuple[int, int] | None:
-        """What of a prompt's own log-probabilities is wanted, for `Row.scored`."""
+        """Which log-probabilities of its prompt a request needs, for `Row.scored`."""
         request, progress = live.request, live.progress
         if request.input_logprobs_from is None or progress.tokens:
             return None
@@ -243,7 +243,7 @@ class Slots:
         return request.prompt[-1], TOP if request.top_logprobs else 0
 
     def _seat(self, live: Live, holder: int | None) -> int:
-        """Gives a request a free slot: the one that already holds its prompt, where it is free."""
+        """Gives a request a free slot: the one that already holds its prompt, if that is free."""
         slot = holder if holder is not None and holder in self.free else next(iter(self.free))
         del self.free[slot]
         self.running[slot], live.slot = live, slot
@@ -262,7 +262,7 @@ class Slots:
         return out
 
     def _prefill(self, rows: Iterable[Row]) -> None:
-        """Computes sequences, a bucket's together, and puts them where they are needed."""
+        """Computes sequences, batched by bucket, and writes them to the slots that need them."""
         groups: dict[int, list[Row]] = {}
         for row in rows:
             groups.setdefault(programs.bucket(len(row.prefix), self.context), []).append(row)
@@ -289,20 +289,20 @@ class Slots:
         if any(row.routed for row in rows):
             routed_PTLK = np.asarray(routed_PTLK)
         for i, row in enumerate(rows):
-            for live in row.lives if row.routed else ():  # what a retracted request was told already stays
+            for live in row.lives if row.routed else ():  # experts that a retracted request has already are kept
                 live.progress.routed.extend(routed_PTLK[i, len(live.progress.routed) : len(row.prefix)])
             if row.scored:
                 self._score(row, row.scored, i, hidden_PTD)
 
     def _score(self, row: Row, scored: tuple[int, int], i: int, hidden_PTD) -> None:
-        """Log-probabilities of a prompt's own tokens, for the requests that want them."""
+        """Computes log-probabilities of a prompt's tokens, for the requests that need them."""
         (last, top), n = scored, len(row.prefix)
         target_T = np.zeros(hidden_PTD.shape[1], np.int32)
         target_T[:n] = (*row.prefix[1:], last)
         logp_T, best = jax.device_get(programs.prompt_scores(self.weights, hidden_PTD, i, target_T, top=top))
         for live in row.lives:
             progress, k = live.progress, live.request.top_logprobs
-            start = max(0, (live.request.input_logprobs_from or 0) - 1)  # hidden[t] speaks of token t + 1
+            start = max(0, (live.request.input_logprobs_from or 0) - 1)  # hidden[t] predicts token t + 1
             progress.input_logp += logp_T[start:n].tolist()
             if k:
                 progress.input_top += pairs(*(x_TK[start:n, :k] for x_TK in best))
@@ -331,6 +331,6 @@ class Slots:
 
 
 def pairs(logp_TK: np.ndarray, id_TK: np.ndarray) -> list[list[tuple[float, int]]]:
-    """[(logp, id), ...] of each position."""
+    """Zips arrays to [(logp, id), ...] per position."""
     rows = zip(logp_TK.tolist(), id_TK.tolist(), strict=True)
     return [list(zip(*row, strict=True)) for row in rows]

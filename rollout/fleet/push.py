@@ -173,7 +173,7 @@ async def push_weights(
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)
-    events.note("push", begun=start, **asdict(report))
+    events.emit("push", begun=start, **asdict(report))
     return report
 
 

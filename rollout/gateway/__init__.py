@@ -1,1 +1,1 @@
-"""Sessions over HTTP: agents written for OpenAI's or Anthropic's API play episodes against the policy."""
+"""The gateway: serves sessions over HTTP, so that agents written for OpenAI's or Anthropic's API run episodes."""

@@ -1,7 +1,7 @@
-"""OpenAI's `/v1/chat/completions`: requests to what a session is asked, interactions to answers and chunks.
+"""OpenAI's `/v1/chat/completions`: converts requests to asks of a session, interactions to answers and chunks.
 
-Taken beyond OpenAI's fields: `top_k`, `min_p`, `min_tokens`, `chat_template_kwargs`, and `reasoning_content` in
-messages, as vLLM and SGLang have them.
+Extensions, as in vLLM and SGLang: `top_k`, `min_p`, `min_tokens`, `chat_template_kwargs`, and `reasoning_content` in
+messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAKEN = {
 
 
 def read(body: Mapping[str, Any], style: Style) -> Ask:
-    """What a request asks. Raises Refused."""
+    """Parses a request. Raises Refused."""
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
     neutral = openai.NEUTRAL if tools else {**openai.NEUTRAL, "parallel_tool_calls": [True, False]}
     fields.known(body, TAKEN, openai.PASSED, neutral)
@@ -53,7 +53,7 @@ def refuse_seed(body: Mapping[str, Any]) -> None:
 
 
 def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools that the model is shown: all, or none where it may not call any."""
+    """The tools that the model sees: all of them, or none if `choice` is "none"."""
     if choice in (None, "auto"):
         return tools
     if choice == "none":
@@ -81,7 +81,7 @@ def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, A
 class Stream:
     """The chunks of a streamed response, in the order begin, piece..., end or failed.
 
-    A tool call is one chunk: it is known to be one when it is complete.
+    A tool call is a single chunk, because it is recognised only when it is complete.
     """
 
     def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
@@ -131,7 +131,7 @@ def finish(x: Interaction) -> str:
 
 
 def usage(ask: Ask, done: Sequence[Interaction]) -> dict[str, int]:
-    """Tokens of prompts, each counted once, and of completions."""
+    """Token counts; each prompt counts once."""
     prompts = sum(len(x.prompt) for x in done[:: ask.n])
     completions = sum(len(x.completion.tokens) for x in done)
     return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": prompts + completions}
@@ -142,7 +142,7 @@ def _frame(ask: Ask, id: str, kind: str) -> dict[str, Any]:
 
 
 def _logprobs(ask: Ask, x: Interaction, tokenizer: Any) -> dict[str, Any] | None:
-    """Of all sampled tokens, those of reasoning, calls and the end included."""
+    """Log-probabilities of all sampled tokens, including reasoning, tool calls and the stop token."""
     if not ask.body.get("logprobs"):
         return None
     content = []

@@ -1,7 +1,7 @@
-"""OpenAI's `/v1/completions`: prompts of text or tokens, continued; with `echo` also how likely a prompt is.
+"""OpenAI's `/v1/completions`: continues prompts of text or tokens; with `echo` also scores the prompt.
 
-Log-probabilities of a prompt, and of the likeliest tokens at each place, come from the server reading the text once
-more: they are those of temperature 1, under the weights of that moment.
+Log-probabilities of a prompt, and of the likeliest tokens at each position, come from a second pass of the server over
+the text: they are at temperature 1, under its current weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read(body: Mapping[str, Any], tokenizer: Any) -> Ask:
 
 
 def reads(ask: Ask) -> bool:
-    """Whether what was read and sampled must be read once more for its log-probabilities."""
+    """Whether log-probabilities need a second pass over prompt and completion."""
     return bool(ask.body.get("logprobs")) or (bool(ask.body.get("echo")) and ask.body.get("logprobs") is not None)
 
 
@@ -59,7 +59,7 @@ def answer(
     """The response. Each choice has the id of its `interaction`.
 
     Args:
-      readings: where `reads`, prompt and completion of each choice, as the server read them.
+      readings: if `reads(ask)`, the scored prompt and completion of each choice.
     """
     choices = [
         {
@@ -128,12 +128,12 @@ def _logprobs(ask: Ask, x: Interaction, reading: Reading | None, tokenizer: Any)
 
 
 def _named(tokenizer: Any, others: Mapping[int, float]) -> dict[str, float] | None:
-    """The likeliest tokens by name, the likelier of two that have the same; None of a token that nothing precedes."""
+    """The likeliest tokens by name; of two with the same name, the likelier. None for the first token of a sequence."""
     return {_name(tokenizer, token): logp for token, logp in sorted(others.items(), key=lambda x: x[1])} or None
 
 
 def _name(tokenizer: Any, token: int) -> str:
-    """A token's text; of a part of a character its name in the vocabulary, since such parts all look the same."""
+    """A token's text; for a part of a character its vocabulary entry, because all such parts decode alike."""
     shown = tokenizer.decode([token])
     return tokenizer.convert_ids_to_tokens(token) if "\ufffd" in shown else shown
 

@@ -1,4 +1,4 @@
-"""Errors as answers, in the shape of the API that was asked, and as one line in the log."""
+"""Converts errors to responses in the format of the requested API, and logs them in one line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from . import chat, messages
 
 log = logging.getLogger(__name__)
 
-KINDS = (HTTPException, ValueError, RuntimeError, ClientDisconnect)  # anything else is a fault of this library
-GONE = 499  # the client did not wait; nobody reads the answer
+KINDS = (HTTPException, ValueError, RuntimeError, ClientDisconnect)  # anything else is a bug in this library
+GONE = 499  # the client disconnected; nobody reads the response
 
 
 async def failed(http: Request, error: Exception) -> Response:
-    """The answer to a request that raised one of KINDS."""
+    """The response to a request that raised one of KINDS."""
     status, message = report(http, error)
     if status == GONE:
         return Response(status_code=GONE)
@@ -28,7 +28,7 @@ async def failed(http: Request, error: Exception) -> Response:
 
 
 def report(http: Request, error: Exception) -> tuple[int, str]:
-    """(status, message) of an error, which is logged in one line, without keys and without what was asked."""
+    """Logs an error in one line, without keys and request content; returns (status, message)."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
     elif isinstance(error, ClientDisconnect):

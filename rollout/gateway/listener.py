@@ -1,4 +1,4 @@
-"""An HTTP server inside a running event loop, with limits on what arrives before and as a request's body."""
+"""An HTTP server inside a running event loop, with limits on connections, headers and bodies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .sessions import Limits
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 1  # for answers under way when the server ends
+GRACE_S = 1  # for responses in progress at shutdown
 KEEP_ALIVE_S = 30
-CLOSE = {"connection": "close"}  # what is left of the request must not be taken for the next one
+CLOSE = {"connection": "close"}  # the unread rest of a request must not be parsed as the next one
 
 
 @contextlib.asynccontextmanager
 async def listen(app: ASGIApp, host: str, port: int, limits: Limits) -> AsyncIterator[str]:
-    """Serves `app` while the block runs; gives the address.
+    """Serves `app` while the block runs; yields its URL.
 
     Raises:
-      ValueError: the address cannot be had.
+      ValueError: the address is not available.
     """
     with contextlib.closing(http_process.bind(host, port)) as sock:
         server = http_process.server(
@@ -51,7 +51,7 @@ async def listen(app: ASGIApp, host: str, port: int, limits: Limits) -> AsyncIte
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:
     class Protocol(H11Protocol):
-        """Closes connections on which a request has begun, but does not get to its body in time."""
+        """Closes connections on which the head of a request does not arrive in time."""
 
         late: asyncio.TimerHandle | None = None
 
@@ -79,18 +79,18 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _close(self) -> None:
-            log.warning("refused: no request within %g s of a connection", limits.head_s)
+            log.warning("refused: no complete request head within %g s", limits.head_s)
             self.transport.close()
 
     return Protocol
 
 
 async def read_json(http: Request, limits: Limits) -> dict[str, Any]:
-    """The request's body, a JSON object; {} if there is none.
+    """Reads the request's body, a JSON object; {} if there is none.
 
     Raises:
-      HTTPException: it is too large, or does not come in time.
-      Refused: it is no JSON object.
+      HTTPException: it is too large, or does not arrive in time.
+      Refused: it is not a JSON object.
     """
     too_large = HTTPException(413, f"the body must have at most {limits.body_bytes} bytes", CLOSE)
     if int(http.headers.get("content-length", 0)) > limits.body_bytes:
@@ -106,7 +106,7 @@ async def read_json(http: Request, limits: Limits) -> dict[str, Any]:
         raise HTTPException(408, f"the body must arrive within {limits.body_s:g} s", CLOSE) from None
     try:
         value = json.loads(body or b"{}", parse_constant=_constant)
-        if b"\\u" in body:  # half of a surrogate pair is no text
+        if b"\\u" in body:  # refuses lone surrogates
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused("body", f"must be JSON ({' '.join(str(error).split())[:100]})") from None

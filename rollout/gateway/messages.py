@@ -1,7 +1,7 @@
-"""Anthropic's `/v1/messages` and its `count_tokens`: requests to what a session is asked, interactions to messages.
+"""Anthropic's `/v1/messages` and `count_tokens`: converts requests to asks of a session, interactions to messages.
 
-`thinking` sets the chat template's variable that turns reasoning on or off. A thinking budget is not enforced: all
-that bounds a generation is `max_tokens`. Whether a tool's result is an error is for its text to say.
+`thinking` sets the chat template's variable that turns reasoning on or off. A thinking budget is not enforced: only
+`max_tokens` limits a generation. The `is_error` of a tool result is ignored; its text must say so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIGNATURE = "unsigned"  # of thinking blocks, which nothing checks here
 
 
 def read(body: Mapping[str, Any], style: Style) -> Ask:
-    """What a request asks. Raises Refused."""
+    """Parses a request. Raises Refused."""
     rule(body.get("max_tokens") is not None, "max_tokens", "must be given", None)
     return Ask(
         **_asked(body, style),
@@ -43,7 +43,7 @@ def read(body: Mapping[str, Any], style: Style) -> Ask:
 
 
 def read_count(body: Mapping[str, Any], style: Style) -> Ask:
-    """What a request to count tokens would ask."""
+    """Parses a request of `count_tokens`. Raises Refused."""
     return Ask(**_asked(body, style))
 
 
@@ -82,7 +82,7 @@ def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, A
 class Stream:
     """The events of a streamed message, in the order begin, piece..., end or failed.
 
-    A tool's input is one delta: a call is known to be one when it is complete.
+    A tool's input is a single delta, because a call is recognised only when it is complete.
     """
 
     def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
@@ -151,7 +151,7 @@ def _usage(x: Interaction) -> dict[str, int]:
 
 
 def _stop(ask: Ask, x: Interaction) -> dict[str, Any]:
-    """Why it ended; the stop sequence where the server says which it was."""
+    """The stop reason; with the stop sequence, if the server reports which one matched."""
     if x.completion.finish != "stop":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     matched = x.completion.info.get("finish_reason")
@@ -162,7 +162,7 @@ def _stop(ask: Ask, x: Interaction) -> dict[str, Any]:
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A message as those of OpenAI's chat API: each tool's result is one, and so is the text around them."""
+    """Converts a message to OpenAI's format; each tool result, and the text around them, becomes its own message."""
     role, content = given.get("role"), given.get("content")
     rule(role in ("user", "assistant", "system"), "messages", "a role must be user, assistant or system", role)
     if role == "system":

@@ -1,4 +1,4 @@
-"""Sessions that clients start over HTTP, use, reward and end: users drive, and trajectories arrive when rewarded."""
+"""Routes for clients that open sessions over HTTP, use, reward and end them, for online training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Online:
     """Handlers of the routes under /sessions.
 
     Attributes:
-      base_url: what clients are told to use.
+      base_url: the API's base URL, as returned to clients.
     """
 
     def __init__(self, sessions: Sessions, limits: Limits, on_start: Start | None, on_end: End | None):
@@ -46,7 +46,7 @@ class Online:
         ]
 
     async def expire(self) -> None:
-        """Ends sessions whose time is over, for ever."""
+        """Ends expired sessions, periodically and forever."""
         while True:
             await asyncio.sleep(min(self._limits.idle_s, self._limits.total_s, 10.0) / 4)
             stale = self._sessions.stale()
@@ -56,10 +56,10 @@ class Online:
 
     async def _start(self, http: Request) -> Response:
         if not self._sessions.admin(http):
-            raise HTTPException(401, "sessions are started with the admin key")
+            raise HTTPException(401, "starting a session needs the admin key")
         wanted = await read_json(http, self._limits)
         if self._on_start is None:
-            raise HTTPException(403, "no sessions are started over HTTP here")
+            raise HTTPException(403, "this server starts no sessions over HTTP")
         if self._sessions.full:
             raise HTTPException(429, "too many sessions are open")
         try:
@@ -74,7 +74,7 @@ class Online:
         body = await read_json(http, self._limits)
         interaction = body.get("interaction") or ""
         if "value" not in body or not body.keys() <= {"value", "interaction"} or not isinstance(interaction, str):
-            raise Refused("body", 'must have a "value", and the id of an "interaction" or none')
+            raise Refused("body", 'must have a "value" and optionally the id of an "interaction"')
         try:
             session.set_reward(body["value"], interaction)
         except OverflowError:
@@ -106,7 +106,7 @@ class Online:
 
 
 def _row(sample: Sample) -> dict[str, Any]:
-    """A row of training data as JSON; null is an unscorable reward."""
+    """A row of training data as JSON; null stands for an unscorable reward."""
     scored = lambda value: None if math.isnan(value) else value
     return {
         **{name: getattr(sample, name).tolist() for name in ("tokens", "mask", "logp", "version", "turn")},

@@ -1,7 +1,7 @@
-"""OpenAI's `/v1/responses`: requests to what a session is asked, interactions to responses and events.
+"""OpenAI's `/v1/responses`: converts requests to asks of a session, interactions to responses and events.
 
-Nothing is stored: a request brings the whole conversation as its input. Reasoning is returned as plain text, so that
-what `reasoning.encrypted_content` is for needs nothing more.
+Nothing is stored: a request must contain the whole conversation as its input. Reasoning is returned as plain text, so
+`reasoning.encrypted_content` is not needed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ NEUTRAL: dict[str, list] = {
     "parallel_tool_calls": [True],
     "context_management": [[]],
 }
-SHOWN = ("instructions", "metadata", "max_output_tokens", "temperature", "top_p")  # in the response as in the request
+SHOWN = ("instructions", "metadata", "max_output_tokens", "temperature", "top_p")  # echoed in the response
 
 
 def read(body: Mapping[str, Any], style: Style) -> Ask:
-    """What a request asks. Raises Refused."""
+    """Parses a request. Raises Refused."""
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
     neutral = NEUTRAL if tools else {**NEUTRAL, "parallel_tool_calls": [True, False]}
     fields.known(body, TAKEN, PASSED, neutral)
@@ -77,7 +77,7 @@ def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, A
 class Stream:
     """The events of a streamed response, in the order begin, piece..., end or failed.
 
-    A tool's arguments are one delta: a call is known to be one when it is complete.
+    A tool's arguments are a single delta, because a call is recognised only when it is complete.
     """
 
     def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
@@ -104,13 +104,13 @@ class Stream:
         yield from self._close()
 
     def grow(self, kind: str, text: str) -> Iterator[Event]:
-        """Adds text to the open item, or to a new one, if what is open is not of this `kind`."""
+        """Appends text to the open item; opens a new one if the open item is not of this `kind`."""
         if self._open != kind:
             part = _part(kind, "")
-            said = (
+            item = (
                 {"content": [part], "summary": []} if kind == "reasoning" else {"role": "assistant", "content": [part]}
             )
-            yield from self._add({"type": kind, **said})
+            yield from self._add({"type": kind, **item})
             yield self._at("response.content_part.added", content_index=0, part=dict(part))
         self._items[-1]["content"][0]["text"] += text
         yield self._at(f"response.{_TEXT[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
@@ -197,20 +197,20 @@ def _logprobs(kind: str) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages of OpenAI's chat API: reasoning, text and calls that one answer consists of become one."""
+    """Converts items to messages of OpenAI's chat API; reasoning, text and calls of one answer become one message."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's message that the next item may belong to
+    turn: dict[str, Any] | None = None  # the assistant message that the next item may belong to
     for item in items:
         kind = item.get("type", "message")
-        mine = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
-        over = turn and (
+        assistant = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
+        complete = turn and (
             (kind == "reasoning" and (turn["content"] or turn.get("tool_calls")))
             or (kind == "message" and turn["content"] and not turn.get("tool_calls"))
         )
-        if mine and (turn is None or over):
+        if assistant and (turn is None or complete):
             turn = {"role": "assistant", "content": ""}
             messages.append(turn)
-        if not mine:
+        if not assistant:
             turn = None
         if kind == "reasoning":
             thought = _reasoning(item)
@@ -228,7 +228,10 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             role = str(item.get("role"))
             rule(role in ROLES and role != "tool", "input", "a role must be user, assistant, system or developer", role)
             words = fields.text(
-                item.get("content"), "input", ["input_text", "output_text", "text", "refusal"], "" if mine else "\n"
+                item.get("content"),
+                "input",
+                ["input_text", "output_text", "text", "refusal"],
+                "" if assistant else "\n",
             )
             if turn is not None:
                 turn["content"] += words

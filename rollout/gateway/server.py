@@ -1,7 +1,7 @@
-"""The gateway: one address for agents, where a key is a session. `async with serve(tokenizer) as gateway: ...`.
+"""The gateway: one address for all agents; the API key selects the session. `async with serve(tokenizer) as gateway`.
 
 Routes: `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages` (and its `count_tokens`) and
-`/v1/models` with a session's key; `/health` with none; those of `online` with the admin key or the session's.
+`/v1/models` with a session's key; `/health` without a key; those of `online` with the admin key or the session's.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ async def serve(
     """Serves sessions in the running event loop while the block runs.
 
     Args:
-      tokenizer: a Hugging Face tokenizer with a chat template: of the model that the sessions talk to.
-      port: 0 = any that is free.
-      admin_key: who has it may start sessions over HTTP, and do to each what its own key allows; "" = nobody may.
-      style: how the model writes calls of tools, a name in `parsers.STYLES`.
-      reasoning: text between <think> and </think> is kept apart from content.
-      model: the name that `/v1/models` gives; requests may give any.
+      tokenizer: the Hugging Face tokenizer of the served model, with a chat template.
+      port: 0 = any free port.
+      admin_key: allows starting sessions over HTTP, and whatever each session's key allows; "" = disabled.
+      style: the model's format for tool calls, a name in `parsers.STYLES`.
+      reasoning: separate text between <think> and </think> from the content.
+      model: the name in `/v1/models`; requests may use any.
       read: `Fleet.read`, for log-probabilities of prompts; None = they are refused.
-      on_start: makes the session that `POST /sessions` asks for with a JSON object; ValueError refuses it, RuntimeError
-        asks to try again later.
-      on_end: called with a session started over HTTP once it has ended, by request or because its time is over.
+      on_start: makes the session for the JSON object of a `POST /sessions`; ValueError refuses it, RuntimeError asks
+        the client to try again later.
+      on_end: called with a session started over HTTP once it has ended, by request or by expiry.
 
     Raises:
-      ValueError: the address cannot be had, or is not this machine's own and there is no admin_key.
+      ValueError: the address is not available, or is reachable from other machines without an admin_key.
     """
     if style not in STYLES:
         raise ValueError(f"serve: style must be one of {', '.join(STYLES)}, got {style!r}")
     if not admin_key and not loopback(host):
-        raise ValueError(f"serve: an address that others can reach needs an admin_key, got host {host!r} and none")
+        raise ValueError(f"serve: a host that other machines can reach needs an admin_key, got {host!r} and none")
     sessions = Sessions(limits, admin_key)
     online = Online(sessions, limits, on_start, on_end)
     gateway = Gateway(tokenizer, sessions, limits, style, reasoning, model, read)
@@ -89,7 +89,7 @@ async def serve(
 
 
 class Gateway:
-    """What `serve` gives.
+    """A running gateway; made by `serve`.
 
     Attributes:
       url: its address, without a path.
@@ -105,16 +105,16 @@ class Gateway:
         self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
 
     def open(self, session: Session) -> str:
-        """A new key, under which agents talk to `session` until it is closed.
+        """Opens `session` and returns a new key, with which agents use it until it is closed.
 
         Raises:
           ValueError: the session is open already.
-          RuntimeError: too many are.
+          RuntimeError: too many sessions are open.
         """
         return self._sessions.open(session, online=False)
 
     async def close(self, key: str) -> None:
-        """Ends what runs under a key, which is then unknown."""
+        """Closes the session with this key and cancels its generations; the key becomes invalid."""
         if entry := self._sessions.find(key):
             await self._sessions.close(entry)
 
@@ -129,7 +129,7 @@ class Gateway:
         ]
 
     async def _chat(self, api: Any, http: Request) -> ASGIApp:
-        """A request to one of the APIS."""
+        """Handles a request to one of the APIS."""
         entry = self._sessions.of(http)
         ask = api.read(await self._body(http), STYLES[self._style])
         opened = self._rendered(ask).rstrip().endswith(parsers.THINK)
@@ -168,7 +168,7 @@ class Gateway:
             if ask.sampling["max_new_tokens"]:
                 more: dict[str, Any] = {"on_text": lambda text: on_piece(Text("content", text))} if ask.stream else {}
                 done = await entry.session.complete(prompt, **ask.sampling, **more)
-            else:  # nothing is sampled, so the session has no part in it
+            else:  # nothing is sampled, so the session is not involved
                 nothing = Completion([], [], [], "length")
                 done = Interaction(prompt=tuple(prompt), temperature=1.0, completion=nothing)
             if completions.reads(ask):
@@ -207,7 +207,7 @@ class Gateway:
         return {"model": self._model, **await read_json(http, self._limits)}
 
     def _rendered(self, ask: Ask) -> str:
-        for name, value in ask.template.items():  # a client must not bring a template of its own
+        for name, value in ask.template.items():  # a client must not pass its own template
             if name in self._reserved or not isinstance(value, str | int | float | None):
                 raise Refused("chat_template_kwargs", f"{name!r:.80} must be a variable of the template, and a scalar")
         return template.render(self._tokenizer, ask.messages, ask.tools, ask.template, ask=True)
@@ -220,7 +220,7 @@ class Gateway:
 
 
 def _app(routes: Sequence[Route], limits: Limits) -> ASGIApp:
-    """All routes, behind a look at the headers."""
+    """The routes as an ASGI application that checks the size of headers first."""
     inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors.KINDS, errors.failed))
     inner.router.redirect_slashes = False
 

@@ -1,4 +1,4 @@
-"""The sessions that a gateway serves, by key and by id, and what they may use."""
+"""The sessions of a gateway, by key and by id, and their limits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..chat.session import Session
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may use; what exceeds a limit is refused.
+    """Limits of clients; requests that exceed one are refused.
 
     Attributes:
-      body_bytes, body_s: the size of a request's body, and the seconds it may take to arrive.
-      header_bytes, headers: the size and the number of a request's headers.
-      head_s: seconds that the line and headers of a request may take to arrive.
+      body_bytes, body_s: size of a request's body, and seconds in which it must arrive.
+      header_bytes, headers: total size and number of a request's headers.
+      head_s: seconds in which the request line and headers must arrive.
       connections: open at the same time.
-      generations: of one session at the same time.
+      generations: running in one session at the same time.
       sessions: open at the same time.
-      idle_s, total_s: seconds after which a session that was started over HTTP ends, unused or whatever it does.
+      idle_s, total_s: seconds after which a session started over HTTP expires, when unused and in any case.
     """
 
     body_bytes: int = 32 * 2**20
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Entry:
-    """A session that is open, the generations that run in it, and when it was started and last used."""
+    """An open session, its running generations, and when it was started and last used."""
 
     session: Session
     digest: bytes
@@ -55,12 +55,12 @@ class Entry:
 
 
 class Sessions:
-    """The open sessions, and who may use them.
+    """The open sessions, and who may access them.
 
-    Keys are looked up by their hash, so that how long it takes tells nothing about them.
+    Keys are looked up by hash, so that timing reveals nothing about them.
 
     Args:
-      admin_key: who has it may do to each session what its own key allows; "" = nobody may.
+      admin_key: allows for every session what its own key allows; "" = disabled.
     """
 
     def __init__(self, limits: Limits, admin_key: str):
@@ -73,7 +73,7 @@ class Sessions:
         return len(self._by_id) >= self._limits.sessions
 
     def open(self, session: Session, *, online: bool) -> str:
-        """The new key of a session. Raises RuntimeError where too many are open, ValueError where this one is."""
+        """Opens a session; returns its new key. Raises RuntimeError if too many are open, ValueError if this one is."""
         if self.full:
             raise RuntimeError(f"gateway: at most {self._limits.sessions} sessions may be open at the same time")
         if session.id in self._by_id:
@@ -87,7 +87,7 @@ class Sessions:
         return self._by_key.get(_digest(key))
 
     async def close(self, entry: Entry) -> bool:
-        """Ends a session and what runs in it; False if it has been ended."""
+        """Closes a session and cancels its generations; False if it was closed already."""
         if self._by_key.pop(entry.digest, None) is None:
             return False
         del self._by_id[entry.session.id]
@@ -101,27 +101,27 @@ class Sessions:
         await asyncio.gather(*map(self.close, list(self._by_id.values())))
 
     def stale(self) -> list[Entry]:
-        """Sessions started over HTTP whose time is over."""
+        """The expired sessions, among those started over HTTP."""
         now, limits = time.monotonic(), self._limits
         old = lambda entry: now - entry.started > limits.total_s
         idle = lambda entry: not entry.running and now - entry.used > limits.idle_s
         return [entry for entry in self._by_id.values() if entry.online and (old(entry) or idle(entry))]
 
-    # -- whose request it is; HTTPException if it is nobody's ------------------------------------
+    # -- authentication; raises HTTPException if it fails ----------------------------------------
 
     def admin(self, http: Request) -> bool:
-        """Whether it has the admin key."""
+        """Whether the request has the admin key."""
         given = _key(http).encode("latin-1")
         return bool(self._admin_key) and hmac.compare_digest(given, self._admin_key)
 
     def of(self, http: Request) -> Entry:
-        """The session whose key it has."""
+        """The session whose key the request has."""
         if entry := self.find(_key(http)):
             return entry
         raise HTTPException(401, "no open session has this key")
 
     def named(self, http: Request) -> Entry:
-        """The session whose id is in the path; one that is another's looks as if it was not there."""
+        """The session whose id is in the path; without access to it, as if it did not exist."""
         found = self._by_id.get(http.path_params["id"])
         if not self.admin(http) and self.of(http) is not found:
             found = None

@@ -1,4 +1,4 @@
-"""The generations of one request, which end with it, and their answer as server-sent events."""
+"""The generations of one request, which are cancelled with it, and their answer as server-sent events."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from . import errors
 from .chat import Event
 from .sessions import Entry
 
-Job = Callable[[Callable[[Piece], None]], Awaitable[Interaction]]  # generates, and gives out pieces on the way
+Job = Callable[[Callable[[Piece], None]], Awaitable[Interaction]]  # job(on_piece) generates an interaction
 
 
 @contextlib.asynccontextmanager
 async def running(http: Request, entry: Entry, jobs: Sequence[Job], most: int) -> AsyncIterator[Work]:
-    """Runs the jobs of a request while the block runs. Raises HTTPException where the session runs too many."""
-    if entry.closed:  # while the request's body was on its way
+    """Runs the jobs of a request while the block runs. Raises HTTPException if the session would run too many."""
+    if entry.closed:  # while the request's body was being read
         raise HTTPException(409, "the session has ended")
     if len(entry.running) + len(jobs) > most:
         raise HTTPException(429, f"at most {most} generations may run in a session at the same time")
@@ -40,10 +40,10 @@ async def running(http: Request, entry: Entry, jobs: Sequence[Job], most: int) -
 
 
 class Work:
-    """Jobs that run until they are done, one fails, their session ends, or the client goes.
+    """Jobs that run until they are done, one fails, their session ends, or the client disconnects.
 
     Attributes:
-      tasks: of the jobs.
+      tasks: one per job.
     """
 
     def __init__(self, http: Request, jobs: Sequence[Job]):
@@ -57,7 +57,7 @@ class Work:
         return await job(lambda piece: self._news.put_nowait((i, piece)))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(job, piece) as they come, until all jobs are done. Raises what a job raised; ClientDisconnect."""
+        """Yields (job index, piece) as they arrive, until all jobs are done. Raises a job's error; ClientDisconnect."""
         left = len(self.tasks)
         while left:
             news = await self._news.get()
@@ -67,12 +67,12 @@ class Work:
                 raise ClientDisconnect
             elif news.cancelled():
                 raise HTTPException(409, "the session has ended")
-            else:  # all its pieces came before
+            else:  # all its pieces have been yielded
                 news.result()
                 left -= 1
 
     async def done(self) -> list[Interaction]:
-        """What the jobs returned. Raises as `pieces`."""
+        """Waits for the jobs and returns their results. Raises as `pieces`."""
         async for _ in self.pieces():
             pass
         return [task.result() for task in self.tasks]
@@ -84,10 +84,10 @@ class Work:
 
 
 def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: Sequence[str], stream: Any) -> ASGIApp:
-    """An answer that is sent as it comes; what fails before its first piece is answered as if it was not streamed.
+    """Streams an answer as server-sent events; an error before the first piece gets a normal error response.
 
     Args:
-      ids: names that the interactions get.
+      ids: ids for the interactions.
       stream: a `Stream` of one of the APIs.
     """
 
@@ -109,7 +109,7 @@ def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: S
                     await emit(stream.piece(*news))
                 done = [task.result() for task in work.tasks]
                 for x, id in zip(done, ids, strict=True):
-                    x.id = id  # the agent knows it by the name that the stream began with
+                    x.id = id  # the id that the agent knows from the beginning of the stream
                 await emit(stream.end(done))
             except errors.KINDS as error:
                 await emit(stream.failed(*errors.report(http, error)))
@@ -125,6 +125,6 @@ def _encoded(event: Event) -> bytes:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has gone; the body must have been read."""
+    """Returns when the client disconnects; the body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,8 @@
-"""Rewards in processes of their own: `async with pool("module:function") as reward: score = await reward(text, row)`.
+"""Rewards in worker processes: `async with pool("module:function") as reward: score = await reward(text, row)`.
 
 A reward is a plain function `reward(text, row)` that returns a number, a dict of numbers or None; `signatures.bind`
-says what else it may look like. It is sent to its workers by name, they load its module and nothing of JAX, and one
-that raises, hangs, crashes or leaks costs its sample at most. A reward of several is a dict, whose sum counts:
+lists other signatures. Workers receive its object path and import its module, but no JAX; a reward that raises, hangs,
+crashes or leaks costs at most its sample. To combine several rewards, return a dict, whose sum counts:
 
     def reward(text, row):
         return {"answer": gsm8k.reward(text, row), "form": 0.1 * match.form(text, row)}
@@ -27,16 +27,16 @@ from .worker import Call, Worker
 __all__ = ["Pool", "Score", "none", "pool", "score"]
 log = logging.getLogger(__name__)
 
-AHEAD = 16  # calls written to a worker before it answers: hides the way there and back of cheap rewards
+AHEAD = 16  # calls sent to a worker before it answers: hides the round trip of cheap rewards
 CONCURRENT = 64  # calls of an `async def` that one worker runs at a time
-BATCH = 256  # most calls that a batched reward gets at once
-BLOCKED_S = 1.0  # after its time a coroutine has been cancelled, if its event loop still turns
+BATCH = 256  # most calls in a batch of a batched reward
+BLOCKED_S = 1.0  # after its timeout a coroutine has been cancelled, unless its event loop is blocked
 USELESS = 8  # failures without a single score: this reward does not work
 STARTS = 3  # attempts to replace a worker
 
 
 def none(text: str, row: Any) -> float:
-    """No reward: 0, for runs in which a teacher alone teaches."""
+    """Returns 0: for runs that learn only from a teacher."""
     return 0.0
 
 
@@ -51,23 +51,23 @@ async def pool(
     max_calls: int = 0,
     max_growth: int = 1 << 30,
 ) -> AsyncIterator[Pool]:
-    """Worker processes that run the reward called `name`; yields `async reward(text, row) -> Score`.
+    """Starts worker processes that run the reward at the object path `name`; yields `async reward(text, row) -> Score`.
 
-    A call fails when it raises, returns what is no reward, takes longer than `timeout_s`, or its worker dies. It is
-    tried `retries` times more, then logged in one line, counted in `reward.counts`, and unscorable. A function that
-    has failed 8 times without a single score is a bug and no accident: its error is raised here, in every call.
+    A call fails if it raises, returns something that is not a reward, exceeds `timeout_s`, or its worker dies. It is
+    retried `retries` times, then logged in one line, counted in `reward.counts`, and unscorable. A function that has
+    failed 8 times without a single score is considered broken: every call raises its error.
 
-    A worker that hangs is killed with all it started, and replaced. Of calls that ran together when their worker died,
-    or in one batch that failed, each is tried again alone, so that only the guilty one counts as failed. A reward may
-    therefore see the same text twice. `async def` rewards run 64 at a time in each worker. Rows must be picklable.
+    A worker that hangs is killed with all its children and replaced. Calls that ran together when their worker died, or
+    in one failed batch, are retried one by one, so that only the faulty one counts as failed. A reward may therefore
+    see the same text twice. `async def` rewards run 64 at a time in each worker. Rows must be picklable.
 
     Args:
-      timeout_s: seconds of one attempt, from when its worker turns to it.
-      retries: further attempts at a call that failed; on another worker, if the first died.
-      failed: what a failed call scores: NaN, which training leaves out, or 0.
-      max_calls: a worker is replaced after so many; 0 = never.
-      max_growth: bytes by which a worker may outgrow what it used after its first answer before it is replaced. What
-        one call takes meanwhile is not bounded; for code that must be, see `sandbox`.
+      timeout_s: seconds per attempt, from when its worker starts it.
+      retries: further attempts at a failed call; on another worker if the first died.
+      failed: the score of a failed call: NaN, which training leaves out, or 0.
+      max_calls: replace a worker after this many calls; 0 = never.
+      max_growth: replace a worker whose memory has grown by this many bytes since its first answer. The memory of a
+        single call is not bounded; to bound it, see `sandbox`.
 
     Raises:
       ValueError: the name cannot be resolved in a worker; a bad option; while running, a reward that never works.
@@ -93,11 +93,11 @@ async def pool(
 
 
 class Pool:
-    """Calls waiting for a worker, and the workers; made by `pool`.
+    """The workers and the queue of calls; made by `pool`.
 
     Attributes:
-      counts: calls by outcome: scored (returned a reward), raised, late, died; and of what it took: retried (attempts
-        after the first), recycled (workers replaced for their calls or their growth).
+      counts: calls by outcome: scored (returned a reward), raised, late, died; retried (attempts after the first);
+        recycled (workers replaced because of max_calls or max_growth).
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class Pool:
         prompt_ids: Sequence[int] | None = None,
         completion_ids: Sequence[int] | None = None,
     ) -> Score:
-        """The reward of the completion `text`. Templated prompt and token ids are for rewards that ask for them."""
+        """The reward of the completion `text`. Templated prompt and token ids go to rewards that have parameters for
+        them."""
         if self._broken:
             raise self._broken
         given = {"prompt": prompt, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
@@ -147,7 +148,7 @@ class Pool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._feeding:
             self._feeding.cancel()
-        self._broken = RuntimeError(f"reward {self.name}: its pool is closed")
+        self._broken = RuntimeError(f"reward {self.name}: the pool is closed")
         for call in self._open():
             call.answer.cancel()
         await asyncio.gather(*(worker.end() for worker in self._workers))
@@ -158,7 +159,7 @@ class Pool:
         return worker
 
     def _queue(self, calls: Iterable[Call]) -> None:
-        """Handed out when all that happens at this moment has happened, so that they can share a batch."""
+        """Queues calls, to be sent once pending callbacks of the loop have run, so that they can share a batch."""
         self._waiting.extend(calls)
         if not self._feeding:
             self._feeding = asyncio.get_running_loop().call_soon(self._feed)
@@ -173,26 +174,27 @@ class Pool:
             worker.retiring = 0 < self.max_calls <= worker.sent
 
     def _next(self, worker: Worker) -> list[Call]:
-        """Calls to send to the least busy worker, taken from those that wait; none if it has no room."""
+        """Takes the next calls for `worker`, the least busy one, from the queue; [] if it has no room."""
         while self._waiting and self._waiting[0].answer.done():  # its caller was cancelled
             self._waiting.popleft()
         running, waiting = len(worker.running), len(self._waiting)
-        if not waiting or (running and (self._waiting[0].alone or any(call.alone for call in worker.running.values()))):
+        isolated = lambda: self._waiting[0].isolated or any(call.isolated for call in worker.running.values())
+        if not waiting or (running and isolated()):
             return []
         if self._mode == "batched":
             if running:
                 return []
-            together = itertools.takewhile(lambda call: not call.alone, itertools.islice(self._waiting, BATCH))
-            return [self._waiting.popleft() for _ in range(max(1, sum(1 for _ in together)))]
+            batch = itertools.takewhile(lambda call: not call.isolated, itertools.islice(self._waiting, BATCH))
+            return [self._waiting.popleft() for _ in range(max(1, sum(1 for _ in batch)))]
         if self._mode == "async":
             room = CONCURRENT
-        else:  # few at a time when there are few, so that no worker idles
+        else:  # send few ahead when few are queued, so that no worker idles
             busy = sum(len(worker.running) for worker in self._workers)
             room = min(AHEAD, max(1, (waiting + busy) // (2 * len(self._workers))))
         return [self._waiting.popleft()] if running < room else []
 
     async def _keep(self, worker: Worker) -> None:
-        """Takes the answers of a worker, and of those that replace it."""
+        """Receives the answers of a worker and replaces it when it ends."""
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 while worker.running or not worker.retiring:
@@ -209,7 +211,7 @@ class Pool:
         for attempt in range(1, STARTS):
             try:
                 return await self._launch()
-            except RuntimeError as error:  # it worked before: the machine is in trouble, perhaps for a moment
+            except RuntimeError as error:  # it worked before: perhaps the machine has a temporary problem
                 log.warning("%s; attempt %d of %d", error, attempt, STARTS)
                 await asyncio.sleep(attempt)
         return await self._launch()
@@ -231,9 +233,9 @@ class Pool:
         self._queue([])
 
     def _lose(self, worker: Worker) -> None:
-        """Of several calls that a dead worker was busy with none is blamed; those not begun go elsewhere."""
+        """Requeues the calls of a dead worker. The one it was running has failed; of several, none is blamed."""
         suspects = worker.suspects()
-        if worker.late and worker.late not in suspects:  # its last answer was on the way
+        if worker.late and worker.late not in suspects:  # the late call's answer had just arrived
             suspects = []
         for call in suspects:
             self._fail(call, "late" if worker.late else "died", "", guilty=len(suspects) == 1)
@@ -243,7 +245,7 @@ class Pool:
     def _fail(self, call: Call, outcome: str, message: str, *, guilty: bool) -> None:
         if not guilty or call.failures < self.retries:
             call.failures += guilty
-            call.alone = call.alone or not guilty
+            call.isolated = call.isolated or not guilty
             self.counts["retried"] += 1
             self._queue([call])
             return
@@ -256,7 +258,7 @@ class Pool:
         call.settle(self._broken or Score(self.failed))
 
     def _break(self, error: Exception) -> None:
-        """No call will be answered any more: those that wait learn why."""
+        """Fails all calls, now and from here on, with `error`."""
         self._broken = error
         for call in self._open():
             call.settle(error)
@@ -266,22 +268,22 @@ class Pool:
         return [*self._waiting, *(call for worker in self._workers for call in worker.running.values())]
 
     def _ended(self, task: asyncio.Task) -> None:
-        """Of a task that runs for as long as the pool does: an error there must not leave callers waiting."""
+        """Done callback of the pool's own tasks: an error in one must not leave callers waiting."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._break(error)
 
     async def _watch(self) -> None:
-        """Kills workers that are late; `_keep` then sees the end of their stream.
+        """Kills workers that exceed the timeout; `_keep` then sees the end of their stream.
 
-        Answers that have arrived are taken before a timer of the same moment runs, so that a busy event loop does
-        not make a worker look late.
+        The event loop processes answers that have arrived before timers, so that a busy loop does not make a worker
+        look late.
         """
         clock = asyncio.get_running_loop().time
-        patience = self.timeout_s + (BLOCKED_S if self._mode == "async" else 0.0)
+        timeout_s = self.timeout_s + (BLOCKED_S if self._mode == "async" else 0.0)
         while True:
             await asyncio.sleep(min(self.timeout_s / 10, 0.5))
             for worker in self._workers:
                 oldest = next(iter(worker.running.values()), None)
-                if oldest and clock() - oldest.since > patience:
+                if oldest and clock() - oldest.since > timeout_s:
                     worker.late = oldest
                     worker.kill()

@@ -1,4 +1,4 @@
-"""A reward for multiple choice, where the answer is a letter."""
+"""A reward for multiple-choice questions, whose answer is a letter."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 _BEFORE = r"(?:[\s*_$:(\[{]|\\(?:text|textbf|mathrm|mathbf))*"
 _AFTER = r"(?![A-Za-z0-9'\u2019])"
-MARKED = [  # the first of these that a text has decides, by its last occurrence
+MARKED = [  # the first of these that occurs in the text decides, by its last occurrence
     re.compile(rf"\\boxed{_BEFORE}([A-Za-z]){_AFTER}"),
     re.compile(rf"<answer>{_BEFORE}([A-Za-z]){_AFTER}"),
     re.compile(rf"(?i:\b(?:answer|correct (?:choice|option))(?:\s+is)?\b){_BEFORE}([A-Z]){_AFTER}"),
 ]
-ALONE = re.compile(r"[\s*_$(\[]*([A-Za-z])[\s*_$)\].:]*")
+BARE = re.compile(r"[\s*_$(\[]*([A-Za-z])[\s*_$)\].:]*")
 ANOTHER = re.compile(r"[\s)\]]*(?:,|/|&|\bor\b|\band\b)[\s(\[]*[A-Z](?![A-Za-z0-9])")
 
 
 def reward(text: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the letter that `text` chooses is the row's, else 0.0.
+    """1.0 if `text` chooses the row's letter, else 0.0.
 
     The choice is the letter in the last \\boxed{...}, else in the last <answer>, else after the last "answer" or
-    "correct option" ("The answer is (B)", "Answer: **B**"; here a capital), else the last line if it is nothing but a
-    letter. Two letters in that place ("A or B") choose nothing.
+    "correct option" ("The answer is (B)", "Answer: **B**"; a capital only), else the last line if it is a single
+    letter. Two letters in that place ("A or B") count as no choice.
 
     Args:
-      row: `answer` is the letter, or the number of the right choice, from 0.
+      row: `answer` is the letter, or the zero-based index of the right choice.
 
     Raises:
       ValueError: the row's answer is neither.
@@ -33,14 +33,14 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
     answer = row["answer"]
     letter = chr(ord("A") + answer) if type(answer) is int and 0 <= answer < 26 else str(answer).strip("() ").upper()
     if not re.fullmatch("[A-Z]", letter):
-        raise ValueError(f"choice: answer must be a letter or the number of a choice, got {answer!r:.80}")
+        raise ValueError(f"choice: answer must be a letter or the index of a choice, got {answer!r:.80}")
     return float(chosen(text) == letter)
 
 
 def chosen(text: str) -> str | None:
-    """The letter that a completion chooses (see `reward`), a capital; None if there is none."""
+    """The letter that a completion chooses (see `reward`), in upper case; None if there is none."""
     for pattern in MARKED:
         if found := list(pattern.finditer(text)):
             return None if ANOTHER.match(text, found[-1].end()) else found[-1][1].upper()
-    alone = ALONE.fullmatch(text.strip().rpartition("\n")[2])
-    return alone[1].upper() if alone else None
+    bare = BARE.fullmatch(text.strip().rpartition("\n")[2])
+    return bare[1].upper() if bare else None

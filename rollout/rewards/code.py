@@ -1,4 +1,4 @@
-"""A reward for Python programs: the row's tests, run with the program in a sandbox."""
+"""A reward for Python programs: runs the row's tests against the program in a sandbox."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from .. import sandbox
 
-SECONDS = 8.0  # for all tests of a program; below the usual time limit of a pool
+SECONDS = 8.0  # for all tests of a program; below the default timeout of a pool
 MEMORY = 512 << 20  # bytes
 OUTPUT = 1 << 20  # bytes that a program may print
 BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
-# The token says that the tests were reached and passed: a program that ends the process before does not know it.
+# Printing the token proves that the tests ran and passed: a program that exits early does not know it.
 HARNESS = """import sys
 def run(token, print=print):
     space = {{"__name__": "solution"}}
@@ -29,24 +29,24 @@ run(sys.stdin.readline().strip())
 def reward(text: str, row: Mapping[str, Any]) -> float:
     """1.0 if the program in `text` passes all tests of the row within SECONDS and MEMORY, else 0.0.
 
-    The program is the last ```python block, or the whole text without one. It runs in `sandbox`, one at a time in each
-    worker of a pool. Asserts share a process with the program, so that one which means to deceive them can: where that
+    The program is the last ```python block, or the whole text if there is none. It runs in `sandbox`, one at a time in
+    each worker of a pool. Asserts share a process with the program, so a malicious program can fake them: if that
     matters, test by input and output.
 
     Args:
-      row: `tests` is Python source with asserts, or a list of such, which run after the program in its namespace; or a
-        list of {"input", "output"}: what the program reads and must print, white space at the ends of lines aside.
+      row: `tests` is Python source with asserts, or a list of such sources, which run after the program in its
+        namespace; or a list of {"input", "output"}: stdin and the expected stdout, trailing white space ignored.
 
     Raises:
-      ValueError: the row has no tests, or others.
-      ServerError: no program can be closed in on this machine, or it failed to be.
+      ValueError: the row has no tests, or malformed ones.
+      ServerError: this machine allows no sandbox, or the sandbox failed.
     """
     blocks = BLOCK.findall(text)
     return float(asyncio.run(passes(blocks[-1] if blocks else text, row.get("tests"))))
 
 
 async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, str]] | None) -> bool:
-    """Whether a program passes (see `reward`), for rewards that are coroutines themselves."""
+    """Whether a program passes its tests (see `reward`); for rewards that are coroutines."""
     sources: list[Any] = [tests] if isinstance(tests, str) else list(tests or ())
     end = time.monotonic() + SECONDS
     if sources and all(isinstance(source, str) and source.strip() for source in sources):
@@ -55,7 +55,7 @@ async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, s
         return (await _printed(program, f"{token}\n", end) or [""])[-1] == token
     if not sources or not all(isinstance(pair, Mapping) and {"input", "output"} <= set(pair) for pair in sources):
         raise ValueError(
-            "programs: tests must be Python source, or a list of it, or a list of "
+            "rewards.code: tests must be Python source, a list of sources, or a list of "
             f'{{"input", "output"}}, and not be empty; got {tests!r:.80}'
         )
     for pair in sources:
@@ -65,7 +65,7 @@ async def passes(code: str, tests: str | Sequence[str] | Sequence[Mapping[str, s
 
 
 async def _printed(program: str, stdin: str, end: float) -> list[str] | None:
-    """The lines that a program prints; None if it fails, or a limit ends it."""
+    """The lines that a program prints; None if it fails or exceeds a limit."""
     left = end - time.monotonic()
     if left <= 0:
         return None

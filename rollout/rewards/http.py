@@ -1,7 +1,7 @@
-"""Rewards that another server computes: JSON over HTTP, to no address that a row has no business with.
+"""Rewards computed by an HTTP server: posts JSON, with protection against SSRF through URLs in the data.
 
-A URL that comes with the data could point into the network that the trainer stands in. Its host is therefore resolved
-once, every address checked, and the connection made to what was checked; redirects are not followed.
+A URL in a data row could point into the trainer's own network. Its host is therefore resolved once, every address
+checked, and the connection made to a checked address; redirects are not followed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ FIRST_DELAY_S = 0.25  # before a second attempt; doubles
 def post(
     url: str | None = None, *, allow: Collection[str] = (), timeout_s: float = 3.0, attempts: int = 3
 ) -> Callable[..., Awaitable[Any]]:
-    """A reward that posts {"text", "prompt", "row"} to a URL and takes the JSON that comes back: a number, an object
-    of numbers, or null for unscorable. Rows must be JSON. In a file of your own:
+    """Makes a reward that posts {"text", "prompt", "row"} to a URL and returns the JSON answer: a number, an object of
+    numbers, or null for unscorable. Rows must be JSON-serialisable. In a file of your own:
 
-        reward = remote.post("http://10.0.0.7:8000/grade")
+        reward = http.post("http://10.0.0.7:8000/grade")
 
     Args:
-      url: None takes it from `reward_url` of the row. A host that is named here is trusted, one that a row names must
-        have public addresses alone.
-      allow: hosts that rows may name whatever their addresses, as they stand in the URL.
-      timeout_s: seconds of one attempt.
-      attempts: where the server cannot be reached, is late, busy (429) or broken (5xx). All of them together, and the
-        pauses between, should fit into the time limit of the pool.
+      url: None = the row's `reward_url`. A host given here is trusted; one given by a row must have only public
+        addresses.
+      allow: hosts, as written in the URL, that rows may use whatever their addresses.
+      timeout_s: seconds per attempt.
+      attempts: made if the server is unreachable, late, busy (429) or broken (5xx). All of them together, with the
+        pauses in between, should fit into the timeout of the pool.
     """
 
     async def reward(text: str, row: Mapping[str, Any], *, prompt: str | None = None) -> Any:
         body = {"text": text, "prompt": prompt, "row": row}
         if url is None and "reward_url" not in row:
-            raise ValueError("remote: a row needs reward_url, the address of its reward")
+            raise ValueError("rewards.http: a row needs reward_url, the address of its reward")
         trusted = allow if url is None else hosts(url)
         return await ask(
             row["reward_url"] if url is None else url, body, allow=trusted, timeout_s=timeout_s, attempts=attempts
@@ -53,11 +53,11 @@ def post(
     return reward
 
 
-reward = post()  # of rows that say where
+reward = post()  # at the row's reward_url
 
 
 def hosts(url: str) -> Collection[str]:
-    """The host of a URL, as `ask` may be allowed to reach it."""
+    """The host of a URL, as the `allow` of `ask`."""
     host = URL(url).raw_host
     return (host,) if host else ()
 
@@ -71,27 +71,27 @@ async def ask(
     timeout_s: float,
     attempts: int,
 ) -> Any:
-    """The JSON that `url` answers to `body`.
+    """Posts `body` to `url` and returns the JSON answer.
 
     Raises:
-      ValueError: no http or https URL, or it leads to an address that is not public and whose host is not in `allow`.
-      ServerError: after all attempts no answer, or at once a redirect, another refusal, or an answer that is no JSON.
+      ValueError: not an http or https URL, or its address is not public and its host is not in `allow`.
+      ServerError: no answer after all attempts; or, at once, a redirect, another error status, or invalid JSON.
     """
     try:
         address = URL(url)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"remote: not a URL: {url!r:.80} ({error})") from None
+        raise ValueError(f"rewards.http: not a URL: {url!r:.80} ({error})") from None
     host = address.raw_host
     if address.scheme not in ("http", "https") or not host:
-        raise ValueError(f"remote: a URL must begin with http:// or https:// and a host, got {url!r:.80}")
+        raise ValueError(f"rewards.http: a URL must begin with http:// or https:// and a host, got {url!r:.80}")
     resolver = None if host in allow else Checked()
     if resolver and (":" in host or not any(character.isalpha() for character in host)):
-        check(host, host)  # an address goes past the resolver
+        check(host, host)  # a literal address bypasses the resolver
     trouble = ""
     for attempt in range(attempts):
         if attempt:
             await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
-        # a connection for each attempt: rewards are few, and a session would outlive the event loop it is bound to
+        # One session per attempt: rewards are few, and a shared session would outlive its event loop.
         connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True)
         limit = aiohttp.ClientTimeout(total=timeout_s)
         async with aiohttp.ClientSession(connector=connector, timeout=limit, headers=headers) as http:
@@ -120,11 +120,11 @@ async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise ServerError(f"{url}: the answer is no JSON: {bytes(data[:80])!r}") from None
+        raise ServerError(f"{url}: the answer is not JSON: {bytes(data[:80])!r}") from None
 
 
 class Checked(ThreadedResolver):
-    """Resolves names to public addresses only; one that is not public, among others that are, refuses them all."""
+    """Resolves host names to public addresses; raises ValueError if any of the addresses is not public."""
 
     async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list:
         found = await super().resolve(host, port, family)
@@ -134,16 +134,17 @@ class Checked(ThreadedResolver):
 
 
 def check(host: str, address: str) -> None:
-    """Refuses an address that is not public, with a ValueError: private, loopback, link-local, shared, multicast,
-    reserved, or IPv6 that carries such an IPv4 address."""
+    """Raises ValueError if an address is not public: private, loopback, link-local, shared, multicast, reserved, or
+    IPv6 that embeds such an IPv4 address."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
-        raise ValueError(f"remote: {host!r:.80} is neither the name of a host nor an address") from None
+        raise ValueError(f"rewards.http: {host!r:.80} is neither a host name nor an address") from None
     real, local = ip, False
     if isinstance(ip, ipaddress.IPv6Address):
         real, local = ip.ipv4_mapped or ip.sixtofour or ip, ip.is_site_local
     if local or not real.is_global or real.is_multicast or real.is_reserved:
         raise ValueError(
-            f"remote: {host} is at {address}, which is not a public address; if it is meant, name the host in `allow`"
+            f"rewards.http: {host} resolves to {address}, which is not a public address; if that is intended, add the "
+            "host to `allow`"
         )

@@ -1,4 +1,4 @@
-"""A reward for structured output: JSON that satisfies the row's schema."""
+"""A reward for structured output: whether it is JSON that satisfies the row's schema."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BLOCK = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 def reward(text: str, row: Mapping[str, Any]) -> float:
     """1.0 if `text` is JSON that satisfies `row["schema"]` (JSON Schema, an object or its text), else 0.0.
 
-    The last ```json block counts, or the whole text without one. NaN and Infinity are no JSON. References out of the
-    schema are not followed.
+    The last ```json block counts, or the whole text if there is none. NaN and Infinity are not JSON. External
+    references in the schema are not followed.
 
     Raises:
-      ValueError: the row's schema is none.
+      ValueError: the row's schema is invalid.
     """
     import jsonschema
     import referencing
@@ -28,16 +28,16 @@ def reward(text: str, row: Mapping[str, Any]) -> float:
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise ValueError(f"json_schema: the schema of a row is none: {error.message}") from None
+        raise ValueError(f"json_schema: the schema of a row is invalid: {error.message}") from None
     blocks = BLOCK.findall(text)
     try:
         value = json.loads(blocks[-1] if blocks else text, parse_constant=_refuse)
         return float(kind(schema, registry=referencing.Registry()).is_valid(value))
-    except (ValueError, RecursionError):  # no JSON, or nested without end
+    except (ValueError, RecursionError):  # invalid JSON, or nested too deeply
         return 0.0
     except Unresolvable as error:
-        raise ValueError(f"json_schema: the schema of a row refers to what is not in it: {error}") from None
+        raise ValueError(f"json_schema: the schema of a row has an unresolvable reference: {error}") from None
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -1,5 +1,4 @@
-"""A language model as a judge: `reward = judge.judge("http://127.0.0.1:30000/v1/chat/completions")` in a file of your
-own."""
+"""LLM as a judge: `reward = judge.judge("http://127.0.0.1:30000/v1/chat/completions")` in a file of your own."""
 
 from __future__ import annotations
 
@@ -36,20 +35,20 @@ def judge(
     timeout_s: float = 30.0,
     attempts: int = 3,
 ) -> Callable[..., Awaitable[float | None]]:
-    """A reward in 0..1: the verdict of the model at `url`, asked greedily.
+    """Makes a reward in 0..1: the verdict of the model at `url`, decoded greedily.
 
-    A reply without a verdict in 0..`top` leaves the completion unscorable. Of several verdicts the last counts. A judge
-    can be talked into things: look at what scores high. Give the pool a time limit (`--reward-timeout-s`) in which all
-    attempts fit.
+    A reply without a verdict in 0..`top` makes the completion unscorable. Of several verdicts the last counts. Judges
+    can be manipulated: inspect the completions that score high. Give the pool a timeout (`--reward-timeout-s`) that
+    covers all attempts.
 
     Args:
-      url: of an OpenAI-compatible endpoint (".../v1/chat/completions"), or of SGLang's own (".../generate").
-      template: may name {text}, {prompt} (the row's, or the templated one) and every field of the row.
-      verdict: a regular expression, whose first group is the number.
-      top: the best verdict, which is reward 1.
+      url: an OpenAI-compatible endpoint (".../v1/chat/completions"), or SGLang's native one (".../generate").
+      template: may use {text}, {prompt} (the row's, or the templated one) and every field of the row.
+      verdict: a regular expression whose first group is the number.
+      top: the best verdict, which is mapped to reward 1.
       max_tokens: of the reply.
-      key: sent as bearer token, where there is one; read it from the environment.
-      timeout_s, attempts: as in `remote.post`.
+      key: sent as bearer token, if not empty; read it from the environment.
+      timeout_s, attempts: as in `http.post`.
     """
     pattern = re.compile(verdict)
     if pattern.groups < 1 or not top > 0:
@@ -61,7 +60,7 @@ def judge(
         try:
             question = template.format(**({} if prompt is None else {"prompt": prompt}) | {**row, "text": text})
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"judge: the template names what the row lacks, {error}") from None
+            raise ValueError(f"judge: the template uses a field that the row lacks, {error}") from None
         body: dict[str, Any]
         if native:
             body = {"text": question, "sampling_params": {"temperature": 0.0, "max_new_tokens": max_tokens}}
@@ -74,14 +73,14 @@ def judge(
         try:
             reply = answer["text"] if native else answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            raise ServerError(f"{url}: not the answer of a chat server: {answer!r:.80}") from None
+            raise ServerError(f"{url}: not a chat completion: {answer!r:.80}") from None
         return grade(reply or "", pattern, top)
 
     return reward
 
 
 def grade(reply: str, pattern: re.Pattern[str], top: float) -> float | None:
-    """The last verdict in a reply as a share of `top`; None without one, or beyond 0..`top`."""
+    """The last verdict in a reply, divided by `top`; None if there is none or it is outside 0..`top`."""
     found = [match[1] for match in pattern.finditer(reply)]
     try:
         value = float(found[-1])

@@ -7,20 +7,20 @@ from typing import Any
 
 
 def reward(text: str, row: Mapping[str, Any], *, completion_ids: Sequence[int] | None = None) -> float:
-    """0.0 up to the row's limit, from there in a straight line to -1.0 at twice the limit and beyond.
+    """0.0 up to the row's limit, then linear to -1.0 at twice the limit, and constant beyond.
 
     Args:
       row: has `max_tokens` or `max_characters`.
-      completion_ids: the tokens, which only `max_tokens` needs.
+      completion_ids: the completion's tokens, needed for `max_tokens`.
 
     Raises:
-      ValueError: the row has not exactly one of the two, above 0, or the tokens are not given.
+      ValueError: the row does not have exactly one of the two, above 0, or the tokens are missing.
     """
     limits = [(name, row[name]) for name in ("max_tokens", "max_characters") if name in row]
     if len(limits) != 1 or not limits[0][1] > 0:
         raise ValueError(f"length: a row needs either max_tokens or max_characters, above 0, got {dict(limits)}")
     [(name, limit)] = limits
     if name == "max_tokens" and completion_ids is None:
-        raise ValueError("length: max_tokens needs completion_ids, which the workflow must give to the reward")
+        raise ValueError("length: max_tokens needs completion_ids; the workflow must pass them to the reward")
     length = len(text) if completion_ids is None or name == "max_characters" else len(completion_ids)
     return -min(1.0, max(0.0, (length - limit) / limit))

@@ -1,4 +1,4 @@
-"""Rewards for texts: equal to an answer, matching the row's pattern, or of a given form."""
+"""Rewards that compare a text with an answer, a regular expression or a format."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ THINK = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)*"
 
 
 def exact(text: str, row: Mapping[str, Any]) -> float:
-    """1.0 if `text` is `row["answer"]`, or one of them if that is a list; white space around either does not count."""
+    """1.0 if `text` equals `row["answer"]`, or one of them if that is a list; surrounding white space is ignored."""
     answers = row["answer"] if isinstance(row["answer"], list | tuple) else [row["answer"]]
     return float(text.strip() in {str(answer).strip() for answer in answers})
 
 
 def regex(text: str, row: Mapping[str, Any]) -> float:
-    """1.0 if `row["pattern"]` is found anywhere in `text`; ^ and $ are the ends of the text, and . is any character.
+    """1.0 if `row["pattern"]` matches anywhere in `text`; ^ and $ match the ends of the text, . matches any character.
 
-    A pattern may take very long on an unlucky text; the time limit of the pool ends that.
+    Some patterns backtrack for very long; the timeout of the pool ends that.
     """
     return float(_compiled(row, "pattern").search(text) is not None)
 
 
 def form(text: str, row: Mapping[str, Any]) -> float:
-    """1.0 if the whole of `text`, but for white space around it, matches `row["form"]`, where . is any character.
+    """1.0 if all of `text`, surrounding white space ignored, matches `row["form"]`, where . is any character.
 
-    Without that field: one <think>...</think> and then an answer.
+    The default form is one <think>...</think> followed by an answer.
     """
     pattern = _compiled(row, "form") if "form" in row else re.compile(THINK, re.DOTALL)
     return float(pattern.fullmatch(text.strip()) is not None)

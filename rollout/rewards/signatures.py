@@ -1,4 +1,4 @@
-"""What a reward function may look like, and what it may return."""
+"""Signatures and return values of reward functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # what a reward may ask for beside the text and the row
+CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a reward, besides the text and the row
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Score:
 
 
 def score(value: Any) -> Score:
-    """What a reward function returned, as a Score.
+    """Converts the return value of a reward function to a Score.
 
     A number is the reward, None is unscorable (NaN), and a dict gives named components: its entry "reward" is the
-    total, or without that entry the sum of all.
+    total, which defaults to the sum of all.
 
     Raises:
       ValueError: anything else, or an infinite number.
@@ -45,7 +45,7 @@ def _number(value: Any) -> float:
     if not hasattr(type(value), "__float__"):
         raise ValueError(f"a reward must be a number, a dict of numbers or None, got {value!r:.80}")
     if math.isinf(number := float(value)):
-        raise ValueError(f"a reward must be finite, or NaN if it is unknown, got {number}")
+        raise ValueError(f"a reward must be finite, or NaN if it is unscorable, got {number}")
     return number
 
 
@@ -56,7 +56,7 @@ class Bound:
     Attributes:
       mode: "plain" and "batched" run one call at a time, "async" many.
       wants: the names in CONTEXT that it reads.
-      call: f(text, row, context) -> what the function returns; batched f(texts, rows). `context` has what it wants.
+      call: f(text, row, context) -> the function's result; batched f(texts, rows). `context` has the `wants`.
     """
 
     mode: Literal["plain", "async", "batched"]
@@ -65,22 +65,22 @@ class Bound:
 
 
 def bind(function: Callable, name: str = "reward") -> Bound:
-    """Tells by the names of its parameters how a reward function is to be called.
+    """Determines from its parameter names how to call a reward function.
 
-    - `texts` and `rows`: batched. f(texts, rows) -> a list of as many rewards; gets whatever waits.
+    - `texts` and `rows`: batched. f(texts, rows) -> one reward per text; called with all queued calls.
     - `completions`, as in AReaL: f(prompt, completions, prompt_ids, completion_ids, **row). `prompt` is the templated
-      text, `completions` the one completion. Row fields that are named like the first four are left out, and without
-      a ** parameter so are those that the function does not name.
+      text, `completions` the single completion. Row fields named like the first four are left out, and without a **
+      parameter so are those for which the function has no parameter.
     - any other: f(text, row), with those of prompt=, prompt_ids=, completion_ids= that it has parameters for.
 
-    All three may be `async def`. What the caller of the pool did not give is None.
+    All three may be `async def`. Context that the caller of the pool did not pass is None.
 
     Raises:
-      ValueError: it has a parameter `completions`, but not AReaL's four in front.
+      ValueError: it has a parameter `completions`, but does not begin with AReaL's four.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin
         return Bound("plain", (), lambda text, row, context: function(text, row))
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     later = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

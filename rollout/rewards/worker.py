@@ -1,6 +1,6 @@
-"""A process that computes rewards: its handle, and its life from loading the reward to the end of its calls.
+"""Worker processes that compute rewards: the parent's handle (`Worker`) and the child's main function (`serve`).
 
-The calls go there pickled; answers come back as JSON, which a reward that has been led astray cannot turn into code.
+Calls are sent pickled; answers come back as JSON, through which a compromised reward cannot execute code here.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Call:
 
     Attributes:
       message: (text, row, context), pickled.
-      failures: attempts that failed.
-      alone: it was lost together with others; so that it can be told who is to blame, it now runs without company.
-      since: the loop's time when its worker turned to it.
+      failures: number of failed attempts.
+      isolated: it was lost together with others, and now runs alone to find the faulty one.
+      since: when its worker started it, by the loop's clock.
     """
 
     id: int
@@ -46,7 +46,7 @@ class Call:
     row: Any
     answer: asyncio.Future
     failures: int = 0
-    alone: bool = False
+    isolated: bool = False
     since: float = 0.0
 
     def settle(self, outcome: Score | Exception) -> None:
@@ -64,12 +64,11 @@ class Worker:
 
     Attributes:
       mode, wants: of the reward (see `signatures.Bound`).
-      running: calls that it has been sent, by id, in order. A plain reward is busy with the first of them, others
-        with all.
-      sent: calls so far.
-      memory: bytes in use after its first answer; what comes on top is growth.
+      running: calls sent to it, by id, in order. A plain reward is running only the first of them, others all.
+      sent: number of calls sent so far.
+      memory: bytes in use after its first answer, from which growth is measured.
       retiring: it gets no more calls.
-      late: the call that took too long, for which it was killed.
+      late: the call that exceeded the timeout, for which it was killed.
     """
 
     process: subprocess.Popen
@@ -85,11 +84,11 @@ class Worker:
 
     @classmethod
     async def start(cls, name: str, timeout_s: float) -> Worker:
-        """A fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
-        main script again, which may well import JAX; in a session of its own it sees no Ctrl-C, and is killed
-        together with its children."""
+        """Starts a fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
+        main script again, which may import JAX; being in a new session, it gets no Ctrl-C and is killed together
+        with its children."""
         ours, theirs = socket.socketpair()
-        # Answers come by a pipe: a socket whose other end dies with calls unread forgets the answers under way as well.
+        # Answers use a pipe: a socket whose peer dies with unread calls also drops the answers in transit.
         answers, out = os.pipe()
         with theirs, open(out, "wb", buffering=0), contextlib.ExitStack() as opened:
             pipe = opened.enter_context(open(answers, "rb", buffering=0))
@@ -98,7 +97,7 @@ class Worker:
             reader = asyncio.StreamReader()
             protocol = functools.partial(asyncio.StreamReaderProtocol, reader)
             await asyncio.get_running_loop().connect_read_pipe(protocol, pipe)
-            opened.pop_all()  # the two transports close them from here on
+            opened.pop_all()  # from here on the two transports close them
             arguments = f"{theirs.fileno()}, {out}, {name!r}, {timeout_s!r}"
             program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({arguments})"
             try:
@@ -110,15 +109,15 @@ class Worker:
                 )
             except OSError as error:
                 writer.close()
-                raise ServerError(f"reward {name}: no process could be started for it ({error})") from error
+                raise ServerError(f"reward {name}: cannot start a worker process ({error})") from error
         worker = cls(process, reader, writer)
         try:
-            async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that meets the greeting
+            async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that coincides with the greeting
                 greeting = await worker.receive()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             await worker.end()
             raise ServerError(
-                f"reward {name}: its worker did not start ({type(error).__name__}); see what it printed"
+                f"reward {name}: its worker did not start ({type(error).__name__}); see its output"
             ) from error
         except BaseException:
             await worker.end()
@@ -143,22 +142,22 @@ class Worker:
         return json.loads(await self.reader.readexactly(size))
 
     def suspects(self) -> list[Call]:
-        """The calls that it is busy with."""
+        """The calls that it is running now."""
         return list(self.running.values())[: 1 if self.mode == "plain" else None]
 
     def kill(self) -> None:
-        """Without waiting for it."""
+        """Kills it and its children, without waiting."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Kills it with all it started, and waits: the end of a large process takes a while."""
+        """Kills it and its children, and waits: a large process takes a while to exit."""
         self.kill()
         self.writer.close()
         try:
             await asyncio.to_thread(self.process.wait)
-        except asyncio.CancelledError:  # perhaps before a thread took it up
+        except asyncio.CancelledError:  # perhaps before a thread started to wait
             self.process.wait()
             raise
         with contextlib.suppress(ConnectionError):
@@ -166,12 +165,12 @@ class Worker:
 
 
 def serve(handle: int, answers: int, name: str, timeout_s: float) -> None:
-    """The life of a worker: resolves the reward, then answers calls until their stream ends."""
+    """The main function of a worker: resolves the reward, then answers calls until their stream ends."""
     with socket.socket(fileno=handle) as connection, open(answers, "wb", buffering=0) as out:
         try:
             function = object_path.resolve(name)
             bound = bind(function, name)
-        except BaseException as error:  # whatever it is, it must reach the process that waits
+        except BaseException as error:  # any error must reach the waiting process
             text = str(error) if isinstance(error, ValueError) else f"{name}: {line(error)}"
             _put(out, _frame({"error": f"reward {text}"}))
             return
@@ -191,7 +190,7 @@ def _plain(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
     try:
         result = bound.call(*pickle.loads(message))
         return [(id, *_scored(runner.run(result) if inspect.iscoroutine(result) else result))]
-    except BaseException as error:  # whatever it is, it must reach the process that waits
+    except BaseException as error:  # any error must reach the waiting process
         return [(id, "raised", line(error, function), {})]
 
 
@@ -201,14 +200,14 @@ def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
         result = bound.call(list(texts), list(rows))
         results = list(runner.run(result) if inspect.iscoroutine(result) else result)
         if len(results) != len(calls):
-            raise ValueError(f"a batched reward must return one reward a text, got {len(results)} for {len(calls)}")
+            raise ValueError(f"a batched reward must return one reward per text, got {len(results)} for {len(calls)}")
         return [(id, *_scored(result)) for (id, _), result in zip(calls, results, strict=True)]
-    except BaseException as error:  # whatever it is, it must reach the process that waits
+    except BaseException as error:  # any error must reach the waiting process
         return [(id, "raised", line(error, function), {}) for id, _ in calls]
 
 
 async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function: Callable, timeout_s: float) -> None:
-    """Calls of an `async def`, all at once; one that takes too long is cancelled, and ends alone."""
+    """Runs calls of an `async def` concurrently; a late one is cancelled without affecting the others."""
     reader, _writer = await asyncio.open_connection(sock=connection)
 
     async def one(id: int, message: bytes) -> None:
@@ -217,7 +216,7 @@ async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function
                 answer: tuple = (id, *_scored(await bound.call(*pickle.loads(message))))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # whatever it is, it must reach the process that waits
+        except BaseException as error:  # any error must reach the waiting process
             answer = (id, "late", "", {}) if limit.expired() else (id, "raised", line(error, function), {})
         _put(out, _answers([answer]))
 
@@ -251,7 +250,7 @@ def _frame(content: Mapping[str, Any]) -> bytes:
 
 
 def _memory() -> int:
-    """Bytes of this process in use; where the system does not say, the most that ever were."""
+    """Bytes of memory this process uses; the peak if the system does not report the current use."""
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -260,9 +259,9 @@ def _memory() -> int:
 
 
 def line(error: BaseException, function: Any = None) -> str:
-    """An exception in one line: type, message, and the line of the function's file (or the last) that led to it."""
+    """Formats an exception in one line: type, message, and its last position in the function's file, if any."""
     frames = traceback.extract_tb(error.__traceback__)
     file = inspect.unwrap(function).__code__.co_filename if inspect.isfunction(function) else None
-    own = [frame for frame in frames if frame.filename == file] or frames
-    place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
+    relevant = [frame for frame in frames if frame.filename == file] or frames
+    place = f" ({os.path.basename(relevant[-1].filename)}:{relevant[-1].lineno})" if relevant else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"

@@ -1,7 +1,7 @@
-"""Code that nobody has read, run in a process that is closed in: `result = await run_python(code, timeout_s=5)`.
+"""Runs untrusted code in an isolated process: `result = await run_python(code, timeout_s=5)`.
 
-Limits on wall-clock time, processor time, memory, processes, output and files; a clean environment; and as much of
-the rest, no network among it, as this machine lets us forbid: `isolation()` says what that is.
+Limits wall-clock time, CPU time, memory, processes, output and files, and gives a clean environment. How much else it
+forbids, network access for example, depends on the machine: see `isolation()`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from ..errors import ServerError
 log = logging.getLogger(__name__)
 
 CONFINE = str(Path(__file__).with_name("supervisor.py"))
-STOP_S = 10.0  # for the supervisor to end everything once it is told
+STOP_S = 10.0  # for the supervisor to kill everything once it is asked to
 # The last line of a traceback: MemoryError, or numpy's numpy._core._exceptions._ArrayMemoryError.
 OUT_OF_MEMORY = re.compile(r"[\w.]*MemoryError\b")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command printed, and how it ended.
+    """The output of a command, and how it ended.
 
     Attributes:
-      stdout, stderr: each cut at `output_bytes`; bytes that are no UTF-8 are replaced.
-      code: exit status; -N if signal N ended it.
+      stdout, stderr: each truncated to `output_bytes`; invalid UTF-8 is replaced.
+      code: exit status; -N if signal N killed it.
       why: the limit that ended it, "" if none did:
-        "wall": `timeout_s` was over.
+        "wall": `timeout_s` elapsed.
         "cpu": a process used `cpu_s`.
         "memory": the processes together held more than `memory_bytes`, or Python ended with a MemoryError.
-        "processes": `processes` ran at the same time; the kernel had refused more.
-        "output": it printed more than `output_bytes`; what came after is lost.
-        "files": the kernel ended it as a file grew past `files_bytes`. Python sees an OSError instead and may go on.
+        "processes": `processes` were running, so the kernel refused further ones.
+        "output": it printed more than `output_bytes`; the rest is lost.
+        "files": the kernel killed it when a file grew past `files_bytes`. Python gets an OSError instead and may go on.
     """
 
     stdout: str
@@ -57,15 +57,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a command may use.
+    """Resource limits of a command.
 
     Attributes:
-      timeout_s: from start to end, that of the supervisor (about 50 ms) included.
-      cpu_s: processor time of each process, rounded up to whole seconds; None = `timeout_s`.
-      memory_bytes: address space of each process, and resident memory of all together. The kernel sees to the
-        first; the second is looked at 20 times a second, and shared memory that no process maps escapes it.
-      output_bytes: of stdout and of stderr.
-      files_bytes: of a file; where `isolation().files`, of all files together too, and 1 MiB to spare.
+      timeout_s: wall-clock time, including the start of the supervisor (about 50 ms).
+      cpu_s: CPU time of each process, rounded up to whole seconds; None = `timeout_s`.
+      memory_bytes: address space of each process, and resident memory of all together. The kernel enforces the first;
+        the second is checked 20 times a second and misses shared memory that no process maps.
+      output_bytes: of stdout and of stderr, each.
+      files_bytes: of each file; with `isolation().files` also of all files together, plus 1 MiB.
       processes: processes and threads at the same time.
     """
 
@@ -80,20 +80,20 @@ class Limits:
         for name, value in asdict(self).items():
             number = isinstance(value, int) or (name in ("timeout_s", "cpu_s") and isinstance(value, float))
             if not (number and 0 < value < 2**53) and not (name == "cpu_s" and value is None):
-                raise ValueError(f"sandbox: {name} must be a positive number, whole for counts, got {value!r}")
+                raise ValueError(f"sandbox: {name} must be a positive number, an integer for counts, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What holds for sandboxes here, apart from the limits.
+    """What sandboxes on this machine guarantee, apart from the limits.
 
     Attributes:
-      mode: "namespaces" (as root) or "user namespaces"; "own user": root's right to become another user; "same user".
-      network: there is none, not even that of this machine.
-      files: only the system's folders and Python's are there, to read, and a file system in memory of `files_bytes`.
-        Otherwise it reads what its user may read, and a file in its folder is bounded, not their number.
-      environment: memory and environment of processes outside are out of reach.
-      processes: nothing that it starts can outlive it. Otherwise that holds unless it attacks its supervisor.
+      mode: "namespaces" (as root) or "user namespaces"; "own user": as root, a separate user id; "same user".
+      network: there is no network, not even loopback.
+      files: only system and Python folders are visible, read-only, and an in-memory file system of `files_bytes`.
+        Otherwise it can read what its user can, and the size of files is bounded, but not their number.
+      environment: memory and environment of outside processes are inaccessible.
+      processes: nothing it starts can outlive it. Otherwise only if it does not attack its supervisor.
     """
 
     mode: str
@@ -104,12 +104,12 @@ class Isolation:
 
 
 class Sandbox(Protocol):
-    """Where programs run: this module itself, `remote_sandbox.Remote`, or anything with such a `run_python`."""
+    """The interface of sandboxes: this module, `remote.Remote`, or anything else with such a `run_python`."""
 
     async def run_python(self, code: str, *, stdin: str = "", **limits: Any) -> Result: ...
 
 
-ISOLATIONS = (  # the best that works is taken
+ISOLATIONS = (  # best first; the first that works is used
     Isolation("namespaces", network=True, files=True, environment=True, processes=True),
     Isolation("user namespaces", network=True, files=True, environment=True, processes=True),
     Isolation("own user", network=False, files=False, environment=True, processes=True),
@@ -118,16 +118,16 @@ ISOLATIONS = (  # the best that works is taken
 
 
 async def run_python(code: str, *, stdin: str = "", **limits: Any) -> Result:
-    """Runs a program, `code`, with this process's Python in isolated mode (`-I`), in a fresh folder as `main.py`.
+    """Runs the program `code` as `main.py` in a fresh folder, with this process's Python in isolated mode (`-I`).
 
-    It may import what is installed beside this Python. Each run starts a process anew: nothing is kept.
+    It may import the packages installed for this Python. Each run is a new process; nothing is kept.
 
     Args:
       limits: fields of `Limits`.
 
     Raises:
-      ValueError: a limit that is out of range.
-      ServerError: the sandbox itself failed, or there can be none here.
+      ValueError: a limit is out of range.
+      ServerError: the sandbox itself failed, or this machine supports none.
     """
     result = await run([sys.executable, "-I", "main.py"], files={"main.py": code}, stdin=stdin, **limits)
     last = result.stderr.rstrip().rpartition("\n")[2]
@@ -141,22 +141,22 @@ async def run(
 ) -> Result:
     """Runs a command in a fresh folder that is its working directory and HOME.
 
-    Its environment is PATH, HOME, TMPDIR and LANG; it inherits no descriptor. Once this returns, or is cancelled, all
-    that it started is dead and the folder gone.
+    Its environment is PATH, HOME, TMPDIR and LANG; it inherits no file descriptors. When this returns or is cancelled,
+    all its processes are dead and the folder is removed.
 
     Args:
-      command: program and arguments; a program without a slash is looked for in the system's folders.
-      files: name -> text, what lies in the folder at the start.
+      command: program and arguments; a program without a slash is looked up in the system's folders.
+      files: name -> text, the initial content of the folder.
       limits: fields of `Limits`.
 
     Raises:
-      ValueError: a limit that is out of range, or a name of a file with a slash.
-      ServerError: the sandbox itself failed, the command cannot be run, or there can be no sandbox here.
+      ValueError: a limit is out of range, or a file name has a slash.
+      ServerError: the sandbox itself failed, the command cannot be run, or this machine supports no sandbox.
     """
     chosen = Limits(**limits)
     for name in files or {}:
         if not name or name in (".", "..") or "/" in name or "\0" in name:
-            raise ValueError(f"sandbox: a file needs a plain name, got {name!r}")
+            raise ValueError(f"sandbox: a file needs a name without slashes, got {name!r}")
     mode = (await asyncio.to_thread(isolation)).mode
     folder = Path(tempfile.mkdtemp(prefix="areax-sandbox-"))
     try:
@@ -169,16 +169,16 @@ async def run(
 
 def _logged(result: Result) -> Result:
     if result.why:
-        log.info("sandbox: ended by a limit: %s", result.why)
+        log.info("sandbox: stopped at a limit: %s", result.why)
     return result
 
 
 @functools.cache
 def isolation() -> Isolation:
-    """What this machine lets us forbid to sandboxes; found out by trying, once.
+    """The strongest isolation that works on this machine; tried out once.
 
     Raises:
-      ServerError: not even the number of processes can be bounded here.
+      ServerError: not even the number of processes can be limited here.
     """
     if sys.platform != "linux":
         raise ServerError(f"sandbox: needs Linux, this is {sys.platform}; use a remote sandbox")
@@ -189,11 +189,11 @@ def isolation() -> Isolation:
                 log.warning("sandbox: isolation is %s (%s)", kind, "; ".join(refused))
             return kind
         refused.append(f"{kind.mode}: {reason}")
-    raise ServerError(f"sandbox: nothing that bounds a process works here ({'; '.join(refused)})")
+    raise ServerError(f"sandbox: no isolation works on this machine ({'; '.join(refused)}); use a remote sandbox")
 
 
 def _refusal(kind: Isolation) -> str:
-    """Why this isolation cannot be had here, "" if it can."""
+    """Why this isolation does not work here, "" if it does."""
     folder = Path(tempfile.mkdtemp(prefix="areax-sandbox-"))
     try:
         _fill(folder, {}, "")
@@ -202,14 +202,14 @@ def _refusal(kind: Isolation) -> str:
             done = subprocess.run(
                 launch, **_surroundings(reports.writer), capture_output=True, timeout=STOP_S, errors="replace"
             )
-            said = reports.read()
+            outcome = reports.read()
     except subprocess.TimeoutExpired:
         return f"no answer within {STOP_S:.0f} s"
     finally:
         _remove(folder)
-    if said.get("code") == 0 and "error" not in said:
+    if outcome.get("code") == 0 and "error" not in outcome:
         return ""
-    return said.get("error") or f"Python ended with {said.get('code')}: {done.stderr[-300:]}"
+    return outcome.get("error") or f"Python exited with code {outcome.get('code')}: {done.stderr[-300:]}"
 
 
 async def _supervised(mode: str, folder: Path, command: list[str], limits: Limits) -> Result:
@@ -229,15 +229,15 @@ async def _supervised(mode: str, folder: Path, command: list[str], limits: Limit
             await _end(process, ended, printed)
             over.cancel()
         stdout, stderr = [task.result().decode(errors="replace") for task in printed]
-        said = reports.read()
-    if "error" in said or not said and ended in done:
-        raise ServerError(f"sandbox: {said.get('error') or f'the supervisor died; {stderr[-300:]}'}")
-    why = "output" if full.is_set() else said["why"] if said else "wall"
-    return Result(stdout, stderr, said.get("code", -signal.SIGKILL), why)
+        outcome = reports.read()
+    if "error" in outcome or not outcome and ended in done:
+        raise ServerError(f"sandbox: {outcome.get('error') or f'the supervisor died; {stderr[-300:]}'}")
+    why = "output" if full.is_set() else outcome["why"] if outcome else "wall"
+    return Result(stdout, stderr, outcome.get("code", -signal.SIGKILL), why)
 
 
 async def _read(stream: asyncio.StreamReader, most: int, full: asyncio.Event) -> bytes:
-    """The first `most` bytes; the rest is read and dropped, so that whoever writes is not stuck as it ends."""
+    """Reads the first `most` bytes; drains the rest, so that the writer does not block while it is stopped."""
     kept = bytearray()
     while chunk := await stream.read(2**16):
         kept += chunk[: most - len(kept) + 1]
@@ -247,7 +247,7 @@ async def _read(stream: asyncio.StreamReader, most: int, full: asyncio.Event) ->
 
 
 async def _end(process: asyncio.subprocess.Process, ended: asyncio.Task, printed: Sequence[asyncio.Task]) -> None:
-    """Has the supervisor kill all that is left; what they printed is read to its end."""
+    """Has the supervisor kill all remaining processes; reads their output to the end."""
     if not ended.done():
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -264,7 +264,7 @@ async def _end(process: asyncio.subprocess.Process, ended: asyncio.Task, printed
 
 
 class _Reports:
-    """A pipe to what the supervisor has to say."""
+    """A pipe for the supervisor's reports."""
 
     def __enter__(self) -> _Reports:
         self.reader, self.writer = os.pipe()
@@ -278,10 +278,10 @@ class _Reports:
     def read(self) -> dict[str, Any]:
         try:
             lines = os.read(self.reader, 2**16).splitlines()
-        except BlockingIOError:  # nothing
+        except BlockingIOError:  # empty
             return {}
-        said = [json.loads(line) for line in lines]
-        return {key: value for one in reversed(said) for key, value in one.items()}  # the first word counts
+        reports = [json.loads(line) for line in lines]
+        return {key: value for report in reversed(reports) for key, value in report.items()}  # the first one wins
 
 
 def _launch(mode: str, folder: Path, command: list[str], limits: Limits, report: int) -> list[str]:
@@ -297,14 +297,14 @@ def _surroundings(report: int) -> dict[str, Any]:
 
 @functools.cache
 def _python_folders() -> list[str]:
-    """Where this Python and its packages lie, outer folders first."""
+    """The folders of this Python and its packages, parents first."""
     found = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     found.add(str(Path(sys.executable).resolve().parents[1]))
     return sorted(found - {"/"})
 
 
 def _fill(folder: Path, files: Mapping[str, str], stdin: str) -> None:
-    folder.chmod(0o711)  # another user must get through to its own
+    folder.chmod(0o711)  # another user must be able to enter its subfolder
     (folder / "work").mkdir(mode=0o700)
     for name, text in files.items():
         path = folder / "work" / name
@@ -314,7 +314,7 @@ def _fill(folder: Path, files: Mapping[str, str], stdin: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes the folder, also where the command has taken its rights away."""
+    """Removes the folder, even if the command has changed permissions."""
     for path, names, _ in os.walk(folder):
         for name in names:
             inner = os.path.join(path, name)

@@ -1,9 +1,9 @@
 """Sandboxes on other machines: a client, and the server, `python -m areax.rollout.sandbox.remote --port 8080`.
 
 POST /run {"code": text, "stdin": text, "limits": {name: number}} -> {"stdout", "stderr", "code", "why"}, as
-`sandbox.run_python` takes and returns them; stdin and limits may be missing. GET /health -> what `sandbox.isolation`
-says, to anyone. The key goes as `Authorization: Bearer KEY`. Any other status than 200 comes with {"error": text}: 400
-what the caller can mend, 401 the key, 408 and 413 a body that is slow or large, 500 the sandbox failed, 503 busy.
+`sandbox.run_python`; stdin and limits are optional. GET /health -> `sandbox.isolation`, without a key. The key is sent
+as `Authorization: Bearer KEY`. Other statuses than 200 come with {"error": text}: 400 invalid request, 401 wrong key,
+408 and 413 slow or large body, 500 the sandbox failed, 503 busy.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ KEY = "AREAX_SANDBOX_KEY"  # environment variable; a key on the command line cou
 MOST = Limits(timeout_s=60, memory_bytes=2**31, output_bytes=2**20, files_bytes=2**28, processes=256)
 BODY = 4 * 2**20  # bytes
 BODY_S = 20.0  # for a body to arrive
-WAIT_S = 120.0  # for a free place, on top of the program's own time
-WAITING = 16  # requests a place; more are told to come later
+WAIT_S = 120.0  # for a free place, in addition to the program's own time
+WAITING = 16  # requests per place; more get a 503
 
 
 @contextlib.asynccontextmanager
 async def connect(url: str, *, key: str | None = None) -> AsyncIterator[Remote]:
-    """A sandbox at `url`, such as "http://10.0.0.7:8080"; the `key` is that of AREAX_SANDBOX_KEY unless given."""
+    """Yields the sandbox at `url`, such as "http://10.0.0.7:8080"; `key` defaults to AREAX_SANDBOX_KEY."""
     import aiohttp
 
     key = os.environ.get(KEY) if key is None else key
@@ -52,16 +52,16 @@ async def connect(url: str, *, key: str | None = None) -> AsyncIterator[Remote]:
 
 
 class Remote:
-    """Runs programs over there; made by `connect`, a `sandbox.Sandbox`."""
+    """A `sandbox.Sandbox` that runs programs on a remote server; made by `connect`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession):
         self.url, self.session = url, session
 
     async def run_python(self, code: str, *, stdin: str = "", **limits: Any) -> Result:
-        """As `sandbox.run_python`.
+        """Like `sandbox.run_python`.
 
         Raises:
-          ValueError: a limit that is out of range, here or there.
+          ValueError: a limit is out of range, here or on the server.
           ServerError: the server cannot be reached, refuses the key, is busy or failed.
         """
         import aiohttp
@@ -72,23 +72,23 @@ class Remote:
             async with self.session.post(
                 f"{self.url}/run", json=body, timeout=aiohttp.ClientTimeout(seconds), allow_redirects=False
             ) as answer:
-                status, said = answer.status, json.loads(await answer.read())
+                status, content = answer.status, json.loads(await answer.read())
             if status == 200:
-                return Result(**said)
-            error = said["error"]
+                return Result(**content)
+            error = content["error"]
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as failed:
-            raise ServerError(f"sandbox: no answer of {self.url}: {type(failed).__name__}: {failed}") from failed
+            raise ServerError(f"sandbox: no answer from {self.url}: {type(failed).__name__}: {failed}") from failed
         if status == 400:
-            raise ValueError(f"{error} (of {self.url})")
+            raise ValueError(f"{error} (from {self.url})")
         raise ServerError(f"sandbox: {self.url} answered {status}: {error}")
 
 
 def app(*, places: int, key: str | None = None, most: Limits = MOST) -> Starlette:
-    """The server's routes, as an ASGI application.
+    """The server as an ASGI application.
 
     Args:
-      places: programs that run at the same time.
-      most: what a caller may ask for.
+      places: most programs that run at the same time.
+      most: upper bounds of the limits in requests.
     """
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
@@ -103,7 +103,7 @@ def app(*, places: int, key: str | None = None, most: Limits = MOST) -> Starlett
         if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
             return refused(401, "the key is missing or wrong")
         if inside >= places * WAITING:
-            return refused(503, f"{inside} programs run or wait here, come later")
+            return refused(503, f"{inside} programs are running or waiting; try again later")
         inside += 1
         try:
             code, stdin, limits = _asked(await _body(request), most)
@@ -137,39 +137,39 @@ async def _body(request: Request) -> bytes:
         async for chunk in request.stream():
             body += chunk
             if len(body) > BODY:
-                raise OverflowError(f"a body has at most {BODY} bytes")
+                raise OverflowError(f"the body must have at most {BODY} bytes")
     return bytes(body)
 
 
 def _asked(body: bytes, most: Limits) -> tuple[str, str, dict[str, Any]]:
-    """(code, stdin, limits) of a body, or a ValueError."""
+    """Parses a request body to (code, stdin, limits); raises ValueError if it is invalid."""
     try:
         asked = json.loads(body)
     except RecursionError:
         raise ValueError("sandbox: the body is nested too deeply") from None
     if not isinstance(asked, dict) or not asked.keys() <= {"code", "stdin", "limits"}:
-        raise ValueError("sandbox: the body must be an object with code, and perhaps stdin and limits")
+        raise ValueError("sandbox: the body must be an object with code, and optionally stdin and limits")
     code, stdin, limits = asked.get("code"), asked.get("stdin", ""), asked.get("limits", {})
     if not (isinstance(code, str) and isinstance(stdin, str) and isinstance(limits, dict)):
-        raise ValueError("sandbox: code and stdin must be texts, and limits an object")
+        raise ValueError("sandbox: code and stdin must be strings, and limits an object")
     bounds = asdict(most) | {"cpu_s": most.timeout_s if most.cpu_s is None else most.cpu_s}
     if unknown := limits.keys() - bounds.keys():
-        raise ValueError(f"sandbox: there is no limit {min(unknown)!r:.80}; there are {', '.join(bounds)}")
+        raise ValueError(f"sandbox: limits must be among {', '.join(bounds)}, got {min(unknown)!r:.80}")
     for name, value in asdict(Limits(**limits)).items():
         if value is not None and value > bounds[name]:
-            raise ValueError(f"sandbox: {name} is at most {bounds[name]:g} here, got {value:g}")
+            raise ValueError(f"sandbox: {name} must be at most {bounds[name]:g} here, got {value:g}")
     return code, stdin, limits
 
 
 def serve(*, host: str = "127.0.0.1", port: int = 8080, places: int = 4, key: str | None = None) -> None:
-    """Serves until SIGTERM or SIGINT; once ready prints one line that begins with the URL.
+    """Serves until SIGTERM or SIGINT; prints a line that begins with the URL once it is ready.
 
     Args:
-      port: 0 = any that is free.
+      port: 0 = any free port.
 
     Raises:
-      ValueError: the address cannot be had, or it can be reached from elsewhere and there is no key.
-      ServerError: there can be no sandbox here.
+      ValueError: the address is not available, or it is reachable from other machines and there is no key.
+      ServerError: this machine supports no sandbox.
     """
     if places < 1:
         raise ValueError(f"sandbox: places must be at least 1, got {places}")
@@ -179,10 +179,10 @@ def serve(*, host: str = "127.0.0.1", port: int = 8080, places: int = 4, key: st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=f"Runs programs for others; the key they need: {KEY}.")
+    parser = argparse.ArgumentParser(description=f"Runs programs for other machines; callers need the key in {KEY}.")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080, help="0 = any that is free")
-    parser.add_argument("--places", type=int, default=4, help="programs that run at the same time")
+    parser.add_argument("--port", type=int, default=8080, help="0 = any free port")
+    parser.add_argument("--places", type=int, default=4, help="most programs that run at the same time")
     try:
         serve(**vars(parser.parse_args()), key=os.environ.get(KEY))
     except (ValueError, ServerError) as error:

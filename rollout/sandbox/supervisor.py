@@ -1,7 +1,7 @@
-"""The supervisor of one confined command: `python -I -S confine.py SPEC`, a program that only `sandbox` starts.
+"""The supervisor of one sandboxed command: `python -I -S supervisor.py SPEC`, started only by `sandbox`.
 
-It closes the command in, starts it, watches what the kernel does not count, and leaves nothing of it alive. Lines of
-JSON on a pipe say what became of it: {"code", "why"}, {"why"} where the watch ended it, {"error"} if it never ran.
+It sets up the isolation, starts the command, enforces limits that the kernel does not, and kills all its processes. It
+reports as JSON lines on a pipe: {"code", "why"}, {"why"} if it stopped the command, {"error"} if that never ran.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 import time
 from typing import Any
 
-PERIOD_S = 0.05  # between two looks at the processes
+PERIOD_S = 0.05  # between two checks of the processes
 OPEN_FILES = 256
-INODES = 4096  # files and folders that fit in a file system of its own
-ROOM = 2**20  # bytes in it for folders and the program: the limit of one file is met first
+INODES = 4096  # most files and folders in the sandbox's file system
+ROOM = 2**20  # bytes reserved there for folders and the program, so that the limit of one file is reached first
 HOME = "/tmp/work"
 NOBODY = 65534
-OWN_USERS = 2**30  # plus a process id: a user that is nobody else's
+OWN_USERS = 2**30  # plus the process id: a user id that is not in use
 NAMESPACES = ("namespaces", "user namespaces")  # of the four modes; the others are "own user" and "same user"
 
 SYSTEM = (
@@ -50,26 +50,26 @@ def main() -> None:
 
 
 def guarded(step: Any, spec: dict) -> None:
-    """Runs one step of a process to the process's end; what goes wrong is reported."""
+    """Runs `step` and exits the process; errors are reported."""
     try:
         step(spec)
-    except BaseException as error:  # crosses to the process that reads the reports
+    except BaseException as error:  # passed to the process that reads the reports
         report(spec, error=f"{type(error).__name__}: {error}")
     finally:
         os._exit(0)
 
 
-def report(spec: dict, **said: Any) -> None:
-    os.write(spec["report"], (json.dumps(said) + "\n").encode())
+def report(spec: dict, **outcome: Any) -> None:
+    os.write(spec["report"], (json.dumps(outcome) + "\n").encode())
 
 
 def supervise(spec: dict) -> None:
     closed = spec["mode"] in NAMESPACES
     if spec["mode"] in ("user namespaces", "same user") and outside(os.getuid()) == 0:
-        raise PermissionError("the number of root's processes cannot be bounded")
-    open(f"/proc/self/task/{os.getpid()}/children").close()  # `tree` needs a kernel that has it
+        raise PermissionError("the number of root's processes cannot be limited")
+    open(f"/proc/self/task/{os.getpid()}/children").close()  # `tree` needs a kernel with this file
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this goes first
+        file.write("1000")  # the first to be killed when memory runs out
     if closed:
         user, group = os.getuid(), os.getgid()
         call("unshare", NEW_PID | NEW_NETWORK | NEW_IPC | (NEW_USER if spec["mode"] == "user namespaces" else 0))
@@ -78,15 +78,15 @@ def supervise(spec: dict) -> None:
             write("/proc/self/uid_map", f"{NOBODY} {user} 1")
             write("/proc/self/gid_map", f"{NOBODY} {group} 1")
     else:
-        call("prctl", SUBREAPER, 1, 0, 0, 0)  # whoever loses its parent becomes a child of this process
-    call("prctl", DUMPABLE, 0, 0, 0, 0)  # nobody of the same user looks into it
+        call("prctl", SUBREAPER, 1, 0, 0, 0)  # orphans become children of this process
+    call("prctl", DUMPABLE, 0, 0, 0, 0)  # other processes of this user cannot inspect it
     call("prctl", PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != spec["parent"]:
         return
     spec["uid"] = NOBODY if spec["mode"] == "user namespaces" else OWN_USERS + os.getpid()
     if spec["mode"] == "own user":
         os.chown(spec["folder"], spec["uid"], spec["uid"])
-    spec["tasks"] = spec["processes"]  # those of the user that the kernel allows, this process and `init` among them
+    spec["tasks"] = spec["processes"]  # the kernel's limit for the user, which includes this process and `init`
     if spec["mode"] == "user namespaces":
         spec["tasks"] += 2
     elif spec["mode"] == "same user":
@@ -98,20 +98,20 @@ def supervise(spec: dict) -> None:
     if not closed:
         end_tree()
     elif not ended:
-        os.kill(child, signal.SIGKILL)  # the first process of a namespace takes all others along
+        os.kill(child, signal.SIGKILL)  # the kernel kills all processes of a namespace with its first one
         os.waitpid(child, 0)
 
 
 def watch(spec: dict, child: int) -> bool:
-    """Waits until the child ends, SIGTERM asks for the end, or the processes together exceed a limit.
+    """Waits until the child ends, SIGTERM arrives, or the processes together exceed a limit.
 
     Returns:
       Whether the child has ended.
     """
     closed = spec["mode"] in NAMESPACES
     while True:
-        told = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, PERIOD_S)
-        if told and told.si_signo == signal.SIGTERM:
+        received = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, PERIOD_S)
+        if received and received.si_signo == signal.SIGTERM:
             return False
         pid = -1
         while pid:
@@ -126,7 +126,7 @@ def watch(spec: dict, child: int) -> bool:
 
 
 def excess(spec: dict, pids: list[int]) -> str:
-    """Which limit the processes exceed together, or ""."""
+    """The limit that the processes together exceed, or ""."""
     tasks, pages = 0, 0
     for pid in pids:
         try:
@@ -136,13 +136,13 @@ def excess(spec: dict, pids: list[int]) -> str:
             continue
     if tasks >= spec["processes"]:
         return "processes"
-    # Shared pages were counted once a process: a share of each, which takes longer to ask for, decides.
+    # This counts shared pages once per process; the proportional share, which is slower to read, decides.
     over = pages * resource.getpagesize() > spec["memory_bytes"]
     return "memory" if over and sum(map(share, pids)) > spec["memory_bytes"] else ""
 
 
 def share(pid: int) -> int:
-    """Bytes of memory that a process holds; pages that n processes share count one n-th."""
+    """Proportional set size of a process in bytes: a page shared by n processes counts 1/n."""
     try:
         lines = read(f"/proc/{pid}/smaps_rollup").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -151,13 +151,13 @@ def share(pid: int) -> int:
 
 
 def tree(root: int) -> list[int]:
-    """All processes that descend from `root`."""
+    """All descendants of the process `root`."""
     pids = [root]
-    for pid in pids:  # grows
+    for pid in pids:  # grows meanwhile
         try:
             for task in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, read(f"/proc/{pid}/task/{task}/children").split())
-        except (FileNotFoundError, ProcessLookupError):  # it has ended; its children are elsewhere in the tree
+        except (FileNotFoundError, ProcessLookupError):  # it has ended; its children were reparented within the tree
             continue
     return pids[1:]
 
@@ -168,7 +168,7 @@ def end_tree() -> None:
         stopped: set[int] = set()
         while new := set(tree(os.getpid())) - stopped:
             for pid in new:
-                kill(pid, signal.SIGSTOP)  # what is stopped cannot fork
+                kill(pid, signal.SIGSTOP)  # a stopped process cannot fork
             stopped |= new
         for pid in stopped:
             kill(pid, signal.SIGKILL)
@@ -188,20 +188,20 @@ def kill(pid: int, number: int) -> None:
 
 
 def init(spec: dict) -> None:
-    """The first process of the namespaces: makes the root folder, starts the command and waits for it."""
+    """The first process in the namespaces: sets up the root folder, starts the command and waits for it."""
     call("prctl", PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     make_root(spec)
     child = os.fork()
     if child == 0:
         guarded(execute, spec)
     pid = -1
-    while pid != child:  # others are orphans, which come to it
+    while pid != child:  # others are orphans reparented to this process
         pid, status, usage = os.wait4(-1, 0)
     report(spec, **outcome(spec, status, usage))
 
 
 def make_root(spec: dict) -> None:
-    """A root folder with the system's folders and Python, read-only, and a small file system in memory at /tmp."""
+    """Sets up a root with the system's folders and Python, read-only, and a small in-memory file system at /tmp."""
     outer, uid = spec["folder"], spec["uid"]
     files = {entry.name: open(entry.path, "rb").read() for entry in os.scandir(outer)}  # noqa: SIM115
     call("unshare", NEW_MOUNT)
@@ -233,10 +233,10 @@ def make_root(spec: dict) -> None:
         with open(f"{root}{HOME}/{name}", "xb") as file:
             file.write(content)
     os.chdir(outer)
-    call("pivot_root", b".", b".")  # the old root now lies on top
+    call("pivot_root", b".", b".")  # the old root is now stacked on top
     call("umount2", b".", DETACH)
     seal("/", 0)
-    os.chroot("/root")  # who is in one gets no user namespace, and with it rights over mounts, from the kernel
+    os.chroot("/root")  # in a chroot the kernel grants no user namespace, which would give rights over mounts
     os.chdir("/")
 
 
@@ -252,7 +252,7 @@ def seal(path: str, flags: int) -> None:
 
 
 def execute(spec: dict) -> None:
-    """Becomes the command, with its limits and as its user."""
+    """Replaces this process with the command, with its limits and as its user."""
     os.setsid()
     if spec["mode"] in ("namespaces", "own user"):
         os.setgroups([])
@@ -295,7 +295,7 @@ def outcome(spec: dict, status: int, usage: resource.struct_rusage) -> dict[str,
 
 
 def tasks_of_user() -> int:
-    """Threads that this user has on the machine: RLIMIT_NPROC counts them all."""
+    """The number of threads of this user on the machine: RLIMIT_NPROC counts them all."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -307,15 +307,15 @@ def tasks_of_user() -> int:
 
 
 def outside(uid: int) -> int:
-    """The user id by which the surrounding namespace knows this one."""
+    """Maps a user id to the one in the parent namespace; -1 if it has none."""
     ranges = [tuple(map(int, line.split())) for line in read("/proc/self/uid_map").splitlines()]
     return next((first + uid - start for start, first, count in ranges if start <= uid < start + count), -1)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls a function of the C library; raises OSError where it fails."""
-    whole = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    if getattr(libc, name)(*whole) == -1:
+    """Calls a function of the C library; raises OSError if it fails."""
+    longs = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    if getattr(libc, name)(*longs) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 

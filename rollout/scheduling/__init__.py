@@ -1,1 +1,1 @@
-"""Which prompts are sampled when: the executor, groups of episodes, curricula."""
+"""Scheduling of rollouts: the executor, groups of episodes, curricula."""

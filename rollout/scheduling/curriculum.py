@@ -1,4 +1,4 @@
-"""Which row a prompt is: shuffled, from easy to hard, or near a success rate that teaches most, as measured so far."""
+"""Curricula: orders of training rows, shuffled, easy to hard, or by success rates measured so far."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Curriculum:
-    """In which order rows come.
+    """The order of training rows.
 
     Attributes:
-      order: "shuffled" = anew each epoch; "easy_first" = each epoch by `field`; "success" = drawn by the mean rewards
-        of their groups so far, which are to lie in 0..1: rows with rates near `target` more often.
-      field: of the rows, a number that grows with difficulty; under "success" it gives the first estimates. "" = none.
-      target: the success rate preferred. A group teaches by how its rewards differ, which at 0.5 they do most.
-      floor: least weight of a row beside one at the target, so that none is forgotten.
-      memory: of an estimate, what stays of it when a group of the row ends; 0 = the last group alone counts.
+      order: "shuffled" = reshuffled each epoch; "easy_first" = sorted by `field` in each epoch; "success" = sampled by
+        the mean rewards of their groups so far, which must lie in 0..1: rows with rates near `target` more often.
+      field: a numeric field of the rows that grows with difficulty; with "success" it sets first estimates. "" = none.
+      target: the preferred success rate. A group's signal is the spread of its rewards, which is largest at 0.5.
+      floor: minimum weight of a row relative to one at the target, so that no row is starved.
+      memory: decay of an estimate: the share kept when a group of the row ends; 0 = only the last group counts.
     """
 
     order: Literal["shuffled", "easy_first", "success"] = "shuffled"
@@ -40,14 +40,14 @@ class Curriculum:
             ("floor", 0 < self.floor <= 1, "be above 0 and at most 1"),
             ("memory", 0 <= self.memory < 1, "be at least 0 and below 1"),
             ("field", self.field or self.order != "easy_first", "name a field of the rows for easy_first"),
-            ("field", not self.field or self.order != "shuffled", "be left out where rows are shuffled"),
+            ("field", not self.field or self.order != "shuffled", "be empty if rows are shuffled"),
         ):
             if not holds:
                 raise ValueError(f"curriculum: {name} must {rule}, got {getattr(self, name)!r}")
 
 
 def ordered(rows: Sequence[Row], spec: Curriculum = Curriculum(), seed: int = 0) -> Prompts | EasyFirst | Adaptive:
-    """The rows in the order that the curriculum says, by ordinal."""
+    """Puts the rows in the curriculum's order, indexed by ordinal."""
     if spec.order == "success":
         return Adaptive(rows, spec, seed)
     return EasyFirst(rows, spec.field, seed) if spec.order == "easy_first" else Prompts(rows, seed)
@@ -55,7 +55,7 @@ def ordered(rows: Sequence[Row], spec: Curriculum = Curriculum(), seed: int = 0)
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows in an endless order that is a function of the ordinal alone: shuffled anew each epoch, or as they stand."""
+    """An endless sequence of rows that depends only on the ordinal: reshuffled each epoch, or in their given order."""
 
     rows: Sequence[Row]
     seed: int = 0
@@ -73,7 +73,7 @@ class Prompts:
 
     @property
     def order(self) -> int | None:
-        """What the order depends on beside the rows."""
+        """What the order depends on, apart from the rows."""
         return self.seed if self.shuffle else None
 
 
@@ -83,10 +83,10 @@ def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def difficulties(rows: Sequence[Row], field: str) -> np.ndarray:
-    """f[rows]: the field of every row, the mean of the others where it is None.
+    """The field of every row as f64[rows]; None becomes the mean of the others.
 
     Raises:
-      ValueError: it is missing, no finite number, or None everywhere.
+      ValueError: the field is missing or not a finite number in a row, or None in all of them.
     """
     for row in rows:
         value = row.get(field, "missing")
@@ -94,12 +94,12 @@ def difficulties(rows: Sequence[Row], field: str) -> np.ndarray:
             raise ValueError(f"curriculum: every row needs a number {field!r}, got {value!r}; {object_path.row(row)}")
     values = np.array([row[field] for row in rows], np.float64)
     if np.isnan(values).all():
-        raise ValueError(f"curriculum: a row needs a number {field!r}, got None in all {len(rows)}")
+        raise ValueError(f"curriculum: at least one row needs a number {field!r}, got None in all {len(rows)}")
     return np.where(np.isnan(values), np.nanmean(values), values)
 
 
 class EasyFirst:
-    """Rows in an endless order that is a function of the ordinal alone: each epoch by difficulty, ties shuffled."""
+    """An endless sequence of rows that depends only on the ordinal: sorted by difficulty each epoch, ties shuffled."""
 
     def __init__(self, rows: Sequence[Row], field: str, seed: int = 0):
         self.rows, self.order = rows, ["easy_first", field, seed]
@@ -116,29 +116,29 @@ class EasyFirst:
 
 
 class Adaptive:
-    """Rows drawn by estimates of their success rates; who draws them tells how they did.
+    """Samples rows by estimates of their success rates, which the caller updates with `observe`.
 
-    A row with estimate p is drawn with a weight in proportion to p^(2t) (1 - p)^(2 (1 - t)), which is largest at the
-    target t, and p (1 - p), the variance of a reward of 0 or 1, at t = 0.5; but at least `floor` of the largest. A row
-    not tried yet is taken to be at the target, or is where its difficulty stands between the least (p = 0.9) and the
-    greatest (0.1). One whose outcome is not yet told is not drawn again while there are others.
+    A row with estimate p has a weight proportional to p^(2t) (1 - p)^(2 (1 - t)), which peaks at the target t and for
+    t = 0.5 is p (1 - p), the variance of a 0/1 reward; the weight is at least `floor` times the peak. Initial estimates
+    are the target, or interpolated by difficulty from the easiest row (p = 0.9) to the hardest (0.1). A row with a
+    pending outcome is not drawn again while there are others.
 
-    A prompt's row is a function of the seed, its ordinal, and what was drawn and told before it was first asked for:
-    all of this is in `state`, so that a run that is resumed draws as one that was not interrupted.
+    A prompt's row is a function of the seed, its ordinal, and what was drawn and observed before it was first
+    requested. `state` holds all of this, so that a resumed run draws the same rows as one that was never interrupted.
     """
 
     def __init__(self, rows: Sequence[Row], spec: Curriculum, seed: int = 0):
         if not len(rows):
             raise ValueError("curriculum: at least one row is needed, got an empty data set")
         self.rows, self.order = rows, ["success", spec.field, seed]
-        self.rate = np.full(len(rows), spec.target)  # estimates
+        self.rate = np.full(len(rows), spec.target)  # estimated success rates
         if spec.field:
             values = difficulties(rows, spec.field)
             self.rate = 0.9 - 0.8 * (values - values.min()) / max(np.ptp(values), 1e-12)
         self._spec, self._seed = spec, seed
         self._weight = self._weigh(self.rate)
-        self._told: set[int] = set()  # rows
-        self._drawn: dict[int, int] = {}  # {prompt: its row} where the outcome is not yet told
+        self._observed: set[int] = set()  # rows
+        self._drawn: dict[int, int] = {}  # {prompt: its row} while the outcome is pending
 
     def __getitem__(self, ordinal: int) -> Row:
         if ordinal not in self._drawn:
@@ -146,36 +146,36 @@ class Adaptive:
         return self.rows[self._drawn[ordinal]]
 
     def observe(self, prompt: int, success: float) -> None:
-        """Tells how the prompt's group did: its mean reward, NaN if it has none."""
+        """Updates the estimate of the prompt's row with the mean reward of its group, NaN if it has none."""
         index = self._drawn.pop(prompt)
         if not np.isfinite(success):
             return
         if not 0 <= success <= 1:
             raise ValueError(
-                f"curriculum: success is a reward from 0 to 1, got a mean of {success:g}; "
+                f"curriculum: order success needs rewards from 0 to 1, got a mean of {success:g}; "
                 f"{object_path.row(self.rows[index])}"
             )
         memory = self._spec.memory
         self._set(index, memory * self.rate[index] + (1 - memory) * success)
 
     def state(self, prompts: Iterable[int]) -> dict[str, Any]:
-        """What was told, and the rows of these prompts if they were drawn, as JSON."""
+        """The observed rates, and the rows drawn for these prompts, as JSON-serialisable values."""
         return {
-            "rates": [[index, float(self.rate[index])] for index in sorted(self._told)],
+            "rates": [[index, float(self.rate[index])] for index in sorted(self._observed)],
             "drawn": [[prompt, self._drawn[prompt]] for prompt in prompts if prompt in self._drawn],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
         for index, rate in state["rates"]:
             self._set(index, rate)
         self._drawn = {prompt: index for prompt, index in state["drawn"]}
 
     def _set(self, index: int, rate: float) -> None:
         self.rate[index] = rate
-        # One at a time, as after a restart: powers of a whole array may round otherwise.
+        # Per element, as after a restart: powers of a whole array may round differently.
         self._weight[index] = self._weigh(self.rate[index])
-        self._told.add(index)
+        self._observed.add(index)
 
     def _draw(self, ordinal: int) -> int:
         weight = self._weight.copy()
@@ -191,7 +191,7 @@ class Adaptive:
 
 
 def success(samples: Sequence[Sample]) -> float:
-    """The mean reward of a group's rollouts, over those that are scorable; NaN without any."""
+    """The mean reward of a group's scorable rollouts; NaN if there are none."""
     scored = [s for s in samples if s.reward == s.reward]
     weight = sum(s.weight for s in scored)
     return sum(s.weight * s.reward for s in scored) / weight if weight else float("nan")

@@ -1,4 +1,4 @@
-"""Episodes: a workflow run on rows, with the ids, seeds and second attempts that it need not know of."""
+"""Runs a workflow on rows: episodes and groups, with their ids, seeds and retries."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..types import Generate, Sample, Workflow
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # at an episode whose server failed
+ATTEMPTS = 3  # per episode, if servers fail
 PAUSE_S = 1.0  # before the second attempt; doubles
-ROWS = 1 << 16  # rows that one episode may have: sample = rollout * ROWS + row
+ROWS = 1 << 16  # most rows of one episode: sample = rollout * ROWS + row
 
 
 async def rollouts(
@@ -31,11 +31,11 @@ async def rollouts(
     max_concurrent: int = 256,
     seed: int | None = None,
 ) -> list[list[Sample]]:
-    """The samples of every row, each row once and in order: for evaluation, where nothing is refilled or trained on.
+    """Samples a group for every row, once and in order, without scheduling; for evaluation.
 
-    Episodes that the workflow rejects are missing from their row's list. At most `max_concurrent` rows run at a time.
-    With a `seed` (for servers that honour one) the samples are the same whenever it is called with the same policy.
-    Raises the first error; a ServerError once an episode failed ATTEMPTS times.
+    Rejected episodes are missing from their row's list. At most `max_concurrent` rows run at a time. With a `seed`
+    (needs servers that honour it) the same policy gives the same samples.
+    Raises the first error; a ServerError once an episode has failed ATTEMPTS times.
     """
     limit = asyncio.Semaphore(max_concurrent)
 
@@ -57,14 +57,15 @@ async def group(
     on_retry: Callable[[], None] = lambda: None,
     on_lost: Callable[[int], None] | None = None,
 ) -> list[Sample]:
-    """The samples of `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
+    """Samples `size` episodes of one row, in order, with their ids: a function of (seed, prompt) and the policy.
 
     group = prompt = the prompt's ordinal, rollout = prompt * size + episode, sample = rollout * ROWS + row. The rows
-    of a rollout get weights that sum to 1, in the proportion that the workflow gave them.
+    of a rollout get weights that sum to 1, in proportion to those the workflow gave them.
 
     Args:
-      on_lost: told how many episodes the group does without because their servers failed ATTEMPTS times. It fails with
-        them where fewer than two with samples would be left to compare; with the first one where this is None.
+      on_retry: called before an episode is retried.
+      on_lost: called with the number of episodes dropped because their servers failed ATTEMPTS times. The group fails
+        if fewer than two episodes with samples remain to compare; if this is None, it fails with the first.
     """
     least = min(2, size)
     lost: list[ServerError] = []
@@ -76,7 +77,7 @@ async def group(
             lost.append(error)
             if on_lost is None or len(lost) > size - least:
                 raise
-            log.warning("prompt %d goes on without episode %d: %s", prompt, index, error)
+            log.warning("prompt %d continues without episode %d: %s", prompt, index, error)
             return []
 
     played = await _together([episode(index) for index in range(size)])
@@ -98,17 +99,17 @@ async def group(
 
 
 async def _episode(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
-    """Its samples; a task of its own, whose events say which episode they are of."""
+    """The samples of one episode; its events carry the prompt and the episode's index."""
     begun = asyncio.get_running_loop().time()
-    with events.about(prompt=prompt, episode=index):
+    with events.context(prompt=prompt, episode=index):
         samples = await _played(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
-        events.note("episode", begun=begun, rows=samples)
+        events.emit("episode", begun=begun, rows=samples)
     return samples
 
 
 async def _played(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
     for attempt in itertools.count(1):
-        turns = itertools.count()  # from 0 in each attempt: a second one draws the same tokens
+        turns = itertools.count()  # from 0 in each attempt: a retry draws the same tokens
         try:
             result = await workflow(_seeded(generate, seed, prompt, index, turns), row)
             break
@@ -132,7 +133,7 @@ def one_a_rollout(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def outcome(sample: Sample) -> float:
-    """The reward of a row's whole episode: rows that are turns (`trajectory.samples`) have their own beside it."""
+    """The reward of a row's whole episode, which a per-turn row (`trajectory.samples`) keeps in its info."""
     return sample.info.get("episode_reward", sample.reward)
 
 
@@ -146,7 +147,7 @@ def _seeded(generate, seed, prompt, index, turns) -> Generate:
 
 
 async def _together(coroutines: Sequence[Coroutine]) -> list:
-    """The results in order; the first error cancels the others and is raised as it is."""
+    """The results in order; the first error cancels the others and is raised unchanged."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -161,6 +162,6 @@ async def stop(tasks: Sequence[asyncio.Task]) -> None:
 
 
 def sampling_seed(run: int, prompt: int, sample: int, turn: int) -> int:
-    """The seed in 1 .. 2^31 - 1 of one `generate` call, the same in every run and process."""
+    """Derives the seed, in 1 .. 2^31 - 1, of one `generate` call; the same in every process."""
     packed = struct.pack("<4q", run, prompt, sample, turn)
     return xxhash.xxh3_64_intdigest(packed) % (2**31 - 1) + 1

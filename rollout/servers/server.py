@@ -144,9 +144,9 @@ async def connect(
 ) -> Server:
     """The server at `url`, once it has described itself; raises as `SGLang.describe`."""
     api = SGLang(url, http, reach_s)
-    said = await api.describe(timeout_s=ready_s)
+    info = await api.describe(timeout_s=ready_s)
     return Server(
-        api, [said.label], seeded=said.seeded, stages=said.stages, ranks=said.ranks, layout=said.layout,
-        slots=said.slots, handover=handover, released=said.released,
-        cached=prefix_routing.Cached(said.capacity) if said.capacity else prefix_routing.Cached(),
+        api, [info.label], seeded=info.seeded, stages=info.stages, ranks=info.ranks, layout=info.layout,
+        slots=info.slots, handover=handover, released=info.released,
+        cached=prefix_routing.Cached(info.capacity) if info.capacity else prefix_routing.Cached(),
     )  # fmt: skip

@@ -194,7 +194,7 @@ class SGLang(Endpoint):
         tokens: Sequence[int],
         sampling: Mapping[str, Any],
         *,
-        routed_experts: bool = False,
+        experts_per_token: int = 0,
         adapter: str = "",
         cache_key: str = "",
         on_tokens: Callable[[list[int]], None] | None = None,
@@ -203,7 +203,8 @@ class SGLang(Endpoint):
 
         Args:
           sampling: temperature, top_p, ... as `Fleet.generate` takes them; `seed` and empty values may be missing.
-          routed_experts: also report the experts of each token.
+          experts_per_token: of the model, to report the experts of each token as well; 0 = do not. SGLang sends them
+            without their shape.
           adapter: the adapter to use; "" = none.
           cache_key: requests with different keys share no cached prefix.
           on_tokens: called with all ids so far whenever there are new ones; the answer is then streamed.
@@ -214,15 +215,15 @@ class SGLang(Endpoint):
           ValueError: the server refused the request.
         """
         body = _body(tokens, sampling, adapter, cache_key)
-        if routed_experts:
+        if experts_per_token:
             body["return_routed_experts"] = True
         if on_tokens is None:
             answer = await self.call("POST", "/generate", body)
         else:
             on_event = lambda event: on_tokens(event["output_ids"])
             answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event)
-        part = self._part(answer)
-        if routed_experts and part.tokens and part.routed is None:
+        part = self._part(answer, experts_per_token)
+        if experts_per_token and part.tokens and part.routed is None:
             raise ServerError(
                 f"{self.url}/generate: routed experts were asked for, got none; start SGLang with "
                 "--enable-return-routed-experts"
@@ -252,9 +253,9 @@ class SGLang(Endpoint):
         answer = await self.call("POST", "/generate", body, timeout_s=timeout_s)
         return self._part(answer, generated=False)
 
-    def _part(self, answer: Mapping[str, Any], *, generated: bool = True) -> Part:
+    def _part(self, answer: Mapping[str, Any], experts_per_token: int = 0, *, generated: bool = True) -> Part:
         try:
-            return _parse(answer, generated)
+            return _parse(answer, experts_per_token, generated)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.url}/generate: the answer lacks what a single request returns ({type(error).__name__}: {error})"
@@ -274,7 +275,7 @@ def _body(tokens: Sequence[int], sampling: Mapping[str, Any], adapter: str, cach
     }
 
 
-def _parse(answer: Mapping[str, Any], generated: bool) -> Part:
+def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -> Part:
     tokens, meta = answer["output_ids"], answer["meta_info"]
     # Prefilled beside requests that generate, one that does not gets a log-probability from SGLang, but no token.
     rows = meta["output_token_logprobs"] if generated else []
@@ -289,9 +290,15 @@ def _parse(answer: Mapping[str, Any], generated: bool) -> Part:
             "use a server that reports them (SGLang 0.5.23 does)"
         )
     routed = None
-    if meta.get("routed_experts"):  # base64 of i32[read, layers, top_k]
+    if experts_per_token and meta.get("routed_experts"):  # base64 of i32[read, layers, experts a token]
         read = meta["prompt_tokens"] + len(tokens) - 1
-        routed = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(read, -1)
+        sent = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        if not read or len(sent) % (read * experts_per_token):
+            raise ServerError(
+                f"{len(sent)} experts are not {experts_per_token} in each layer for {read} tokens; the server has "
+                "another model"
+            )
+        routed = sent.reshape(read, -1, experts_per_token)
     return Part(
         tokens=tokens,
         logp=logp,

@@ -1,1 +1,1 @@
-"""Asynchronous runs simulated on a virtual clock."""
+"""Simulation of asynchronous runs on a virtual clock."""

@@ -1,6 +1,6 @@
-"""A virtual clock for asyncio, and a network that lives by it: a simulation takes as long as its own work.
+"""A virtual clock for asyncio, and a network on it: a simulation takes only its own CPU time.
 
-Time passes only while everybody waits. Who would wait for ever is told so: that is a deadlock.
+Time advances only when every task is blocked. Raises RuntimeError if none of them waits for a timer: a deadlock.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Result = TypeVar("Result")
 
 
 class _Jump(selectors.DefaultSelector):
-    """Does not wait but moves its loop's clock on."""
+    """A selector that advances its loop's clock instead of waiting."""
 
     loop: Loop
 
     def select(self, timeout=None):
         if timeout is None:
-            raise RuntimeError("deadlock: everybody waits, and nothing will happen")
+            raise RuntimeError("deadlock: every task is blocked and no timer is pending")
         if timeout > 0:
             self.loop.now += timeout
         return super().select(0)
@@ -46,12 +46,12 @@ class Loop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """Runs `func` here; its result is there once the seconds that it said it would `spend` have passed."""
+        """Runs `func` at once, in this thread; its result arrives after the seconds that it `spend`s."""
         self._spent = 0.0
         work = self.create_future()
         try:
             settle = functools.partial(work.set_result, func(*args))
-        except Exception as error:  # goes to whoever awaits it
+        except Exception as error:  # raised where the future is awaited
             settle = functools.partial(work.set_exception, error)
         self.call_later(self._spent, lambda: work.done() or settle())
         return work
@@ -61,26 +61,26 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def spend(seconds: float) -> None:
-    """Stands where `time.sleep` does in what `asyncio.to_thread` runs."""
+    """Replaces `time.sleep` in functions that `asyncio.to_thread` runs."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, Loop)
     loop.spend(seconds)
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`, under a virtual clock."""
+    """Like `asyncio.run`, on a virtual clock."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(main)
 
 
 class Answers(Protocol):
-    """A server: answers a path and a JSON body with (status, text), or raises what aiohttp would raise."""
+    """A server: maps a path and a JSON body to (status, text), or raises what aiohttp would raise."""
 
     async def answer(self, path: str, body: dict | None) -> tuple[int, str]: ...
 
 
 class Network:
-    """Stands where an `aiohttp.ClientSession` does: requests reach `servers` by address, without a socket."""
+    """Replaces an `aiohttp.ClientSession`: passes requests to `servers` by address, without sockets."""
 
     def __init__(self, servers: dict[str, Any] | None = None):
         self.servers: dict[str, Any] = {} if servers is None else servers

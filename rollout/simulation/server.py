@@ -1,10 +1,10 @@
-"""A generation server of which only the speed is real: how long requests take, by how many there are and how long.
+"""A simulated generation server: models only latency, as a function of batch size and lengths.
 
-Its requests generate exactly `max_new_tokens` tokens. One step gives every running request a token and takes
-`step_s + running * request_s` seconds: the weights are read once a step, a key-value cache for each request. Reading a
-prompt stops everybody for its tokens / `read_tokens_s`, those apart that a request before it has left in the cache of
-prompts. Beyond `slots` requests wait, in order. Where what runs outgrows the memory, the request let in last is put
-back (preempted), and read anew when there is room.
+Requests generate exactly `max_new_tokens` tokens. One decoding step gives every running request a token and takes
+`step_s + running * request_s` seconds: the weights are read once per step, the key-value cache once per request.
+Prefill of a prompt blocks decoding for (tokens / `read_tokens_s`) seconds, without tokens that are in the prefix cache.
+Beyond `slots`, requests wait in order. If the running requests outgrow the memory, the most recently admitted one is
+preempted, and prefilled again when there is room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from ..servers.prefix_routing import BLOCK, TOKENS, Cached, chain
 
-AHEAD = 20  # steps for which there must be room when a request is let in, and after one was put back, as in SGLang
+AHEAD = 20  # steps for which there must be room when a request is admitted and after a preemption, as in SGLang
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Rates:
 
     Attributes:
       slots: most requests that run at a time.
-      step_s: seconds of a decoding step, however many requests run.
-      request_s: seconds that each of them adds to it.
-      read_tokens_s: tokens of prompts that are read in a second.
+      step_s: fixed seconds of a decoding step, independent of the batch size.
+      request_s: seconds each running request adds to a step.
+      read_tokens_s: prefill throughput in tokens per second.
       load_s: seconds to load new weights.
-      memory: tokens, prompts included, whose keys and values fit; 0 = those of all slots.
+      memory: capacity of the key-value cache in tokens, prompts included; 0 = unlimited.
     """
 
     slots: int = 64
@@ -53,11 +53,11 @@ class Rates:
             )
 
     def step(self, running: int) -> float:
-        """Seconds of a step."""
+        """Seconds of a decoding step."""
         return self.step_s + running * self.request_s
 
     def full(self) -> float:
-        """Tokens a second with every slot taken, reading apart."""
+        """Decoding throughput in tokens per second with all slots in use."""
         return self.slots / self.step(self.slots)
 
 
@@ -66,10 +66,10 @@ class _Request:
     ids: list[int]  # the prompt
     wanted: int  # tokens to generate
     answer: asyncio.Future
-    retractions: int = 0  # how often it was put back
-    cached: int = 0  # tokens of its prompt that were not read
-    labels: list[tuple[str, int]] = field(default_factory=list)  # (weights, tokens sampled under them)
-    since: float = 0.0  # progress of the server when it began to decode, or to go on
+    retractions: int = 0  # how often it was preempted
+    cached: int = 0  # prompt tokens found in the prefix cache
+    labels: list[tuple[str, int]] = field(default_factory=list)  # (weights, tokens sampled with them)
+    since: float = 0.0  # the server's progress when the request began or resumed decoding
 
     @property
     def done(self) -> int:
@@ -77,42 +77,42 @@ class _Request:
 
     @property
     def context(self) -> int:
-        """Tokens that must be in memory for it to go on."""
+        """Tokens that must be in memory to continue it."""
         return len(self.ids) + self.done
 
 
 class Server:
-    """A server with these rates, by the clock of the running event loop.
+    """A server with these rates, on the clock of the running event loop.
 
     Attributes:
-      label: of its weights.
-      tokens: generated so far.
-      read, cached: tokens of contexts that were read, and that were found in the cache.
-      retractions: how often a request was put back for want of memory.
+      label: label of its weights.
+      tokens: tokens generated so far.
+      read, cached: context tokens prefilled, and found in the prefix cache.
+      retractions: preemptions for lack of memory.
     """
 
     def __init__(self, rates: Rates, label: str = "default"):
         self.rates, self.label = rates, label
         self.tokens = self.read = self.cached = self.retractions = 0
         self._prompts = Cached(rates.memory or TOKENS)
-        self._held = 0.0  # of the running requests, contexts when they began to run, less the progress then
+        self._held = 0.0  # sum over running requests: context when admitted, minus the progress then
         self._busy_s = 0.0
-        self._progress = 0.0  # tokens that a request which always ran would have
-        self._reading = 0.0  # seconds for which nobody decodes
+        self._progress = 0.0  # tokens that a permanently running request would have generated
+        self._reading = 0.0  # seconds of prefill that still block decoding
         self._paused = False
         self._running: list[tuple[float, int, _Request]] = []  # a heap: (progress at its end, ..., request)
         self._waiting: deque[_Request] = deque()
         self._order = itertools.count()
-        self._at = 0.0  # the time of the last look
+        self._at = 0.0  # time of the last update
         self._timer: asyncio.TimerHandle | None = None
 
     def busy(self) -> float:
-        """The integral over time of the share of slots that decode, in seconds."""
+        """The integral over time of the share of decoding slots, in seconds."""
         self._look()
         return self._busy_s
 
     async def answer(self, path: str, body: dict | None) -> tuple[int, str]:
-        """(status, text) of a request of the contract."""
+        """Answers a request of the HTTP API with (status, text)."""
         return 200, json.dumps(await self.reply(path, body or {}))
 
     async def reply(self, path: str, body: dict) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Server:
         return {"success": True, "message": ""}
 
     def load(self) -> dict[str, Any]:
-        """What it says of its queue and its memory."""
+        """Its load report: queue and memory use."""
         self._look()
         rates = self.rates
         return {
@@ -174,7 +174,7 @@ class Server:
         }
 
     def _look(self) -> None:
-        """Brings everything up to now: time went by since the last look, and who has all its tokens ends."""
+        """Advances the state to the current time and ends the requests that have all their tokens."""
         now = asyncio.get_running_loop().time()
         passed, self._at = now - self._at, now
         if self._paused:
@@ -192,14 +192,14 @@ class Server:
             self._end(request, "length")
 
     def _used(self) -> float:
-        """Tokens of the running requests in memory."""
+        """Tokens that the running requests hold in memory."""
         return self._held + len(self._running) * self._progress
 
     def _fits(self, more: int, running: int) -> bool:
         return not self.rates.memory or self._used() + more + AHEAD * running <= self.rates.memory
 
     def _fill(self) -> None:
-        """Gives free slots to those who wait, and sets the timer for whoever ends next, or for a full memory."""
+        """Admits waiting requests to free slots; sets the timer for the next to end, or for memory to fill up."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -237,11 +237,11 @@ class Server:
         heapq.heappush(self._running, (self._progress + left, next(self._order), request))
 
     def _squeeze(self) -> None:
-        """Puts back those let in last while memory is full."""
+        """Preempts the most recently admitted requests while memory is full."""
         memory = self.rates.memory
         if not memory or len(self._running) < 2 or self._used() < memory - 1e-6:
             return
-        self._prompts.clear()  # a full memory has no room for what does not run
+        self._prompts.clear()  # a full memory has no room for prefixes of other requests
         while len(self._running) > 1 and not self._fits(0, len(self._running)):
             last = max(self._running, key=lambda entry: entry[1])
             self._running.remove(last)
@@ -251,7 +251,7 @@ class Server:
         heapq.heapify(self._running)
 
     def _stop(self, request: _Request) -> _Request:
-        """Takes it out of a slot, with the tokens that it has."""
+        """Removes the request from its slot; it keeps its tokens."""
         self._held -= request.context - request.since
         self._credit(request, min(int(self._progress - request.since + 1e-6), request.wanted - request.done))
         return request
@@ -261,7 +261,7 @@ class Server:
         self._fill()
 
     def _pause(self, mode: str) -> None:
-        """Running requests keep what they have: `abort` answers with it, else they go on, read anew, afterwards."""
+        """Pauses generation; requests keep their tokens. `abort` returns them, else they are prefilled again later."""
         self._look()
         self._paused, self._reading = True, 0.0
         stopped = [self._stop(request) for _, _, request in sorted(self._running, key=lambda entry: entry[1])]

@@ -1,7 +1,7 @@
-"""What a run would take, before there is a machine for it: the controller itself under a virtual clock.
+"""Predicts the speed and staleness of a run by running the real controller on a virtual clock.
 
-Routing, admission, batches, pushes and the training loop are the code of a real run. Simulated are the servers, of
-which only the speed is real (rates.py), and the trainer, which lets the time of its tokens pass.
+Routing, admission, batches, pushes and the training loop are the code of a real run. The servers are simulated
+(server.py models their latency), and so is the trainer, which only spends the time its tokens would take.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import clock
 from .server import Rates
 from .server import Server as Simulated
 
-BEST = 0.02  # of two step times that lie so close together the one with less staleness is better
+BEST = 0.02  # of step times within this share of the fastest, the one with the least eta is best
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class Config:
     """A run to simulate.
 
     Attributes:
-      servers: how many.
+      servers: number of servers.
       server: the speed of each.
-      trainers: training devices; they share a batch without loss.
-      train_tokens_s: tokens that one of them trains on in a second, prompts included.
-      devices: try every split of so many between servers (`server_devices` each) and trainers, in place of `servers`
-        and `trainers`; 0 = no other split.
-      server_devices: devices of one server.
-      publish_s: seconds to copy and write a version, which the trainer waits for.
-      eta: each is tried.
-      push: what a push does to what runs: `retract` and `abort` interrupt it, `drain` waits for its end.
-      oversample: groups beyond those, of which the batch takes the first that end; each is tried.
-      groups: prompts of a batch.
-      group_size: episodes of a prompt.
+      trainers: training devices; they split a batch with perfect scaling.
+      train_tokens_s: training throughput of one device in tokens per second, prompts included.
+      devices: try every split of this many devices between servers (`server_devices` each) and trainers, instead of
+        `servers` and `trainers`; 0 = only those.
+      server_devices: devices per server.
+      publish_s: seconds to copy and write a version, during which the trainer waits.
+      eta: values to try.
+      push: what a push does to running requests: `retract` and `abort` interrupt them, `drain` waits for them to end.
+      oversample: values to try: additional groups; a batch takes the first to finish.
+      groups: prompts per batch.
+      group_size: episodes per prompt.
       max_concurrent: most groups that run at a time.
-      prompt, new: mean tokens of a prompt, and of what is generated.
+      prompt, new: mean number of prompt tokens and of generated tokens.
       cv: coefficient of variation of the generated lengths, which are lognormal.
-      longest: most tokens generated.
-      steps: of training; the first third is not counted.
-      seed: of the lengths.
+      longest: most generated tokens.
+      steps: training steps; the first third is not counted.
+      seed: seed of the lengths.
       json: print JSON instead of a table.
     """
 
@@ -97,24 +97,24 @@ class Config:
             )
         if self.devices and self.devices <= self.server_devices:
             raise ValueError(
-                f"--devices must be more than --server-devices {self.server_devices}, for a trainer needs one too, "
-                f"got {self.devices}"
+                f"--devices must be more than --server-devices {self.server_devices}, because a trainer needs one "
+                f"too, got {self.devices}"
             )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one setting would do, over the steps that count.
+    """The result of one setting, over the steps that count.
 
     Attributes:
       servers, trainers, eta, oversample: the setting.
-      step_s: seconds a step.
+      step_s: seconds per step.
       idle: share of the time in which the trainer neither trains nor publishes.
-      busy: share of the servers' slots that decode.
-      tokens_s: generated tokens that were trained on, a second.
-      staleness: groups of the batches by the versions between admission and batch.
-      stopped: groups a step that were begun in vain.
-      length_bias: by which part longer what was trained on is than what was begun, over the last batches.
+      busy: mean share of the servers' slots that are decoding.
+      tokens_s: generated tokens trained on per second.
+      staleness: number of groups by versions between admission and batch.
+      stopped: groups stopped per step.
+      length_bias: relative excess in length of trained over started groups, over the last batches.
     """
 
     servers: int
@@ -135,21 +135,21 @@ class Outcome:
 
 
 def lengths(config: Config, episodes: int) -> np.ndarray:
-    """i64[episodes]: tokens that each generates, lognormal with mean `new` and coefficient of variation `cv`."""
+    """Tokens generated by each episode, i64[episodes]: lognormal with mean `new` and coefficient of variation `cv`."""
     sigma = np.sqrt(np.log1p(config.cv**2))
     drawn = np.random.default_rng(config.seed).lognormal(np.log(config.new) - sigma**2 / 2, sigma, episodes)
     return np.clip(np.rint(drawn), 1, config.longest).astype(np.int64)
 
 
 def best(outcomes: Iterable[Outcome]) -> Outcome:
-    """The fastest; of those within 2 % of it the one with the least eta."""
+    """The outcome with the least eta among those within 2 % of the fastest."""
     outcomes = list(outcomes)
     fastest = min(one.step_s for one in outcomes)
     return min((one for one in outcomes if one.step_s <= (1 + BEST) * fastest), key=lambda one: (one.eta, one.step_s))
 
 
 def settings(config: Config) -> list[tuple[Config, int, int]]:
-    """Every eta and oversampling of every split, as arguments of `simulate`."""
+    """All combinations of split, eta and oversampling, as arguments of `simulate`."""
     splits = [(config.servers, config.trainers)]
     if config.devices:
         most = (config.devices - 1) // config.server_devices
@@ -163,7 +163,7 @@ def settings(config: Config) -> list[tuple[Config, int, int]]:
 
 
 def simulate(config: Config, eta: int, oversample: int = 0) -> Outcome:
-    """One setting, under a virtual clock."""
+    """Simulates one setting on a virtual clock."""
     return clock.run(_simulate(config, eta, oversample))
 
 
@@ -187,14 +187,14 @@ async def play(
     *,
     oversample: int = 0,
 ) -> Outcome:
-    """Runs the training loop over `fleet`, whose trainer `spend`s seconds in the place of work.
+    """Runs the training loop over `fleet` with a trainer that `spend`s seconds instead of computing.
 
     Args:
-      spend: `clock.spend` under a virtual clock, `time.sleep` under the real one.
-      busy: for each server the integral over time of the share of its slots that decode.
+      spend: `clock.spend` on a virtual clock, `time.sleep` on the real one.
+      busy: returns for each server the integral over time of its share of decoding slots.
     """
     size = config.group_size
-    most = (config.steps + eta + 2) * config.groups + 2 * oversample  # that the gate admits, those set aside included
+    most = (config.steps + eta + 2) * config.groups + 2 * oversample  # that the gate admits, deferred ones included
     tokens = lengths(config, most * size)
     ages: Counter[int] = Counter()
     steps: list[dict[str, float]] = []
@@ -225,11 +225,11 @@ async def play(
             ages.update(v - 1 - samples[0].info["admitted"] for samples in groups)
             trained[0] += sum(int(s.mask.sum()) for samples in groups for s in samples)
 
-    rows = [  # a group that was stopped has the same lengths when it is run again
-        {"prompt": [i] * config.prompt, "tokens": itertools.cycle(own)}
-        for i, own in enumerate(tokens.reshape(-1, size).tolist())
+    rows = [  # a stopped group has the same lengths when it is rerun
+        {"prompt": [i] * config.prompt, "tokens": itertools.cycle(group)}
+        for i, group in enumerate(tokens.reshape(-1, size).tolist())
     ]
-    with tempfile.TemporaryDirectory() as folder:  # there are no weights in it
+    with tempfile.TemporaryDirectory() as folder:  # contains no weights
         async with Executor(
             workflow, fleet.generate, Prompts(rows, shuffle=False), group_size=size, groups_per_batch=config.groups,
             eta=eta, max_concurrent=config.max_concurrent, oversample=oversample, seed=None,
@@ -251,13 +251,13 @@ async def play(
 
 
 def report(outcomes: list[Outcome]) -> dict[str, Any]:
-    """What `areax simulate --json` prints."""
+    """The outcomes as `areax simulate --json` prints them."""
     row = lambda one: asdict(one) | {"mean_staleness": one.mean_staleness}
     return {"outcomes": [row(one) for one in outcomes], "best": row(best(outcomes))}
 
 
 def show(config: Config, outcomes: list[Outcome]) -> str:
-    """A table for people."""
+    """Formats the outcomes as a table."""
     chosen = best(outcomes)
     over = any(config.oversample)
     title = "servers  trainers  eta   s a step  trainer idle  servers busy  tokens/s trained  mean staleness"
@@ -269,7 +269,7 @@ def show(config: Config, outcomes: list[Outcome]) -> str:
             f"{one.tokens_s:16,.0f}  {one.mean_staleness:14.2f}{more}{'  <- best' if one == chosen else ''}"
         )
     lines.append(
-        f"best: the fastest, and within {BEST:.0%} of it the least eta. Simulated: {config.steps} steps of "
+        f"best: the least eta within {BEST:.0%} of the fastest. Simulated: {config.steps} steps of "
         f"{config.groups} x {config.group_size} episodes, {config.new:g} tokens each (cv {config.cv:g})."
     )
     return "\n".join(lines)

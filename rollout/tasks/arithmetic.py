@@ -1,6 +1,6 @@
 """Addition with a teacher that forgets to carry: a task that a tiny model learns in minutes.
 
-Imitation ends where the teacher is; the reward, which never sees the teacher, leads past it.
+Imitation is limited by the teacher; the reward, which does not depend on it, allows the policy to surpass it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """Which sums there are, and how they are split.
+    """The range of sums, and how they are split.
 
     Attributes:
       low, high: the smallest and the largest operand.
-      carry_share: share of the rows of every split whose sum carries out of the units column.
+      carry_share: share of rows, in every split, whose sum carries out of the units column.
       heldout_share, dev_share: shares of all unordered pairs of operands; the rest is for training.
-      seed: of the split; another seed is another split.
+      seed: seed of the split.
     """
 
     low: int = 10
@@ -33,11 +33,11 @@ class Task:
 
 
 def splits(task: Task = Task()) -> dict[str, list[dict]]:
-    """`{"train", "dev", "heldout"}`: rows `{"prompt": "25+16", "answer": "41", "operands", "carry"}`.
+    """Makes `{"train", "dev", "heldout"}` of rows `{"prompt": "25+16", "answer": "41", "operands", "carry"}`.
 
-    Unordered pairs of operands are dealt out before any row is made, so no pair is in two splits in
-    either order. In each split, rows of the kind that there are too many of are left out at random
-    until `carry_share` holds. The default has about 3,650, 285 and 930 rows, by the seed.
+    Unordered pairs of operands are split before rows are made, so no pair is in two splits in either order. In each
+    split, rows of the overrepresented kind are dropped at random until `carry_share` holds. The default has about
+    3,650, 285 and 930 rows, depending on the seed.
     """
     low, high, share = task.low, task.high, task.carry_share
     if not 0 <= low <= high:
@@ -69,7 +69,7 @@ def _rows(pairs, share, rng):
     kept = carries[: round(total * share)] + others[: round(total * (1 - share))]
     if pairs and not kept:
         raise ValueError(
-            f"arithmetic: {len(pairs)} pairs of operands hold no sums for a carry_share of {share}; "
+            f"arithmetic: {len(pairs)} pairs of operands have no sums for a carry_share of {share}; "
             "widen low..high or the split, or change carry_share"
         )
     return [kept[i] for i in rng.permutation(len(kept))]
@@ -88,8 +88,8 @@ def forgetful(row: dict) -> str:
 def demonstration(rows: Sequence[dict], index: int, *, error_rate: float, seed: int) -> dict:
     """Demonstration number `index`: a row drawn from `rows` with a `completion` by the teacher.
 
-    The teacher forgets the carry with probability `error_rate`, drawn anew every time. The result is
-    a function of (rows, error_rate, seed, index) alone: a run resumes by remembering an integer.
+    The teacher forgets the carry with probability `error_rate`, independently each time. The result depends only on
+    (rows, error_rate, seed, index), so a run can resume from an integer.
     """
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=16).digest()
     row = rows[int.from_bytes(digest[:8], "big") % len(rows)]
@@ -98,7 +98,7 @@ def demonstration(rows: Sequence[dict], index: int, *, error_rate: float, seed: 
 
 
 def demonstrations(rows: Sequence[dict], *, error_rate: float = 0.7, seed: int = 0, start: int = 0) -> Iterator[dict]:
-    """Demonstrations number `start`, `start + 1`, ... without end."""
+    """Yields demonstrations number `start`, `start + 1`, ... endlessly."""
     if not rows:
         raise ValueError("arithmetic: demonstrations need at least one row, got none")
     if not 0 <= error_rate <= 1:
@@ -115,9 +115,9 @@ def reward(text: str, row: dict) -> float:
 
 
 def shuffled(rows: Sequence[dict], seed: int) -> list[dict]:
-    """The same rows with their answers permuted at random, never onto an equal answer.
+    """Permutes the answers of rows at random, never onto an equal answer.
 
-    A control: rewards that have nothing to do with the prompt must teach nothing about it.
+    A control: rewards that are independent of the prompt must teach nothing about it.
     """
     answers = [row["answer"] for row in rows]
     if rows and 2 * max(Counter(answers).values()) > len(rows):

@@ -20,16 +20,16 @@ MAX_LENGTH = 256  # characters of an expression: bounds the work and the depth o
 
 @dataclass(frozen=True)
 class Task:
-    """Which problems there are.
+    """The set of problems.
 
     Attributes:
       numbers: how many numbers a problem has.
       low, high: the smallest and the largest of them.
       max_target: targets lie in 1..max_target.
-      operators: those that a solution may use, a selection of "+-*/".
-      train, dev, heldout: rows of each split.
-      prompt: text with {numbers}, {operators} and {target}; a small model likes "{numbers}={target}".
-      seed: of the problems and of their split.
+      operators: the operators that a solution may use, a subset of "+-*/".
+      train, dev, heldout: rows per split.
+      prompt: template with {numbers}, {operators} and {target}; "{numbers}={target}" is easier for a small model.
+      seed: seed of the problems and their split.
     """
 
     numbers: int = 3
@@ -45,10 +45,10 @@ class Task:
 
 
 def splits(task: Task = Task()) -> dict[str, list[dict]]:
-    """`{"train", "dev", "heldout"}`: rows `{"prompt", "answer", "completion", "numbers", "target", ...}`.
+    """Makes `{"train", "dev", "heldout"}` of rows `{"prompt", "answer", "completion", "numbers", "target", ...}`.
 
-    A problem is (its numbers in any order, its target) and stands in one split only. `answer` is one
-    of its solutions, by which it was made; `completion` is that solution as the prompt asks for it.
+    A problem is (its numbers in any order, its target) and is in only one split. `answer` is the solution from which
+    it was generated; `completion` is that solution in the format the prompt asks for.
     """
     if task.numbers < 1 or not 0 <= task.low <= task.high or task.max_target < 1:
         raise ValueError(
@@ -56,7 +56,7 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
             f"got {task.numbers}, {task.low}..{task.high} and {task.max_target}"
         )
     if not task.operators or not set(task.operators) <= set(OPERATORS):
-        raise ValueError(f"countdown: operators must be some of '+-*/', got {task.operators!r}")
+        raise ValueError(f"countdown: operators must be a subset of '+-*/', got {task.operators!r}")
     rng = random.Random(task.seed)
     wanted = task.train + task.dev + task.heldout
     found: dict[tuple, dict] = {}
@@ -73,7 +73,7 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
             misses += 1
             if misses > 1000 + 50 * len(found):
                 raise ValueError(
-                    f"countdown: {wanted} different problems are wanted, found {len(found)}; "
+                    f"countdown: the splits need {wanted} different problems, found {len(found)}; "
                     "ask for fewer rows, or widen the numbers, operators or targets"
                 )
     rows = list(found.values())
@@ -82,11 +82,11 @@ def splits(task: Task = Task()) -> dict[str, list[dict]]:
 
 
 def row(record: dict) -> dict:
-    """A row from a record with a "target" and its "nums" or "numbers": that of `splits`, without a solution."""
+    """Converts a record with "target" and "nums" or "numbers" to a row as in `splits`, but without a solution."""
     numbers, target = record.get("nums", record.get("numbers")), record.get("target")
     if not (isinstance(numbers, list) and all(isinstance(n, int) for n in [target, *numbers])):
         raise ValueError(
-            f"countdown: a record needs a whole number 'target' and a list of them 'nums', got {str(record)[:80]}"
+            f"countdown: a record needs an integer 'target' and a list of integers 'nums', got {str(record)[:80]}"
         )
     made = _row(numbers, target, "", Task())
     return {name: value for name, value in made.items() if name not in ("answer", "completion")}
@@ -102,7 +102,7 @@ def _row(numbers, target, solution, task):
         prompt = task.prompt.format(**shown)
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(
-            f"countdown: the prompt may name {{numbers}}, {{operators}} and {{target}}, got {error} in {task.prompt!r}"
+            f"countdown: the prompt may use {{numbers}}, {{operators}} and {{target}}, got {error} in {task.prompt!r}"
         ) from None
     return {
         "prompt": prompt,
@@ -115,7 +115,7 @@ def _row(numbers, target, solution, task):
 
 
 def _expression(numbers, operators, rng):
-    """A random expression over all the numbers in random order, and its value (None: divides by 0)."""
+    """A random expression of all the numbers in random order, and its value; None if it divides by zero."""
     terms = [(str(n), Fraction(n)) for n in rng.sample(numbers, len(numbers))]
     while len(terms) > 1:
         (left, a), (right, b) = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
@@ -128,10 +128,10 @@ def _expression(numbers, operators, rng):
 
 
 def evaluate(expression: str, operators: str = "+-*/") -> tuple[Fraction, list[int]]:
-    """The exact value of an arithmetic expression, and the numbers in it in order.
+    """Evaluates an arithmetic expression exactly; returns its value and its numbers in order.
 
-    Raises `ValueError` for anything but whole numbers, the given operators and brackets: signs,
-    powers, names and calls included.
+    Raises `ValueError` for anything other than whole numbers, the given operators and brackets: signs, powers, names
+    and calls included.
     """
     if len(expression) > MAX_LENGTH or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         raise ValueError("countdown: not an expression of whole numbers, + - * / and brackets")
@@ -156,10 +156,10 @@ def evaluate(expression: str, operators: str = "+-*/") -> tuple[Fraction, list[i
 
 
 def reward(text: str, row: dict) -> float:
-    """1.0 if `text` is a right expression for the row, else 0.0.
+    """1.0 if `text` is a correct expression for the row, else 0.0.
 
-    Right: its exact value is the target, it uses each number exactly once and only the row's
-    operators. What stands in the last <answer>...</answer> counts, or the whole text without one.
+    Correct: its exact value is the target, and it uses each number exactly once and only the row's operators. The
+    content of the last <answer>...</answer> counts, or the whole text if there is none.
     """
     tagged: list[str] = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     try:

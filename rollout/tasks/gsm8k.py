@@ -1,7 +1,7 @@
 """Grade-school mathematics, GSM8K (arXiv:2110.14168): rows and the reward.
 
-The answers are whole numbers, so that an exact decimal comparison is all that is needed: it takes
-microseconds and parses no language. For symbolic answers see `mathematics`.
+The answers are whole numbers, so an exact decimal comparison, which takes microseconds, is enough. For symbolic answers
+see `competition_math`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 PROMPT = "{question}\nReason step by step, then write #### and the final answer as a number."
 
-# A number as people write it: -$1,234.50, 1'234, 3/4, 7.2e1; not the 2 of m2, nor the minus of 5-3 or of a list's item.
+# A number as people write it: -$1,234.50, 1'234, 3/4, 7.2e1; but not the 2 in m2, nor the minus in 5-3 or of a bullet.
 _DIGITS = r"(?:[0-9]{1,3}(?:[,'_\u2019\u00a0\u2009\u202f][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = re.compile(
     r"(?<![A-Za-z0-9_])(?<![0-9]\.)"
@@ -23,21 +23,21 @@ NUMBER = re.compile(
     rf"(?P<digits>{_DIGITS})(?P<power>[eE][-+]?[0-9]{{1,3}}(?![A-Za-z0-9]))?(?:/(?P<under>{_DIGITS}))?"
 )
 ANNOTATION = re.compile(r"<<[^<>]*>>")  # the calculator's trace, 16-3=<<16-3=13>>13
-REWRITE: list[tuple[re.Pattern[str], Any]] = [  # LaTeX and the like, as plain text
+REWRITE: list[tuple[re.Pattern[str], Any]] = [  # LaTeX and other notations to plain text
     (re.compile(r"\\[,!]|\{,\}"), lambda m: "," if m[0] == "{,}" else ""),  # thin spaces: 1\,234
     (re.compile(r"\\[;: ]"), " "),
     (re.compile(r"\\[dt]?frac(?:\{([0-9.,]+)\}\{([0-9.,]+)\}|([0-9])([0-9]))"), lambda m: _over(*m.groups())),
     (re.compile(r"\s?(?:\\times|\\cdot|[x*\u00d7])\s?10\^\{?([-+]?[0-9]{1,3})\}?"), r"e\1"),  # 7.2 x 10^1
     (re.compile(r"(?<![\w.])10\^\{?([-+]?[0-9]{1,3})\}?"), r"1e\1"),
-    (re.compile(r"(?<=[A-Za-z})])\^\{?[0-9]+\}?"), ""),  # of a unit: cm^2
+    (re.compile(r"(?<=[A-Za-z})])\^\{?[0-9]+\}?"), ""),  # the exponent of a unit: cm^2
 ]
 SENTENCE = re.compile(r"[.!?;](?=\s)")
 SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?: [0-9]{3})+(?![\w])")  # 1 234
-LONGEST = 100  # characters of a fraction
+LONGEST = 100  # most characters of a fraction
 
 
 def row(record: dict) -> dict:
-    """A row from a record of the official files: `{"prompt", "answer", "completion", "question"}`.
+    """Converts a record of the official files to a row `{"prompt", "answer", "completion", "question"}`.
 
     `answer` is the number after ####, as plain digits; `completion` is the solution without the
     calculator's annotations.
@@ -59,7 +59,7 @@ def row(record: dict) -> dict:
 
 
 def splits(folder: str | Path) -> dict[str, list[dict]]:
-    """`{"train", "heldout"}` from a folder with the official `train.jsonl` and `test.jsonl`."""
+    """Reads `{"train", "heldout"}` from a folder with the official `train.jsonl` and `test.jsonl`."""
     return {
         "train": _rows(Path(folder) / "train.jsonl"),
         "heldout": _rows(Path(folder) / "test.jsonl"),
@@ -74,22 +74,22 @@ def _rows(file):
         for count, line in enumerate(lines, 1):
             try:
                 rows.append(row(json.loads(line)))
-            except (ValueError, AttributeError) as error:  # no JSON, no record, no object
+            except (ValueError, AttributeError) as error:  # not JSON, not a record, not an object
                 raise ValueError(f"{file}:{count}: {error}") from None
     return rows
 
 
 def reward(text: str, row: dict) -> float:
-    """1.0 if the final answer in `text` equals the row's as a number, else 0.0.
+    """1.0 if the final answer in `text` equals the row's answer as a number, else 0.0.
 
-    The final answer is what the last marker names, be it #### or \\boxed{...}; without a marker, the last number of
-    the text. After #### the first line counts, in either marker the first sentence with a number, of an equation
-    its last side with a number. There must be one number and nothing else but words and units: two different ones
-    are no answer, and nothing is calculated.
+    The final answer follows the last marker, #### or \\boxed{...}; without a marker, it is the last number in the text.
+    After #### only the first line counts; in either marker, the first sentence with a number, and in an equation its
+    last side with a number. It may contain one number besides words and units: two different numbers are not an
+    answer, and nothing is calculated.
 
-    A number is written in digits, as in English: 1,234.50, also 1 234, 1'234, -$5, 40% (which is 40), 3/4,
+    Numbers are written in digits, in English notation: 1,234.50, also 1 234, 1'234, -$5, 40% (which is 40), 3/4,
     \\frac{3}{4}, 7.2e1, 7.2 \\times 10^1. Values are compared exactly: 72.0 is 72 and 144/2 is 72, 71.999 is not.
-    The row's `answer` may also be a whole solution that ends in #### and the number.
+    The row's `answer` may also be a full solution that ends in #### and the number.
     """
     gold = number(str(row["answer"]).rsplit("####", 1)[-1])
     if gold is None:
@@ -109,7 +109,7 @@ def final(text: str) -> Decimal | Fraction | None:
 
 
 def number(text: str) -> Decimal | Fraction | None:
-    """The value of a short answer: "$1,080.00", "x = -3", "72 eggs", "40%"; None unless one number."""
+    """The value of a short answer: "$1,080.00", "x = -3", "72 eggs", "40%"; None unless there is exactly one."""
     sentences = [part for part in SENTENCE.split(_plain(text)) if NUMBER.search(part)]
     if not sentences:
         return None
@@ -130,7 +130,7 @@ def _over(a, b, digit, other):
 
 
 def _value(match):
-    """None for a division by zero and for a fraction of endless numbers."""
+    """The value of a NUMBER; None for a division by zero or a fraction of more than LONGEST characters."""
     value = Decimal(("-" if match["sign"] else "") + _bare(match["digits"]) + (match["power"] or ""))
     if not match["under"]:
         return value
@@ -143,7 +143,7 @@ def _bare(digits):
 
 
 def _braced(text):
-    """What stands in the bracket that `text` opens with; to the end if nothing closes it."""
+    """The content of the brace that `text` begins with; up to the end if it is not closed."""
     depth = 0
     for at, character in enumerate(text):
         depth += (character == "{") - (character == "}")

@@ -1,7 +1,7 @@
-"""Errands with two tools: a task on which a tiny model learns in minutes which tool a question wants.
+"""Choosing between two tools: a task on which a tiny model learns in minutes which tool a question needs.
 
-A question is a sum or asks whom somebody works with; the answer is what the right tool says. The teacher of the first
-stage takes a tool at random, so that imitation is right half the time; the reward sees the last answer alone.
+A question is a sum or asks for somebody's colleague; the answer is the output of the right tool. The teacher of the
+first stage picks a tool at random, so imitation is right half the time; the reward depends only on the last answer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TOOLS: dict[str, Callable[..., str]] = {"calculator": calculator, "lookup": look
 
 
 def rows(count: int, seed: int = 0) -> Iterator[dict]:
-    """Rows {"prompt", "answer", "argument", "colleagues"}, about as many sums as names."""
+    """Yields rows {"prompt", "answer", "argument", "colleagues"}, about half of them sums."""
     rng = np.random.default_rng(seed)
     colleagues = [f"{name} {other}" for name, other in COLLEAGUES.items()]
     for _ in range(count):
@@ -62,17 +62,17 @@ def rows(count: int, seed: int = 0) -> Iterator[dict]:
 
 
 def demonstrations(count: int, seed: int = 0) -> Iterator[dict]:
-    """Rows {"messages", "completion"}: calls of a tool drawn at random, and answers that repeat what it said."""
+    """Yields rows {"messages", "completion"}: calls of a random tool, and answers that repeat its output."""
     rng = np.random.default_rng([seed, 1])
     for row in rows(count, seed):
         tool = str(rng.choice(list(TOOLS)))
         before, after = CALLS[tool]
         call = f"{OPEN}{before}{row['argument']}{after}{CLOSE}"
-        told = TOOLS[tool](row["argument"])
-        asked = {"role": "user", "content": row["prompt"]}
-        yield {"messages": [asked], "completion": call}
-        heard = {"role": "tool", "content": told}
-        yield {"messages": [asked, {"role": "assistant", "content": call}, heard], "completion": told}
+        output = TOOLS[tool](row["argument"])
+        question = {"role": "user", "content": row["prompt"]}
+        yield {"messages": [question], "completion": call}
+        result = {"role": "tool", "content": output}
+        yield {"messages": [question, {"role": "assistant", "content": call}, result], "completion": output}
 
 
 def reward(text: str, row: dict) -> float:
@@ -81,7 +81,7 @@ def reward(text: str, row: dict) -> float:
 
 
 def call(name: str, arguments: str) -> str:
-    """What a tool says to arguments that are JSON text, as agents call it."""
+    """Calls a tool with arguments as JSON text, as agents do; returns its output."""
     try:
         return TOOLS[name](**json.loads(arguments))
     except (KeyError, TypeError, ValueError):

@@ -120,8 +120,8 @@ def stamped(server: Server, name: str, part: Part) -> Part:
     one that the server says it used."""
     if not name:
         return part
-    said = part.adapter or name
-    return dataclasses.replace(part, labels=[said if label == server.base else label for label in part.labels])
+    used = part.adapter or name
+    return dataclasses.replace(part, labels=[used if label == server.base else label for label in part.labels])
 
 
 async def refusal(urls: Iterable[str], rank: int, modules: Collection[str]) -> str:

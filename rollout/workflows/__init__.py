@@ -1,7 +1,7 @@
 """Workflows: coroutines `workflow(generate, row)` that turn one row of data into a sample, several, or None.
 
-`generate(tokens, **sampling)` continues a token list and returns a `types.Completion`; whatever else an episode
-needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rejects the episode.
+`generate(tokens, **sampling)` continues a list of tokens and returns a `types.Completion`; anything else that an
+episode needs (a tokenizer, a reward, tools) is bound with `functools.partial`. None rejects the episode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ async def single_turn(
     reward: Callable[..., Awaitable[Any]],
     sampling: Sampling,
 ) -> Sample:
-    """One completion of the row's prompt, and its reward at the last token.
+    """Samples one completion of the row's prompt, with its reward at the last token.
 
     Args:
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}).
@@ -36,7 +36,7 @@ async def single_turn(
       A sample whose info holds the row and the texts `prompt` and `text`.
 
     Raises:
-      ValueError: the row has no prompt, or the server refuses it (longer than the context, say).
+      ValueError: the row has no prompt, or the server refuses it (for example, too long for the context).
     """
     template.conversation(row)
     asked = {name: row[name] for name in ("prompt", "messages") if row.get(name) is not None}

@@ -1,7 +1,7 @@
-"""Agents that were not written for training, as workflows: they talk to a gateway as to OpenAI or Anthropic.
+"""Runs existing agents as workflows: they use the gateway as they would OpenAI's or Anthropic's API.
 
-Three ways: a coroutine in this process, a command in a process of its own, or users who come by themselves. In each the
-agent is given an address and a key, and what it asked and was answered becomes the samples.
+An agent is a coroutine in this process, a command in a separate process, or a user who opens a session. Each gets an
+address and a key, and its requests and their answers become the samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from . import tools
 
 log = logging.getLogger(__name__)
 
-FAILED = 16  # episodes in a row that end the run: then it is the agent, not what the policy said
-SAID = 4000  # bytes at the end of what a command prints that are looked at
+FAILED = 16  # consecutive failed episodes that end the run: a bug in the agent, not an effect of the policy's output
+TAIL = 4000  # bytes read from the end of a command's output
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Options:
     """How agents are served.
 
     Attributes:
-      style: how the model writes calls of tools.
-      reasoning: text between <think> and </think> is the model's reasoning, not its answer.
-      rows: a row of training data for each "leaves" of the conversations, or for all "interactions".
-      discount: of rewards along the conversations, with "interactions".
-      timeout_s: of an episode, or of a user's session; one that takes longer is unscorable, or ends.
-      host, port: of the gateway, for agents that come by themselves; 0 = any port that is free.
+      style: the model's format for tool calls.
+      reasoning: treat text between <think> and </think> as reasoning, not as part of the answer.
+      rows: make a row of training data per leaf of the conversation tree ("leaves"), or per request ("interactions").
+      discount: discount of rewards along a conversation, with "interactions".
+      timeout_s: time limit in seconds of an episode, which is then unscorable, or of a user's session, which then ends.
+      host, port: address of the gateway, for users who open sessions; port 0 = any free port.
     """
 
     style: Literal["qwen", "hermes", "llama", "deepseek"] = "qwen"
@@ -73,12 +73,12 @@ async def played(
     sampling: Sampling,
     options: Options = Options(),
 ) -> AsyncIterator[Workflow]:
-    """A workflow whose episodes are `await run(row, base_url=, api_key=)`, and the gateway they talk to.
+    """Yields a workflow whose episodes are `await run(row, base_url=, api_key=)`, and serves the gateway they use.
 
-    What it returns is the reward: a number or a dict of named components, of the last interaction; a dict of numbers by
-    the ids of interactions (those of the API's answers); or None, and unless it gave rewards over HTTP, `reward` says
-    what the last answer is worth. One that raises or is late is unscorable, and counted in the log; FAILED in a row
-    end the run with the last one's error. What went wrong with a generation server is raised as such.
+    `run` returns the reward: a number or a dict of named components, for the last interaction; or a dict of numbers by
+    interaction id (the ids in the API's answers); or None: then `reward` scores the last answer, unless the agent sent
+    rewards over HTTP. An episode that raises or exceeds the timeout is logged and unscorable; FAILED in a row end the
+    run with the last error. Failures of generation servers are raised as ServerError.
     """
     served = server.serve(tokenizer, style=options.style, reasoning=options.reasoning)
     failures: list[str] = []
@@ -93,7 +93,7 @@ async def played(
                     result = await run(dict(row), base_url=f"{gateway.url}/v1", api_key=key)
                 await settle(session, result, reward, row)
                 failures.clear()
-            except Exception as error:  # an agent may raise anything, often for what the policy said
+            except Exception as error:  # an agent may raise anything, often because of the policy's output
                 if session.failure:
                     raise session.failure from error
                 line = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
@@ -112,10 +112,10 @@ async def played(
 
 
 async def settle(session: Session, result: Any, reward: Callable[..., Awaitable[Any]], row: Mapping[str, Any]) -> None:
-    """Gives a session the rewards that an agent returned, or else the one that `reward` gives its last answer."""
+    """Sets the rewards of a session to those the agent returned, else scores its last answer with `reward`."""
     ids = {x.id for x in session.interactions}
     if isinstance(result, Mapping) and result.keys() & ids:
-        for id, value in result.items():  # an id that is none is refused
+        for id, value in result.items():  # unknown ids are refused
             session.set_reward(value, id)
     elif result is not None:
         session.set_reward(result)
@@ -125,9 +125,9 @@ async def settle(session: Session, result: Any, reward: Callable[..., Awaitable[
 
 
 def coroutine(made: Any) -> Callable[..., Awaitable[Any]]:
-    """`made`, or its method `run`, called with those of `base_url` and `api_key` that it takes.
+    """Wraps `made`, or its method `run`, as a coroutine function; passes `base_url` and `api_key` if it takes them.
 
-    A plain function runs in a thread of its own. A coroutine must not block: it shares the loop with the gateway.
+    A plain function runs in a thread. A coroutine must not block: it shares the event loop with the gateway.
     """
     run = getattr(made, "run", made)
     parameters = inspect.signature(run).parameters
@@ -144,7 +144,7 @@ def coroutine(made: Any) -> Callable[..., Awaitable[Any]]:
 
 
 def environment(base_url: str, api_key: str) -> dict[str, str]:
-    """The variables by which the SDKs of OpenAI and Anthropic find a session."""
+    """Environment variables that point the SDKs of OpenAI and Anthropic to a session."""
     return {
         "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key,
@@ -152,30 +152,30 @@ def environment(base_url: str, api_key: str) -> dict[str, str]:
 
 
 def command(words: str) -> Callable[..., Awaitable[Any]]:
-    """A program that plays an episode: the row comes as JSON on its standard input, address and key in OPENAI_BASE_URL,
+    """Wraps a program as an agent. It gets the row as JSON on standard input, address and key in OPENAI_BASE_URL,
     OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. If the last line it prints is a JSON object, that is its
-    result: {"reward": 0.5}, or rewards by the ids of interactions."""
+    result: {"reward": 0.5}, or rewards by interaction id."""
     arguments = shlex.split(words)
     if not arguments:
         raise ValueError("exec: must be followed by a command, got nothing")
 
     async def run(row: Mapping[str, Any], *, base_url: str, api_key: str) -> Any:
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as complaints:
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
-                *arguments, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=complaints,
+                *arguments, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=errors,
                 env=os.environ | environment(base_url, api_key),
                 start_new_session=True,
             )  # fmt: skip
             try:
-                await process.communicate(json.dumps(row).encode())  # files, so it does not wait for what was started
+                await process.communicate(json.dumps(row).encode())  # output goes to files: children may keep it open
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it started in its session, too
+                    os.killpg(process.pid, signal.SIGKILL)  # with the children in its session
                 await process.wait()
             if process.returncode:
-                said = " ".join(_end(complaints).split())
-                raise RuntimeError(f"{words} ended with code {process.returncode}: {said}")
-            lines = _end(out).split("\n")
+                message = " ".join(_tail(errors).split())
+                raise RuntimeError(f"{words} exited with code {process.returncode}: {message}")
+            lines = _tail(out).split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
         try:
             result = json.loads(last)
@@ -186,9 +186,9 @@ def command(words: str) -> Callable[..., Awaitable[Any]]:
     return run
 
 
-def _end(file: IO[bytes]) -> str:
-    """The last SAID bytes of a file as text."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - SAID))
+def _tail(file: IO[bytes]) -> str:
+    """The last TAIL bytes of a file as text."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
     return file.read().decode(errors="replace")
 
 
@@ -200,17 +200,17 @@ async def online(
     options: Options = Options(),
     say: Callable[[str], None] = print,
 ) -> AsyncIterator[Workflow]:
-    """A workflow whose episodes are the sessions that users open at the gateway, each of them trained on once it ends.
+    """Yields a workflow whose episodes are sessions that users open at the gateway; each is trained on once it ends.
 
-    An episode waits for a user; users who come while none waits are told to come again (503). Rows are not used but as
-    turns: as many sessions are open as the run keeps in flight. A session without a reward is unscorable; one that is
-    open for longer than `options.timeout_s` ends. A group's sessions have nothing in common to be compared by.
+    Each episode waits for a user; a user for whom no episode waits gets a 503. The content of rows is ignored: their
+    number in flight limits the open sessions. A session without a reward is unscorable, and it ends after
+    `options.timeout_s`. The sessions of a group share no prompt, so comparing their rewards means nothing.
 
     Raises:
-      ValueError: AREAX_ADMIN_KEY, the key that opens sessions, is not in the environment.
+      ValueError: AREAX_ADMIN_KEY, the key that opens sessions, is not set.
     """
     if not (admin_key := os.environ.get("AREAX_ADMIN_KEY", "")):
-        raise ValueError("--workflow online: sessions are opened with a key; put one into AREAX_ADMIN_KEY")
+        raise ValueError("--workflow online: opening sessions needs an admin key; set AREAX_ADMIN_KEY")
     waiting: collections.deque[tuple[Generate, asyncio.Future[Session]]] = collections.deque()
     ended: dict[str, asyncio.Event] = {}
 
@@ -222,7 +222,7 @@ async def online(
                 ended[session.id] = asyncio.Event()
                 turn.set_result(session)
                 return session
-        raise RuntimeError("no episode waits for a session; try again in a moment")
+        raise RuntimeError("no episode is waiting for a session; try again in a moment")
 
     async def on_end(session: Session) -> None:
         ended[session.id].set()
@@ -232,7 +232,7 @@ async def online(
         reasoning=options.reasoning, on_start=on_start, on_end=on_end, limits=Limits(total_s=options.timeout_s),
     )  # fmt: skip
     async with served as gateway:
-        say(f"{gateway.url} waits for sessions: POST /sessions")
+        say(f"{gateway.url} is waiting for sessions: POST /sessions")
 
         async def episode(generate: Generate, row: Mapping[str, Any]) -> list[Sample] | None:
             turn: asyncio.Future[Session] = asyncio.get_running_loop().create_future()

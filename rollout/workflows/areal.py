@@ -1,7 +1,7 @@
-"""Workflows written for AReaL, run as they are: its names of requests and results, over our generation.
+"""Runs unmodified AReaL workflows: provides its request and result types on top of areax's generation.
 
 Change `from areal.api... import X` to `from areax.rollout.workflows.areal import X`, and name the class on the command
-line: `--workflow my_workflow.py:MyWorkflow`. Names and fields are those of AReaL (arXiv:2505.24298).
+line: `--workflow my_workflow.py:MyWorkflow`. Names and fields are AReaL's (arXiv:2505.24298).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..types import Finish, Generate, Sample, Sampling, Workflow
 
 @dataclass
 class GenerationHyperparameters:
-    """How tokens are drawn."""
+    """Sampling parameters."""
 
     n_samples: int = 1
     max_new_tokens: int = 256
@@ -48,7 +48,7 @@ class GenerationHyperparameters:
 
 @dataclass
 class ModelRequest:
-    """One request; `n_samples` of its gconfig must be 1."""
+    """A generation request; `n_samples` of its gconfig must be 1."""
 
     rid: str = field(default_factory=lambda: str(uuid.uuid4()))
     input_ids: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ModelRequest:
 
 @dataclass
 class ModelResponse:
-    """Its answer; the three lists of outputs run over the generated tokens."""
+    """The answer to a `ModelRequest`; the three output lists have one entry per generated token."""
 
     input_tokens: list[int] = field(default_factory=list)
     output_tokens: list[int] = field(default_factory=list)
@@ -79,15 +79,15 @@ class ModelResponse:
 
 
 class RolloutWorkflow(Protocol):
-    """A workflow: one episode of a row of data."""
+    """A workflow, which runs one episode per row of data."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """A dict of arrays or tensors [rows, T]: input_ids, loss_mask, logprobs, versions and attention_mask, with
-        rewards [rows]; None rejects the episode."""
+        """Returns a dict of arrays or tensors [rows, T]: input_ids, loss_mask, logprobs, versions and attention_mask,
+        with rewards [rows]; None rejects the episode."""
 
 
 class InferenceEngine:
-    """What an episode generates with."""
+    """The engine with which an episode generates."""
 
     def __init__(self, generate: Generate):
         self._generate = generate
@@ -125,13 +125,13 @@ class InferenceEngine:
         )  # fmt: skip
 
     def get_version(self) -> int:
-        """The newest version that this episode's tokens were sampled with."""
+        """The newest version that sampled tokens of this episode."""
         return self._version
 
 
 class AsyncRewardWrapper:
-    """A reward `fn(prompt, completions, prompt_ids, completion_ids, **data)` as a coroutine: a plain function runs in a
-    thread. One that takes longer than `timeout_seconds` is unscorable, NaN."""
+    """Wraps a reward `fn(prompt, completions, prompt_ids, completion_ids, **data)` as a coroutine function; a plain
+    function runs in a thread. After `timeout_seconds` the reward is unscorable, NaN."""
 
     def __init__(self, reward_fn: Callable | str, timeout_seconds: float = 15.0, **_):
         self._function = object_path.resolve(reward_fn) if isinstance(reward_fn, str) else reward_fn
@@ -152,14 +152,14 @@ def _threaded(function: Callable) -> Callable:
 
 
 def concat_padded_tensors(results: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Results of several episodes as one, their rows filled up with zeros to the longest."""
+    """Concatenates results of several episodes, padding rows with zeros to the longest."""
     width = max(np.asarray(x).shape[1] for result in results for x in result.values() if np.ndim(x) > 1)
     pad = lambda x: x if x.ndim < 2 else np.pad(x, ((0, 0), (0, width - x.shape[1])))
     return {name: np.concatenate([pad(np.asarray(result[name])) for result in results]) for name in results[0]}
 
 
 def workflow(made: RolloutWorkflow, tokenizer: Any) -> Workflow:
-    """One of AReaL's workflows as one of ours. Rows end as the request did that they end with."""
+    """Wraps an AReaL workflow as one of ours. A row's finish is that of the request it ends with."""
 
     decode = lambda tokens: tokenizer.decode(tokens.tolist())
 
@@ -187,32 +187,32 @@ def workflow(made: RolloutWorkflow, tokenizer: Any) -> Workflow:
 
 
 def samples(result: Mapping[str, Any], temperature: float, row: Mapping[str, Any]) -> list[Sample]:
-    """Rows of an episode's result.
+    """Converts an episode's result to samples, one per row.
 
     Raises:
-      ValueError: an entry is missing, or of another shape than input_ids.
+      ValueError: an entry is missing, or its shape does not match input_ids.
     """
     needed = ("input_ids", "loss_mask", "logprobs", "versions", "rewards")
     if missing := [name for name in needed if name not in result]:
-        raise ValueError(f"an episode's result must hold {', '.join(needed)}, got none of {', '.join(missing)}")
+        raise ValueError(f"an episode's result must have {', '.join(needed)}, but lacks {', '.join(missing)}")
     ids_RT = np.asarray(result["input_ids"])
-    there_RT = np.asarray(result.get("attention_mask", np.ones_like(ids_RT))).astype(bool)
+    valid_RT = np.asarray(result.get("attention_mask", np.ones_like(ids_RT))).astype(bool)
     reward_R = np.asarray(result["rewards"], np.float64).reshape(-1)
     arrays = {name: np.asarray(result[name]) for name in ("loss_mask", "logprobs", "versions")}
-    for name, array in {**arrays, "attention_mask": there_RT}.items():
+    for name, array in {**arrays, "attention_mask": valid_RT}.items():
         if array.shape != ids_RT.shape or ids_RT.ndim != 2:
             raise ValueError(f"an episode's {name} must be [rows, T] as input_ids {ids_RT.shape}, got {array.shape}")
     if len(reward_R) != len(ids_RT):
-        raise ValueError(f"an episode's rewards must be one a row, got {len(reward_R)} for {len(ids_RT)} rows")
+        raise ValueError(f"an episode's rewards must be one per row, got {len(reward_R)} for {len(ids_RT)} rows")
     rows = []
-    for i, there_T in enumerate(there_RT):
-        mask = arrays["loss_mask"][i][there_T].astype(bool)
-        tokens = ids_RT[i][there_T].astype(np.int32)
+    for i, valid_T in enumerate(valid_RT):
+        mask = arrays["loss_mask"][i][valid_T].astype(bool)
+        tokens = ids_RT[i][valid_T].astype(np.int32)
         rows.append(
             Sample(
                 tokens=tokens, mask=mask,
-                logp=np.where(mask, arrays["logprobs"][i][there_T], 0).astype(np.float32),
-                version=np.where(mask, arrays["versions"][i][there_T], -1).astype(np.int32),
+                logp=np.where(mask, arrays["logprobs"][i][valid_T], 0).astype(np.float32),
+                version=np.where(mask, arrays["versions"][i][valid_T], -1).astype(np.int32),
                 turn=np.zeros(len(tokens), np.int32), temperature=temperature,
                 rewards=((len(tokens) - 1, float(reward_R[i])),), info={"row": row},
             )
@@ -221,7 +221,7 @@ def samples(result: Mapping[str, Any], temperature: float, row: Mapping[str, Any
 
 
 def settings(sampling: Sampling) -> GenerationHyperparameters:
-    """How tokens are drawn, in AReaL's names."""
+    """Converts sampling parameters to AReaL's."""
     return GenerationHyperparameters(
         max_new_tokens=sampling.max_new_tokens, min_new_tokens=sampling.min_new_tokens,
         greedy=sampling.temperature == 0, top_p=sampling.top_p, top_k=sampling.top_k,
@@ -231,10 +231,10 @@ def settings(sampling: Sampling) -> GenerationHyperparameters:
 
 
 def signature(reward: Callable) -> Callable:
-    """Our reward `(text, row)` in AReaL's form, `(prompt, completions, prompt_ids, completion_ids, **row)`."""
+    """Wraps our reward `(text, row)` in AReaL's signature (prompt, completions, prompt_ids, completion_ids, **row)."""
 
     async def fn(prompt, completions, prompt_ids, completion_ids, /, **row) -> float:
-        told = await reward(completions, row, prompt=prompt, prompt_ids=prompt_ids, completion_ids=completion_ids)
-        return rewards.score(told).value
+        value = await reward(completions, row, prompt=prompt, prompt_ids=prompt_ids, completion_ids=completion_ids)
+        return rewards.score(value).value
 
     return fn

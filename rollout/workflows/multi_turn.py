@@ -1,6 +1,6 @@
-"""Workflows of several turns: second attempts after feedback, tools, environments, a judge.
+"""Multi-turn workflows: retries after feedback, tool use, environments, self-judging.
 
-Each takes what `workflows.single_turn` takes, and options of its own, which the command line gives as JSON:
+Each takes the arguments of `workflows.single_turn` and further options, given on the command line as JSON:
 `--workflow areax.rollout.workflows.multi_turn:multi_turn --workflow-options '{"turns": 4}'`.
 """
 
@@ -43,23 +43,23 @@ async def multi_turn(
     discount: float = 1.0,
     feedback: str = FEEDBACK,
 ) -> list[Sample]:
-    """Answers until one is rewarded: each that is not is followed by `feedback`, up to `turns` of them.
+    """Asks until an answer is rewarded, with `feedback` after each one that is not, for at most `turns` answers.
 
     Args:
-      row: has "prompt" or "messages"; "feedback", if there, takes the place of `feedback`.
-      discount: the episode's reward is that of its last answer times discount to the power of the turns before it.
+      row: has "prompt" or "messages"; its "feedback", if any, replaces `feedback`.
+      discount: the episode's reward is that of its last answer times discount^(turns before it).
     """
     session, messages = Session(generate, tokenizer, sampling=sampling), conversation(row)
-    worth: dict[str, float] | None = None
+    final: dict[str, float] | None = None
     for turn in range(_counted(turns)):
-        if not (said := await _next(session, messages)):
+        if not (x := await _next(session, messages)):
             break
-        score = rewards.score(await reward(said.answer.content, row, **session.context(said)))
-        worth = {**score.components, "reward": score.value * discount**turn}
+        score = rewards.score(await reward(x.answer.content, row, **session.context(x)))
+        final = {**score.components, "reward": score.value * discount**turn}
         if score.value > 0:
             break
-        messages += [said.answer.message(), {"role": "user", "content": row.get("feedback", feedback)}]
-    session.set_reward(worth)
+        messages += [x.answer.message(), {"role": "user", "content": row.get("feedback", feedback)}]
+    session.set_reward(final)
     return session.samples(row=row)
 
 
@@ -74,26 +74,26 @@ async def tool_loop(
     turns: int = 8,
     style: str = "qwen",
 ) -> list[Sample]:
-    """Answers with tools: what the policy calls is called and told, until it calls nothing or `turns` are over.
+    """Runs a tool-use loop: executes the policy's tool calls until it makes none, for at most `turns` answers.
 
     The reward is that of the last answer.
 
     Args:
-      tools: names of functions with type hints, or of `tools.Tool` objects.
-      style: how the model writes calls: one of `parsers.STYLES`.
+      tools: object paths of functions with type hints, or of `tools.Tool` objects.
+      style: the model's format for tool calls, one of `parsers.STYLES`.
     """
     session, messages = Session(generate, tokenizer, sampling=sampling), conversation(row)
     kit = _kit(tuple(tools))
     schemas = [toolbox.schema(tool) for tool in kit]
     parse = functools.partial(parsers.parse, style=style, opened=template.opens(tokenizer))
     for _ in range(_counted(turns)):
-        said = await _next(session, messages, tools=schemas, parse=parse)
-        if not said or not said.answer.tool_calls:
+        x = await _next(session, messages, tools=schemas, parse=parse)
+        if not x or not x.answer.tool_calls:
             break
-        messages.append(said.answer.message())
-        for call in said.answer.tool_calls:
-            told = await toolbox.call(kit, call.name, call.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": told})
+        messages.append(x.answer.message())
+        for call in x.answer.tool_calls:
+            result = await toolbox.call(kit, call.name, call.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
     last = session.interactions[-1]
     session.set_reward(await reward(last.answer.content, row, **session.context(last)))
     return session.samples(row=row)
@@ -106,39 +106,39 @@ def _kit(named: tuple[str, ...]) -> tuple[toolbox.Tool, ...]:
 
 
 class Environment(Protocol):
-    """What `environment` plays with; the methods may be coroutines."""
+    """The interface of environments for `environment`; the methods may be coroutines."""
 
     def reset(self, row: Mapping[str, Any]) -> str:
-        """Begins an episode; returns what the policy is told first."""
+        """Begins an episode; returns the first observation."""
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """(what the policy is told next, the reward of its action, whether the episode is over)."""
+        """Returns (next observation, reward of the action, whether the episode is done)."""
 
 
 async def environment(
     generate: Generate, row: Mapping[str, Any], *, tokenizer: Any, sampling: Sampling, make: str, turns: int = 16
 ) -> list[Sample]:
-    """An episode in an environment: each answer is an action, with a reward of its own.
+    """Runs an episode in an environment: each answer is an action with its own reward.
 
     Args:
-      make: `module:function` or a class that makes an `Environment`, a new one for each episode; one that has a `close`
-        is closed.
+      make: object path of a function or class that makes an `Environment`, called for each episode; its `close`, if it
+        has one, is called at the end.
     """
     session, world = Session(generate, tokenizer, sampling=sampling), object_path.resolve(make)()
     try:
-        told = await _finished(world.reset(row))
-        messages = [{"role": "user", "content": told}]
+        observation = await _awaited(world.reset(row))
+        messages = [{"role": "user", "content": observation}]
         for _ in range(_counted(turns)):
-            if not (said := await _next(session, messages)):
+            if not (x := await _next(session, messages)):
                 break
-            told, value, over = await _finished(world.step(said.answer.content))
-            session.set_reward(value, said.id)
-            if over:
+            observation, value, done = await _awaited(world.step(x.answer.content))
+            session.set_reward(value, x.id)
+            if done:
                 break
-            messages += [said.answer.message(), {"role": "user", "content": told}]
+            messages += [x.answer.message(), {"role": "user", "content": observation}]
     finally:
         if close := getattr(world, "close", None):
-            await _finished(close())
+            await _awaited(close())
     return session.samples(row=row)
 
 
@@ -151,13 +151,13 @@ async def judged(
     question: str = VERDICT,
     best: float = 10.0,
 ) -> list[Sample]:
-    """An answer that the policy itself judges in a second conversation, which is not trained on (arXiv:2401.10020).
+    """Self-rewarding: the policy judges its answer in a second conversation, not trained on (arXiv:2401.10020).
 
-    A judge of its own, on a server or as a reward model, is a reward: `areax.rollout.rewards.judge`.
+    For a separate judge model use the reward `areax.rollout.rewards.judge`.
 
     Args:
-      question: put to the judge, with {question} and {answer}.
-      best: the number that counts as a reward of 1; without a number at its end the verdict is unscorable.
+      question: the judge's prompt, a template with {question} and {answer}.
+      best: the number that maps to a reward of 1; a verdict that does not end in a number is unscorable.
     """
     session, messages = Session(generate, tokenizer, sampling=sampling), conversation(row)
     answer = (await session.ask(messages)).answer.content
@@ -169,8 +169,8 @@ async def judged(
 
 
 async def _next(session: Session, messages: Sequence[Mapping[str, Any]], **how) -> Interaction | None:
-    """The next answer; None where a conversation that has begun cannot go on: it has outgrown the model's context, or
-    the template has no way to write what was said."""
+    """The next answer; None if the conversation cannot continue after its first answer, because it exceeds the model's
+    context or the template cannot render it."""
     try:
         return await session.ask(messages, **how)
     except ValueError as error:
@@ -182,9 +182,9 @@ async def _next(session: Session, messages: Sequence[Mapping[str, Any]], **how) 
 
 def _counted(turns: int) -> int:
     if not isinstance(turns, int) or turns < 1:
-        raise ValueError(f"turns: must be a number from 1 on, got {turns!r}")
+        raise ValueError(f"turns: must be an integer of at least 1, got {turns!r}")
     return turns
 
 
-async def _finished(result: Any) -> Any:
+async def _awaited(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result

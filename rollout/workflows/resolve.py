@@ -1,4 +1,4 @@
-"""What a workflow's name on the command line stands for."""
+"""Resolves the workflow named on the command line."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ async def bind(
     options: Mapping[str, Any] | None = None,
     agent: agents.Options | None = None,
 ) -> AsyncIterator[Workflow]:
-    """The workflow `(generate, row)` that `name` stands for, and what it needs while it runs:
+    """Yields the workflow `(generate, row)` that `name` refers to, and runs the services it needs. `name` may be
 
-    - `module:function` or `file.py:function` that takes `generate`: a workflow. It is given those of tokenizer, reward,
-      sampling and `options` that it takes.
+    - `module:function` or `file.py:function` that takes `generate`: a workflow. Of tokenizer, reward and sampling it
+      gets those it has parameters for, and all `options`.
     - a function that takes `base_url`, or a class or object with `async run(row, base_url=, api_key=)`: an agent
       (`agents.played`).
-    - a class or object with `arun_episode(engine, data)`: a workflow written for AReaL (`areal`). Classes are made
-      with those of reward_fn, gconfig, tokenizer and `options` that they take.
-    - `exec:COMMAND`: an agent in a process of its own (`agents.command`).
+    - a class or object with `arun_episode(engine, data)`: an AReaL workflow (`areal`). A class is constructed with
+      those of reward_fn, gconfig, tokenizer, reward and sampling that it takes, and all `options`.
+    - `exec:COMMAND`: an agent in a separate process (`agents.command`).
     - `online`: users who open sessions (`agents.online`).
 
     Raises:
-      ValueError: the name stands for none of these, or an option that it does not take.
+      ValueError: the name is none of these, or the workflow does not take one of the options.
     """
     bound: dict[str, Any] = dict(tokenizer=tokenizer, reward=reward, sampling=sampling)
     given, agent = dict(options or {}), agent or agents.Options()
     found = find(name)
     plays = name == ONLINE or name.startswith(COMMAND) or not (_generates(found) or hasattr(found, "arun_episode"))
     if not plays and agent != agents.Options():
-        raise ValueError(f"--agent: {name} is no agent but a workflow, which takes none of these options, got {agent}")
+        raise ValueError(f"--agent: {name} is a workflow, not an agent, and takes none of these options, got {agent}")
     if name == ONLINE or name.startswith(COMMAND):
         _taken(name, {}, {}, given)
     if name == ONLINE:
@@ -72,10 +72,10 @@ async def bind(
 
 
 def options(text: str) -> dict[str, Any]:
-    """`--workflow-options` as a dict.
+    """Parses `--workflow-options` into a dict.
 
     Raises:
-      ValueError: it is no JSON object.
+      ValueError: it is not a JSON object.
     """
     try:
         given = json.loads(text or "{}")
@@ -87,10 +87,10 @@ def options(text: str) -> dict[str, Any]:
 
 
 def find(name: str) -> Any:
-    """What `name` names; None for commands and users.
+    """Loads the object at the path `name`; None for `exec:` and `online`.
 
     Raises:
-      ValueError: there is no such thing, or it is no workflow.
+      ValueError: it cannot be loaded, or is not a workflow.
     """
     if name == ONLINE or name.startswith(COMMAND):
         return None
@@ -105,7 +105,7 @@ def find(name: str) -> Any:
 
 
 def _generates(found: Any) -> bool:
-    """Whether it is a workflow as ours are, a function that takes `generate`."""
+    """Whether it is a native workflow, a function that takes `generate`."""
     return callable(found) and not inspect.isclass(found) and "generate" in _parameters(found)
 
 
@@ -114,7 +114,7 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def _taken(name: str, parameters: Mapping[str, inspect.Parameter], offered: Mapping, options: Mapping) -> dict:
-    """Those of `offered` that a function takes, and all of the options, which it must take."""
+    """The entries of `offered` that a function takes, and all options; raises ValueError for one it does not take."""
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if unknown := [option for option in options if option not in parameters and not anything]:
         raise ValueError(

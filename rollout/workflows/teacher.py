@@ -1,7 +1,7 @@
-"""Teachers behind generation servers: how likely a frozen model finds the tokens of samples, for distillation.
+"""Teachers on generation servers: log-probabilities of samples under a frozen model, for distillation.
 
-A teacher is a fleet (`client.connect`) of servers of SGLang's contract, which serve it all along. They report
-log-probabilities at temperature 1, whatever samples were drawn with.
+A teacher is a fleet (`client.connect`) of servers with SGLang's API that serve it throughout the run. They report
+log-probabilities at temperature 1, whatever temperature the samples were drawn at.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ..types import Sample
 
 
 async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(logp f32[n], ids i32[n, K], top f32[n, K]): the log-probability (nats) of each of n tokens after those before
-    it, and the teacher's K likeliest tokens in its place with theirs, likeliest first.
+    """Scores tokens under a teacher: (logp f32[n], ids i32[n, K], top f32[n, K]).
 
-    All are at the token's own index, and 0 for the first token, of which nothing is known. A number that a server does
-    not give, or gives as null, is NaN.
+    These are the log-probability (nats) of each of n tokens given those before it, and the teacher's K likeliest tokens
+    in its place with theirs, likeliest first. All are at the token's own index, and 0 for the first token. A value that
+    the server leaves out or reports as null is NaN.
 
     Args:
-      top_k: K. The embedded server names up to 20.
+      top_k: K. The embedded server reports up to 20.
 
     Raises:
-      ValueError: a server refuses the request (more tokens than its context, more likeliest ones than it names).
-      ServerError: no answer, or one that is not about these tokens.
+      ValueError: a server refuses the request (too many tokens for its context, or K too large).
+      ServerError: no answer, or one for other tokens.
     """
     url, part = await fleet.read(tokens, top_k=top_k)
     n = len(tokens)
     if [row[1] for row in part.inputs] != [int(t) for t in tokens]:
-        raise ServerError(f"{url}/generate: log-probabilities of {n} input tokens were asked for, got others")
+        raise ServerError(f"{url}/generate: must return log-probabilities of the {n} input tokens, got those of others")
     number = lambda value: np.nan if value is None else value
     logp = np.array([0.0, *(number(row[0]) for row in part.inputs[1:])], np.float32)
     ids, top = np.zeros((n, top_k), np.int32), np.zeros((n, top_k), np.float32)
@@ -42,8 +42,8 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
         counts = {len(row or ()) for row in part.input_top[1:]}
         if len(part.input_top) != n or counts - {top_k}:
             raise ServerError(
-                f"{url}/generate: the {top_k} likeliest tokens in each of {n} places were asked for, got "
-                f"{sorted(counts)} in {len(part.input_top)}; is its vocabulary smaller?"
+                f"{url}/generate: must return the {top_k} likeliest tokens at each of {n} positions, got "
+                f"{sorted(counts)} at {len(part.input_top)}; check the size of its vocabulary"
             )
         for i, row in enumerate(part.input_top[1:], 1):
             ids[i], top[i] = [one[1] for one in row], [number(one[0]) for one in row]
@@ -51,7 +51,7 @@ async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np
 
 
 def named(teachers: Sequence[str]) -> dict[str, list[str]]:
-    """Addresses `http://...` or `name=http://...` by name, "" without one; equal names share the work."""
+    """Groups addresses `http://...` or `name=http://...` by name, "" if unnamed; equal names share the load."""
     urls: dict[str, list[str]] = {}
     for text in teachers:
         name, _, url = text.rpartition("=")
@@ -60,7 +60,7 @@ def named(teachers: Sequence[str]) -> dict[str, list[str]]:
 
 
 async def taught(workflow, annotate, generate, row):
-    """The workflow's samples, with what `annotate` adds to them; both to be bound with `functools.partial`."""
+    """A workflow that applies `annotate` to the samples of `workflow`; bind both with `functools.partial`."""
     made = await workflow(generate, row)
     samples = [] if made is None else made if isinstance(made, list) else [made]
     return await annotate([s.replace(info={"row": row, **s.info}) for s in samples])
@@ -69,17 +69,17 @@ async def taught(workflow, annotate, generate, row):
 async def annotate(
     samples: Sequence[Sample], teachers: Mapping[str, Fleet], *, top_k: int = 0, vocabulary: int | None = None
 ) -> list[Sample]:
-    """The samples with what their teachers say among their arrays, all of them "target" arrays.
+    """Adds the teachers' log-probabilities to the samples as "target" arrays.
 
     `teacher` f32[n] is the log-probability of each token; with `top_k`, `teacher_ids` i32[n, K] and `teacher_logp`
     f32[n, K] are the teacher's likeliest tokens. A sample's teacher is `info["row"]["teacher"]`, a name in `teachers`;
-    where there is one teacher alone, rows need not name it.
+    if there is only one teacher, rows need not name it.
 
     Args:
-      vocabulary: of the student, which has to know all tokens that a teacher names.
+      vocabulary: size of the student's vocabulary, which must contain all of the teacher's top tokens.
 
     Raises:
-      ValueError: a row names no teacher, or one that there is not; a token the student does not know; as `score`.
+      ValueError: a row names no teacher, or an unknown one; a token outside the student's vocabulary; as `score`.
       ServerError: as `score`.
     """
 
@@ -97,11 +97,11 @@ async def annotate(
             raise ValueError(f"annotate: {error}; {object_path.row(row)}") from error
         if vocabulary is not None and ids.size and ids.max() >= vocabulary:
             raise ValueError(
-                f"annotate: teachers must name tokens of the student's {vocabulary}, got id {ids.max()}; "
-                "serve a teacher of the same family"
+                f"annotate: a teacher's tokens must be below the student's vocabulary size {vocabulary}, got id "
+                f"{ids.max()}; serve a teacher of the same family"
             )
-        said = {"teacher": logp} | ({"teacher_ids": ids, "teacher_logp": top} if top_k else {})
-        return sample.replace(arrays={**sample.arrays, **{key: ("target", x) for key, x in said.items()}})
+        arrays = {"teacher": logp} | ({"teacher_ids": ids, "teacher_logp": top} if top_k else {})
+        return sample.replace(arrays={**sample.arrays, **{key: ("target", x) for key, x in arrays.items()}})
 
     tasks = [asyncio.ensure_future(one(sample)) for sample in samples]
     try:

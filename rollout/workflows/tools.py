@@ -1,6 +1,6 @@
-"""Tools that a model calls: any function with type hints, made a `Tool` by `tool(function)` and called by `call`.
+"""Tools for models: `tool(function)` makes a `Tool` of any function with type hints, `call` executes a tool call.
 
-A mistake of the model is text for it to read, "error: ...", and never an exception of the workflow.
+A mistake by the model becomes text for it to read, "error: ...", never an exception in the workflow.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ log = logging.getLogger(__name__)
 
 SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what servers of the OpenAI API accept
-SHOWN = 300  # characters of an error
+SHOWN = 300  # most characters of an error that the model sees
 
 OPERATORS: dict[type, Callable] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.UAdd: operator.pos, ast.USub: operator.neg,
 }  # fmt: skip
-BITS = 4096  # of a whole number in `calculator`
+BITS = 4096  # most bits of an integer in `calculator`
 EXPRESSION = re.compile(r"[0-9eE_.+*/%()\s-]{1,1000}")
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function for models, and what they are told of it.
+    """A function for models, with the description they see.
 
     Attributes:
-      parameters: JSON schema of the arguments, an object.
-      call: takes the arguments by name; a coroutine function is awaited, another one runs in a thread.
+      parameters: JSON schema of the arguments, of type object.
+      call: takes the arguments by name; a coroutine function is awaited, a plain one runs in a thread.
     """
 
     name: str
@@ -63,44 +63,43 @@ class Tool:
         try:
             jsonschema.Draft202012Validator.check_schema(self.parameters)
         except jsonschema.SchemaError as error:
-            raise ValueError(f"Tool: the parameters of {self.name} are no JSON schema: {error.message}") from None
+            raise ValueError(f"Tool: the parameters of {self.name} are not a JSON schema: {error.message}") from None
         if self.parameters.get("type") != "object":
             raise ValueError(f'Tool: the parameters of {self.name} must have the type "object"')
 
 
 def tool(function: Callable[..., Any]) -> Tool:
-    """A tool from a function: its name, its docstring and its type hints.
+    """Makes a tool of a function from its name, docstring and type hints.
 
-    What stands above "Args:" in the docstring describes the tool, what stands there the parameters (Google style).
-    Hints may be str, int, float, bool, None, list[...], dict[str, ...], Literal, unions of these, or missing; a
-    parameter without a default is required.
+    The docstring above "Args:" describes the tool, the entries below it the parameters (Google style). Hints may be
+    str, int, float, bool, None, list[...], dict[str, ...], Literal, unions of these, or missing; a parameter without a
+    default is required.
 
     Raises:
-      ValueError: a hint that has no schema, or a parameter that cannot be given by name.
+      ValueError: a hint without a JSON schema, or a parameter that cannot be passed by name.
     """
     import docstring_parser
 
     name = getattr(function, "__name__", type(function).__name__)
-    told = docstring_parser.parse(inspect.getdoc(function) or "", docstring_parser.DocstringStyle.GOOGLE)
-    about = {param.arg_name: " ".join((param.description or "").split()) for param in told.params}
+    doc = docstring_parser.parse(inspect.getdoc(function) or "", docstring_parser.DocstringStyle.GOOGLE)
+    descriptions = {param.arg_name: " ".join((param.description or "").split()) for param in doc.params}
     properties, required = {}, []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"tool: a model gives arguments by name, but {name} takes {parameter}")
-        described = {"description": about[parameter.name]} if about.get(parameter.name) else {}
-        properties[parameter.name] = hinted(parameter.annotation) | described
+            raise ValueError(f"tool: a model passes arguments by name, but {name} takes {parameter}")
+        description = {"description": descriptions[parameter.name]} if descriptions.get(parameter.name) else {}
+        properties[parameter.name] = hinted(parameter.annotation) | description
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    description = "\n".join(filter(None, (told.short_description, told.long_description)))
-    return Tool(name, description, parameters, function)
+    return Tool(name, "\n".join(filter(None, (doc.short_description, doc.long_description))), parameters, function)
 
 
 def hinted(hint: Any) -> dict[str, Any]:
     """The JSON schema of a type hint.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the hint is not supported.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is inspect.Parameter.empty:
@@ -122,25 +121,26 @@ def hinted(hint: Any) -> dict[str, Any]:
 
 
 def schema(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates and servers of the OpenAI API expect it."""
+    """The tool in OpenAI's format, which chat templates and servers expect."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
 
 async def call(tools: Sequence[Tool], name: str, arguments: str, *, timeout_s: float = 60.0) -> str:
-    """The answer of the tool called `name`: a string as it is, anything else as JSON.
+    """Calls the tool `name` and returns its result: a string unchanged, anything else as JSON.
 
-    A thread cannot be ended: a function without `async` that is late goes on unseen.
+    A thread cannot be killed: a plain function that times out keeps running in the background.
 
     Args:
       arguments: JSON, as the model wrote it; blank = none.
 
     Returns:
-      "error: ..." for an unknown tool, arguments that are no JSON or do not fit, an exception of the tool, a timeout.
+      "error: ..." for an unknown tool, arguments that are not JSON or do not match the schema, an exception raised by
+      the tool, or a timeout.
 
     Raises:
-      ServerError: of the tool, for failures that are not the model's doing, such as an unreachable sandbox.
-      ValueError: two tools of one name.
+      ServerError: raised by the tool for failures not caused by the model, such as an unreachable sandbox.
+      ValueError: two tools have the same name.
     """
     named = {tool.name: tool for tool in tools}
     if len(named) < len(tools):
@@ -156,7 +156,7 @@ async def call(tools: Sequence[Tool], name: str, arguments: str, *, timeout_s: f
             value = await _answer(named[name].call, given)
     except ServerError:
         raise
-    except Exception as error:  # whatever a tool raises is for the model to read
+    except Exception as error:  # any error of a tool is for the model to read
         if isinstance(error, TimeoutError) and deadline.expired():
             return _error(f"{name} took longer than {timeout_s:g} s")
         return _error(f"{name}: {type(error).__name__}: {error}")
@@ -192,14 +192,14 @@ async def _answer(function: Callable[..., Any], given: Mapping[str, Any]) -> Any
 
 
 def in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
-    """Like `asyncio.to_thread`, but a function that never returns holds up neither other calls nor the exit."""
+    """Like `asyncio.to_thread`, but a function that never returns blocks neither other calls nor the exit."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     answer: asyncio.Future[Any] = loop.create_future()
 
     def deliver(value: Any, error: BaseException | None) -> None:
         if answer.done():  # nobody waits any more
             return
-        if isinstance(error, StopIteration):  # which no future can hold
+        if isinstance(error, StopIteration):  # a future cannot hold it
             error = ValueError("StopIteration")
         answer.set_result(value) if error is None else answer.set_exception(error)
 
@@ -207,7 +207,7 @@ def in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
         value, error = None, None
         try:
             value = context.run(function)
-        except BaseException as raised:  # raised again where it is awaited
+        except BaseException as raised:  # re-raised where it is awaited
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(deliver, value, error)
@@ -217,13 +217,13 @@ def in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
 
 
 def python_tool(box: Sandbox = sandbox, **limits: Any) -> Tool:
-    """A tool "python" that runs programs in a sandbox and answers with what they print.
+    """Makes a tool "python" that runs programs in a sandbox and returns their output.
 
     Args:
-      box: where: this machine's, or `remote_sandbox.connect`'s.
+      box: the sandbox: this machine's, or one from `sandbox.remote.connect`.
       limits: fields of `sandbox.Limits`.
     """
-    Limits(**limits)  # a bad one is refused now
+    Limits(**limits)  # refuses invalid limits now
 
     async def python(code: str) -> str:
         """Runs a Python program and returns what it prints.
