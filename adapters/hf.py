@@ -120,9 +120,9 @@ def mapped(path: str | os.PathLike, dtype="float32"):
     def view(leaf):
         parts = [tensors[key] for key in keys[leaf.path]]
         wanted = np.dtype(leaf.param.dtype or dtype or np.result_type(*parts))
-        if not leaf.apart:
+        if not leaf.unstacked_shape:
             return parts[0].astype(wanted, copy=False)
-        return Parts(dict(zip(np.ndindex(*leaf.apart), parts, strict=True)), leaf.shape, wanted)
+        return Parts(dict(zip(np.ndindex(*leaf.unstacked_shape), parts, strict=True)), leaf.shape, wanted)
 
     params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
     return config, params, functools.partial(_verified, Path(path), stored)
@@ -174,9 +174,9 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
     """Assembles a leaf's array from its tensors, in the order of its keys; each device reads only its shard."""
-    parts = dict(zip(np.ndindex(*leaf.apart), tensors, strict=True))
+    parts = dict(zip(np.ndindex(*leaf.unstacked_shape), tensors, strict=True))
     wanted = leaf.param.dtype or dtype or np.result_type(*tensors)
-    apart = len(leaf.apart)
+    unstacked = len(leaf.unstacked_shape)
 
     @functools.cache  # shared by devices that hold the same shard
     def part(*index):
@@ -184,9 +184,9 @@ def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None)
         shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
         # Misaligned by one entry: JAX would otherwise alias numpy's memory, which cannot be donated to a step.
         host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
-        for at in np.ndindex(*shape[:apart]):
+        for at in np.ndindex(*shape[:unstacked]):
             tensor = parts[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
-            host[at] = tensor[cut[apart:]]
+            host[at] = tensor[cut[unstacked:]]
             safetensors.forget(tensor)
         return host
 
@@ -322,7 +322,7 @@ def copied(table: param.Table, params, dtype):
 
     def copy(leaf, x):
         host = np.empty(leaf.shape, leaf.param.dtype or dtype) if jax.process_index() == 0 else None
-        for index, row in zip(np.ndindex(*leaf.apart), _rows(leaf, x, dtype), strict=True):
+        for index, row in zip(np.ndindex(*leaf.unstacked_shape), _rows(leaf, x, dtype), strict=True):
             if host is not None:
                 host[index] = row
         return host
@@ -353,7 +353,7 @@ def tensors_of(table: param.Table, prefix: str, params, dtype):
         if tuple(found[leaf.path].shape) != leaf.shape:
             raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
         for spelt in leaf.keys(prefix).values():
-            specs[spelt[0]] = jax.ShapeDtypeStruct(leaf.shape[len(leaf.apart) :], leaf.param.dtype or dtype)
+            specs[spelt[0]] = jax.ShapeDtypeStruct(leaf.shape[len(leaf.unstacked_shape) :], leaf.param.dtype or dtype)
     return specs, (row for leaf in leaves for row in _rows(leaf, found[leaf.path], dtype))
 
 
@@ -378,7 +378,7 @@ def on_host(x) -> bool:
 def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     """The leaf's tensors on the host, in the order of its keys; views if it is already there."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
-    indices = list(np.ndindex(*leaf.apart))
+    indices = list(np.ndindex(*leaf.unstacked_shape))
     x = param.merged(x) if isinstance(x, param.LoRAWeight) else x
     if isinstance(x, Parts):
         yield from (x.tensors[index].astype(wanted, copy=False) for index in indices)
@@ -465,7 +465,7 @@ def _split_experts(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray
 
 
 def check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:
-    shape = leaf.shape[len(leaf.apart) :]
+    shape = leaf.shape[len(leaf.unstacked_shape) :]
     if tensor.shape != shape:
         raise ValueError(f"{where}: {key} must be {list(shape)} by config.json, got {list(tensor.shape)}")
     if tensor.dtype not in FLOATS:

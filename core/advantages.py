@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from . import shaping as shapings
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .returns import gae, returns
 from .segments import by_id, to_tokens, total
 from .shapes import shaped
@@ -77,7 +77,7 @@ class Advantage:
             ("lam", 0 <= self.lam <= 1, "between 0 and 1"),
             ("lam", self.lam == 1 or gae, '1 unless credit is "gae"'),
         )
-        must(self, rules)
+        validate(self, rules)
 
     @property
     def by_reward(self) -> bool:

@@ -68,7 +68,7 @@ class Balanced:
         """
         batch = self.objective.prepare(batch, scores)
         tokens = jnp.maximum(jnp.sum(batch.segment_BT > 0), 1).astype(jnp.float32)
-        whole = {"tokens": tokens}
+        scalars = {"tokens": tokens}
         if self.balance.load:
             if scores is None or "load" not in scores.aux:
                 raise ValueError(
@@ -76,8 +76,8 @@ class Balanced:
                     f"{'none' if scores is None else 'those of a model without'}"
                 )
             load_LE = scores.aux["load"]
-            whole["share_LE"] = jnp.sum(load_LE.reshape(-1, *load_LE.shape[-2:]), 0) / tokens
-        return batch.tell(**whole)
+            scalars["share_LE"] = jnp.sum(load_LE.reshape(-1, *load_LE.shape[-2:]), 0) / tokens
+        return batch.with_scalars(**scalars)
 
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics) with the terms; metrics `balance_load`, `balance_z` omit coefficients."""
@@ -88,11 +88,11 @@ class Balanced:
         if self.balance.load:
             prob_LE = out.aux["prob"]
             L, E = prob_LE.shape
-            terms["balance_load"] = self.balance.load, E * jnp.sum(batch.whole["share_LE"] * prob_LE) / L
+            terms["balance_load"] = self.balance.load, E * jnp.sum(batch.scalars["share_LE"] * prob_LE) / L
         if self.balance.z:
             terms["balance_z"] = self.balance.z, jnp.mean(out.aux["lse2"])
         for name, (coefficient, part) in terms.items():
-            total += coefficient * part / batch.whole["tokens"]
+            total += coefficient * part / batch.scalars["tokens"]
             report[name] = metrics.of_sum(part, out.aux["tokens"][0])
         return total, report
 

@@ -40,7 +40,7 @@ class Batch:
         a baseline.
       component: reward components [B, J] by name, those requested from `pack`.
       input, target: the samples' extra arrays, by name.
-      whole: values that `prepare` computes over the whole batch, by name; repeated in every microbatch.
+      scalars: values that `prepare` computes over the whole batch, by name; repeated in every microbatch.
     """
 
     token_BT: Array
@@ -71,13 +71,13 @@ class Batch:
     component: dict[str, Array] = field(default_factory=dict)
     input: dict[str, Array] = field(default_factory=dict)
     target: dict[str, Array] = field(default_factory=dict)
-    whole: dict[str, Array] = field(default_factory=dict)
+    scalars: dict[str, Array] = field(default_factory=dict)
 
     def replace(self, **changes) -> "Batch":
         return dataclasses.replace(self, **changes)
 
-    def tell(self, **values) -> "Batch":
-        """The batch with more values in `whole`, each repeated for every microbatch."""
+    def with_scalars(self, **values) -> "Batch":
+        """The batch with more values in `scalars`, each repeated for every microbatch."""
         front = self.token_BT.shape[:-2]
         repeat = lambda x: jnp.broadcast_to(x, (*front, *jnp.shape(x)))
-        return self.replace(whole={**self.whole, **{name: repeat(x) for name, x in values.items()}})
+        return self.replace(scalars={**self.scalars, **{name: repeat(x) for name, x in values.items()}})

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def must(spec, rules: Iterable[tuple[str, Any, str]], *, name: str = "") -> None:
+def validate(spec, rules: Iterable[tuple[str, Any, str]], *, name: str = "") -> None:
     """Raises ValueError for the first (field, holds, rule) that does not hold.
 
     Args:

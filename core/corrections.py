@@ -10,7 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from . import segments
-from .checks import must
+from .checks import validate
 from .segments import to_tokens, total
 
 STATISTICS = {  # as functions of the log ratio
@@ -90,7 +90,7 @@ class Correction:
              '"recompute" with a weight or a mask: with "behaviour" the ratio already corrects'),
             ("proximal", recompute or unmasked, '"recompute" with masks and normalise, which apply before the update'),
         )  # fmt: skip
-        must(self, rules)
+        validate(self, rules)
 
 
 def ratio(spec: Correction, log_BT, mask_BT, segment_BT, J: int):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from . import divergence as divergences
 from . import metrics
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .divergence import Divergence
 
 
@@ -48,7 +48,7 @@ class Distill:
             "temperature": (self.temperature > 0, "above 0"),
             "sft_coef": (self.sft_coef >= 0, "at least 0"),
         }
-        must(self, [(field, *rule) for field, rule in rules.items()])
+        validate(self, [(field, *rule) for field, rule in rules.items()])
 
     def __str__(self):
         b = f"{self.beta:g}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from .batch import Batch
-from .checks import must
+from .checks import validate
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Entropy:
             ("floor", self.floor == 0 or (self.floor > 0 and self.coef != 0), "0, or above 0 with a coef"),
             ("classes", not self.classes or self.coef != 0, "empty without a coef"),
         )
-        must(self, rules)
+        validate(self, rules)
 
 
 def weights(spec: Entropy, batch: Batch, entropy_BT, mask_BT, share_BT):

@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from .checks import must
+from .checks import validate
 from .shapes import shaped
 
 
@@ -54,7 +54,7 @@ class KL:
             ("target", self.target == 0 or (self.target > 0 and self.coef > 0), "0, or above 0 with a coef above 0"),
             ("horizon", self.horizon >= 1, "at least 1"),
         )
-        must(self, rules)
+        validate(self, rules)
 
     def adapt(self, coef: float, kl: float) -> float:
         """The coefficient for the next batch, given this batch's divergence `kl` (nats per token)."""

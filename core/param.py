@@ -66,7 +66,7 @@ class Leaf:
         return ("layers",) * (self.layers is not None) + tuple(self.param.axes.split())
 
     @property
-    def apart(self) -> tuple[int, ...]:
+    def unstacked_shape(self) -> tuple[int, ...]:
         """Sizes of the leading axes that checkpoints store as separate tensors: layers, and experts if in the keys."""
         return self.shape[: (self.layers is not None) + ("{expert}" in self.param.keys[0])]
 
@@ -78,7 +78,7 @@ class Leaf:
             expert = index[-1] if index else None
             return tuple(key.format(prefix=prefix, layer=layer, expert=expert) for key in self.param.keys)
 
-        return {index: spelt(index) for index in itertools.product(*map(range, self.apart))}
+        return {index: spelt(index) for index in itertools.product(*map(range, self.unstacked_shape))}
 
 
 @jax.tree_util.register_dataclass

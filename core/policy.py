@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from . import advantages, corrections, entropy, formula, kl, metrics, segments, shaping, signals
 from .advantages import Advantage
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .corrections import Correction, bounded_exp
 from .denominators import Denominator, share
 from .entropy import Entropy
@@ -125,7 +125,7 @@ class Policy:
             for name, options in choices.items()
             if options and isinstance(options[0], str)
         }
-        must(self, [(field, *rule) for field, rule in [*known.items(), *rules.items()]], name=self.name)
+        validate(self, [(field, *rule) for field, rule in [*known.items(), *rules.items()]], name=self.name)
 
     @property
     def needs_scores(self) -> bool:
@@ -154,8 +154,8 @@ class Policy:
         """Sets `adv_BT`, `prox_BT`, `weight_BT` = share x w, `return_BT` with a critic, and what KL and entropy need.
 
         Segments with a NaN reward, and tokens whose behaviour, reference or teacher log-probability is not finite, are
-        excluded from the loss and its denominator. `whole["kl_coef"]`, if present, overrides the coefficient;
-        "interpolate" needs `whole["version"]`, the version of the weights to be updated.
+        excluded from the loss and its denominator. `scalars["kl_coef"]`, if present, overrides the coefficient;
+        "interpolate" needs `scalars["version"]`, the version of the weights to be updated.
 
         Raises:
           ValueError: scores, reference, values, teacher, components or version are needed and missing.
@@ -212,8 +212,8 @@ class Policy:
             (self.needs_scores and scores is None, "recompute or an entropy floor", "scores of the current weights"),
             (self.needs_reference and batch.ref_BT is None, f"kl coef {self.kl.coef:g}", "ref_BT"),
             (self.advantage.teacher and "teacher" not in batch.target, "a teacher", 'target["teacher"]'),
-            (self.correction.proximal == "interpolate" and "version" not in batch.whole, "interpolate",
-             'whole["version"]'),
+            (self.correction.proximal == "interpolate" and "version" not in batch.scalars, "interpolate",
+             'scalars["version"]'),
         ):  # fmt: skip
             if missing:
                 raise ValueError(f"{self.name}.prepare: {needs} needs {what}, got None")
@@ -279,5 +279,5 @@ class Policy:
 
 def _shared(batch: Batch, name: str, default):
     """A batch-wide value, the same in each microbatch, shaped to broadcast over its tokens."""
-    x = batch.whole.get(name, default)
+    x = batch.scalars.get(name, default)
     return jnp.reshape(x, (*jnp.shape(x), 1, 1)) if jnp.ndim(x) else x

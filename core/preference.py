@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from . import metrics
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .segments import by_id, divisor, to_tokens, total
 
 LEFT_OUT = -2  # `pair_BJ` after `prepare` for pairs that do not count
@@ -75,7 +75,7 @@ class Preference:
         for field in dataclasses.fields(self):
             if choices := get_args(field.type):
                 rules[field.name] = (getattr(self, field.name) in choices, f"one of {', '.join(choices)}")
-        must(self, [(field, *rule) for field, rule in rules.items()], name=self.name)
+        validate(self, [(field, *rule) for field, rule in rules.items()], name=self.name)
 
     @property
     def needs_reference(self) -> bool:
@@ -159,7 +159,7 @@ class KTO:
     needs_reference = True
 
     def __post_init__(self):
-        must(self, [(field, value >= 0, "at least 0") for field, value in vars(self).items()])
+        validate(self, [(field, value >= 0, "at least 0") for field, value in vars(self).items()])
 
     def __str__(self):
         return (
@@ -171,7 +171,7 @@ class KTO:
         )
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Sets `whole["z0"]` and restricts `mask_BT` and `weight_BJ` to completions that count; others get label NaN.
+        """Sets `scalars["z0"]` and restricts `mask_BT` and `weight_BJ` to completions that count; others get label NaN.
 
         Completions without learnt tokens, with another label or with a reference that is not finite are left out.
 
@@ -193,7 +193,7 @@ class KTO:
             mask_BT=is_BT(labelled_BJ),
             label_BJ=label_BJ,
             weight_BJ=weight_BJ / divisor(jnp.sum(weight_BJ)),
-        ).tell(z0=jax.lax.stop_gradient(z0))
+        ).with_scalars(z0=jax.lax.stop_gradient(z0))
 
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`.
@@ -205,7 +205,7 @@ class KTO:
         logp_BJ, ratio_BJ, _ = _sums(out, batch, reference=True)
         good_BJ, bad_BJ = batch.label_BJ == 1, batch.label_BJ == 0
         labelled_BJ, sign_BJ = good_BJ | bad_BJ, jnp.where(good_BJ, 1, -1)
-        z0 = batch.whole["z0"]
+        z0 = batch.scalars["z0"]
         over_BJ = sign_BJ * (ratio_BJ - z0)
         scale_BJ = jnp.where(good_BJ, self.desirable_weight, self.undesirable_weight)
         loss_BJ = scale_BJ * jax.nn.sigmoid(-self.beta * over_BJ)
@@ -243,7 +243,7 @@ class RewardModel:
     needs_reference = False
 
     def __post_init__(self):
-        must(self, [("center_coef", self.center_coef >= 0, "at least 0")])
+        validate(self, [("center_coef", self.center_coef >= 0, "at least 0")])
 
     def __str__(self):
         lines = [

@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from .batch import FINISH, Batch
-from .checks import must
+from .checks import validate
 from .segments import last, over_rollout, to_tokens, total
 
 
@@ -48,7 +48,7 @@ class Shaping:
             ("unfinished_penalty", self.unfinished_penalty >= 0, "at least 0"),
             ("truncated", self.truncated in ("keep", "mask", "drop"), "one of keep, mask, drop"),
         )
-        must(self, rules)
+        validate(self, rules)
 
     @property
     def plain(self) -> bool:

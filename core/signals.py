@@ -1,7 +1,7 @@
 """Training metrics: trainer-sampler mismatch, size of the update, and what corrections mask.
 
-All are kept as sums and counts, so any split of a batch gives the same values; `told` computes what depends on several
-sums. Unless stated otherwise, metrics are per learnt token.
+All are kept as sums and counts, so any split of a batch gives the same values; `finalize_metrics` computes what depends
+on several sums. Unless stated otherwise, metrics are per learnt token.
 """
 
 import math
@@ -76,7 +76,7 @@ def movement(ratio_BT, gap_BT, cut_BT, adv_BT, entropy_BT, mask_BT) -> dict[str,
     return report
 
 
-def told(report: dict[str, Metric]) -> dict:
+def finalize_metrics(report: dict[str, Metric]) -> dict:
     """Host values for the log, as `metrics.to_dict`, plus metrics derived from several sums.
 
     ess: (sum w)^2 / (n sum w^2). prob_pearson: correlation of the trainer's and the sampler's probabilities.

@@ -19,7 +19,7 @@ def batch(packed: Batch, mesh) -> Batch:
     """
 
     def rule(name: str, x) -> NamedSharding:
-        axes = () if name == "whole" else ("batch", "seq") if name.endswith("_BT") else ("batch",)
+        axes = () if name == "scalars" else ("batch", "seq") if name.endswith("_BT") else ("batch",)
         where = f"{name}: rows of a microbatch or their length"
         return NamedSharding(mesh, spec(("layers", *axes), where=where, shape=x.shape, mesh=mesh))
 
@@ -28,7 +28,7 @@ def batch(packed: Batch, mesh) -> Batch:
         return jax.make_array_from_callback(x.shape, rule(name, x), lambda index: x[index])
 
     values = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
-    kinds = {"input": "_BT", "target": "_BT", "component": "_BJ", "whole": "whole"}
+    kinds = {"input": "_BT", "target": "_BT", "component": "_BJ", "scalars": "scalars"}
     placed = {
         name: {key: put(kinds[name], x) for key, x in value.items()} if isinstance(value, dict) else put(name, value)
         for name, value in values.items()

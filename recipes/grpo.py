@@ -98,10 +98,10 @@ def main(config: Config) -> dict:
             cursor = restore(trainer, store)
             work = collective(config, trainer, store, tokens)
             if index > 0:
-                lockstep.follow(work)
+                lockstep.worker_loop(work)
                 return {}
-            with lockstep.lead(work) as do:
-                summary = asyncio.run(train(config, trainer, do, tokens, prompts, heldout, cursor))
+            with lockstep.leader(work) as run_on_all:
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, prompts, heldout, cursor))
                 summary["seconds"] = time.monotonic() - began
                 run_dir.write_json(out / run_dir.SUMMARY, summary)
                 return summary
@@ -142,11 +142,11 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     }
 
 
-async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts, heldout, cursor) -> dict:
+async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, prompts, heldout, cursor) -> dict:
     """Runs the loop from the trainer's version on, and returns the summary.
 
     Args:
-      do: `do(name, ...)` calls a function of `collective` in all processes.
+      run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
@@ -155,7 +155,9 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
         log = enter(rl_log.opened(config, config.saving, tokens, start))
 
         # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
-        sync = await enter_async(publishing.opened(config.model, config.serving, trainer.policy, do, tokens, start))
+        sync = await enter_async(
+            publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, start)
+        )
         fleet = await enter_async(
             common.fleet(
                 config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
@@ -187,10 +189,10 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
             return groups
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
-            return train_on_batch(trainer, groups, functools.partial(do, "update"))
+            return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
 
         def save(v: int, position) -> None:
-            do("save", v, position)
+            run_on_all("save", v, position)
 
         async def evaluate(v: int) -> None:
             accuracy, rows = await rollouts.accuracy(
@@ -208,7 +210,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
         done = trainer.version
         served = sorted({server.label for server in fleet.healthy})
         counts = {**executor.counts, **fleet.counts, "rewards": episodes.rewards.counts}
-    checkpoint = do("export")
+    checkpoint = run_on_all("export")
     return {
         "checkpoint": str(checkpoint),
         "steps": done,

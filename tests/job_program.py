@@ -64,12 +64,12 @@ def grpo_steps(model: str, layout: str, out: str, beside: str = "reference") -> 
         "write": lambda: hf.save(out, learning.policy.settings, learner.weights(learning.policy)),
     }
     if jax.process_index() > 0:
-        lockstep.follow(work)
+        lockstep.worker_loop(work)
         return []
-    with lockstep.lead(work) as do:
-        run = functools.partial(do, "update")
+    with lockstep.leader(work) as run_on_all:
+        run = functools.partial(run_on_all, "update")
         reports = [trainer.train_on_batch(learning, groups(i), run) for i in range(3)]
-        do("write")
+        run_on_all("write")
     return [{k: v for k, v in report.items() if isinstance(v, float)} for report in reports]
 
 

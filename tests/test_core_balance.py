@@ -101,7 +101,7 @@ def test_microbatches_do_not_change_the_terms():
     data, out = rows(), []
     objective = balance.wrap(losses.SFT(), BOTH)
     whole, parts = (prepared(objective, B, data)[0] for B in (16, 2))
-    plain = whole.replace(whole={**whole.whole, "tokens": whole.whole["tokens"] * jnp.inf})  # both terms become 0
+    plain = whole.replace(scalars={**whole.scalars, "tokens": whole.scalars["tokens"] * jnp.inf})  # both terms become 0
     for batch in (whole, plain, parts):
         state, report = updated(objective, batch)
         change = jax.tree.map(lambda a, b: np.asarray(a - b), state.params, PARAMS)

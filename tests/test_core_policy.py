@@ -189,7 +189,7 @@ def packed(rows, count=8):
     """A Batch in float64; few shapes, for each is compiled operation by operation."""
     to = lambda x: jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
     batch = jax.tree.map(to, packing.pack(rows, 32, rows=count, components=PARTS))
-    return batch.tell(version=jnp.asarray(VERSION))
+    return batch.with_scalars(version=jnp.asarray(VERSION))
 
 
 def near(rows, seed, spread=0.3):

@@ -200,8 +200,8 @@ def test_grpo_end_to_end(place):
 
 
 def test_one_process_follows_nobody():
-    with lockstep.lead({"add": lambda a, b: a + b}) as do:
-        assert do("add", 1, 2) == 3
+    with lockstep.leader({"add": lambda a, b: a + b}) as run_on_all:
+        assert run_on_all("add", 1, 2) == 3
     assert processes.anyone(True) is True
     processes.same("numbers", 1)
 

@@ -82,10 +82,10 @@ def sync(root, way):
         label = read_label(base / "manifest.json")
         write = lambda v, host: peft.write_published(root, v, CONFIG, host, SPEC, base, label)
     work = {"host_copy": lambda spec: params, "probe": lambda ids: [-0.5] * (len(ids) - 1)}
-    do = lambda name, *given: work[name](*given)
+    run_on_all = lambda name, *given: work[name](*given)
     parts = tensors.handover(lambda arrays: iter([("a part", False), ("the rest", True)]))
     handover = parts if way == "tensors" else None
-    return publishing.WeightSync(CONFIG, Push(), do, root, root, write, adapters, handover=handover)
+    return publishing.WeightSync(CONFIG, Push(), run_on_all, root, root, write, adapters, handover=handover)
 
 
 async def probed(request, body):

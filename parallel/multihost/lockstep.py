@@ -1,14 +1,14 @@
 """Lockstep execution: process 0 decides which functions all processes run, by name, with the same data.
 
-    work = {"advance": advance, "save": save}  # the same in every process
+    work = {"update": update, "save": save}  # the same in every process
     if index > 0:
-        lockstep.follow(work)  # until process 0 is done
+        lockstep.worker_loop(work)  # until process 0 is done
     else:
-        with lockstep.lead(work) as do:
-            report = do("advance", groups)  # advance(groups), here and in all other processes
+        with lockstep.leader(work) as run_on_all:
+            report = run_on_all("update", batches)  # update(batches), in all processes
 
-All processes must run the same computations in the same order, so nothing else may use the job's devices while `do` is
-in use. Only a name and data are sent, never code.
+All processes must run the same computations in the same order, so nothing else may use the job's devices during
+`run_on_all`. Only a name and data are sent, never code.
 """
 
 import contextlib
@@ -28,21 +28,23 @@ LEAST = 1 << 16
 
 
 @contextlib.contextmanager
-def lead(work: Mapping[str, Callable]) -> Iterator[Callable]:
-    """In process 0, yields `do(name, *data)`, which runs `work[name](*data)` in all processes and returns the result.
+def leader(work: Mapping[str, Callable]) -> Iterator[Callable]:
+    """In process 0, yields `run_on_all(name, *data)`, which runs `work[name](*data)` in all processes and returns its
+    own result.
 
-    Leaving the block makes `follow` return in the others; after an exception, `processes.job` ends them. With one
-    process, `do` is a plain call. Data must be picklable: numbers, strings, arrays, lists, dataclasses.
+    Leaving the block makes `worker_loop` return in the others; after an exception, `processes.job` ends them. With one
+    process, `run_on_all` is a plain call. Data must be picklable: numbers, strings, arrays, lists, dataclasses.
 
     Raises:
-      RuntimeError: from `do`, if an earlier function failed here (others may still be in it) or a process has ended.
+      RuntimeError: from `run_on_all`, if an earlier function failed here (others may still be in it) or a process has
+        ended.
     """
     if jax.process_count() == 1:
         yield lambda name, *data: work[name](*data)
         return
     failed: list[str] = []
 
-    def do(name: str, *data):
+    def run_on_all(name: str, *data):
         if failed or liveness.lost.is_set():
             why = f"{failed[0]} has failed" if failed else "a process has ended"
             raise RuntimeError(f"lockstep: {name} cannot be run in all processes: {why}")
@@ -52,11 +54,11 @@ def lead(work: Mapping[str, Callable]) -> Iterator[Callable]:
         failed.clear()
         return result
 
-    yield do
+    yield run_on_all
     _share(b"")
 
 
-def follow(work: Mapping[str, Callable]) -> None:
+def worker_loop(work: Mapping[str, Callable]) -> None:
     """In the other processes: runs what process 0 runs until it is done. SIGINT and SIGTERM are left to process 0."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()

@@ -87,7 +87,7 @@ def scored(own: Learner, batch):
     return jax.block_until_ready(own.scores(own.state.params, batch, *own.frozen))
 
 
-def take(own: Learner, batch):
+def train_step(own: Learner, batch):
     """One optimiser step on a batch [M, B, T], which changes the state; returns its metrics."""
     seen = scored(own, batch) if own.needs_scores else None
     own.state, report = own.step(own.state, own.prepare(batch, seen), *own.frozen)

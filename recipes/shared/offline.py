@@ -20,7 +20,7 @@ from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
 from areax.recipes.shared import common, learner
-from areax.recipes.shared.learner import Learner, take
+from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
 
@@ -150,7 +150,7 @@ def fit(
                 if processes.anyone(stop.is_set()):  # of several processes each waits here for the step before
                     break
                 count = int(np.sum(batch.segment_BT > 0))
-                now = take(own, beside(batches.batch(batch, mesh)))
+                now = train_step(own, beside(batches.batch(batch, mesh)))
                 if pending:  # one step behind, so that the host prepares while the device computes
                     report(*pending)
                 done, pending = i + 1, (i + 1, now, count)

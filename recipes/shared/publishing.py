@@ -42,7 +42,7 @@ class WeightSync:
     Attributes:
       settings: of the model.
       options: `--push`.
-      do: calls a function in all processes of the job; of these `host_copy` and `probe`.
+      run_on_all: calls a function in all processes of the job; of these `host_copy` and `probe`.
       path: the checkpoint that servers start from.
       root: folder of published versions; None where nothing is written.
       write: `write(v, host)` -> the published directory.
@@ -53,7 +53,7 @@ class WeightSync:
 
     settings: Any
     options: Push
-    do: Callable
+    run_on_all: Callable
     path: Path
     root: Path | None = None
     write: Callable[[int, Any], Path] | None = None
@@ -64,21 +64,24 @@ class WeightSync:
 
 @contextlib.asynccontextmanager
 async def opened(
-    model: str, options: Serving, policy: Learner, do: Callable, tokens, start: int
+    model: str, options: Serving, policy: Learner, run_on_all: Callable, tokens, start: int
 ) -> AsyncIterator[WeightSync]:
-    """The way of weights to these servers, from version `start` on, which is written, if anything is; `do` does work in
-    all processes."""
+    """The way of weights to these servers, from version `start` on, which is written, if anything is.
+
+    Args:
+      run_on_all: calls a function in all processes of the job (`lockstep.leader`).
+    """
     settings = policy.settings
     if options.serve.inside:
-        first = lambda: in_memory(settings, start, do("host_copy", None))
-        yield WeightSync(settings, options.push, do, Path(model), first=first)
+        first = lambda: in_memory(settings, start, run_on_all("host_copy", None))
+        yield WeightSync(settings, options.push, run_on_all, Path(model), first=first)
         return
     adapters = await by_name(policy, options)
     with folder(options.published, policy) as root:
-        path = do("publish_base", root) if adapters else do("publish", root, start)
+        path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)
         write = writer(policy, root, tokens, adapters, written={path})
         yield WeightSync(
-            settings, options.push, do, path, root, write, adapters, handover=handover(options.push, settings)
+            settings, options.push, run_on_all, path, root, write, adapters, handover=handover(options.push, settings)
         )
 
 
@@ -90,8 +93,10 @@ def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int]
       probe_ids: a prompt for servers to prove with that they hold the weights; () = none.
     """
     options, root, write = sync.options, sync.root, sync.write
-    host = sync.do("host_copy", sync.adapters)
-    known = Probe(tuple(probe_ids), tuple(sync.do("probe", probe_ids)), options.tolerance) if probe_ids else None
+    host = sync.run_on_all("host_copy", sync.adapters)
+    known = (
+        Probe(tuple(probe_ids), tuple(sync.run_on_all("probe", probe_ids)), options.tolerance) if probe_ids else None
+    )
 
     async def push() -> None:
         if root is None or write is None:  # the engine of this process takes the arrays

@@ -182,7 +182,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
         scalars["version"] = version
     report, scored = (run or functools.partial(train_packed, trainer))(batches, scalars)
     flat = [s for part in samples for s in part]
-    values = {**signals.told(report), **describe.batch(flat, version), **trainer.control}
+    values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
         values["effective_samples"] = float(report["effective_fraction"].sum) / options.epochs
     logps: list = [None] * len(flat)
@@ -204,10 +204,10 @@ def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, floa
 
     Args:
       batches: packed minibatches [M, B, T] on the host.
-      scalars: values for `Batch.whole`.
+      scalars: values for `Batch.scalars`.
     """
     if scalars:
-        batches = [batch.tell(**scalars) for batch in batches]
+        batches = [batch.with_scalars(**scalars) for batch in batches]
     with jax.set_mesh(trainer.mesh):
         result = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
         trainer.version += 1
