@@ -63,7 +63,7 @@ def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
     assert {name: getattr(made, name) for name in own} == own
     assert made.optim.lr == (1e-6 if recipe is preference else 1e-5)
     with pytest.raises(SystemExit):
-        cli.main(["train", recipe.__name__.rpartition(".")[2], "--help"])
+        cli.main(["train", recipe.__name__.rpartition(".")[2], "--help-all"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "longest sequence, and tokens of a packed row" in text
     assert ("each is two sequences" in text) is (recipe is preference)
