@@ -65,8 +65,9 @@ NAMES = ("AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS", "AREAX_STAGER_
 def main(config):
     out = pathlib.Path(config.out)
     told = {name: os.environ.get(name) for name in NAMES} | dataclasses.asdict(config) | {"pid": os.getpid()}
-    (out / "part").write_text(json.dumps(told))
-    (out / "part").rename(out / f"told-{os.environ.get('AREAX_PROCESS', '0')}")
+    process = os.environ.get("AREAX_PROCESS", "0")
+    (out / f"part-{process}").write_text(json.dumps(told))
+    (out / f"part-{process}").rename(out / f"told-{process}")
     while not (out / "go").exists():
         time.sleep(0.05)
     sys.exit(config.code)
