@@ -1,7 +1,7 @@
 """Asynchronous reinforcement learning: prompts -> generation servers -> rewards -> update -> new weights to servers.
 
-With `eta` = 0 it is synchronous; with eta > 0 servers generate while the trainer trains, and no group of completions is
-older than eta versions when it is trained on. Run it again with the same `out` and it resumes.
+`eta` = 0 is synchronous. With eta > 0 the servers generate while the trainer trains, and no group of completions is
+more than eta versions old when it is trained on. Running it again with the same `out` resumes the run.
 
 From top to bottom: `Config`, the options in groups; `main`, what runs on the devices; `train`, the loop.
 """
@@ -38,17 +38,17 @@ FIRST_OPTIONS = (
 
 @dataclass(frozen=True)
 class Config:
-    """Asynchronous reinforcement learning with the objective named, GRPO by default.
+    """Asynchronous reinforcement learning, with GRPO unless another objective is chosen.
 
     Attributes:
       model: Hugging Face directory: weights, config.json and tokenizer.
-      data: rows with "prompt" or "messages": a file, a folder, or a hub name.
-      reward: `module:function` or `file.py:function`: f(text, row) -> number.
+      data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub.
+      reward: `module:function` or `file.py:function`, called as f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, samples.
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       steps: batches to train on.
-      seed: of new weights, of the order of the prompts and of sampling.
+      seed: random seed of new weights, prompt order and sampling.
     """
 
     model: str
@@ -73,10 +73,10 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    """Trains, writes `out`/model, and returns the summary that `out`/summary.json holds.
+    """Trains, writes `out`/model, and returns the content of `out`/summary.json.
 
-    In a job of several processes the first runs everything but the devices; those all processes run together, each with
-    its part of every batch (`collective`). The others return {}.
+    In a job of several processes, process 0 runs rollouts, rewards and the loop. All processes together run what needs
+    the devices (`collective`), each on its part of every batch. Processes other than 0 return {}.
     """
     began = time.monotonic()
     common.keep_memory()
@@ -127,7 +127,7 @@ def build_trainer(config: Config) -> Trainer:
 
 
 def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> dict[str, Callable]:
-    """The functions that all processes of the job call together, by name, because they move data between devices."""
+    """{name: function} of what all processes of the job call together, because it moves data between devices."""
     policy, out = trainer.policy, Path(config.out)
     return {
         "update": functools.partial(train_packed, trainer),
@@ -143,7 +143,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
 
 
 async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, prompts, heldout, cursor) -> dict:
-    """Runs the loop from the trainer's version on, and returns the summary.
+    """Runs the training loop from the trainer's version on; returns the summary.
 
     Args:
       run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.

@@ -61,13 +61,13 @@ class Config(offline_options.Options):
 def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "preference_accuracy", "seconds", ...}.
 
-    Of several processes each trains on its part of every batch; the first alone writes, the others return {}.
+    In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, replace(config, out=config.out or f"runs/{config.objective.name.lower()}"))
 
 
 def train(config: Config, quiet: bool = False) -> dict:
-    """The run itself, the same in every process; `quiet` keeps its reports from being shown and written."""
+    """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = tokenizer.load(config.model)
     rows, heldout = offline.read(config, quiet)

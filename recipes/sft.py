@@ -1,7 +1,7 @@
 """Supervised fine-tuning: demonstrations -> packed batches -> a Hugging Face checkpoint.
 
-With `lora.rank` adapters train over weights that stay as they are, and are written in PEFT's format besides.
-Run it again with the same `out` and it goes on where it stopped.
+With `lora.rank` only adapters train, and are also written in PEFT's format. Running it again with the same `out`
+resumes the run.
 """
 
 import functools
@@ -25,10 +25,10 @@ class Config(offline_options.Options):
     """Supervised fine-tuning.
 
     Attributes:
-      data: rows with "prompt" (or "messages") and "completion", or with "messages" of which the last is the
-        assistant's: a JSONL or Parquet file, a folder, or a hub name.
-      learn: "last" = what the assistant says last, "all" = each of its turns, by the chat template's generation blocks,
-        or of a template without any by what each turn adds.
+      data: rows with "prompt" and "completion", or with "messages" that end with the assistant's (with "completion",
+        the prompt may be "messages", too): a JSONL or Parquet file, a folder, or a data set on the hub.
+      learn: "last" = the assistant's last turn, "all" = all its turns (by the chat template's generation blocks, or by
+        what each turn adds if it has none).
     """
 
     out: str = "runs/sft"
@@ -38,13 +38,13 @@ class Config(offline_options.Options):
 def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "seconds", ...}.
 
-    Of several processes each trains on its part of every batch; the first alone writes, the others return {}.
+    In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, config)
 
 
 def train(config: Config, quiet: bool = False) -> dict:
-    """The run itself, the same in every process; `quiet` keeps its reports from being shown and written."""
+    """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began = time.monotonic()
     tokens = tokenizer.load(config.model)
     sample = offline.demonstrations(tokens, config.learn)

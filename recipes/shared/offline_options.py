@@ -13,31 +13,30 @@ from areax.parallel.mesh import Layout
 
 @dataclass(frozen=True)
 class Options:
-    """Training on given rows. A Config that inherits this may give a field another default, or another help text.
+    """Options of training on given rows. A Config may override a field's default and its help text.
 
     Attributes:
-      model: Hugging Face directory with weights and tokenizer.
-      data: rows to train on: a JSONL or Parquet file, a folder, or a hub name.
+      model: Hugging Face directory: weights, config.json and tokenizer.
+      data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, report.
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
         `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
-      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
-      init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
-      heldout: rows whose loss is reported, never trained on; "" = none.
+      limit: records of `data` to read, and to fetch from the hub; 0 = all.
+      init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
+      heldout: rows to evaluate the loss on, never trained on; "" = none.
       steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
-      batch: rows a step.
-      length: longest sequence, and tokens of a packed row.
-      too_long: what becomes of rows longer than that: "refuse" ends the run when one comes, "drop" leaves them out of
-        data and held-out rows, and says how many.
-      rows: packed rows of a microbatch.
-      lora: adapters to train in place of all weights, which then stay in the checkpoint's dtype; rank 0 = none.
-      balance: terms that keep the experts of a mixture evenly used; `load` costs one more forward pass a step.
-      mesh: devices along each axis; all of them together must be the machine's, or one.
-      save_every: in steps; 0 = at the end alone.
-      evaluate_every: in steps; 0 = at the end alone.
-      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
-      seed: of new weights and of the order of the rows.
+      batch: rows per optimiser step.
+      length: longest sequence; also tokens per packed row.
+      too_long: rows longer than that: "refuse" ends the run at the first, "drop" leaves them out and prints how many.
+      rows: packed rows per microbatch.
+      lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
+      balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
+      mesh: devices along each axis; their product must be 1 or the number of devices.
+      save_every: steps between checkpoints; 0 = only at the end.
+      evaluate_every: steps between evaluations; 0 = only at the end.
+      track: where else metrics go: TensorBoard, wandb, Prometheus.
+      seed: random seed of new weights and row order.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Log-probabilities of a fixed prompt, which pushes compare with the servers' own (rollout/weights/verify.py)."""
+"""Computes log-probabilities of a fixed prompt, to compare with the servers' (rollout/weights/verify.py)."""
 
 import functools
 import math
@@ -16,7 +16,7 @@ from areax.recipes.shared import learner
 from areax.rollout.chat import template
 from areax.rollout.types import Sample
 
-TOKENS = 64  # of the prompt, about
+TOKENS = 64  # largest length of the prompt
 
 
 def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
@@ -31,8 +31,10 @@ def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
 
 
 def make(policy: learner.Learner, run: models.Run, mesh: jax.sharding.Mesh) -> Callable[[Sequence[int]], list[float]]:
-    """f(ids) -> log-probability of each but the first under the current weights, at temperature 1; all processes call
-    it together."""
+    """Makes f(ids) -> log-probability of each token but the first under the current weights, at temperature 1.
+
+    All processes of the job must call f together.
+    """
     score = functools.partial(models.score, config=policy.settings, run=learner.computed(run), temperature=1.0)
     scores = step.make_scores(lora.over_base(score, policy.adapters) if policy.adapters else score)
     rows, cp = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape["cp"]

@@ -1,4 +1,4 @@
-"""What a run publishes as a version, the whole model or adapters by name, and how that gets to the servers."""
+"""Weight sync of a run: writes each version, a full model or named adapters, and pushes it to the servers."""
 
 import asyncio
 import contextlib
@@ -37,10 +37,10 @@ BASE = "base"  # folder of the published base, beside those of versions
 
 @dataclass(frozen=True)
 class WeightSync:
-    """How the versions of a run get to its servers.
+    """How a run's weights get to its servers.
 
     Attributes:
-      settings: of the model.
+      settings: the model's config.
       options: `--push`.
       run_on_all: calls a function in all processes of the job; of these `host_copy` and `probe`.
       path: the checkpoint that servers start from.
@@ -66,7 +66,7 @@ class WeightSync:
 async def opened(
     model: str, options: Serving, policy: Learner, run_on_all: Callable, tokens, start: int
 ) -> AsyncIterator[WeightSync]:
-    """The way of weights to these servers, from version `start` on, which is written, if anything is.
+    """Sets up weight sync to these servers and writes version `start`, if versions are written at all.
 
     Args:
       run_on_all: calls a function in all processes of the job (`lockstep.leader`).
@@ -125,7 +125,7 @@ def in_memory(settings, version: int, params) -> tuple[str, in_process.Weights]:
 
 
 def handover(options: Push, settings) -> Handover | None:
-    """What gives servers the weights without files, if they are to get them so."""
+    """The function that sends weights to servers without files; None if they read files."""
     if options.way == "disk":
         return None
     from areax.adapters import torch
@@ -135,7 +135,7 @@ def handover(options: Push, settings) -> Handover | None:
 
 @contextlib.contextmanager
 def folder(published: str, policy: Learner) -> Iterator[Path]:
-    """The folder for published versions; one made here is removed at the end."""
+    """Yields the folder for published versions; a temporary one is removed at the end."""
     if published:
         root = Path(published)
         root.mkdir(parents=True, exist_ok=True)
@@ -150,11 +150,10 @@ def folder(published: str, policy: Learner) -> Iterator[Path]:
 
 
 async def by_name(policy: Learner, options: Serving) -> Lora | None:
-    """What versions are: adapters by name, as `--push.lora` says, or where the servers can have them, as those can that
-    a run starts itself; None = the whole model.
+    """The adapters to publish by name, if `--push.lora` and the servers allow it; None = publish the full model.
 
     Raises:
-      ValueError: `--push.lora` asks for what cannot be, with the reason.
+      ValueError: `--push.lora adapter` is not possible, with the reason.
     """
     wanted = options.push.lora
     if wanted == "merged" or policy.adapters is None:
@@ -163,24 +162,24 @@ async def by_name(policy: Learner, options: Serving) -> Lora | None:
     if experts := [name for name in targets if name.startswith("expert_")]:
         why = f"servers have no adapters by name for {', '.join(experts)} (--lora.targets)"
     elif options.colocated or options.push.way == "tensors":
-        why = "servers that rest, or get tensors, need the whole model (--colocated, --push.way tensors)"
+        why = "servers that are offloaded, or get tensors, need the full model (--colocated, --push.way tensors)"
     else:
         modules = peft.modules(policy.settings, policy.adapters)
         why = await named.refusal(options.servers, policy.adapters.rank, modules)
     if why and wanted == "adapter":
-        raise ValueError(f"--push.lora adapter: {why}; or take --push.lora merged")
+        raise ValueError(f"--push.lora adapter: {why}; use --push.lora merged")
     if why:
         log.warning("versions are published merged: %s", why)
     return None if why else policy.adapters
 
 
 def publish_base(policy: Learner, root: Path, tokens) -> Path:
-    """The directory of the base, for servers to start from and for adapters to name; all processes call it."""
+    """Publishes the base model, which servers start from and adapters name; all processes must call it."""
     return hf.write_published(root / BASE, 0, policy.settings, policy.frozen[0], tokenizer=tokens)
 
 
 def host_copy(policy: Learner, adapters: Lora | None):
-    """What a version holds, as numpy arrays; all processes call it."""
+    """Copies the weights of a version to numpy arrays; all processes must call it."""
     if adapters:
         return peft.host_copy(policy.settings, policy.state.params, adapters)
     return hf.host_copy(policy.settings, learner.weights(policy))
@@ -189,8 +188,8 @@ def host_copy(policy: Learner, adapters: Lora | None):
 def writer(
     policy: Learner, root: Path, tokens, adapters: Lora | None, written: Collection[Path]
 ) -> Callable[[int, object], Path]:
-    """`write(v, host)` -> the published directory `root/v`, of what `host_copy` gave; one that is there is kept if it
-    is whole."""
+    """Makes `write(v, host)`, which publishes a host copy as `root/v` and returns the directory; an intact one that
+    exists is kept."""
     if adapters:
         base = (root / BASE / "0").absolute()
         label = read_label(base / hf.MANIFEST)
@@ -203,10 +202,10 @@ def writer(
 
 
 def ensure_published(directory: Path, write: Callable[[], object], written: Collection[Path] = ()) -> Path:
-    """Returns the published directory. One that an earlier run left is verified, and written again if it is damaged.
+    """Returns the published directory of a version; one from an earlier run is verified, and rewritten if damaged.
 
     Args:
-      written: directories that this process wrote, whose tensors it hashed then.
+      written: directories that this process wrote, hashing their tensors while it did.
     """
     if directory in written:
         return directory
@@ -222,5 +221,5 @@ def ensure_published(directory: Path, write: Callable[[], object], written: Coll
 
 
 def verify(directory: str | os.PathLike) -> None:
-    """Raises ValueError if a published directory is not what its manifest says."""
+    """Raises ValueError if a published directory does not match its manifest."""
     (peft if (Path(directory) / peft.CONFIG).is_file() else hf).verify(directory)

@@ -39,11 +39,11 @@ class Episodes:
 async def opened(
     reward: str, options: Rewards, rollout: Rollout, training: Training, tokens, *, vocabulary: int, greedy: bool
 ) -> AsyncIterator[Episodes]:
-    """The run's episodes, with reward workers and connections to teachers that are closed at the end.
+    """Sets up the run's episodes, with reward workers and teacher connections, which are closed at the end.
 
     Args:
       reward: `module:function` or `file.py:function`.
-      vocabulary: of the policy.
+      vocabulary: size of the policy's vocabulary.
       greedy: whether the greedy workflow is needed.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -69,7 +69,7 @@ async def opened(
 
 
 def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
-    """The episode without samples longer than a packed row, which are counted and logged.
+    """Wraps an episode to leave out samples longer than a packed row, which are counted and logged.
 
     The workflow raises ValueError after TOO_LONG consecutive samples that do not fit, and for samples at a temperature
     other than `rollout.sampling.temperature`.
@@ -105,7 +105,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
 def scheduler(
     own: Episodes, generate, prompts, rollout: Rollout, objective, *, steps: int, seed: int | None, cursor
 ) -> Executor:
-    """The executor that runs these episodes and hands out the batches of `steps` updates, from `cursor` on."""
+    """Makes the executor that runs these episodes and returns the batches of `steps` updates, from `cursor` on."""
     return executor.Executor(
         own.train, generate, prompts,
         group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
