@@ -49,8 +49,8 @@ def ratio(spec, now: Now):
 def clip(spec, now: Now):
     """min(r A, clip(r) A) (PPO, arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476).
 
-    For A < 0, where large ratios are not clipped, `ratio_cap` bounds r from above and `dual_clip` the gain from below
-    (arXiv:1912.09729).
+    `ratio_cap` bounds r in the first term, which matters for A < 0, where large ratios are not clipped (and for A > 0
+    only if it is below 1 + clip_high). `dual_clip` bounds the gain from below for A < 0 (arXiv:1912.09729).
     """
     ratio_BT, adv_BT = now.ratio_BT, now.adv_BT
     free_BT = jnp.minimum(ratio_BT, spec.ratio_cap) if spec.ratio_cap else ratio_BT

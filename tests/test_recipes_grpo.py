@@ -259,7 +259,7 @@ def test_served_teachers_and_greedy_baselines(place):
 
 
 def test_groups_of_equal_rewards_are_sampled_anew(place):
-    (place / "rare.py").write_text("def score(text, row):\n    return float(text[:1] in '01')\n")
+    (place / "rare.py").write_text("def score(text, row):\n    return float(text.startswith('0'))\n")
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
     done = grpo.main(run)
     lines = [x for x in run_dir.read_lines(place / "dynamic/metrics.jsonl") if x["kind"] == "grpo"]
