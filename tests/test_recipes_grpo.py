@@ -178,7 +178,7 @@ def test_processes_of_a_job_are_handed_arrays_alone(place):
 @pytest.mark.slow
 def test_a_critic_is_saved_and_resumed(place):
     """Two models train, the first batch the critic alone; a run in two parts gives the same policy."""
-    ppo = dict(objective=losses.PPO(), critic=grpo.CriticOptions(warmup=1), minibatches=2, epochs=2)
+    ppo = dict(objective=losses.PPO(), critic=trainer.CriticOptions(warmup=1), minibatches=2, epochs=2)
     whole = grpo.main(config(place, "critic", **ppo))
     grpo.main(config(place, "critic-parts", steps=2, **ppo))
     grpo.main(config(place, "critic-parts", **ppo))
