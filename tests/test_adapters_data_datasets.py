@@ -56,7 +56,7 @@ def test_a_folder_of_splits(tmp_path, suffix):
     assert datasets.rows(tmp_path, split="test") == ROWS[:1]
 
 
-def test_only_what_is_asked_for_is_read(tmp_path):
+def test_only_the_requested_rows_are_read(tmp_path):
     file = write(tmp_path / "rows.jsonl", ROWS)
     file.write_text(file.read_text(encoding="utf-8") + '{"half', encoding="utf-8")
     assert datasets.rows(file, limit=3) == ROWS

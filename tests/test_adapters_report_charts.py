@@ -170,7 +170,7 @@ def test_stacked_columns_add_up_and_a_tall_first_one_is_cut_off():
     assert set(texts(root, "name")) == {"update", "publish", "step"}
 
 
-def test_columns_of_a_long_run_are_means():
+def test_columns_of_a_long_run_are_means_over_steps():
     rows = [(i, [float(i % 2)]) for i in range(600)]
     root = ET.fromstring(charts.stack(["wait"], rows, x_name="step", unit="seconds"))
     titles = [e.find(SVG + "title").text for e in root.iter(SVG + "rect") if "bar" in e.get("class")]

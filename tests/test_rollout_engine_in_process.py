@@ -119,6 +119,6 @@ def test_a_server_that_has_to_reload_gets_the_arrays_of_the_last_push(place):
         asyncio.run(main(url, handover))
 
 
-def test_an_empty_directory_needs_arrays(tmp_path):
+def test_a_directory_must_exist_even_if_arrays_are_given(tmp_path):
     with pytest.raises(ValueError, match="the directory to push must exist"):
         asyncio.run(push_weights(None, tmp_path / "nowhere", "1-00000000", arrays=()))

@@ -331,7 +331,7 @@ asyncio.run(main())
     assert (done.stdout, done.stderr) == ("script\n0.0\n", "")
 
 
-def test_what_a_reward_may_return():
+def test_valid_and_invalid_return_values_of_a_reward():
     assert score(True) == Score(1.0) == score(np.float32(1)) == score(np.array(1)) == score(Score(1.0))
     assert math.isnan(score(None).value) and math.isnan(score({"a": 1, "b": float("nan")}).value)
     assert score({"reward": 2, "a": 5}) == Score(2.0, {"a": 5.0})

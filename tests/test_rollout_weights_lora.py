@@ -1,4 +1,4 @@
-"""Versions that are LoRA adapters: which servers accept them, what is their base, and what stays loaded."""
+"""Versions that are LoRA adapters: which servers accept them, their base, and which stay loaded."""
 
 import asyncio
 import json

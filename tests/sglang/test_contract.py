@@ -463,7 +463,7 @@ def test_a_failed_push_changes_nothing(server, versions, tmp_path):
     exact(versions, PROMPT, server.generate(PROMPT))
 
 
-def test_the_version_label_can_be_changed_alone(server):
+def test_the_version_label_can_be_changed_without_new_weights(server):
     answer = server.ok("/update_weight_version", {"new_version": "renamed", "abort_all_requests": False})
     assert answer["success"] is True and answer["new_version"] == "renamed"
     assert server.ok("/model_info")["weight_version"] == "renamed"
@@ -497,7 +497,7 @@ def test_servers_report_their_load(server, versions):
         assert busy[-1].running == 1 and busy[-1].waiting == 0 and 0 < busy[-1].usage < 1
 
 
-def test_our_client_streams(server, versions):
+def test_streaming_through_our_client(server, versions):
     """Tokens arrive incrementally, and the answer equals that of a request without streaming."""
     load(server, versions, 0)
 
