@@ -95,7 +95,7 @@ class Fleet:
       servers: all of them; those in state `healthy` take requests.
       published: the newest pushed version, which a recovering server loads.
       publishing: held during a push: no server becomes healthy with another version meanwhile.
-      not_offloaded: cleared while servers are offloaded (`rest.offload`); no server is recovered then.
+      not_offloaded: cleared while servers are offloaded (`offload.offload`); no server is recovered then.
       restart: replaces a dead server's process, if possible.
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
         string), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered` (concurrency limits),

@@ -1,11 +1,11 @@
-"""Asynchrony in figures, step by step: who waited for whom, how old the groups were, what was lost and tried again.
+"""Metrics of asynchrony per step: waiting times, staleness of groups, lost and retried work.
 
     figures = Figures(fleet, lambda: {"failed": rollout.counts["failed"]})
-    with journal.watching(figures.see):
+    with events.watching(figures.see):
         ...                                            # the loop; at the end of each step:
         run.log("grpo", v, **figures.step(seconds))    # what happened since the step before
 
-What each figure is stands in `Figures.step`; all but the levels of the servers follow from the events of the journal.
+`Figures.step` documents each metric; all but the server levels are computed from the events of the journal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS = ("call", "group", "batch", "push", "left_out")  # events that are read
 
 
 class Figures:
-    """What a fleet and an executor did in each step."""
+    """Collects what a fleet and an executor did since the last step, and reports it as metrics."""
 
     def __init__(self, fleet: Fleet, counts: Callable[[], Mapping[str, int]]):
         """
@@ -55,7 +55,7 @@ class Figures:
         generated_tokens, rollout_tokens_per_second: of completions that ended in the step, evaluations included.
         group_wait_s: seconds that the groups of the step's batch had waited for it since they ended.
         group_staleness: versions between their admission and the batch.
-        push_...: of the pushes that ended in the step, added up, as `publish.PushReport` has them; of push_probe_diff
+        push_...: of the pushes that ended in the step, added up, as in `push.PushReport`; of push_probe_diff
           the largest.
         too_long: rows that ended in the step and do not fit into a packed row.
         What `counts` gave, and request_retries: requests sent again.

@@ -18,7 +18,7 @@ from .types import Published, Staged, State
 
 
 class Stager(Protocol):
-    """Brings a version to where a server can read it (`depot.Stager`)."""
+    """Brings a version to where a server can read it (`file_server.Stager`)."""
 
     async def stage(self, weights: Published) -> Staged: ...
 

@@ -42,7 +42,7 @@ STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, an
 
 @contextlib.asynccontextmanager
 async def serve(host: str) -> AsyncIterator[Depot]:
-    """A depot at a free port of `host`."""
+    """Serves published versions at a free port of `host`."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
     depot = Depot(folder)
@@ -148,7 +148,7 @@ class Stager:
         self._there, self._depot = Endpoint(url, http), depot
 
     def beside(self, url: str) -> Stager:
-        """One at another address, which fetches from the same depot."""
+        """One at another address, which fetches from the same file server."""
         return Stager(url, self._there.http, self._depot)
 
     async def stage(self, weights: Published) -> Staged:

@@ -3,9 +3,9 @@
     AREAX_STAGER_KEY=... python -m areax.rollout.weights.stager --host 10.0.0.7 --port 31000 --root /dev/shm/areax
 
 POST /stage {"key", "label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version
-`label` of the depot at `source` (depot.py) lies in `path`, whole and verified; meanwhile the server goes on serving.
-What breaks off is resumed where it stopped. Where the depot has a delta from the newest version here, and deltas have
-been faster than whole versions, that is fetched in place of the tensors. The newest two versions are kept.
+`label` of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps
+running meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
+deltas have been faster than whole versions, it is fetched instead of the tensors. The newest two versions are kept.
 GET /health -> {"versions"}, to anyone.
 """
 
@@ -45,7 +45,7 @@ KEEP = 2  # versions; the newest is the base of the next delta
 ATTEMPTS = 5  # in a row that bring nothing
 PAUSE_S = 0.2  # before the second; doubles
 READ_S = 30.0  # without a byte, a connection is given up
-LISTING_S = 1800.0  # for a depot to hash a version and make a delta
+LISTING_S = 1800.0  # for the file server to hash a version and make a delta
 CHUNK = 1 << 20
 BODY = 64 * 2**10
 
@@ -104,7 +104,7 @@ async def fetch_version(
         version is here sooner than its delta is made; without a figure for both a delta is tried.
 
     Raises:
-      ValueError: the depot refuses, or has no such version.
+      ValueError: the file server refuses, or has no such version.
       RuntimeError: it cannot be reached, or what came is not what its hashes say.
       OSError: this disk.
     """
@@ -160,7 +160,7 @@ def _checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
     if not all(Path(name).name == name and not name.startswith(".") for name in files):
         raise RuntimeError(f"stager: the listing of {label} names files outside of it: {sorted(files)}")
     if manifest[:8] != label.partition("-")[2]:
-        raise RuntimeError(f"stager: {label} is the name of another manifest than the depot's, {manifest[:8]}")
+        raise RuntimeError(f"stager: {label} is the name of another manifest than the file server's, {manifest[:8]}")
     return files
 
 
