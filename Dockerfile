@@ -1,18 +1,18 @@
-# Two images from one file, for hosts with an NVIDIA driver of the CUDA 13 series (580 or newer):
+# Two images, for hosts with an NVIDIA driver for CUDA 13 (580 or newer):
 #
 #   docker build --target trainer -t areax .
 #   docker build --target sglang -t areax-sglang .
 #
-# They share a folder for published weights and talk over HTTP; the host network keeps the addresses simple:
+# They share a folder for published weights and communicate over HTTP; the host network keeps addresses simple:
 #
 #   docker run --gpus '"device=0"' --network host --ipc host -v /dev/shm:/dev/shm -v $PWD/models:/models areax-sglang \
 #     --model-path /models/Qwen3-8B --port 30000
 #   docker run --gpus '"device=1"' --network host --ipc host -v /dev/shm:/dev/shm -v $PWD/models:/models -v $PWD/runs:/runs areax \
 #     train grpo --help
 #
-# On one host, publish below /dev/shm: a push is then a copy in memory. On several, publish to a file system that both
-# see and give SGLang `--host` with an address of the private network; it asks nobody for a password.
-# For a TPU take `python:3.12-slim` instead of the CUDA base and `.[tpu]` instead of `.[cuda]`.
+# On one host, publish to a folder in /dev/shm: a push is then a copy in memory. On several hosts, publish to a shared
+# file system and give SGLang an address of the private network with `--host`; it has no authentication by default.
+# For a TPU use `python:3.12-slim` instead of the CUDA base and `.[tpu]` instead of `.[cuda]`.
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS base
 # PYTHONSAFEPATH keeps the working directory off sys.path: no file in it can shadow a module.
@@ -27,7 +27,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv
 
-# JAX brings its own CUDA libraries; the base image only has to show the driver to the container.
+# JAX ships its own CUDA libraries; the base image only makes the driver visible.
 FROM base AS trainer
 COPY . /srv/areax
 RUN pip install "/srv/areax[cuda]" -c /srv/areax/constraints.txt
@@ -36,7 +36,7 @@ WORKDIR /runs
 ENTRYPOINT ["areax"]
 CMD ["--help"]
 
-# SGLang pins torch and transformers, and compiles kernels when it starts: it gets its own environment and a compiler.
+# SGLang pins torch and transformers, and compiles kernels at start-up: it gets its own environment and a compiler.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS sglang
 ENV DEBIAN_FRONTEND=noninteractive \
     PIP_NO_CACHE_DIR=1 \

@@ -1,5 +1,5 @@
 # Everything runs from a fresh checkout with Python 3.11 or newer, pip and make; `make help` lists it.
-# Packages go to .venv, in the versions of constraints.txt; a stamp in it keeps them from being installed again.
+# Packages are installed into .venv, in the versions of constraints.txt; stamp files prevent reinstalling them.
 
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -7,28 +7,29 @@ PYTHON ?= python3
 venv := .venv
 py := $(venv)/bin/python
 pip := $(py) -m pip install --quiet --disable-pip-version-check -c constraints.txt
-runtime := $(venv)/.runtime# what a user needs
-dev := $(venv)/.dev# and what a contributor needs: torch, pytest, ruff, mypy
+runtime := $(venv)/.runtime# for users
+dev := $(venv)/.dev# for contributors: also torch, pytest, ruff, mypy
 wheel := .venv-wheel
 sglang := .venv-sglang
 peers := .venv-bench
 
+unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
-both = -n 2 --dist worksteal# two processes; files stay together but where one helps the other at the end
-# XLA compiles in a fifth of the time: not optimised, by its older code generator, in one thread; what runs is tiny.
+both = -n 2 --dist worksteal# two processes with whole files each; the first to finish takes tests from the other
+# XLA compiles in a fifth of the time: unoptimised, with its older code generator, in one thread. What runs is tiny.
 fast = --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
-# Only files with tests of a kind are loaded for it: what all of them import takes longer than some kinds.
+# Collects only files that have the mark: importing all of them takes longer than some marks' tests.
 marked = -m $(1) $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)
-# Commands, files that travel with the code, and processes that start the installed copy.
+# Tests of commands, of packaged files, and of processes that start the installed copy.
 installed = package adapters_cli adapters_data_chat_sft adapters_report_build recipes_sft rollout_loop rollout_rewards rollout_sandbox_remote
 purelib = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: help
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: install
-install: $(dev) ## areax, editable, with all that its tests need, in .venv
+install: $(dev) ## install areax (editable) and everything its tests need into .venv
 
 $(runtime): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -49,47 +50,47 @@ demo: $(runtime) ## train a model from scratch, improve it by asynchronous RL, w
 	$(py) -m areax demo
 
 .PHONY: demo-controls
-demo-controls: $(runtime) ## the same with shuffled rewards and with learning rate 0, which must not improve
+demo-controls: $(runtime) ## the demo with shuffled rewards and with learning rate 0, which must not improve
 	$(py) -m areax demo --controls
 
 .PHONY: demo-ray
-demo-ray: $(dev) ## its RL part on a Ray cluster of two nodes here: two servers and a trainer, and whether it did as well
+demo-ray: $(dev) ## the demo's RL stage on a local Ray cluster of two nodes: two servers and a trainer; checks the result
 	PYTHONPATH=tests $(py) tests/demo_ray.py
 
 .PHONY: demo-holds
-demo-holds: $(runtime) ## whether the last demo, and its controls, did what the README says
+demo-holds: $(runtime) ## check the last demo and its controls against docs/demo.md
 	$(py) tests/demo_holds.py
 
 .PHONY: test
 test: export XLA_FLAGS += $(fast)
-test: $(dev) ## the tests, under 10 minutes on two cores
+test: $(dev) ## run the tests, under 10 minutes on two cores
 	$(py) -m pytest -q $(both)
 
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
-test-slow: $(dev) ## every algorithm from the command line, three steps each; TRL and PEFT in full
+test-slow: $(dev) ## test every algorithm from the command line, three steps each; full comparisons with TRL and PEFT
 	$(py) -m pytest -q $(call marked,slow) $(both)
 
 .PHONY: test-mesh
 test-mesh: export XLA_FLAGS += $(fast)
-test-mesh: $(dev) ## every family on every kind of mesh beside one device, several processes, what ends them
+test-mesh: $(dev) ## test every family on every kind of mesh against one device; several processes, and how they end
 	$(py) -m pytest -q $(call marked,mesh) $(both)
 
 .PHONY: test-wide
 test-wide: export XLA_FLAGS += $(fast)
-test-wide: $(dev) ## more of test-mesh: every family with every objective on every mesh, every recipe over processes
+test-wide: $(dev) ## test-mesh for every family with every objective on every mesh, every recipe over processes
 	$(py) -m pytest -q $(call marked,wide) $(both)
 
 .PHONY: test-learning
-test-learning: $(dev) ## each way of learning takes a small task to a stated level, under 20 minutes
+test-learning: $(dev) ## test that each way of learning brings a small task to a stated level, under 20 minutes
 	$(py) -m pytest -q $(call marked,learning) $(both)
 
 .PHONY: test-agents
-test-agents: $(dev) ## an agent of each SDK learns from the command line which tool a question wants
+test-agents: $(dev) ## test that an agent of each SDK learns which tool a question needs
 	$(py) -m pytest -q $(call marked,agents)
 
 .PHONY: test-kernels
-test-kernels: $(dev) ## kernels for GPUs and TPUs, interpreted, beside the reference
+test-kernels: $(dev) ## test GPU and TPU kernels, interpreted, against the reference
 	$(py) -m pytest -q $(call marked,kernel)
 
 .PHONY: test-sglang
@@ -99,19 +100,19 @@ else
 test-sglang: export AREAX_SGLANG_PYTHON := $(CURDIR)/$(sglang)/bin/python
 test-sglang: $(dev) $(sglang)/.done
 endif
-test-sglang: ## the contract tests of `make test` against the real SGLang server on the CPU (installs it, 3.3 GB)
+test-sglang: ## run the contract tests of `make test` against the real SGLang server on the CPU (installs it, 3.3 GB)
 	$(py) -m pytest -q tests/sglang -k "not embedded"
 
 $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
-	@echo "installing SGLang into $(sglang): some minutes, once"
+	@echo "installing SGLang into $(sglang): a few minutes, once"
 	@PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(sglang)
 	@touch $@
 
-# The wheel gets an environment of its own, which borrows the other packages of .venv by a path file: such a
-# file does not run the editable hook over there, so `areax` can only be the installed copy.
+# The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file
+# does not run the editable hook, so `areax` can only be the installed copy.
 .PHONY: test-wheel
 test-wheel: export XLA_FLAGS += $(fast)
-test-wheel: $(dev) ## build the wheel and run what a wheel can break against the installed copy, from another directory
+test-wheel: $(dev) ## build the wheel, and test the installed copy from another directory
 	@rm -rf build dist $(wheel)
 	@$(py) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@$(py) -m venv --without-pip $(wheel)
@@ -122,40 +123,40 @@ test-wheel: $(dev) ## build the wheel and run what a wheel can break against the
 	  $(foreach name,$(installed),"$(CURDIR)/tests/test_$(name).py")
 
 .PHONY: bench
-bench: $(dev) bench-env ## speed beside transformers, TRL and tunix on the same models and work; writes benchmarks/results.json
+bench: $(dev) bench-env ## benchmark against transformers, TRL and tunix on equal models and work; writes benchmarks/results.json
 	$(py) benchmarks/run.py
 
 .PHONY: bench-quick
-bench-quick: $(runtime) ## areax alone with few repeats, and its share of the machine's limit; printed only, a few minutes
+bench-quick: $(runtime) ## benchmark areax alone with few repetitions, as a share of the machine's limit; prints, a few minutes
 	$(py) benchmarks/run.py --quick
 
 .PHONY: bench-check
-bench-check: $(dev) bench-env ## bench against the ratios that were committed last: fails where one fell, writes nothing
+bench-check: $(dev) bench-env ## benchmark, and fail where a ratio fell below the one committed last; writes nothing
 	$(py) benchmarks/run.py --check
 
 .PHONY: bench-env
-bench-env: $(peers)/.done ## the peers that need an environment of their own, in .venv-bench (1.6 GB)
+bench-env: $(peers)/.done ## install the peers that need their own environment into .venv-bench (1.6 GB)
 
 $(peers)/.done: benchmarks/requirements.txt
-	@echo "installing the peers into $(peers): some minutes, once"
+	@echo "installing the peers into $(peers): a few minutes, once"
 	@$(PYTHON) -m venv $(peers)
 	@$(peers)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 .PHONY: bench-chip
-bench-chip: $(dev) ## training steps on the GPU or TPU of this machine: beside transformers and the plan
+bench-chip: $(dev) ## benchmark training steps on this machine's GPU or TPU, against transformers and the plan
 	$(py) benchmarks/chip.py
 
 .PHONY: lint
-lint: $(dev) .dev/areax ## ruff and mypy
+lint: $(dev) .dev/areax ## run ruff and mypy
 	$(venv)/bin/ruff check .
 	$(venv)/bin/ruff format --check .
 	$(venv)/bin/mypy
 
 .PHONY: skills
-skills: ## the guides of docs/ as skills for coding agents, in .agents/skills
+skills: ## generate .agents/skills from the guides in docs/
 	$(PYTHON) tests/skills.py
 
-.dev/areax: # mypy wants a folder of the package's name, whatever the checkout is called
+.dev/areax: # mypy needs a folder with the package's name, whatever the checkout is called
 	@mkdir -p .dev
 	@ln -sfn .. $@

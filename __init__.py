@@ -1,10 +1,10 @@
 """areax: asynchronous reinforcement learning of language models in JAX.
 
-core/      pure mathematics on arrays: parameters, batches, packing, losses, optimisers, the step
-parallel/  meshes, sharding rules, what moves between devices
-models/    one file a family: Config, table, block; shared layers
-rollout/   asyncio: clients, workflows, rewards, executor, loop, publishing; engine/ generates
-adapters/  the borders: checkpoints, torch, flax, datasets, tokenizers, reports, command line
+core/      pure functions on arrays: parameters, batches, packing, losses, optimisers, the training step
+parallel/  meshes, sharding rules, communication between devices
+models/    one file per family: Config, table, block; shared layers
+rollout/   asyncio: clients, workflows, rewards, executor, loop, weight pushes; engine/ is the inference engine
+adapters/  input and output: checkpoints, torch, flax, datasets, tokenizers, reports, command line
 recipes/   training scripts composed of the above
 """
 

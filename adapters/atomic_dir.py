@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all."""
+"""Atomic writes of whole directories."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike, replaceable: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yields a new directory beside `path`, which takes that name when the block ends well, and vanishes otherwise.
+    """Yields a temporary directory next to `path`, renamed to `path` if the block succeeds and deleted if it raises.
 
-    What is at `path` is replaced at one stroke if it is an empty directory or `replaceable` says so.
+    An existing `path` is replaced atomically if it is an empty directory or `replaceable(path)` is true.
 
     Raises:
-      ValueError: the path is a file, or a directory that is not replaceable; before anything is written.
+      ValueError: the path is a file, or a directory that is not replaceable; raised before anything is written.
     """
     path = Path(path).resolve()
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path}: must be a directory or not exist yet, got a file; choose another path")
     if path.exists() and any(path.iterdir()) and not replaceable(path):
-        raise ValueError(f"{path}: holds files that are not a checkpoint's; choose another path, or empty it first")
+        raise ValueError(f"{path}: contains files other than a checkpoint; choose another path, or empty it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
@@ -43,7 +43,7 @@ def replacing(path: str | os.PathLike, replaceable: Callable[[Path], bool]) -> I
 
 
 def sync_tree(path: Path) -> None:
-    """fsync of every file below `path`, and of the directories that name them."""
+    """Calls fsync on every file and directory below `path`."""
     for folder, _, files in os.walk(path):
         for name in files:
             _sync(Path(folder) / name)
@@ -59,7 +59,7 @@ def _sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swaps two names: in one step where the system can (Linux), else through a third name."""
+    """Swaps two paths: atomically where supported (Linux), else through a third name."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     if swap and swap(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
         return

@@ -1,13 +1,10 @@
-"""The command line. Bad input ends with one line and exit code 2, a failed check with 1."""
+"""The command line. Invalid input prints one line and exits with code 2, a failed check with 1."""
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
 import inspect
-import io
 import json
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,59 +12,58 @@ from typing import Annotated, Literal
 
 import tyro
 
+from .command_line import parse
+from .command_line.options import UNPREFIXED
+
 RECIPES = ("sft", "grpo", "preference", "distill")
 
 
 def train(recipe: str, *options: str) -> int:
-    """Train by a recipe: sft, grpo, preference, distill, an algorithm such as dapo or dpo (grpo or preference with that
-    objective), or a file of one's own.
+    """Train with a recipe, an algorithm or your own file: areax train grpo --model DIR --data ROWS ...
 
-    A file needs a `Config` dataclass and `main(config)`.
+    Recipes are sft, grpo, preference and distill; an algorithm such as dapo or dpo is grpo or preference with that
+    objective. A file must define a `Config` dataclass and `main(config)`.
     """
     module, settings = _recipe(recipe, "train")
-    given = _given(module.Config, settings, lambda field: tyro.MISSING) if settings else None
-    summary = module.main(_parse(module.Config, options, f"areax train {recipe}", given))
+    given = parse.instance(module.Config, settings) if settings else None
+    first = getattr(module, "FIRST_OPTIONS", ())
+    summary = module.main(parse.parse(module.Config, options, f"areax train {recipe}", given, first))
     if isinstance(summary, dict) and summary:
         print(json.dumps(summary, indent=2, default=str))
         if summary.get("complete") is False:
-            return 130  # stopped by a signal: what it has is saved
+            return 130  # stopped by a signal; progress is saved
     return 0
 
 
 def plan(recipe: str, *options: str) -> int:
-    """Say whether a run would fit and what it would cost, without devices: areax plan RECIPE --model DIR ..."""
+    """Estimate whether a run fits and what it costs, without devices: areax plan RECIPE --model DIR ..."""
     from .commands import plan
 
     module, settings = _recipe(recipe, "plan")
-    # What a plan does not need (data, reward) is not asked for.
+    # Options that a plan does not need (data, reward) are not required.
     empty = lambda field: "" if field.type in (str, "str") and field.name != "model" else tyro.MISSING
-    given = _given(module.Config, settings, empty)
+    given = parse.instance(module.Config, settings, empty)
     fields = [
-        (name, Annotated[type(default), tyro.conf.arg(name="")], dataclasses.field(default=default))
+        (name, Annotated[type(default), UNPREFIXED], dataclasses.field(default=default))
         for name, default in (("recipe", given), ("plan", plan.Options()))
     ]
-    chosen = _parse(dataclasses.make_dataclass("Plan", fields), options, f"areax plan {recipe}")
+    both = dataclasses.make_dataclass("Plan", fields, namespace={"__doc__": plan.__doc__})
+    chosen = parse.parse(both, options, f"areax plan {recipe}", first=plan.FIRST_OPTIONS)
     report = plan.plan(chosen.recipe, chosen.plan)
     print(json.dumps(report, indent=2) if chosen.plan.json else plan.show(report))
     return 0 if report.get("agrees", True) else 1
 
 
-def _given(config: type, settings: dict, required: Callable):
-    """A Config with these settings; fields without a default are what `required(field)` says."""
-    fields = [f for f in dataclasses.fields(config) if f.default is f.default_factory is dataclasses.MISSING]
-    return config(**{f.name: required(f) for f in fields}, **settings)
-
-
 def _algorithms() -> dict:
-    """{name: (its recipe, its objective's preset)}."""
+    """{algorithm: (recipe, preset of the objective)}."""
     from ..core import losses
 
     recipes: dict[str, dict] = {"grpo": losses.POLICIES, "preference": losses.PREFERENCES}
-    return {name.lower(): (recipe, preset) for recipe, its in recipes.items() for name, preset in its.items()}
+    return {name.lower(): (recipe, preset) for recipe, presets in recipes.items() for name, preset in presets.items()}
 
 
 def _recipe(recipe: str, command: str):
-    """(module, settings of its Config other than its defaults)."""
+    """(module of a recipe, settings that override its Config's defaults)."""
     from ..rollout import object_path
 
     settings: dict = {}
@@ -76,18 +72,18 @@ def _recipe(recipe: str, command: str):
     elif recipe.endswith(".py"):
         module = object_path.module(recipe)
     elif recipe in (algorithms := _algorithms()):
-        its, preset = algorithms[recipe]
-        module, settings = importlib.import_module(f"areax.recipes.{its}"), {"objective": preset()}
+        base, preset = algorithms[recipe]
+        module, settings = importlib.import_module(f"areax.recipes.{base}"), {"objective": preset()}
     else:
         known = [*RECIPES, *(name for name in algorithms if name not in RECIPES)]
         near = difflib.get_close_matches(recipe, known, 1)
         raise ValueError(
-            f"areax {command}: the recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
+            f"areax {command}: recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
             + (f"; did you mean {near[0]}?" if near else "")
         )
     for name in ("Config", "main"):
         if not hasattr(module, name):
-            raise ValueError(f"{recipe}: a recipe needs `Config` and `main(config)`, got no {name}")
+            raise ValueError(f"{recipe}: a recipe must define `Config` and `main(config)`, got no {name}")
     return module, settings
 
 
@@ -95,7 +91,7 @@ def demo(*options: str) -> int:
     """Train a small model from scratch, improve it by asynchronous RL, and write a checkpoint and a report."""
     from ..recipes import demo
 
-    return demo.main(_parse(demo.Config, options, "areax demo"))
+    return demo.main(parse.parse(demo.Config, options, "areax demo"))
 
 
 def serve(
@@ -107,21 +103,22 @@ def serve(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     api_key: str | None = None,
 ) -> int:
-    """Serve a checkpoint over HTTP, as SGLang does.
+    """Serve a checkpoint over HTTP with SGLang's API.
 
     Args:
       path: Hugging Face directory with weights and tokenizer.
-      host: address to listen on; without a key, keep to this machine.
-      port: 0 = any that is free; the line printed when the server is ready begins with its URL.
-      slots: sequences that are generated at a time; further requests wait.
-      context: longest sequence, prompt and completion; the model's own limit if that is lower.
-      dtype: of weights and computation.
-      api_key: requests must carry it, as `Authorization: Bearer KEY`.
+      host: address to listen on; keep the default unless you set api_key.
+      port: 0 = any free port; the line printed when the server is ready begins with its URL.
+      slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
+      context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
+        that is lower.
+      dtype: dtype of weights and computation.
+      api_key: key that requests must send as `Authorization: Bearer KEY`.
     """
     from ..rollout.engine import server
     from .runtime import compile_cache, malloc
 
-    malloc.keep_memory()  # new weights then take the place of those before them
+    malloc.keep_memory()  # new weights then reuse the memory of the old ones
     compile_cache.keep()
     server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=api_key)
     return 0
@@ -133,12 +130,13 @@ def convert(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Copy a checkpoint tensor by tensor, checked, in another dtype if one is named.
+    """Copy and validate a checkpoint tensor by tensor, optionally to another dtype.
 
     Args:
       source: Hugging Face directory.
-      destination: new directory; appears complete or not at all.
-      json_: print what was written as JSON.
+      destination: new directory, written atomically.
+      dtype: dtype of the written tensors; default: the source's.
+      json_: print a summary as JSON.
     """
     from .commands import convert
 
@@ -151,12 +149,12 @@ def check(
     against: Literal["torch"] | None = None,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Check a checkpoint: names, shapes, hashes, finite values; against torch also its logits.
+    """Check a checkpoint's names, shapes, hashes and finite values; with --against torch also its logits.
 
     Args:
       source: Hugging Face directory.
-      against: "torch" compares logits with those of transformers, in fp32.
-      json_: print the findings as JSON.
+      against: "torch" compares logits with transformers, in fp32.
+      json_: print the results as JSON.
     """
     from .commands import check
 
@@ -169,7 +167,7 @@ def eval(*options: str) -> int:
     """Evaluate a checkpoint on rows with a reward: areax eval --model PATH --data ROWS --reward NAME."""
     from ..recipes import eval
 
-    print(json.dumps(eval.main(_parse(eval.Config, options, "areax eval")), indent=2))
+    print(json.dumps(eval.main(parse.parse(eval.Config, options, "areax eval")), indent=2))
     return 0
 
 
@@ -179,13 +177,13 @@ def report(
     tensorboard: str = "",
     wandb: str = "",
 ) -> int:
-    """Write one page with curves, histograms and samples of a run.
+    """Write an HTML report with curves, histograms and samples of a run.
 
     Args:
-      run: a run's directory, such as runs/demo.
-      out: the file to write; None = report.html in that directory.
-      tensorboard: folder that gets the numbers as TensorBoard's event files, in the place of those it has.
-      wandb: project on Weights & Biases that gets the numbers.
+      run: directory of a run, such as runs/demo.
+      out: file to write; None = report.html in the run's directory.
+      tensorboard: folder to export metrics to as TensorBoard event files, replacing those in it.
+      wandb: Weights & Biases project to export metrics to.
     """
     from .report import build as report
     from .tracking import sinks
@@ -201,12 +199,12 @@ def new(
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
     out: str = ".",
 ) -> int:
-    """Write a workflow, a reward, a data set or a recipe that works, and its test: areax new reward my_reward.
+    """Write a working workflow, reward, data set or recipe to start from, and its test: areax new reward my_reward.
 
     Args:
-      kind: what NAME.py is to be.
-      name: of the file; a workflow and a reward have it too.
-      out: the folder for NAME.py and test_NAME.py.
+      kind: what to write.
+      name: name of the file, and of the workflow or reward in it.
+      out: folder for NAME.py and test_NAME.py.
     """
     from .commands import scaffold as new
 
@@ -216,11 +214,11 @@ def new(
 
 
 def simulate(*options: str) -> int:
-    """Say what a step of asynchronous RL would take, and which eta and split of devices are best: no devices needed."""
+    """Simulate the step time of asynchronous RL, to choose eta and the split of devices; no devices needed."""
     from ..rollout.simulation import simulate
     from .tracking import run_dir
 
-    config = _parse(simulate.Config, options, "areax simulate")
+    config = parse.parse(simulate.Config, options, "areax simulate")
     every, outcomes = simulate.settings(config), []
     with run_dir.progress("simulate", len(every)) as tick:
         for setting in every:
@@ -231,20 +229,20 @@ def simulate(*options: str) -> int:
 
 
 def launch(*options: str) -> int:
-    """Run several processes of one command, and servers for it, here or on a cluster: areax launch ... -- train ..."""
+    """Launch several processes of a command and its servers, here or on a cluster: areax launch ... -- train ..."""
     from . import launch
 
     at = options.index("--") if "--" in options else len(options)
-    config = _parse(launch.Config, options[:at], "areax launch")
+    config = parse.parse(launch.Config, options[:at], "areax launch")
     if not options[at + 1 :]:
-        raise ValueError("areax launch: name a command after --, as in areax launch --servers 2 -- train grpo ...")
+        raise ValueError("areax launch: needs a command after --, as in areax launch --servers 2 -- train grpo ...")
     return launch.launch(config, list(options[at + 1 :]))
 
 
 COMMANDS: dict[str, Callable] = {
     f.__name__: f for f in (train, plan, simulate, demo, serve, convert, check, eval, report, new, launch)
 }
-FORWARDING = (train, plan, simulate, demo, eval, launch)  # these parse their options by the recipe's own Config
+FORWARDING = (train, plan, simulate, demo, eval, launch)  # commands that parse their options with a Config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -254,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: areax COMMAND ...\n")
         for name, function in COMMANDS.items():
             print(f"  {name:10}{(function.__doc__ or '').strip().splitlines()[0]}")
-        print("\nareax COMMAND --help says more.")
+        print("\nFor details: areax COMMAND --help")
         return 0 if argv else 2
     if argv[0] == "--version":
         from .. import __version__
@@ -265,25 +263,25 @@ def main(argv: list[str] | None = None) -> int:
         command = COMMANDS.get(argv[0])
         if command is None:
             near = difflib.get_close_matches(argv[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(COMMANDS)}"
-            raise ValueError(f"areax: there is no command {argv[0]!r}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+            raise ValueError(f"areax: unknown command {argv[0]!r}; {hint}")
         if command in FORWARDING:
             return _forward(command, argv[1:])
-        return _parse(command, argv[1:], f"areax {argv[0]}")
+        return parse.parse(command, argv[1:], f"areax {argv[0]}")
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
-        print(_line(error), file=sys.stderr)
+        print(_one_line_of(error), file=sys.stderr)
         return 2
     except RuntimeError as error:
         if not _raised_here(error):
             raise
-        print(_line(error), file=sys.stderr)
+        print(_one_line_of(error), file=sys.stderr)
         return 1
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether areax raised the error, so that its message suffices; a bug in a user's code needs its traceback."""
+    """Whether areax raised the error: its message is then enough, while a bug in user code needs a traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
 
@@ -297,65 +295,13 @@ def _forward(command, arguments: list[str]) -> int:
             known = dict.fromkeys([*RECIPES, *_algorithms()])
             print(f"usage: areax {name} {{{','.join(known)},FILE.py}} ...\n\n{inspect.cleandoc(command.__doc__)}")
             return 0
-        raise ValueError(f"areax {name}: name a recipe first: {', '.join(RECIPES)} or a file ending in .py")
+        raise ValueError(
+            f"areax {name}: needs a recipe as first argument: {', '.join(RECIPES)} or a file ending in .py"
+        )
     return command(*arguments)
 
 
-def _parse(target, arguments, prog: str, given=None):
-    """`target` called with the arguments by tyro, whose complaints become one line with the nearest option.
-
-    Args:
-      given: an instance of a dataclass `target` whose values are the defaults.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            values = _quietly(target, arguments, prog, given)
-    except SystemExit as exit:
-        if not exit.code:
-            raise
-        raise ValueError(_one_line(said.getvalue(), arguments, _help(target, prog, given), prog)) from None
-    return values() if callable(values) else values
-
-
-def _quietly(target, arguments, prog, given=None):
-    """The parsed Config, or for a command a call that is yet to be made (so that its own output is not caught)."""
-    if isinstance(target, type):
-        # Of a choice of dataclasses the default says which it is.
-        plain = {"config": (tyro.conf.AvoidSubcommands,), **({} if given is None else {"default": given})}
-        return tyro.cli(target, args=list(arguments), prog=prog, **plain)
-    call: dict = {}
-
-    def keep(**kwargs):
-        call.update(kwargs)
-
-    keep.__doc__, keep.__annotations__ = target.__doc__, target.__annotations__
-    setattr(keep, "__signature__", inspect.signature(target))  # noqa: B010 - functions have it without declaring it
-    tyro.cli(keep, args=list(arguments), prog=prog)
-    return lambda: target(**call)
-
-
-def _help(target, prog: str, given=None) -> str:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        _quietly(target, ["--help"], prog, given)
-    return text.getvalue()
-
-
-def _one_line(said: str, arguments, help_text: str, prog: str) -> str:
-    lines = [line.strip("─╭╮╰╯│ ") for line in said.splitlines()]
-    body = [line for line in lines[1:] if not set(line) <= {"-"}]
-    cut = next((i for i, line in enumerate(body) if re.match(r"(Perhaps|Argument helptext|For full)", line)), len(body))
-    sentence = " ".join(body[:cut]).rstrip(".")
-    known = sorted(set(re.findall(r"--[a-z][\w.-]*", help_text)))
-    strange = [a.split("=")[0] for a in arguments if a.startswith("--") and a.split("=")[0] not in known]
-    for name in strange:
-        near = difflib.get_close_matches(name, known, 1)
-        sentence += f"; did you mean {near[0]}?" if near else ""
-    return f"{prog}: {sentence}; see {prog} --help"
-
-
-def _line(error: BaseException) -> str:
+def _one_line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

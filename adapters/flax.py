@@ -1,4 +1,4 @@
-"""An nnx module around a model's functions, for code that composes modules."""
+"""A flax.nnx module around a model's functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ RUN = models.Run()
 
 
 class Model(nnx.Module):
-    """A model of any family whose weights are `nnx.Param`s: `nnx.split`, `nnx.grad`, `nnx.jit` and optimisers see them.
+    """A model of any family with its weights as `nnx.Param`s, for `nnx.split`, `nnx.grad`, `nnx.jit` and optimisers.
 
-    Arrays are shared with `params`, not copied.
+    Shares arrays with `params` instead of copying them.
     """
 
     def __init__(self, config, params, run: models.Run = RUN):
@@ -29,5 +29,5 @@ class Model(nnx.Module):
 
 
 def params(model: Model):
-    """The parameter tree of a module, for the library's functions and `hf.save`."""
+    """The parameter tree of a module, for areax's functions and `hf.save`."""
     return jax.tree.map(lambda p: p[...], model.weights, is_leaf=lambda x: isinstance(x, nnx.Param))

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints in and out: `load` and `save` for every family, driven by the families' tables.
+"""Loads and saves Hugging Face checkpoints of every family, driven by the families' parameter tables.
 
-Weights keep Hugging Face's orientation, so both ways are copies: a leaf of the parameter tree is filled from, or cut
-into, the tensors of its layers. One leaf at a time is on its way; there is never a second copy of a model.
+Weights keep Hugging Face's orientation, so loading stacks the tensors of layers into leaves and saving splits them
+again. Leaves are processed one at a time; there is never a second copy of a model.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .. import models
 from ..core import param
 from ..parallel import rules
+from ..rollout.servers.labels import MANIFEST as MANIFEST
 from . import safetensors
 from . import tokenizer as tokenizers
 from .atomic_dir import replacing
 
-MANIFEST = "manifest.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-HEADS = ("head", "score")  # leaves that a checkpoint of a bare or differently headed model may lack
-# Buffers that old checkpoints carry and that follow from config.json.
+HEADS = ("head", "score")  # leaves missing in checkpoints of backbones or of models with another head
+# Buffers in old checkpoints that are derived from config.json.
 BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
-# -- in ------------------------------------------------------------------------------------------
+# -- loading -------------------------------------------------------------------------------------
 
 
 def read_config(path: str | os.PathLike):
-    """The Config of a checkpoint directory; stop tokens of generation_config.json join those of config.json.
+    """The Config of a checkpoint directory; its stop tokens are those of config.json and generation_config.json.
 
     Raises:
-      ValueError: the path is missing or no directory, config.json is missing or malformed, the architecture or an
-        option is not supported.
+      ValueError: the path is missing or not a directory, config.json is missing or malformed, or the architecture or
+        an option is not supported.
     """
     path = Path(path)
     if not path.exists():
@@ -56,7 +56,7 @@ def read_config(path: str | os.PathLike):
     if not path.is_dir():
         raise ValueError(f"{path}: a checkpoint must be a directory, got a file; name the one that holds config.json")
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: a checkpoint needs config.json, which is missing; is it another directory?")
+        raise ValueError(f"{path}: a checkpoint needs config.json, got none; is this the right directory?")
     hf = read_json(path / "config.json")
     try:
         config = models.config_from_hf(hf)
@@ -70,19 +70,19 @@ def read_config(path: str | os.PathLike):
 
 
 def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = ()):
-    """(config, params) of a checkpoint of any family: each weight must find its tensor, each tensor its weight.
+    """Loads (config, params) of a checkpoint of any family; missing and unexpected tensors are errors.
 
-    An `lm_head` beside tied embeddings is accepted if it equals them. A `score.weight` makes a value head. Keys without
-    the prefix "model." (bare backbones) are understood.
+    With tied embeddings, an `lm_head` is accepted if it equals them. A `score.weight` gives a value head. Keys may lack
+    the prefix "model." (backbones).
 
     Args:
-      dtype: of the parameters; None = as stored.
-      mesh: a Mesh whose devices each get their part of the weights, as `parallel.rules` says, and read no other;
-        None = the default device.
-      init_missing: heads to draw at random if the checkpoint lacks them, of "score" and "head".
+      dtype: dtype of the parameters; None = as stored.
+      mesh: a Mesh over which weights are sharded according to `parallel.rules`; each device reads only its shard. None
+        = the default device.
+      init_missing: heads among "score" and "head" that are randomly initialised if the checkpoint lacks them.
 
     Raises:
-      ValueError: as `read_config`; a half-written checkpoint; missing, unexpected or misshapen tensors, by name.
+      ValueError: as `read_config`; a truncated checkpoint; missing, unexpected or misshapen tensors, by name.
     """
     config = read_config(path)
     return from_tensors(config, safetensors.read(path), str(path), dtype, mesh, init_missing)
@@ -90,11 +90,11 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """A leaf as the tensors of its layers in the files, of which none is read before it is asked for.
+    """A leaf as lazily read tensors of its layers.
 
     Attributes:
-      tensors: by their place along the leading axes.
-      dtype: in which `leaf[i]` gives layer i.
+      tensors: tensors by their index along the leading axes.
+      dtype: dtype of the layers that `leaf[i]` returns.
     """
 
     tensors: Mapping[tuple[int, ...], np.ndarray]
@@ -105,32 +105,31 @@ class Parts:
         return self.shape[0]
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """A view of the file where it can be one."""
+        """Layer i, a view of the file if possible."""
         if (i,) in self.tensors:
             return self.tensors[i,].astype(self.dtype, copy=False)
         return np.stack([x for at, x in self.tensors.items() if at[0] == i]).reshape(self.shape[1:]).astype(self.dtype)
 
 
 def mapped(path: str | os.PathLike, dtype="float32"):
-    """(config, params, verify) of a checkpoint, as strict as `load`, for those who read each weight once: the files are
-    mapped into memory, a leaf over layers is `Parts`, any other a numpy array. `verify()` does as the function of that
-    name, on these very bytes."""
+    """(config, params, verify) of a checkpoint, as strict as `load`, for reading each weight once: files are memory-
+    mapped, stacked leaves are `Parts`, others numpy arrays. `verify()` is the function `verify` on the mapped bytes."""
     config, stored = read_config(path), safetensors.read(path)
     config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
 
     def view(leaf):
         parts = [tensors[key] for key in keys[leaf.path]]
         wanted = np.dtype(leaf.param.dtype or dtype or np.result_type(*parts))
-        if not leaf.apart:
+        if not leaf.unstacked_shape:
             return parts[0].astype(wanted, copy=False)
-        return Parts(dict(zip(np.ndindex(*leaf.apart), parts, strict=True)), leaf.shape, wanted)
+        return Parts(dict(zip(np.ndindex(*leaf.unstacked_shape), parts, strict=True)), leaf.shape, wanted)
 
     params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
     return config, params, functools.partial(_verified, Path(path), stored)
 
 
 def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32", mesh=None, init_missing=()):
-    """(config, params) from tensors by checkpoint key, as strict as `load`; `where` begins its messages."""
+    """(config, params) from tensors by checkpoint key, as strict as `load`; error messages start with `where`."""
     config, _, tensors, keys, drawn = _matched(config, tensors, where, init_missing)
     table = models.table(config)
     shardings = () if mesh is None else (rules.of_params(table, mesh),)
@@ -145,49 +144,49 @@ def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="f
 
 
 def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing):
-    """(config, leaves of its table, tensors, each leaf's keys, paths of leaves to draw), or ValueError."""
+    """(config, leaves of its table, tensors, keys of each leaf, leaves to initialise); ValueError on mismatch."""
     if not set(init_missing) <= set(HEADS):
         raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
-    tensors = _one_by_one(tensors)
+    tensors = _split_experts(tensors)
     prefix = "" if any(key.startswith(("embed_tokens.", "layers.")) for key in tensors) else "model."
     scored = config.value_head or "score.weight" in tensors or "score" in init_missing
     config = dataclasses.replace(config, prefix=prefix, value_head=scored)
     table = models.table(config)
     tree = param.leaves(table)
     there = lambda spelt: next((key for key in spelt if key in tensors), spelt[0])
-    keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in _leaves(tree)}
+    keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in param.leaf_list(table)}
     drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
-    missing = [key for path, its in keys.items() for key in its if key not in tensors and path not in drawn]
-    used = {key for its in keys.values() for key in its}
+    missing = [key for path, found in keys.items() for key in found if key not in tensors and path not in drawn]
+    used = {key for found in keys.values() for key in found}
     unexpected = [key for key in tensors if key not in used and not BUFFERS.search(key)]
     if config.tied and "lm_head.weight" in unexpected and not missing:
         _check_tied(tensors["lm_head.weight"], tensors[keys["embed"][0]], where)
         unexpected.remove("lm_head.weight")
     if missing or unexpected:
         raise ValueError(f"{where}: {complaint(missing, unexpected)}")
-    for leaf in _leaves(tree):
+    for leaf in param.leaf_list(table):
         for key in keys[leaf.path] if leaf.path not in drawn else ():
             check_tensor(key, tensors[key], leaf, where)
-    if drawn or scored:  # a backbone with a head is bare no longer
+    if drawn or scored:  # a backbone with a head is saved with the prefix
         config = dataclasses.replace(config, prefix="model.")
     return config, tree, tensors, keys, drawn
 
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
-    """The array of a leaf from its tensors, in the order of its keys: each device reads the part that is its own."""
-    parts = dict(zip(np.ndindex(*leaf.apart), tensors, strict=True))
+    """Assembles a leaf's array from its tensors, in the order of its keys; each device reads only its shard."""
+    parts = dict(zip(np.ndindex(*leaf.unstacked_shape), tensors, strict=True))
     wanted = leaf.param.dtype or dtype or np.result_type(*tensors)
-    apart = len(leaf.apart)
+    unstacked = len(leaf.unstacked_shape)
 
-    @functools.cache  # devices that hold the same part share it
+    @functools.cache  # shared by devices that hold the same shard
     def part(*index):
         cut = tuple(slice(*bounds) for bounds in index)
         shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
-        # One entry off the alignment at which JAX would adopt numpy's memory, which it could not donate to a step.
+        # Misaligned by one entry: JAX would otherwise alias numpy's memory, which cannot be donated to a step.
         host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
-        for at in np.ndindex(*shape[:apart]):
+        for at in np.ndindex(*shape[:unstacked]):
             tensor = parts[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
-            host[at] = tensor[cut[apart:]]
+            host[at] = tensor[cut[unstacked:]]
             safetensors.forget(tensor)
         return host
 
@@ -201,7 +200,7 @@ def verify(path: str | os.PathLike) -> dict | None:
     """Compares a checkpoint's tensors with its manifest.json; returns the manifest, or None without one.
 
     Raises:
-      ValueError: the tensors are not those of the manifest; names the first that differs.
+      ValueError: the tensors do not match the manifest; names the first that differs.
     """
     path = Path(path)
     return _verified(path, safetensors.read(path)) if (path / MANIFEST).is_file() else None
@@ -216,18 +215,20 @@ def _verified(path: Path, tensors: Mapping[str, np.ndarray]) -> dict | None:
 
 
 def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
-    """Raises as `verify`."""
+    """Compares tensors with a manifest; raises as `verify`."""
     wanted = manifest.get("tensors", {})
     if wanted.keys() != tensors.keys():
         names = sorted(wanted.keys() ^ tensors.keys())
-        raise ValueError(f"{path}: {_some(names)} only in the manifest or only in the files; copy the checkpoint again")
+        raise ValueError(
+            f"{path}: {_listed(names)} only in the manifest or only in the files; copy the checkpoint again"
+        )
     for name, tensor in tensors.items():
         got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
         if got != wanted[name]:
-            raise ValueError(f"{path}: {name} is not what manifest.json says; copy the checkpoint again")
+            raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")
 
 
-# -- out -----------------------------------------------------------------------------------------
+# -- saving --------------------------------------------------------------------------------------
 
 
 def save(
@@ -235,22 +236,22 @@ def save(
 ) -> Path:
     """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
 
-    The directory appears complete, by rename; one that is there is replaced if it is a checkpoint, and kept if anything
-    fails. config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base,
-    bytes, tensors: {name: {dtype, shape, xxh3_128}}}`; its base is null, the tensors being complete.
+    The directory is written atomically, by rename; an existing checkpoint is replaced, and kept if anything fails.
+    config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base, bytes,
+    tensors: {name: {dtype, shape, xxh3_128}}}`, with base null since all tensors are there.
 
     Args:
-      params: jax or numpy arrays (`host_copy`); a `param.LoRAWeight` is merged when its turn comes.
-      dtype: of the tensors; None = that of the checkpoint the model came from, or else of the parameters.
-      base: a checkpoint directory whose tokenizer and generation settings are taken over.
-      tokenizer: a tokenizer of transformers to save instead.
+      params: jax or numpy arrays (`host_copy`); each `param.LoRAWeight` is merged as it is written.
+      dtype: dtype of the tensors; None = that of the checkpoint the model came from, else of the parameters.
+      base: a checkpoint directory from which tokenizer and generation settings are copied.
+      tokenizer: a transformers tokenizer to save instead.
       version: policy version, for published weights.
 
-    Of several processes all call it if they share the parameters, for they gather them together, a tensor at a time;
-    process 0 writes, and the others return before the directory is there.
+    If parameters are sharded over several processes, all must call it: they gather one tensor at a time, and process 0
+    writes; the others return before the directory exists.
 
     Raises:
-      ValueError: the path is a file or another kind of directory; parameters that do not fit the config.
+      ValueError: the path is a file or another kind of directory, or the parameters do not match the config.
     """
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
@@ -281,7 +282,7 @@ def save(
 
 
 def manifest(config, params, dtype=None, version: int | None = None) -> dict:
-    """The manifest.json that `save` would write beside these parameters; nothing is written."""
+    """The manifest.json that `save` would write for these parameters, without writing anything."""
     specs, arrays = to_tensors(config, params, save_dtype(config, params, dtype))
     pairs = zip(specs.items(), arrays, strict=True)
     hashed = lambda name, spec, x: {**safetensors.describe(name, spec), "xxh3_128": safetensors.digest(x)}
@@ -294,34 +295,34 @@ def _manifest(version: int | None, described: dict[str, dict]) -> dict:
 
 
 def json_bytes(value: dict) -> bytes:
-    """An object as the file that `save` writes."""
+    """Serialises an object as `save` does."""
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def write_published(
     root: str | os.PathLike, version: int, config, params, dtype=None, base=None, tokenizer=None
 ) -> Path:
-    """`save` as version `version` of a policy: the directory `root/{version}`, which appears by rename."""
+    """`save` to `root/{version}`, as a version of a policy."""
     if version < 0:
-        raise ValueError(f"write_published: version must be a number from 0 on, got {version}")
+        raise ValueError(f"write_published: version must be at least 0, got {version}")
     return save(Path(root) / str(version), config, params, dtype, base, tokenizer, version)
 
 
 def host_copy(config, params, dtype=None):
-    """The parameters as numpy arrays in the dtype that `save` would write: the originals may be donated afterwards.
-    What is a `param.LoRAWeight` among them comes out merged.
+    """Copies the parameters to numpy arrays in the dtype that `save` would write, with each `param.LoRAWeight` merged;
+    the originals may be donated afterwards.
 
-    Of several processes all call it, as `save`; process 0 gets the arrays, the others a tree of None.
+    With several processes all must call it, as `save`; process 0 gets the arrays, the others a tree of None.
     """
     return copied(models.table(config), params, save_dtype(config, params, dtype))
 
 
 def copied(table: param.Table, params, dtype):
-    """`host_copy` of any table."""
+    """`host_copy` for any table."""
 
     def copy(leaf, x):
         host = np.empty(leaf.shape, leaf.param.dtype or dtype) if jax.process_index() == 0 else None
-        for index, row in zip(np.ndindex(*leaf.apart), _rows(leaf, x, dtype), strict=True):
+        for index, row in zip(np.ndindex(*leaf.unstacked_shape), _rows(leaf, x, dtype), strict=True):
             if host is not None:
                 host[index] = row
         return host
@@ -330,34 +331,34 @@ def copied(table: param.Table, params, dtype):
 
 
 def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], Iterator[np.ndarray]]:
-    """(shape and dtype by checkpoint key, the arrays in that order, each leaf fetched when its turn comes).
+    """(shape and dtype by checkpoint key, iterator over the arrays in that order, fetched lazily).
 
     Raises:
-      ValueError: parameters that do not fit the config, by name.
+      ValueError: the parameters do not match the config; names them.
     """
     return tensors_of(models.table(config), config.prefix, params, dtype)
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
-    """`to_tensors` of any table."""
-    leaves = _leaves(param.leaves(table))
-    whole = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.LoRAWeight))
-    found = {keystr(path, simple=True, separator="."): x for path, x in whole}
+    """`to_tensors` for any table."""
+    leaves = param.leaf_list(table)
+    arrays = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.LoRAWeight))
+    found = {keystr(path, simple=True, separator="."): x for path, x in arrays}
     paths = [leaf.path for leaf in leaves]
     missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
     if missing or unexpected:
-        raise ValueError(f"save: the parameters must fit the config, got {complaint(missing, unexpected)}")
+        raise ValueError(f"save: the parameters must match the config, got {complaint(missing, unexpected)}")
     specs = {}
     for leaf in leaves:
         if tuple(found[leaf.path].shape) != leaf.shape:
             raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
         for spelt in leaf.keys(prefix).values():
-            specs[spelt[0]] = jax.ShapeDtypeStruct(leaf.shape[len(leaf.apart) :], leaf.param.dtype or dtype)
+            specs[spelt[0]] = jax.ShapeDtypeStruct(leaf.shape[len(leaf.unstacked_shape) :], leaf.param.dtype or dtype)
     return specs, (row for leaf in leaves for row in _rows(leaf, found[leaf.path], dtype))
 
 
 def save_dtype(config, params, dtype=None) -> np.dtype:
-    """The dtype asked for; without one that of the checkpoint the model came from, or else of the parameters."""
+    """The requested dtype, else that of the checkpoint the model came from, else of the parameters."""
     source = json.loads(config.source)
     name = dtype or source.get("dtype") or source.get("torch_dtype") or jax.tree.leaves(params)[0].dtype
     try:
@@ -370,14 +371,14 @@ def save_dtype(config, params, dtype=None) -> np.dtype:
 
 
 def on_host(x) -> bool:
-    """The array lies in this machine's memory in one piece, so that numpy can look at it without a copy."""
+    """Whether the array is unsharded in host memory, so that numpy can view it without a copy."""
     return isinstance(x, np.ndarray) or (len(x.devices()) == 1 and next(iter(x.devices())).platform == "cpu")
 
 
 def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
-    """The leaf's tensors on the host, in the order of its keys: views where they are there already."""
+    """The leaf's tensors on the host, in the order of its keys; views if it is already there."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
-    indices = list(np.ndindex(*leaf.apart))
+    indices = list(np.ndindex(*leaf.unstacked_shape))
     x = param.merged(x) if isinstance(x, param.LoRAWeight) else x
     if isinstance(x, Parts):
         yield from (x.tensors[index].astype(wanted, copy=False) for index in indices)
@@ -386,7 +387,7 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
         host = np.asarray(x)
         yield from (host[index].astype(wanted, copy=False) for index in indices)
         return
-    # Cast where it lies, a tensor at a time, the next while the last is being written.
+    # Cast on the device, one tensor at a time, fetching the next while the last is written.
     ahead = _fetch(x, indices[0], wanted)
     for index in indices[1:]:
         row, ahead = ahead, _fetch(x, index, wanted)
@@ -402,7 +403,7 @@ def _fetch(x, index: tuple[int, ...], dtype) -> jax.Array:
 
 @functools.cache
 def _cut(mesh):
-    """The jitted cut of one tensor; of a mesh of several processes, all of which then have it."""
+    """Jitted slice of one tensor; on a mesh over several processes the result is replicated."""
 
     def row(x, index, dtype):
         return x[index].astype(dtype)
@@ -422,11 +423,7 @@ def _config_json(config, dtype: np.dtype) -> dict:
     return hf | {"dtype": dtype.name, "torch_dtype": dtype.name}
 
 
-# -- both ----------------------------------------------------------------------------------------
-
-
-def _leaves(tree) -> list[param.Leaf]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, param.Leaf))
+# -- shared --------------------------------------------------------------------------------------
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -447,12 +444,13 @@ def _check_tied(head: np.ndarray, embed: np.ndarray, where: str) -> None:
     if head.dtype != embed.dtype or safetensors.digest(head) != safetensors.digest(embed):
         raise ValueError(
             f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embeddings; "
-            "set it to false in config.json if the model has a head of its own"
+            "set it to false in config.json if the model has a separate head"
         )
 
 
-def _one_by_one(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The same with experts apart: views of `experts.gate_up_proj` [E, 2 F, D] and `experts.down_proj` [E, D, F]."""
+def _split_experts(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Splits fused experts into one tensor per expert, as views of `experts.gate_up_proj` [E, 2 F, D] and
+    `experts.down_proj` [E, D, F]."""
     out = {}
     for key, tensor in tensors.items():
         stem, _, name = key.rpartition(".")
@@ -460,32 +458,32 @@ def _one_by_one(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
             out[key] = tensor
             continue
         names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-        for e, whole in enumerate(tensor):
-            parts = zip(names, np.split(whole, len(names)), strict=True)
+        for e, expert in enumerate(tensor):
+            parts = zip(names, np.split(expert, len(names)), strict=True)
             out |= {f"{stem}.{e}.{part}.weight": x for part, x in parts}
     return out
 
 
 def check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:
-    shape = leaf.shape[len(leaf.apart) :]
+    shape = leaf.shape[len(leaf.unstacked_shape) :]
     if tensor.shape != shape:
         raise ValueError(f"{where}: {key} must be {list(shape)} by config.json, got {list(tensor.shape)}")
     if tensor.dtype not in FLOATS:
-        raise ValueError(f"{where}: {key} must be of a float dtype, got {tensor.dtype}; quantised weights are not read")
+        raise ValueError(f"{where}: {key} must have a float dtype, got {tensor.dtype}; quantised weights not supported")
 
 
 def complaint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     parts = []
     if missing:
-        parts.append(f"missing {_some(missing)}")
+        parts.append(f"missing {_listed(missing)}")
         heads = {"lm_head.weight": "head", "score.weight": "score"}
         if set(missing) <= set(heads):
-            parts[-1] += f" (init_missing={tuple(heads[key] for key in missing)} draws what is missing at random)"
+            parts[-1] += f" (init_missing={tuple(heads[key] for key in missing)} initialises missing heads randomly)"
     if unexpected:
-        parts.append(f"unexpected {_some(unexpected)}")
+        parts.append(f"unexpected {_listed(unexpected)}")
     return "; ".join(parts)
 
 
-def _some(names: Sequence[str], shown: int = 3) -> str:
+def _listed(names: Sequence[str], shown: int = 3) -> str:
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,8 +1,8 @@
-"""Adapters in and out in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
+"""Loads and saves LoRA adapters in PEFT's format: `adapter_model.safetensors` and `adapter_config.json`.
 
-PEFT on transformers 5 keeps a layer's experts in two fused weights, `gate_up_proj` and `down_proj`. Adapters of experts
-are written expert by expert, which PEFT fuses as it loads: gate and up become one adapter of twice the rank. Both forms
-are read.
+PEFT on transformers 5 fuses a layer's experts into two weights, `gate_up_proj` and `down_proj`. Expert adapters are
+written per expert, and PEFT fuses them when loading: gate and up become one adapter of twice the rank. Both forms can
+be read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from . import hf, safetensors
 from .atomic_dir import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-FUSED = r".*\.gate_up_proj"  # how PEFT spells, among the patterns of ranks, what holds gate and up of all experts
+FUSED = r".*\.gate_up_proj"  # key of the fused gate and up projections in PEFT's rank_pattern
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
-# Names that PEFT takes for those of experts and routers wherever they stand in a model that has any.
+# Names that PEFT takes for experts and routers anywhere in an MoE model.
 AMBIGUOUS = {"gate_proj", "up_proj", "down_proj", "gate"}
-# Options that leave what the tensors do as it is, or that only say where they belong, which their keys say too.
+# Options that do not change what the tensors compute, or only say where they belong, which the keys do too.
 FREE = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "use_rslora", "lora_dropout", "rank_pattern", "alpha_pattern", "target_modules",
@@ -40,18 +40,19 @@ FREE = {
 
 
 def save(path: str | os.PathLike, config, adapters, spec: lora.Lora, base: str = "") -> Path:
-    """Writes a directory that `peft.PeftModel.from_pretrained` loads onto the base; fp32, dropout 0.
+    """Writes a directory for `peft.PeftModel.from_pretrained` on the base; fp32, dropout 0.
 
-    It appears complete, by rename; one that is there is replaced if it holds adapters. Several processes all call it.
+    Written atomically, by rename; an existing directory is replaced if it holds adapters. With several processes all
+    must call it.
 
     Args:
-      config: of the base.
-      adapters: a tree of `lora.table`, jax or numpy.
-      base: path or hub name of the base, for PEFT to find it.
+      config: config of the base model.
+      adapters: parameter tree of `lora.table`, jax or numpy arrays.
+      base: path or hub name where PEFT finds the base.
 
     Raises:
-      ValueError: the path is a file or another kind of directory; adapters that do not fit; experts of which PEFT,
-        which fuses them, cannot hold the targets.
+      ValueError: the path is a file or another kind of directory, the adapters do not match, or PEFT, which fuses
+        experts, cannot represent their targets.
     """
     return _write(path, config, adapters, spec, base)
 
@@ -59,35 +60,35 @@ def save(path: str | os.PathLike, config, adapters, spec: lora.Lora, base: str =
 def write_published(
     root: str | os.PathLike, version: int, config, adapters, spec: lora.Lora, base: str | os.PathLike, base_label: str
 ) -> Path:
-    """`save` as version `version` of a policy whose base stays on the servers: the directory `root/{version}`.
+    """`save` to `root/{version}`, as a version of a policy whose base stays on the servers.
 
-    Its manifest.json is `{version, base, bytes, config, tensors: {name: {dtype, shape, xxh3_128}}}`: `base` the label
-    of the published base and `config` the xxh3-128 of adapter_config.json, so that a label made of the manifest's hash
-    covers the base, the adapters and their scale. The scale is written as alpha / rank whatever `spec` says: servers
-    know no other.
+    Its manifest.json is `{version, base, bytes, config, tensors: {name: {dtype, shape, xxh3_128}}}`: `base` is the
+    label of the published base and `config` the xxh3-128 of adapter_config.json, so a label derived from the manifest's
+    hash covers base, adapters and scale. The scale is always written as alpha / rank, also for rslora: servers support
+    no other.
 
     Args:
-      base: the published directory of the base, for servers to load.
+      base: the published directory of the base, loaded by servers.
     """
     if version < 0:
-        raise ValueError(f"write_published: version must be a number from 0 on, got {version}")
+        raise ValueError(f"write_published: version must be at least 0, got {version}")
     spec = dataclasses.replace(spec, alpha=spec.scale * spec.rank, rslora=False)
-    said = {"version": version, "base": base_label}
-    return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), said)
+    manifest = {"version": version, "base": base_label}
+    return _write(Path(root) / str(version), config, adapters, spec, os.fspath(base), manifest)
 
 
 def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | None = None) -> Path:
-    whole = models.table(config)
-    about = _config_json(config, whole, spec, base)
-    specs, arrays = hf.tensors_of(lora.table(whole, spec), config.prefix, adapters, "float32")
+    table = models.table(config)
+    adapter_config = _config_json(config, table, spec, base)
+    specs, arrays = hf.tensors_of(lora.table(table, spec), config.prefix, adapters, "float32")
     if jax.process_index() > 0:
         for _ in arrays:
             pass
         return Path(path)
     with replacing(path, _holds_adapters) as directory:
-        entries = {name: safetensors.describe(name, its) for name, its in specs.items()}
+        entries = {name: safetensors.describe(name, tensor) for name, tensor in specs.items()}
         written = safetensors.write_file(directory / WEIGHTS, entries, arrays)
-        text = (json.dumps(about, indent=2) + "\n").encode()
+        text = (json.dumps(adapter_config, indent=2) + "\n").encode()
         safetensors.write_bytes(directory / CONFIG, text)
         if manifest is not None:
             sizes = sum(safetensors.size(entry) for entry in written.values())
@@ -100,7 +101,7 @@ def verify(path: str | os.PathLike) -> dict | None:
     """Compares a directory of adapters with its manifest.json; returns the manifest, or None without one.
 
     Raises:
-      ValueError: it is not what the manifest says, or no such directory.
+      ValueError: it does not match the manifest, or is not a directory of adapters.
     """
     path = _complete(path)
     if not (path / hf.MANIFEST).is_file():
@@ -108,48 +109,48 @@ def verify(path: str | os.PathLike) -> dict | None:
     manifest = hf.read_json(path / hf.MANIFEST)
     hf.compare(path, manifest, safetensors.read(path / WEIGHTS))
     if xxhash.xxh3_128_hexdigest((path / CONFIG).read_bytes()) != manifest.get("config"):
-        raise ValueError(f"{path}: {CONFIG} is not what {hf.MANIFEST} says; copy the adapters again")
+        raise ValueError(f"{path}: {CONFIG} does not match {hf.MANIFEST}; copy the adapters again")
     return manifest
 
 
 def host_copy(config, adapters, spec: lora.Lora):
-    """As `hf.host_copy`, in fp32."""
+    """`hf.host_copy` of adapters, in fp32."""
     return hf.copied(lora.table(models.table(config), spec), adapters, "float32")
 
 
 def load(path: str | os.PathLike, config, mesh=None):
-    """(spec, adapters in fp32) of a directory that PEFT or `save` wrote, for the base of this config.
+    """Loads (spec, adapters in fp32) from a directory written by PEFT or `save`, for a base with this config.
 
     Args:
       mesh: as in `hf.load`.
 
     Raises:
-      ValueError: not such a directory, options that are not implemented, ranks that differ between weights, tensors
-        that are missing, unexpected or misshapen, by name.
+      ValueError: not a directory of adapters, options that are not implemented, ranks that differ between weights, or
+        missing, unexpected or misshapen tensors, by name.
     """
     path = _complete(path)
-    about = hf.read_json(path / CONFIG)
-    _check_options(about, f"{path / CONFIG}")
-    whole = models.table(config)
-    tensors = _one_by_one(safetensors.read(path / WEIGHTS), whole.dims)
-    rslora, rank, alpha = bool(about.get("use_rslora")), about["r"], float(about["lora_alpha"])
-    if about.get("rank_pattern") and max(map(_rank, tensors.items())) == 2 * rank:  # fused by PEFT, and saved again
+    options = hf.read_json(path / CONFIG)
+    _check_options(options, f"{path / CONFIG}")
+    base = models.table(config)
+    tensors = _split_experts(safetensors.read(path / WEIGHTS), base.dims)
+    rslora, rank, alpha = bool(options.get("use_rslora")), options["r"], float(options["lora_alpha"])
+    if options.get("rank_pattern") and max(map(_rank, tensors.items())) == 2 * rank:  # fused and saved by PEFT
         rank, alpha = 2 * rank, _doubled(alpha, rslora)
         tensors = {key: _padded(key, x, rank) for key, x in tensors.items()}
     spec = lora.Lora(rank, alpha, ("*",), rslora)
     present = lambda leaf: any(key in tensors for (key, *_) in leaf.keys(config.prefix).values())
-    found = {_name(leaf)[:-2] for leaf in _leaves(lora.table(whole, spec)) if present(leaf)}
-    names = tuple(name for name in lora.targets(whole, spec) if name in found)
+    found = {_name(leaf)[:-2] for leaf in param.leaf_list(lora.table(base, spec)) if present(leaf)}
+    names = tuple(name for name in lora.targets(base, spec) if name in found)
     if not names:
         raise ValueError(f"{path / WEIGHTS}: must hold adapters of a {config.family}, got {', '.join([*tensors][:3])}")
     spec = dataclasses.replace(spec, targets=names)
-    table = lora.table(whole, spec)
-    keys = {leaf.path: [key for (key, *_) in leaf.keys(config.prefix).values()] for leaf in _leaves(table)}
-    used = [key for its in keys.values() for key in its]
+    table = lora.table(base, spec)
+    keys = {leaf.path: [key for (key, *_) in leaf.keys(config.prefix).values()] for leaf in param.leaf_list(table)}
+    used = [key for of_leaf in keys.values() for key in of_leaf]
     missing, unexpected = [key for key in used if key not in tensors], sorted(tensors.keys() - set(used))
     if missing or unexpected:
-        raise ValueError(f"{path}: adapters must be those of whole targets, {hf.complaint(missing, unexpected)}")
-    for leaf in _leaves(table):
+        raise ValueError(f"{path}: adapters must cover their targets in full, got {hf.complaint(missing, unexpected)}")
+    for leaf in param.leaf_list(table):
         for key in keys[leaf.path]:
             hf.check_tensor(key, tensors[key], leaf, str(path))
     shardings = () if mesh is None else (rules.of_params(table, mesh),)
@@ -158,7 +159,7 @@ def load(path: str | os.PathLike, config, mesh=None):
 
 
 def modules(config, spec: lora.Lora) -> list[str]:
-    """The modules of the targets, as servers and PEFT name them: "q_proj"."""
+    """Module names of the targets as used by servers and PEFT, such as "q_proj"."""
     return _targets(config, models.table(config), spec)[0]
 
 
@@ -166,12 +167,8 @@ def _complete(path: str | os.PathLike) -> Path:
     path = Path(path)
     for name in (WEIGHTS, CONFIG):
         if not (path / name).is_file():
-            raise ValueError(f"{path}: adapters need {WEIGHTS} and {CONFIG}, got no {name}; is it another directory?")
+            raise ValueError(f"{path}: adapters need {WEIGHTS} and {CONFIG}, got no {name}; is it the right directory?")
     return path
-
-
-def _leaves(table: param.Table) -> list[param.Leaf]:
-    return jax.tree.leaves(param.leaves(table), is_leaf=lambda x: isinstance(x, param.Leaf))
 
 
 def _name(leaf: param.Leaf) -> str:
@@ -182,8 +179,8 @@ def _holds_adapters(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def _config_json(config, whole: param.Table, spec: lora.Lora, base: str) -> dict:
-    modules, parameters, ranks = _targets(config, whole, spec)
+def _config_json(config, table: param.Table, spec: lora.Lora, base: str) -> dict:
+    modules, parameters, ranks = _targets(config, table, spec)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if config.prefix and not config.value_head else None,
@@ -204,18 +201,18 @@ def _config_json(config, whole: param.Table, spec: lora.Lora, base: str) -> dict
     }
 
 
-def _targets(config, whole: param.Table, spec: lora.Lora) -> tuple[list[str], list[str], bool]:
-    """Names of modules and of parameters by which PEFT finds the targets, and whether gate and up get fused."""
-    names = set(lora.targets(whole, spec))
+def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], list[str], bool]:
+    """PEFT's target_modules and target_parameters, and whether PEFT fuses gate and up projections."""
+    names = set(lora.targets(table, spec))
     experts = names & EXPERTS
     if experts not in (set(), {"expert_down"}, EXPERTS):
         raise ValueError(
-            f"peft: adapters of experts must be of {', '.join(sorted(EXPERTS))}, or of expert_down alone, "
+            f"peft: adapters of experts must be of {', '.join(sorted(EXPERTS))}, or only of expert_down, "
             f"got {', '.join(sorted(experts))}; export the merged model instead"
         )
-    mixture = "experts" in whole.dims
+    mixture = "experts" in table.dims
     modules, parameters = set(), set()
-    for leaf in _leaves(whole):
+    for leaf in param.leaf_list(table):
         if leaf.layers is None or _name(leaf) not in names:
             continue
         for key, *_ in leaf.keys(config.prefix).values():
@@ -230,22 +227,22 @@ def _targets(config, whole: param.Table, spec: lora.Lora) -> tuple[list[str], li
     return sorted(modules), sorted(parameters), experts == EXPERTS
 
 
-def _check_options(about: Mapping, where: str) -> None:
-    if about.get("peft_type") != "LORA":
-        raise ValueError(f"{where}: peft_type must be LORA, got {about.get('peft_type')!r}")
-    rank, alpha = about.get("r"), about.get("lora_alpha")
+def _check_options(options: Mapping, where: str) -> None:
+    if options.get("peft_type") != "LORA":
+        raise ValueError(f"{where}: peft_type must be LORA, got {options.get('peft_type')!r}")
+    rank, alpha = options.get("r"), options.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(f"{where}: needs a rank r of at least 1 and a number lora_alpha, got {rank!r} and {alpha!r}")
-    for name, value in about.items():
+    for name, value in options.items():
         if name not in FREE and value and not (name == "bias" and value == "none"):
             raise ValueError(f"{where}: {name} is not implemented, got {value!r}; merge these adapters with PEFT")
-    if about.get("init_lora_weights", True) not in (True, False, "gaussian"):
+    if options.get("init_lora_weights", True) not in (True, False, "gaussian"):
         raise ValueError(
-            f"{where}: init_lora_weights must be true, false or 'gaussian', got {about['init_lora_weights']!r}; others "
-            "may change the base; merge these adapters with PEFT"
+            f"{where}: init_lora_weights must be true, false or 'gaussian', got {options['init_lora_weights']!r}; "
+            "others may change the base; merge these adapters with PEFT"
         )
-    patterns = about.get("rank_pattern") or {}, about.get("alpha_pattern") or {}
-    fused = {FUSED: 2 * rank}, {FUSED: _doubled(alpha, bool(about.get("use_rslora")))}
+    patterns = options.get("rank_pattern") or {}, options.get("alpha_pattern") or {}
+    fused = {FUSED: 2 * rank}, {FUSED: _doubled(alpha, bool(options.get("use_rslora")))}
     if patterns not in (({}, {}), fused):
         raise ValueError(
             f"{where}: all weights must have the same rank and alpha, got rank_pattern {patterns[0]} and alpha_pattern "
@@ -253,9 +250,9 @@ def _check_options(about: Mapping, where: str) -> None:
         )
 
 
-def _one_by_one(tensors: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """The same with experts apart, as views. Fused ones are A [experts x rank, in], which gate and up share, and
-    B [out, rank x experts]; their keys say no more than that a layer has one or two, but shapes tell which is which."""
+def _split_experts(tensors: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Splits fused expert adapters into one per expert, as views. Fused ones are A [experts x rank, in], shared by gate
+    and up, and B [out, rank x experts]; their keys do not name the projection, but their shapes identify it."""
     out = dict(tensors)
     for key, a in tensors.items() if "experts" in dims else ():
         stem = key.removesuffix("lora_A.weight")
@@ -276,16 +273,16 @@ def _one_by_one(tensors: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> d
 
 
 def _rank(item: tuple[str, np.ndarray]) -> int:
-    """Of a tensor by its key."""
+    """Rank of an adapter, given (key, tensor)."""
     return item[1].shape[0 if item[0].endswith("lora_A.weight") else -1]
 
 
 def _padded(key: str, x: np.ndarray, rank: int) -> np.ndarray:
-    """With zeros up to a larger rank, which change nothing."""
+    """Zero-pads an adapter to a larger rank, which does not change its product."""
     more = rank - _rank((key, x))
     return np.pad(x, ((0, more), (0, 0)) if key.endswith("lora_A.weight") else ((0, 0), (0, more)))
 
 
 def _doubled(alpha: float, rslora: bool) -> float:
-    """The alpha that keeps the scale at twice the rank."""
+    """The alpha that gives the same scale at twice the rank."""
     return alpha * (math.sqrt(2) if rslora else 2)

@@ -1,4 +1,4 @@
-"""A trained reward model as a reward: `reward = reward_model.load("runs/rewardmodel/model")` in a file of one's own."""
+"""A trained reward model as a reward: put `reward = reward_model.load("runs/rewardmodel/model")` in your own file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from . import hf, tokenizer
 
 
 def load(path: str | os.PathLike) -> Callable[[str, Mapping[str, Any]], float]:
-    """f(text, row) -> the score of this completion of the row's prompt, at its end of turn, templated as in training.
+    """Returns f(text, row) -> score of the completion `text` to the row's prompt, at its end of turn, with the chat
+    template as in training.
 
-    The weights are read at the first call, so that a process which only looks the reward up holds none, and this call
-    takes as long as that. A process that has not computed with JAX before does so on the CPU alone: accelerators are
-    the trainer's. Each call scores one completion in fp32, and compiles for each new power of two of tokens.
+    The first call loads the weights, so a process that only looks the reward up holds none. In a process that has not
+    used JAX yet, it restricts JAX to the CPU: accelerators belong to the trainer. Each call scores one completion in
+    fp32, and compiles once for each power of two of tokens.
 
     Args:
-      path: of a reward model's directory, with its tokenizer.
+      path: directory of a reward model, with its tokenizer.
 
     Raises:
-      ValueError: no checkpoint is there, or, at the first call, one without a score head.
+      ValueError: there is no checkpoint, or (at the first call) it has no score head.
     """
     path = Path(path).absolute()
     hf.read_config(path)
@@ -36,9 +37,9 @@ def load(path: str | os.PathLike) -> Callable[[str, Mapping[str, Any]], float]:
     @functools.cache
     def opened():
         jax.config.update("jax_platforms", "cpu")
-        config, params = hf.load(path, init_missing=("head",))  # not used, and not saved with other reward models
+        config, params = hf.load(path, init_missing=("head",))  # unused; reward models of other tools lack it
         if not config.value_head:
-            raise ValueError(f"{path}: a reward model needs a score head, score.weight, which is missing")
+            raise ValueError(f"{path}: a reward model needs a score head, got no score.weight")
         score = jax.jit(lambda batch: models.value(params, batch, config=config).value_BT)
         return tokenizer.load(path), score
 

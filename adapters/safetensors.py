@@ -1,7 +1,7 @@
-"""Safetensors files: a streaming writer that hashes what it writes, and a reader that maps files into memory.
+"""Safetensors files: a streaming writer that hashes what it writes, and a memory-mapping reader.
 
 The format: 8 bytes with the header's length, a JSON header {name: {dtype, shape, data_offsets}}, the tensors' bytes. A
-checkpoint is a directory with `model.safetensors`, or with shards that `model.safetensors.index.json` names.
+checkpoint is a directory with `model.safetensors`, or with shards listed in `model.safetensors.index.json`.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CHUNK = 1 << 20  # bytes hashed and then written while they are still in the processor's cache
+CHUNK = 1 << 20  # bytes hashed and then written while still in the CPU cache
 
 
 def write(
     directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *, shard_bytes: int = 5 * 10**9
 ) -> dict[str, dict]:
-    """Writes tensors into an empty directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
+    """Writes tensors to an empty directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
 
-    Each file gets its name once it is complete and synced; the index comes last.
+    Each file is renamed to its name once complete and synced; the index is written last.
 
     Args:
-      specs: by name, in order, anything with `shape` and `dtype`: headers are written before the first tensor is seen.
+      specs: {name: anything with `shape` and `dtype`}, in order, for headers, which are written before the tensors.
       arrays: the tensors in that order, each fetched when it is written; any memory layout.
 
     Returns:
-      {name: {"dtype", "shape", "xxh3_128"}}: what a manifest says of each tensor.
+      {name: {"dtype", "shape", "xxh3_128"}}: the manifest's entries.
 
     Raises:
-      ValueError: a dtype that the format lacks, or an array that is not as announced; no file is then left behind
-        under its name but the shards before.
+      ValueError: the format does not support a dtype, or an array does not match its spec; earlier shards are then left
+        behind, but not the current file.
     """
     directory = Path(directory)
     shards = _shards({name: describe(name, spec) for name, spec in specs.items()}, shard_bytes)
@@ -68,7 +68,7 @@ def write(
     for file, entries in zip(files, shards, strict=True):
         described |= write_file(directory / file, entries, source)
     if next(source, None) is not None:
-        raise ValueError(f"{directory}: more arrays than the {len(specs)} announced")
+        raise ValueError(f"{directory}: must get as many arrays as specs, {len(specs)}, got more")
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(size(entry) for entries in shards for entry in entries.values())},
@@ -79,10 +79,10 @@ def write(
 
 
 def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """The tensors of a file or a checkpoint directory by name, as read-only views of mapped files.
+    """The tensors of a file or a checkpoint directory by name, as read-only views of memory-mapped files.
 
-    Nothing is copied: shape and dtype cost nothing, a slice reads its own pages. Files must not be cut or overwritten
-    while views live; replacing them by rename is safe.
+    Nothing is copied: shape and dtype are free, and a slice reads only its pages. Files must not be truncated or
+    overwritten while views exist; replacing them by rename is safe.
 
     Raises:
       ValueError: the path is missing, holds no safetensors, or is incomplete; names the file.
@@ -105,16 +105,16 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         raise ValueError(f"{path / INDEX}: not an index of shards ({error!r}); copy the checkpoint again") from error
     for file in files:
         if not (path / file).is_file():
-            raise ValueError(f"{path / file}: missing, though {INDEX} names it; copy the checkpoint again")
+            raise ValueError(f"{path / file}: missing, but listed in {INDEX}; copy the checkpoint again")
     held = {file: _read_file(path / file) for file in files}
     for name, file in places.items():
         if name not in held[file]:
-            raise ValueError(f"{path / file}: lacks {name}, which {INDEX} places there; copy the checkpoint again")
+            raise ValueError(f"{path / file}: lacks {name}, listed there in {INDEX}; copy the checkpoint again")
     return {name: held[file][name] for name, file in places.items()}
 
 
 def forget(tensor: np.ndarray) -> None:
-    """Lets go of the memory that reading a tensor of `read` took; the file's pages come back when they are wanted."""
+    """Releases the memory that reading a tensor of `read` took; pages are read again when accessed."""
     base: Any = tensor
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
@@ -123,7 +123,7 @@ def forget(tensor: np.ndarray) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a small file whole: temporary name, sync, rename."""
+    """Writes a small file atomically: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -136,7 +136,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def raw(array: np.ndarray) -> memoryview:
-    """The bytes of an array in C order: a view where it is contiguous, else a copy."""
+    """The bytes of an array in C order; a view if it is contiguous, else a copy."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -146,7 +146,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def describe(name: str, spec: Any) -> dict:
-    """{"dtype", "shape"} of anything that has them, in the format's spelling."""
+    """{"dtype", "shape"} of an array or spec, in the format's spelling."""
     dtype = np.dtype(spec.dtype)
     if dtype not in NAMES:
         raise ValueError(f"safetensors: {name} must have one of the dtypes {', '.join(DTYPES)}, got {dtype}")
@@ -154,12 +154,12 @@ def describe(name: str, spec: Any) -> dict:
 
 
 def size(entry: Mapping) -> int:
-    """Bytes of a tensor described so."""
+    """Bytes of a tensor, given its `describe` entry."""
     return math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
 
 
 def _shards(entries: Mapping[str, dict], shard_bytes: int) -> list[dict[str, dict]]:
-    """Cuts where the next tensor would exceed `shard_bytes`; a larger tensor stands alone."""
+    """Splits entries into shards of up to `shard_bytes`; a larger tensor gets its own shard."""
     shards: list[dict[str, dict]] = [{}]
     total = 0
     for name, entry in entries.items():
@@ -172,18 +172,18 @@ def _shards(entries: Mapping[str, dict], shard_bytes: int) -> list[dict[str, dic
 
 
 def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dict[str, dict]:
-    """Writes one file of tensors, which gets its name once it is complete and synced; `write` says the rest.
+    """Writes one file of tensors, renamed to its name once complete and synced; see `write`.
 
     Args:
-      entries: what `describe` says of each tensor, in the order of the arrays, of which no more are taken.
+      entries: the `describe` entry of each tensor; as many arrays are consumed, in this order.
     """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # required by transformers
     offset = 0
     for name, entry in entries.items():
         header[name] = {**entry, "data_offsets": [offset, offset + size(entry)]}
         offset += size(entry)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # so that tensors are aligned in the mapped file
+    text += b" " * (-(8 + len(text)) % 64)  # aligns tensors in the mapped file
     temporary = path.with_name(f".{path.name}.tmp")
     described = {}
     source = iter(arrays)
@@ -193,10 +193,8 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
             for name, entry in entries.items():
                 array = np.asarray(_next(source, name, path))
                 if NAMES.get(array.dtype) != entry["dtype"] or list(array.shape) != entry["shape"]:
-                    announced = f"{entry['dtype']}{entry['shape']}"
-                    raise ValueError(
-                        f"{path}: {name} was announced as {announced}, got {array.dtype}{list(array.shape)}"
-                    )
+                    spec = f"{entry['dtype']}{entry['shape']}"
+                    raise ValueError(f"{path}: {name} must be {spec} by its spec, got {array.dtype}{list(array.shape)}")
                 described[name] = {**entry, "xxh3_128": _put_hashed(file, raw(array))}
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -208,7 +206,7 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
 def _next(source, name: str, path: Path):
     for array in source:
         return array
-    raise ValueError(f"{path}: {name} was announced, but there are no more arrays")
+    raise ValueError(f"{path}: {name} needs an array, but there are no more")
 
 
 def _put(file, data: memoryview) -> None:
@@ -241,17 +239,17 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
                 start, stop = map(int, entry["data_offsets"])
                 places[name] = (entry["dtype"], tuple(map(int, entry["shape"])), start, stop)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{short}, its header is not that of safetensors ({error!r}); copy it again") from error
+        raise ValueError(f"{short}, its header is not a safetensors header ({error!r}); copy it again") from error
     held = total - 8 - length
     needed = max((stop for _, _, _, stop in places.values()), default=0)
     if needed != held:
-        raise ValueError(f"{short}, its header speaks of {needed} bytes of tensors, got {held}; copy it again")
+        raise ValueError(f"{short}, its header lists {needed} bytes of tensors, got {held}; copy it again")
     tensors = {}
     for name, (dtype, shape, start, stop) in places.items():
         if dtype not in DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {dtype}, must be one of {', '.join(DTYPES)}")
+            raise ValueError(f"{path}: dtype of {name} must be one of {', '.join(DTYPES)}, got {dtype}")
         if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or start < 0:
-            raise ValueError(f"{short}, {name} of {dtype}{list(shape)} lies at [{start}, {stop}); copy it again")
+            raise ValueError(f"{short}, {name} of {dtype}{list(shape)} is at [{start}, {stop}); copy it again")
         count = math.prod(shape)
         tensors[name] = np.frombuffer(data, DTYPES[dtype], count, 8 + length + start).reshape(shape)
     return tensors

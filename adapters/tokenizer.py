@@ -1,17 +1,19 @@
-"""Tokenizers of transformers: loading, tiny ones made here, chats to ids, and ids to text piece by piece."""
+"""Tokenizers of transformers: loading, tiny ones made here, and demonstrations to ids."""
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..rollout.chat import template
+from ..rollout.chat.template import encode as encode
+
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 EXTRA = "<|extra_"
-CHAT_TEMPLATE = (  # the block shows transformers and others what to learn; it changes no text
+CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does not change the text
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -22,14 +24,13 @@ CHAT_TEMPLATE = (  # the block shows transformers and others what to learn; it c
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-REPLACEMENT = "\ufffd"  # what decoding writes for bytes that are not UTF-8, or not yet
 
 
-# -- where tokenizers come from ------------------------------------------------------------------
+# -- loading and creating ------------------------------------------------------------------------
 
 
 def load(path: str | Path) -> Any:
-    """The tokenizer of a model folder, or of a model on the hub by its `owner/name`."""
+    """Loads the tokenizer of a model folder, or of a hub model `owner/name`."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
@@ -51,8 +52,8 @@ def load(path: str | Path) -> Any:
 
 
 def _plain(folder: Path) -> bool:
-    """Whether tokenizer.json says all, by the class that the folder names. To find out by itself, transformers reads
-    the model's config, for which it imports torch: two seconds. For Qwen2 it takes a class of its own instead."""
+    """Whether tokenizer.json is sufficient, judged by the folder's tokenizer_class. AutoTokenizer would read the
+    model's config, which imports torch and takes two seconds. Qwen2 needs AutoTokenizer: it has its own class."""
     if not (folder / "tokenizer.json").is_file():
         return False
     read = lambda file: json.loads(file.read_bytes()) if file.is_file() else {}
@@ -66,8 +67,8 @@ def _plain(folder: Path) -> bool:
 def save(tokenizer: Any, path: str | Path) -> None:
     """Writes the tokenizer's files into a folder, chat template included.
 
-    Fast tokenizers are saved under the class name that both transformers 4 and 5 know, since the
-    server that reads a published version may run either.
+    Fast tokenizers are saved under the class name that both transformers 4 and 5 know, since servers that read a
+    published version may run either.
     """
     folder = Path(path)
     tokenizer.save_pretrained(folder)
@@ -82,10 +83,10 @@ def save(tokenizer: Any, path: str | Path) -> None:
 def character(
     alphabet: Iterable[str], *, words: Sequence[str] = ("system", "user", "assistant"), multiple: int = 32
 ) -> Any:
-    """A tokenizer with one token a character, and one for each of `words` (the roles of a chat).
+    """A character-level tokenizer, with one extra token for each of `words` (the roles of a chat).
 
-    Ids are given in the order <pad>, <unk>, <|im_start|>, <|im_end|>, the newline, `words`, then the
-    alphabet; the vocabulary is filled up to a `multiple` with special tokens that stand for nothing.
+    Ids are in the order <pad>, <unk>, <|im_start|>, <|im_end|>, the newline, `words`, the alphabet; the vocabulary is
+    padded to a multiple of `multiple` with unused special tokens.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -97,11 +98,11 @@ def character(
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     inner.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
-    return _finished(inner, vocabulary, unk_token=UNKNOWN)
+    return _as_fast_tokenizer(inner, vocabulary, unk_token=UNKNOWN)
 
 
 def byte_level(*, multiple: int = 32) -> Any:
-    """A tokenizer with one token a byte of UTF-8: any text, in 256 + 3 tokens, filled to a `multiple`."""
+    """A tokenizer of UTF-8 bytes, for any text: 256 + 3 tokens, padded to a multiple of `multiple`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -109,17 +110,17 @@ def byte_level(*, multiple: int = 32) -> Any:
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    return _finished(inner, vocabulary)
+    return _as_fast_tokenizer(inner, vocabulary)
 
 
 def _padded(tokens, multiple):
-    """{token: id} in the order given, filled up with <|extra_i|>."""
+    """{token: id} in the given order, padded with <|extra_i|>."""
     tokens = list(dict.fromkeys(tokens))
     tokens += [f"{EXTRA}{i}|>" for i in range(-len(tokens) % multiple)]
     return {token: i for i, token in enumerate(tokens)}
 
 
-def _finished(inner, vocabulary, **special):
+def _as_fast_tokenizer(inner, vocabulary, **special):
     from transformers import PreTrainedTokenizerFast
 
     named = {PAD, UNKNOWN, START, END}
@@ -129,69 +130,37 @@ def _finished(inner, vocabulary, **special):
     )
 
 
-# -- chats to ids --------------------------------------------------------------------------------
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text, without tokens added around it; characters it has no token for are refused."""
-    return known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
-
-
-def encode_chat(tokenizer: Any, messages: Sequence[dict]) -> list[int]:
-    """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks."""
-    check(messages)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "tokenizer.encode_chat: the tokenizer has no chat template; "
-            "use one of a chat model, or rows with a plain prompt"
-        )
-    ids = rendered(
-        tokenizer.apply_chat_template, list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return known(tokenizer, ids, *texts(messages))
-
-
-def prompt(tokenizer: Any, row: dict) -> list[int]:
-    """The ids that a completion of `row` follows.
-
-    Its `messages`, else its `prompt` as what the user says; without a chat template the prompt is
-    plain text, to be continued.
-    """
-    if row.get("messages"):
-        return encode_chat(tokenizer, row["messages"])
-    if not isinstance(row.get("prompt"), str):
-        raise ValueError(f"a row needs messages or a prompt, got the fields {sorted(row)}")
-    if tokenizer.chat_template:
-        return encode_chat(tokenizer, [{"role": "user", "content": row["prompt"]}])
-    return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
+# -- demonstrations --------------------------------------------------------------------------------
 
 
 def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
-    """`(prompt ids, completion ids)` of a demonstration; the completion ends with the end of turn.
+    """(prompt ids, completion ids) of a demonstration; the completion ends with the end-of-turn token.
 
-    The completion is the row's `completion`, else the last of its `messages` where the assistant says
-    it. It is encoded on its own, as it would be generated: no token spans the two.
+    The completion is the row's `completion`, else the last of its `messages` if it is the assistant's. It is encoded
+    separately, as in generation: no token spans prompt and completion.
     """
     messages, completion = row.get("messages"), row.get("completion")
     if completion is None and messages and messages[-1].get("role") == "assistant":
-        row, completion = {**row, "messages": messages[:-1]}, messages[-1].get("content")
+        messages, completion = messages[:-1], messages[-1].get("content")
     if not isinstance(completion, str):
         raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}")
-    return prompt(tokenizer, row), [*encode(tokenizer, completion), end_of_turn(tokenizer)]
+    # of a row that has both, the messages count
+    asked = {"messages": messages} if messages else {name: row[name] for name in row if name != "messages"}
+    return template.prompt(tokenizer, asked), [*encode(tokenizer, completion), end_of_turn(tokenizer)]
 
 
 def end_of_turn(tokenizer: Any) -> int:
-    """The token that ends what the assistant says: by the chat template, else the end-of-text token."""
+    """The token that ends an assistant turn in the chat template, else the end-of-text token."""
     return _end_of_turn(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
 
 
-@functools.lru_cache(maxsize=32)  # once a tokenizer, not once a row
+@functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
 def _end_of_turn(tokenizer, template, eos):
     if template:
-        said = "areax"
-        chat = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
+        content = "areax"
+        chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-        after = tokenizer.encode(text[text.rfind(said) + len(said) :], add_special_tokens=False)
+        after = tokenizer.encode(text[text.rfind(content) + len(content) :], add_special_tokens=False)
         special = _special(tokenizer)
         for id in after:
             if id in special:
@@ -202,7 +171,7 @@ def _end_of_turn(tokenizer, template, eos):
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids at which generation stops: end of turn and end of text, for a config's eos_token_id."""
+    """Stop token ids for a config's eos_token_id: end of turn and end of text."""
     ids = {end_of_turn(tokenizer), tokenizer.eos_token_id} - {None}
     return tuple(sorted(ids))
 
@@ -212,103 +181,14 @@ def _special(tokenizer):
     return {id for id, token in added if token.special}.union(tokenizer.all_special_ids)
 
 
-def check(messages: Sequence[dict]) -> None:
-    """Raises ValueError unless each message has a role and a content."""
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
-
-
-def texts(messages: Sequence[dict]) -> list[str]:
-    """What a chat template shows of the messages, for `known`."""
-    return [str(message[field]) for message in messages for field in ("role", "content")]
-
-
 def rendered(render: Callable, *args, **kwargs) -> Any:
-    """`render(...)` of a chat template, whose refusal becomes one line."""
+    """Calls `render(...)` of a chat template; its errors become a one-line ValueError."""
     from jinja2 import TemplateError
 
     try:
         return render(*args, **kwargs)
     except TemplateError as error:
-        raise ValueError(f"tokenizer: the chat template refuses the messages: {_line(error)}") from None
-
-
-def known(tokenizer: Any, ids: list[int], *texts: str) -> list[int]:
-    """`ids` of the texts, unless some of these have become the unknown token, which decodes to something else."""
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown not in ids:
-        return ids
-    is_unknown = lambda text: unknown in tokenizer.encode(text, add_special_tokens=False)
-    for text in filter(is_unknown, texts):
-        lost = "".join(dict.fromkeys(filter(is_unknown, text)))
-        raise ValueError(
-            f"the tokenizer has no token for {lost or tokenizer.unk_token!r} in {text[:80]!r}; add it to its alphabet"
-        )
-    return ids
-
-
-# -- ids to text ---------------------------------------------------------------------------------
-
-
-class Decoder:
-    """Decodes ids as they come, into pieces of text that joined give the text of all of them.
-
-    No piece ends inside a character: bytes that may become one are held back until the next token
-    decides, or `finish` gives them up. The work per token does not grow with the text.
-
-    Attributes:
-      text: the pieces so far, joined.
-    """
-
-    CONTEXT = 8  # tokens: more than the 3 bytes that a held character has, and a word before it
-
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True):
-        self.text = ""
-        self._tokenizer = tokenizer
-        self._skipped = _special(tokenizer) if skip_special_tokens else set()
-        self._window: list[int] = []  # the last tokens
-        self._shown = 0  # characters of the window's text that were given out
-
-    def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete; "" while they do not."""
-        self._window += [id for id in ids if id not in self._skipped]
-        text = self._decode(self._window)
-        piece = text[self._shown : len(text) - self._held(text)]
-        self._shown += len(piece)
-        self._forget(text)
-        self.text += piece
-        return piece
-
-    def finish(self) -> str:
-        """What was held back, now that nothing follows."""
-        piece = self._decode(self._window)[self._shown :]
-        self._shown += len(piece)
-        self.text += piece
-        return piece
-
-    def _decode(self, ids):
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _held(self, text):
-        """How many characters at the end may still change.
-
-        Bytes of a character that is not complete are written as one U+FFFD, by tokenizers of bytes;
-        those that fall back to tokens like <0xE2> write one for each byte of the run.
-        """
-        held = len(text) - len(text.rstrip(REPLACEMENT))
-        return held if self._is_byte(self._window[-1:]) else min(held, 1)
-
-    def _forget(self, text):
-        """Keeps the last tokens only: their text goes on as the whole would."""
-        kept = self._window[-self.CONTEXT :]
-        if len(self._window) > 2 * self.CONTEXT and not self._is_byte(kept):
-            held = len(text) - self._shown
-            self._window, self._shown = kept, len(self._decode(kept)) - held
-
-    def _is_byte(self, ids):
-        tokens = self._tokenizer.convert_ids_to_tokens(ids)
-        return any(token and re.fullmatch("<0x[0-9A-F]{2}>", token) for token in tokens)
+        raise ValueError(f"tokenizer: the chat template rejects the messages: {_line(error)}") from None
 
 
 def _line(error):

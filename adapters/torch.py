@@ -1,4 +1,4 @@
-"""PyTorch state dicts in and out, under the keys of Hugging Face checkpoints."""
+"""Converts parameters to and from PyTorch state dicts with Hugging Face checkpoint keys."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def to_state_dict(config, params) -> dict[str, Tensor]:
-    """{checkpoint key: tensor} of the parameters, in their dtype; a tied head is listed too, as torch modules do.
+    """{checkpoint key: tensor} of the parameters, in their dtype; includes a tied head, as torch modules do.
 
-    Parameters on the CPU are not copied: the tensors share their memory, so read them (`load_state_dict` copies), and
-    clone what is to be changed in place. Those on accelerators or several devices come as copies on the host.
+    Parameters on one CPU device are not copied: the tensors share their memory, so clone before changing them in place
+    (`load_state_dict` copies). Those on accelerators or several devices are copied to the host.
     """
     found = {}
 
     def add(leaf, x):
-        whole = _to_torch(x)
+        tensor = _to_torch(x)
         for index, spelt in leaf.keys(config.prefix).items():
-            found[spelt[0]] = whole[index]
+            found[spelt[0]] = tensor[index]
 
     param.tree_map(add, models.table(config), params)
     if config.tied:
@@ -39,21 +39,21 @@ def to_state_dict(config, params) -> dict[str, Tensor]:
 
 
 def from_state_dict(config, state_dict: Mapping[str, Tensor], dtype="float32", init_missing: Sequence[str] = ()):
-    """(config, params) from a torch state dict, as strict as `hf.load`, whose arguments and errors are these.
+    """(config, params) from a torch state dict, as strict and with the same arguments and errors as `hf.load`.
 
-    `models.config_from_hf(module.config.to_dict())` gives the config of a module of transformers.
+    `models.config_from_hf(module.config.to_dict())` gives the config of a transformers model.
     """
     tensors = {key: _to_numpy(tensor) for key, tensor in state_dict.items()}
     return hf.from_tensors(config, tensors, "from_state_dict", dtype, init_missing=init_missing)
 
 
 def messages(config, params, size: int = 256 << 20) -> Iterator[tuple[str, bool]]:
-    """(message, whether it is the last) of the parameters, for SGLang's `/update_weights_from_tensor`: tensors by their
-    checkpoint keys in the dtype that `hf.save` would write, pickled by value and in base64.
+    """Serialises parameters for SGLang's `/update_weights_from_tensor` as (message, whether it is the last): tensors by
+    checkpoint key in the dtype that `hf.save` would write, pickled by value, in base64.
 
     Args:
       params: jax or numpy arrays (`hf.host_copy`).
-      size: bytes of tensors in a message; a larger tensor has one to itself.
+      size: maximum bytes of tensors per message; a larger tensor gets its own message.
     """
     specs, arrays = hf.to_tensors(config, params, hf.save_dtype(config, params))
     part: list[tuple[str, Tensor]] = []
@@ -68,7 +68,7 @@ def messages(config, params, size: int = 256 << 20) -> Iterator[tuple[str, bool]
 
 
 def _pickled(part: list[tuple[str, Tensor]]) -> str:
-    # The plain pickler writes values; torch's own would hand over a file descriptor, which ends the server.
+    # The plain pickler writes values; torch's would pass a file descriptor, which crashes the server.
     return base64.b64encode(pickle.dumps(part)).decode()
 
 
@@ -78,7 +78,7 @@ def _to_torch(x) -> Tensor:
     if isinstance(x, jax.Array) and hf.on_host(x):
         return torch.from_dlpack(x)
     host = np.array(x)
-    if host.dtype == ml_dtypes.bfloat16:  # torch knows numpy's dtypes only
+    if host.dtype == ml_dtypes.bfloat16:  # torch supports only numpy's dtypes
         return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(host)
 

@@ -1,13 +1,13 @@
-"""What asynchrony and interruption are worth: the real controller over real sockets, servers and trainer simulated.
+"""Speedup by asynchrony and interruption: the real controller over real sockets, with simulated servers and trainer.
 
     python benchmarks/asynchronous.py [--write]
 
-Servers are processes that answer at the speed of a rate model (areax.rollout.simulation.server); lengths are
-lognormal, cut at 1200 tokens, with a coefficient of variation above 1. The trainer sleeps for as long as the servers
-need for the tokens of a batch with every slot taken, so that both have the same resources. Prints seconds a step with
-eta = 0, with eta = 4, and with eta = 4 where a push waits for the end of what runs; beside them what `areax simulate`
-says of the same settings, and the bound: no step can be shorter than the trainer's own time. With --write it is the
-case `async` of results.json.
+Servers are processes that respond at the speed of a rate model (areax.rollout.simulation.server); lengths are
+lognormal, clipped at 1200 tokens, with a coefficient of variation above 1. The trainer sleeps for as long as the
+servers need for the tokens of a batch with all slots busy, so both have the same resources. Prints seconds per step
+with eta = 0, with eta = 4, and with eta = 4 when a push waits for running requests to finish; also what `areax
+simulate` predicts for the same settings, and the bound: no step can be shorter than the trainer's time. --write stores
+it as case `async` of results.json.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SETTINGS = {  # name: (eta, push)
 
 
 def config():
-    """Two servers of 32 slots; a batch of 128 episodes; the trainer as fast as the servers."""
+    """Two servers with 32 slots each; batches of 128 episodes; a trainer as fast as the servers."""
     from areax.rollout.simulation import simulate
     from areax.rollout.simulation.server import Rates
 
@@ -44,7 +44,7 @@ def config():
 
 
 def serve() -> None:
-    """A server in this process; prints its address."""
+    """Runs a server in this process and prints its address."""
     from aiohttp import web
 
     from areax.rollout.simulation.server import Rates, Server
@@ -82,7 +82,7 @@ def servers(rates, count: int):
 
 
 def measure(made, eta: int, push: str):
-    """What the controller achieves, by the clock."""
+    """Measures the controller in wall time."""
     from areax.rollout import client
     from areax.rollout.simulation import simulate
 
@@ -93,8 +93,8 @@ def measure(made, eta: int, push: str):
             return [json.loads(urllib.request.urlopen(f"{url}/busy").read()) for url in urls]
 
         async def main():
-            most = made.max_concurrent * made.group_size
-            async with client.connect(urls, concurrency=most) as fleet:
+            limit = made.max_concurrent * made.group_size
+            async with client.connect(urls, concurrency=limit) as fleet:
                 return await simulate.play(made, eta, fleet, time.sleep, busy)
 
         return asyncio.run(main())
@@ -109,7 +109,7 @@ def main() -> None:
     made = config()
     drawn = simulate.lengths(made, 100_000)
     print(
-        f"{drawn.mean():.0f} tokens an episode, coefficient of variation {drawn.std() / drawn.mean():.2f}", flush=True
+        f"{drawn.mean():.0f} tokens per episode, coefficient of variation {drawn.std() / drawn.mean():.2f}", flush=True
     )
     rows = {}
     for name, (eta, push) in SETTINGS.items():
@@ -120,7 +120,7 @@ def main() -> None:
             "staleness": real.mean_staleness,
         }  # fmt: skip
         print(
-            f"{name:24} {real.step_s:6.3f} s a step (simulated {simulated.step_s:6.3f}), trainer idle "
+            f"{name:24} {real.step_s:6.3f} s per step (simulated {simulated.step_s:6.3f}), trainer idle "
             f"{real.idle:5.1%}, servers busy {real.busy:5.1%}, staleness {real.mean_staleness:.2f}",
             flush=True,
         )
@@ -132,9 +132,9 @@ def main() -> None:
         "interruption": rows["eta 4, no interruption"]["step_s"] / rows["eta 4"]["step_s"] - 1,
     }  # fmt: skip
     print(
-        f"eta 4 against eta 0: {found['asynchrony']:.2f} x; ideal {found['ideal']:.2f} x (the trainer never idle, "
-        f"{bound:.3f} s a step), {found['asynchrony'] / found['ideal']:.0%} of it reached; "
-        f"interruption on against off: {found['interruption']:+.1%}"
+        f"eta 4 vs eta 0: {found['asynchrony']:.2f} x; ideal {found['ideal']:.2f} x (the trainer never idle, "
+        f"{bound:.3f} s per step), {found['asynchrony'] / found['ideal']:.0%} of it reached; "
+        f"interruption on vs off: {found['interruption']:+.1%}"
     )
     if given.write:
         ours, theirs = (1 / rows[name]["step_s"] for name in ("eta 4", "eta 0"))

@@ -1,12 +1,12 @@
-"""Checkpoints in and out, 1 GB of fp32, against plain reads and writes of the same bytes.
+"""Loading, saving and converting checkpoints, 1 GB of fp32, vs plain reads and writes of the same bytes.
 
     python benchmarks/borders.py [--runs 7] [--in DIR] [--write]
 
-`load` is `hf.load` to arrays of the default device, beside a read of the file into memory; `save` is `hf.save`, hashed
-and synced, beside a synced write; `convert` is `areax convert`'s function to the same dtype, beside a read and a synced
-write. Of what is read nothing is in the system's cache. All take turns in one process, and memory that they are going
-to need is touched before: on a virtual machine that gives free memory back to its host, getting it again takes longer
-than the work. `--in` says on which medium the files lie. With --write it is the case `borders` of results.json.
+`load` is `hf.load` to arrays on the default device, vs reading the file into memory; `save` is `hf.save`, hashed and
+synced, vs a synced write; `convert` is `areax convert` to the same dtype, vs a read and a synced write. Reads start
+with a cold page cache. All take turns in one process, and the memory they need is touched before: on a virtual machine
+that returns free memory to its host, getting it back takes longer than the work. `--in` chooses the disk. --write
+stores it as case `borders` of results.json.
 """
 
 import argparse
@@ -31,13 +31,13 @@ def sync(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Takes a file, which is synced, out of the system's cache."""
+    """Drops a synced file from the page cache."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed(once, source: Path, out: Path) -> tuple[float, float]:
-    """(seconds, CPU-seconds) of doing it once; what it wrote to `out` is removed."""
+    """(seconds, CPU-seconds) of one call; removes what it wrote to `out`."""
     files.touch_memory(2 * source.stat().st_size)
     forget(source)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -51,7 +51,7 @@ def timed(once, source: Path, out: Path) -> tuple[float, float]:
 
 
 def measure(root: Path, runs: int) -> dict[str, dict[str, list]]:
-    """Seconds and CPU-seconds of ours and the plain side of each border."""
+    """Seconds and CPU-seconds of both sides of each case."""
     from areax.adapters import hf
     from areax.adapters.commands import convert
     from areax.recipes.shared import common
@@ -80,7 +80,9 @@ def measure(root: Path, runs: int) -> dict[str, dict[str, list]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--in", dest="root", type=Path, help="a directory; default: that of temporary files")
+    parser.add_argument(
+        "--in", dest="root", type=Path, help="directory for the files; default: the system's for temporary files"
+    )
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.root) as root:

@@ -1,13 +1,13 @@
-"""A training step on the accelerator of this machine: tokens/s, MFU and peak memory, beside transformers and the plan.
+"""A training step on this machine's accelerator: tokens/s, MFU and peak memory, vs transformers and the plan.
 
     python chip.py [--chip h200] [shape ...]
 
-16,384 and 4,096 tokens in four sequences of equal length, bf16 over fp32 masters, AdamW: here packed to one row, with
-the kernels that `auto` takes, under remat "dots" and "full"; in transformers as a batch without any padding, under
-autocast, with torch's scaled-dot-product attention and fused AdamW, without and with gradient checkpointing, where
-torch sees the accelerator. Each case runs in a process of its own: peak memory is counted from its start. Model FLOPs
-are those of the plan, over the chip's peak on its data sheet: what is computed again does not count. Writes chips.json
-and CHIPS.md after each case; cases that were not asked for stay as they were.
+16,384 and 4,096 tokens in four sequences of equal length, bf16 over fp32 master weights, AdamW: areax packs them into
+one row and uses the kernels chosen by `auto`, with remat "dots" and "full"; transformers gets a batch without padding
+under autocast, with torch's scaled-dot-product attention and fused AdamW, without and with gradient checkpointing, if
+torch sees the accelerator. Each case runs in a separate process: peak memory counts from its start. MFU is the plan's
+model FLOPs over the chip's peak on its data sheet, without recomputation. Writes chips.json and CHIPS.md after each
+case; other cases are kept.
 """
 
 import itertools
@@ -46,7 +46,7 @@ SHAPES = {
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8, vocab_size=512,
     ),
 }  # fmt: skip
-LENGTHS, SEQUENCES = (16384, 4096), 4  # tokens of a step, and in how many sequences
+LENGTHS, SEQUENCES = (16384, 4096), 4  # tokens per step, and number of sequences
 REMATS = {"areax": ("dots", "full"), "transformers": ("none", "full")}
 STEPS, UNCOUNTED = 10, 3
 ADAM = dict(lr=1e-6, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
@@ -56,7 +56,7 @@ KINDS = {"H100": "h100", "H200": "h200", "B200": "b200", "TPU v5p": "v5p", "TPU 
 
 
 def planned(chip: str, shape: str, length: int, remat: str) -> dict:
-    """Figures of the plan, by name."""
+    """Figures of the plan by name."""
     from areax import models
     from areax.adapters.commands import plan
     from areax.parallel.mesh import Layout
@@ -83,7 +83,7 @@ def tokens(shape: str, length: int):
 
 
 def areax(shape: str, length: int, remat: str):
-    """(a function that takes a step and returns its loss, one that gives the peak of memory in bytes or None)."""
+    """(function that runs a step and returns its loss, function that returns peak memory in bytes or None)."""
     import jax
 
     from areax import models
@@ -110,7 +110,7 @@ def areax(shape: str, length: int, remat: str):
 
 
 def transformers(shape: str, length: int, remat: str):
-    """The same."""
+    """`areax` for transformers."""
     import peers
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -177,7 +177,7 @@ def table(rows) -> str:
 
 
 def write(row) -> None:
-    """Adds this row, in the place of an earlier one of the same case."""
+    """Adds this row, replacing an earlier one of the same case."""
     page, name = HERE / "chips.json", lambda row: [row[key] for key in CASE]
     old = json.loads(page.read_text()) if page.exists() else []
     rows = sorted([r for r in old if name(r) != name(row)] + [row], key=name)
@@ -187,11 +187,11 @@ def write(row) -> None:
 
 
 def systems() -> list[str]:
-    """transformers only where its torch has an accelerator."""
+    """Systems to measure: transformers only if torch has an accelerator."""
     sees = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     found = subprocess.run([sys.executable, "-c", sees], capture_output=True)
     if found.returncode:
-        print("chip.py: torch sees no accelerator, so areax is measured alone", file=sys.stderr)
+        print("chip.py: torch sees no accelerator, measuring only areax", file=sys.stderr)
     return ["areax"] if found.returncode else ["areax", "transformers"]
 
 
@@ -206,7 +206,7 @@ def main(arguments) -> None:
     if arguments[:1] == ["--chip"]:
         chip, arguments = arguments[1], arguments[2:]
     if chip is None:
-        sys.exit(f"chip.py: {device.device_kind} is not known; name the chip whose peak counts with --chip")
+        sys.exit(f"chip.py: unknown device {device.device_kind}; choose the chip for peak FLOP/s with --chip")
     shapes = arguments or [shape for shape in SHAPES if shape != "tiny"]
     if unknown := set(shapes) - SHAPES.keys():
         sys.exit(f"chip.py: a shape must be one of {', '.join(SHAPES)}, got {', '.join(sorted(unknown))}")
@@ -220,8 +220,8 @@ def main(arguments) -> None:
 
 
 def run(case: dict) -> dict:
-    """A case in a process of its own; the last line of its error where it ends with one, out of memory say."""
-    environ = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has the device open, too
+    """Runs a case in a separate process; returns its row, or the last line of its error, e.g. out of memory."""
+    environ = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process uses the device too
     words = [sys.executable, __file__, "--one", json.dumps(case)]
     done = subprocess.run(words, env=environ, text=True, capture_output=True)
     row = (

@@ -1,7 +1,7 @@
-"""Greedy generation for 128 requests of 64 tokens whose answers differ in length, with room for 16 at a time; fp32.
+"""Greedy generation for 128 requests of 64 tokens with answers of different lengths, 16 at a time; fp32.
 
-Continuous batching here. There, in order of arrival, static batches of 16, each of which goes on until its longest
-answer is there: what a sampler without requests of their own can do. Only the tokens that were asked for count.
+areax uses continuous batching. The peer runs static batches of 16 in order of arrival, each until its longest answer is
+complete, as a sampler without individual requests must. Only requested tokens count.
 """
 
 import numpy as np
@@ -10,12 +10,12 @@ import sizes
 
 UNIT, PEERS = "tokens/s", {"S": ("tunix",)}
 REQUESTS, SLOTS, PROMPT, LONGEST = 128, 16, 64, 512
-# Of mean 128. Static batches decode 3.01 times as many tokens; over 2,000 seeds the median is 2.98.
+# The mean is 128. Static batches decode 3.01 times as many tokens; over 2,000 seeds the median is 2.98.
 LENGTHS = sizes.lognormal(REQUESTS, mean=128, sigma=0.8, longest=LONGEST, seed=25)
 
 
 def work(model):
-    # All but the last token pass through the model once; the last of each sequence is never read.
+    # All tokens but the last of each sequence pass through the model once.
     return sum(LENGTHS), sizes.flops(model, [PROMPT + n - 1 for n in LENGTHS], backward=False)
 
 
@@ -24,7 +24,7 @@ def prompts(vocab):
 
 
 def ours(folder, model):
-    """A function that serves all requests once and returns the new tokens."""
+    """Returns a function that serves all requests once and returns the new tokens."""
     from areax.adapters import hf
     from areax.rollout.engine.engine import Engine
     from areax.rollout.engine.request import Request, Sampling

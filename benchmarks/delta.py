@@ -1,13 +1,13 @@
-"""Bringing a version to a server on another machine: the difference of bits beside all of it.
+"""Transferring weights to a server on another machine: delta vs full transfer.
 
     python benchmarks/delta.py [--gb 1] [--changed 0.03] [--link 125] [--write]
 
-A depot serves two versions of a bf16 model that differ in 3 % of their weights, by one step of the last place. A stager
-process fetches the second: once where it has the first, once where it has nothing, in turns. Between them lies a proxy
-that lets `--link` MB/s through (125 is 1 Gbit/s; 0 = no proxy, the loopback itself). Seconds are those from the request
-to the version in its place, verified; making and applying the delta are among them. Before each the memory that it is
-going to need is touched: on a virtual machine that gives free memory back to its host, getting it again takes longer
-than the work. With --write it is the case `delta` of results.json.
+A file server has two versions of a bf16 model, in which 3 % of the weights differ by one unit in the last place. A
+stager process fetches the second version, in turns with the first version present and with nothing, through a proxy
+that limits bandwidth to `--link` MB/s (125 is 1 Gbit/s; 0 = no proxy, plain loopback). Times are from the request until
+the version is in place and verified, including computing and applying the delta. The memory needed is touched before
+each: on a virtual machine that returns free memory to its host, getting it back takes longer than the work. --write
+stores it as case `delta` of results.json.
 """
 
 import argparse
@@ -28,12 +28,12 @@ import numpy as np
 import run
 
 TURNS = 3
-PIECE = 256 << 10  # bytes the proxy takes at a time
+PIECE = 256 << 10  # bytes that the proxy forwards at a time
 BURST_S = 0.05
 
 
 def versions(root: Path, gb: float, changed: float) -> list:
-    """Two published versions."""
+    """Writes two published versions."""
     from areax.adapters import safetensors
     from areax.rollout.servers.labels import read_label
     from areax.rollout.servers.types import Published
@@ -58,7 +58,7 @@ def versions(root: Path, gb: float, changed: float) -> list:
 
 @contextlib.asynccontextmanager
 async def link(url: str, mb_s: float):
-    """The address of a proxy to `url` that lets so much through."""
+    """Yields the address of a proxy to `url` with limited bandwidth."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
 
     async def through(reader, writer, limited: bool):
@@ -66,7 +66,7 @@ async def link(url: str, mb_s: float):
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(PIECE):
                 if limited:
-                    # what a late timer cost is made up for, up to BURST_S of the link
+                    # catch up after late timers, up to BURST_S of the link
                     free_at = max(free_at, time.perf_counter() - BURST_S) + len(piece) / (mb_s * 1e6)
                     await asyncio.sleep(max(0.0, free_at - time.perf_counter()))
                 writer.write(piece)
@@ -103,11 +103,11 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
             body = {"key": "", "label": weights.label, "source": source, "source_key": here.key}
             begun = time.perf_counter()
             async with http.post(f"{stager}/stage", json=body, timeout=aiohttp.ClientTimeout(3600)) as reply:
-                said = await reply.json()
-            assert reply.status == 200, said
-            return said | {"seconds": time.perf_counter() - begun}
+                answer = await reply.json()
+            assert reply.status == 200, answer
+            return answer | {"seconds": time.perf_counter() - begun}
 
-        for turn in range(1 + TURNS):  # the first is not counted
+        for turn in range(1 + TURNS):  # the first is warm-up
             for name in found:
                 shutil.rmtree(own, ignore_errors=True)
                 here._listings.clear()  # hashing and the delta are part of a push
@@ -118,12 +118,12 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
                         if name == "delta":
                             await stage(stager, first)
                         files.touch_memory(int(1.5e9 * gb))
-                        said = await stage(stager, second)
+                        result = await stage(stager, second)
                     finally:
                         there.kill()
-                assert said["delta"] == (name == "delta")
+                assert result["delta"] == (name == "delta")
                 if turn:
-                    found[name].append(said)
+                    found[name].append(result)
     return {
         name: {
             "seconds": statistics.median(one["seconds"] for one in many),

@@ -1,4 +1,4 @@
-"""Runs the demo over seeds, splits and eta, then its controls, and writes DEMO.md: what the demo may claim.
+"""Runs the demo over seeds, splits and eta, then its controls, and writes DEMO.md with the results.
 
 python benchmarks/demo.py runs/demo-table
 """
@@ -8,15 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-# (seed, split, eta): three fresh seeds, then two other splits. Settings were chosen with seed 0 on the development
-# rows of split 7.
+# (seed, split, eta): three new seeds, then two other splits. Settings were tuned with seed 0 on the development rows of
+# split 7.
 RUNS = [(1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 1, 2), (1, 2, 2)]
-HEAD = """# What the demo does, over seeds and splits
+HEAD = """# The demo over seeds and splits
 
 `python benchmarks/demo.py runs/demo-table` on a machine with two cores. Held-out accuracy is greedy; no pair of
 operands of a held-out row occurs in training, in either order. Settings were chosen with seed 0 on the development rows
-of split 7; no row below was looked at before. Always forgetting the carry scores 25 %; copying the teacher's mixture
-scores 47.5 %.
+of split 7; none of the rows below was used for that. Always forgetting the carry scores 25 %; imitating the teacher's
+mixture scores 47.5 %.
 
 | seed | split | eta | rows | after SFT | after GRPO | steps | max d logp (nats) | k3 | server version | seconds |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -36,7 +36,7 @@ def row(seed: int, split: int, eta: int, s: dict) -> str:
 
 
 def main(root: Path) -> None:
-    """Runs what `root` does not hold yet, and writes the table anew after each."""
+    """Runs what is missing in `root`, and rewrites the table after each run."""
     text, table = HEAD, Path(__file__).with_name("DEMO.md")
     for i, (seed, split, eta) in enumerate(RUNS):
         out = root / f"seed{seed}-split{split}-eta{eta}"

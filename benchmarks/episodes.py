@@ -1,10 +1,10 @@
-"""What an episode costs the client, and whether memory stays flat: areax's executor and fleet beside a bare loop.
+"""Client overhead per episode, and memory growth: areax's executor and fleet vs a bare loop.
 
     python benchmarks/episodes.py [--episodes 50000] [--concurrent 2000] [--tokens 64] [--json]
 
-A server process answers each request after 0.2 s with so many tokens, as SGLang does. Both sides, each in a process of
-its own, keep as many requests in flight; the bare side sends the same bodies with aiohttp and parses the answers, and
-does nothing else. Printed are CPU seconds of the client for an episode, and its memory from tenth to tenth.
+A server process answers each request after 0.2 s with `--tokens` tokens, like SGLang. Both sides run in separate
+processes and keep the same number of requests in flight; the bare side only sends the same bodies with aiohttp and
+parses the answers. Prints the client's CPU time per episode, and its memory at each tenth of the run.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
-SIZE, GROUPS = 8, 32  # episodes a group, groups a batch
+SIZE, GROUPS = 8, 32  # episodes per group, groups per batch
 DELAY_S = 0.2
 PROMPT = list(range(100, 132))
 
 
 def body(tokens: int) -> dict:
-    """What a fleet sends; both sides send it."""
+    """Request body of a fleet, sent by both sides."""
     sampling = {
         "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_new_tokens": tokens, "min_new_tokens": 0,
         "ignore_eos": False,
@@ -32,7 +32,7 @@ def body(tokens: int) -> dict:
 
 
 def serve(tokens: int) -> None:
-    """A server in this process; prints its address."""
+    """Runs a server in this process and prints its address."""
     from aiohttp import web
 
     rows = [[-1.0 - i / 7, i, None] for i in range(tokens)]
@@ -51,13 +51,13 @@ def serve(tokens: int) -> None:
         await asyncio.sleep(DELAY_S)
         return web.Response(body=answer, content_type="application/json")
 
-    async def said(request):
+    async def version(request):
         return web.json_response({"weight_version": "0-00000000"})
 
     async def main():
         app = web.Application()
         app.router.add_post("/generate", generate)
-        app.router.add_get("/{path}", said)
+        app.router.add_get("/{path}", version)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
@@ -69,12 +69,12 @@ def serve(tokens: int) -> None:
 
 
 def memory() -> float:
-    """MB that this process holds."""
+    """Resident memory of this process, in MB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 async def ours(url: str, episodes: int, concurrent: int, tokens: int, note) -> None:
-    """Executor, fleet, episodes, samples and journal, as a training run has them; the batches are thrown away."""
+    """Executor, fleet, episodes, samples and journal, as in a training run; batches are discarded."""
     from areax.rollout import client, events
     from areax.rollout.scheduling import executor
     from areax.rollout.types import sampled
@@ -114,7 +114,7 @@ async def bare(url: str, episodes: int, concurrent: int, tokens: int, note) -> N
 
 
 def side(name: str, url: str, episodes: int, concurrent: int, tokens: int) -> None:
-    """Plays one side; prints JSON."""
+    """Runs one side and prints JSON."""
     track: dict[int, float] = {}
 
     def note(done: int) -> None:
@@ -158,10 +158,10 @@ def main() -> None:
     for name in ("ours", "bare"):
         one = found[name]
         print(
-            f"{name:5} {one['cpu_ms_an_episode']:.3f} ms CPU an episode, {one['seconds']:.0f} s; memory from tenth to "
-            f"tenth, MB: {', '.join(f'{mb:.0f}' for mb in one['memory_mb'])}"
+            f"{name:5} {one['cpu_ms_an_episode']:.3f} ms CPU per episode, {one['seconds']:.0f} s; memory at each tenth "
+            f"of the run, MB: {', '.join(f'{mb:.0f}' for mb in one['memory_mb'])}"
         )
-    print(f"ratio of CPU {found['ratio']:.2f}; growth after two tenths {found['growth_mb']:+.1f} MB")
+    print(f"CPU ratio {found['ratio']:.2f}; memory growth after two tenths {found['growth_mb']:+.1f} MB")
 
 
 if __name__ == "__main__":

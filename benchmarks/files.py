@@ -1,4 +1,4 @@
-"""What work on files is measured against: reading a file's bytes, and writing them."""
+"""Baselines for file benchmarks: plain reads and writes of a file."""
 
 from pathlib import Path
 
@@ -20,5 +20,5 @@ def write(path: Path, data: bytes | bytearray) -> None:
 
 
 def touch_memory(count: int) -> None:
-    """So many bytes, which then need not be got from a virtual machine's host."""
+    """Touches `count` bytes of memory, so that a virtual machine already has them from its host."""
     np.empty(count, np.uint8).fill(1)

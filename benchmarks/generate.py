@@ -1,4 +1,4 @@
-"""Greedy generation of 128 tokens for each of 16 prompts of 64 tokens, all of them written; fp32."""
+"""Greedy generation of 128 tokens for each of 16 prompts of 64 tokens, without early stopping; fp32."""
 
 import numpy as np
 import peers
@@ -9,7 +9,7 @@ PROMPTS, PROMPT, NEW = 16, 64, 128
 
 
 def work(model):
-    # All but the last token pass through the model once; the last of each sequence is never read.
+    # All tokens but the last of each sequence pass through the model once.
     return PROMPTS * NEW, PROMPTS * sizes.flops(model, [PROMPT + NEW - 1], backward=False)
 
 
@@ -18,7 +18,7 @@ def rows(vocab):
 
 
 def ours(folder, model):
-    """A function that generates once and returns the new tokens."""
+    """Returns a function that generates once and returns the new tokens."""
     from areax.adapters import hf
     from areax.rollout.engine.engine import Engine
     from areax.rollout.engine.request import Request, Sampling

@@ -1,8 +1,8 @@
-"""A whole synchronous step of GRPO: 8 samples for each of 4 prompts of 64 tokens, 64 tokens each, their rewards, one
-update on all of them, and the new weights to whatever generates; fp32, temperature 1, no KL.
+"""A complete synchronous GRPO step: 8 samples of 64 tokens for each of 4 prompts of 64 tokens, rewards, one update on
+all of them, and loading the new weights for generation; fp32, temperature 1, no KL.
 
-The samples are as new as the weights, so no side computes log-probabilities of an old policy besides. Sampling differs
-from library to library; what is compared is how many tokens were sampled and learnt from.
+Samples are on-policy, so no side computes log-probabilities of an old policy. Sampling differs between libraries; the
+number of tokens sampled and trained on is compared.
 """
 
 from pathlib import Path
@@ -14,15 +14,15 @@ from train import ADAM, CLIP
 
 UNIT, PEERS = "tokens/s", {"S": ("trl", "tunix")}
 PROMPTS, GROUP, PROMPT, NEW = 4, 8, 64, 64
-STEPS = 10_000  # more than will be taken
+STEPS = 10_000  # more than will be run
 RL = ADAM | {"lr": 1e-6}
 
 
 def work(model):
-    """(tokens sampled in a step, floating-point operations: all but the last are read once, then learnt from)."""
-    samples, whole = PROMPTS * GROUP, PROMPT + NEW
-    read = sizes.flops(model, [whole - 1], backward=False) + sizes.flops(model, [whole], backward=True)
-    return samples * NEW, samples * read
+    """(tokens sampled per step, FLOPs: a forward pass over all tokens but the last to sample, then training)."""
+    samples, length = PROMPTS * GROUP, PROMPT + NEW
+    flops = sizes.flops(model, [length - 1], backward=False) + sizes.flops(model, [length], backward=True)
+    return samples * NEW, samples * flops
 
 
 def prompts(vocab):
@@ -30,13 +30,13 @@ def prompts(vocab):
 
 
 def reward(completion: str) -> float:
-    """The share of even token ids."""
+    """Fraction of even token ids."""
     ids = completion.split()
     return sum(int(i) % 2 == 0 for i in ids) / len(ids)
 
 
 def ours(folder, model):
-    """A function that takes one step and returns how many tokens were sampled."""
+    """Returns a function that runs one step and returns the number of sampled tokens."""
     from functools import partial
 
     import jax
@@ -152,7 +152,7 @@ def tunix(folder, model):
             )
             learner = GRPOLearner(cluster, GRPOConfig(num_generations=GROUP, beta=0.0), rewards)
 
-            def batches():  # the next is asked for when the step before has been taken
+            def batches():  # the next batch is requested after the previous step
                 while True:
                     pause(sampled[-1] if sampled else None)
                     yield {"prompts": np.array([peers.text(prompt) for prompt in prompts(vocab)])}

@@ -1,6 +1,6 @@
 """Log-probability of each next token of 8 sequences of 512 tokens, without gradients; fp32.
 
-Ours comes with the entropy of each distribution, which `models.score` always computes; theirs is without.
+areax also computes entropies, as `models.score` always does; the peer does not.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def work(model):
 
 
 def ours(folder, model):
-    """A function that scores once and returns the mean."""
+    """Returns a function that scores once and returns the mean."""
     from functools import partial
 
     from areax import models

@@ -1,13 +1,12 @@
-"""Memory and time of a training step against the length of its row, on two layers of M.
+"""Memory and time of a training step vs row length, on two layers of M.
 
     python benchmarks/long_rows.py [--lengths 1024 2048 4096 8192 16384] [--write]
 
-One row a step: of one sequence, or of many of 512 tokens. Each length is a process of its own, which finds its
-programs compiled (compiling takes more memory than a step of a short row), says how much the program needs besides its
-arguments, takes steps and says what it held at most, the loaded program among it. Printed with the coefficient of
-determination (R^2) of a straight line through memory against length, and whether the optimised program of the longest
-row holds an array with two axes that long, or with as many entries as their square. With --write it is the case
-`long_rows` of results.json.
+One row per step: one sequence, or many of 512 tokens. Each length runs in a separate process with its programs already
+compiled (compiling takes more memory than a step on a short row), which reports the program's temporary memory, and its
+peak memory over a few steps, including the loaded program. Also prints the coefficient of determination (R^2) of a
+linear fit of memory to length, and whether the optimised program of the longest row has an array with two axes of that
+length, or as many entries. --write stores it as case `long_rows` of results.json.
 """
 
 import argparse
@@ -31,7 +30,7 @@ KINDS = ("one", "many")
 
 
 def measure(kind: str, length: int, steps: int) -> dict:
-    """One length, in this process; without steps its programs are compiled, and that is all."""
+    """Measures one length in this process; with 0 steps only compiles its programs."""
     from functools import partial
 
     import jax
@@ -69,14 +68,14 @@ def measure(kind: str, length: int, steps: int) -> dict:
 
 
 def squares(program: str, length: int) -> list[str]:
-    """Shapes in a program's text of which two axes are as long as a row, or that have as many entries as its square."""
+    """Shapes in a program's text with two axes of at least the row's length, or at least its square in entries."""
     shapes = {match: [int(n) for n in match.split(",")] for match in set(re.findall(r"\[(\d+(?:,\d+)+)\]", program))}
     large = lambda sizes: sum(n >= length for n in sizes) > 1 or math.prod(sizes) >= length**2
-    return sorted(shape for shape, its in shapes.items() if large(its))
+    return sorted(shape for shape, axes in shapes.items() if large(axes))
 
 
 def straight(x, y) -> float:
-    """R^2 of the line of least squares."""
+    """R^2 of a linear least-squares fit."""
     return float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
@@ -84,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--one", type=int, help="so many steps of the first of kinds and lengths, in this process")
+    parser.add_argument("--one", type=int, help="run this many steps of the first kind and length, in this process")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     if given.one is not None:
@@ -96,7 +95,7 @@ def main() -> None:
 
 def compare(given, cache: dict[str, str]) -> None:
     details = {}
-    print("| rows of | T | temporary MB | peak MB | s a step | us a token |\n|---|---|---|---|---|---|")
+    print("| rows of | T | temporary MB | peak MB | s per step | us per token |\n|---|---|---|---|---|---|")
     for kind in given.kinds:
         found = []
         for length in given.lengths:
@@ -112,7 +111,7 @@ def compare(given, cache: dict[str, str]) -> None:
             )
         column = lambda name, found=found: [one[name] for one in found]
         fits = {name: straight(column("length"), column(name)) for name in ("temporary_mb", "peak_mb")}
-        square = found[-1]["square"]  # that of a shorter row is not longer than the model is wide
+        square = found[-1]["square"]  # shorter rows are not longer than the model's width
         print(
             f"\n{kind}: R^2 of temporary memory {fits['temporary_mb']:.4f}, of the peak {fits['peak_mb']:.4f}; "
             f"{'no array' if not square else ', '.join(square)} of [T, T] at T = {given.lengths[-1]}\n"

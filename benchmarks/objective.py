@@ -1,5 +1,5 @@
-"""GRPO's objective, whole: advantages, corrections, loss and gradient on [8, 2048] log-probabilities; the other side is
-a training step of the model on as many tokens, of which this is a part."""
+"""GRPO's objective: advantages, corrections, loss and gradient on [8, 2048] log-probabilities; the other side is a full
+training step of the model on as many tokens."""
 
 import numpy as np
 import train
@@ -9,7 +9,7 @@ ROWS, LENGTH, GROUP = 8, 2048, 4
 
 
 def work(model):
-    """(units of one repetition, floating-point operations); the objective has next to none."""
+    """(units per repetition, FLOPs); those of the objective are negligible."""
     return ROWS * LENGTH, 0
 
 
@@ -19,7 +19,7 @@ def rows(vocab):
 
 
 def ours(folder, model):
-    """A function that prepares a batch, takes the loss and its gradient, and returns the number of tokens."""
+    """Returns a function that prepares a batch, computes loss and gradient, and returns the number of tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -40,14 +40,14 @@ def ours(folder, model):
     objective = losses.GRPO()
 
     @jax.jit
-    def whole(batch, logp_MBT):
+    def evaluate(batch, logp_MBT):
         out = lambda logp: models.Scores(logp, logp, logp)
         ready = objective.prepare(batch, out(batch.logp_BT))
         one = jax.tree.map(lambda x: x[0], ready)
         return jax.value_and_grad(lambda logp: objective.loss(out(logp), one), has_aux=True)(logp_MBT[0])
 
     def once():
-        jax.block_until_ready(whole(batch, logp_MBT))
+        jax.block_until_ready(evaluate(batch, logp_MBT))
         return ROWS * LENGTH
 
     return once

@@ -1,11 +1,11 @@
-"""How long generation stands still while the embedded engine gets new weights.
+"""How long generation is paused while the embedded engine loads new weights.
 
     python benchmarks/pause.py [--model 1GB] [--pushes 5] [--slots 4] [--write]
 
-A server in this process decodes long requests; versions are pushed to it from files, as a run pushes them, beside that.
-Between two dispatches the engine delivers tokens and lets requests in; that is the usual gap. The longest gap of a push
-is how long generation stood still for it: the pause, the swap, the continuation. Computing prompts anew, which
-`retract` has it do and `in_place` does not, is work and told apart. With --write it is case `pause` of results.json.
+A server in this process decodes long requests while versions are pushed to it from files, as in a run. Between two
+dispatches the engine delivers tokens and admits requests: the usual gap. The longest gap during a push is how long
+generation was paused for it: pause, swap and continuation. Recomputing prompts, which `retract` needs and `in_place`
+does not, is work and reported separately. --write stores it as case `pause` of results.json.
 """
 
 import argparse
@@ -25,32 +25,31 @@ MODES = ("retract", "in_place")
 
 
 def watched() -> tuple[list, list]:
-    """(begin, end) of each dispatch and of each time that requests were let in, from now on."""
+    """Starts recording: lists of (begin, end) of each dispatch and of each admission of requests."""
     from areax.rollout.engine.slots import Slots
 
     spans: tuple[list, list] = [], []
-    for name, its in zip(("step", "enter"), spans, strict=True):
+    for name, recorded in zip(("step", "enter"), spans, strict=True):
         work = getattr(Slots, name)
 
-        def timed(*arguments, work=work, its=its):
+        def timed(*arguments, work=work, recorded=recorded):
             begin = time.perf_counter()
             try:
                 return work(*arguments)
             finally:
-                its.append((begin, time.perf_counter()))
+                recorded.append((begin, time.perf_counter()))
 
         setattr(Slots, name, timed)
     return spans
 
 
 def gaps(dispatches, entries, begin: float, end: float) -> list[tuple[float, float]]:
-    """(seconds that nothing was computed, seconds of prefill) between dispatches of which the first ended after `begin`
-    and the second began before `end`."""
+    """(idle seconds, seconds of prefill) of each gap between two dispatches that overlaps [begin, end]."""
     found = []
-    for (_, stopped), (went, _) in zip(dispatches, dispatches[1:], strict=False):
-        if begin <= went and stopped <= end:
-            filling = sum(b - a for a, b in entries if stopped <= a and b <= went)
-            found.append((went - stopped - filling, filling))
+    for (_, stopped), (resumed, _) in zip(dispatches, dispatches[1:], strict=False):
+        if begin <= resumed and stopped <= end:
+            filling = sum(b - a for a, b in entries if stopped <= a and b <= resumed)
+            found.append((resumed - stopped - filling, filling))
     return found
 
 
@@ -73,7 +72,7 @@ async def measure(url: str, root: Path, spans, given) -> dict:
         v = 0
         for mode in MODES:
             still, filled, pauses, seconds = [], [], [], []
-            for i in range(1 + given.pushes):  # the first compiles what retracted requests need
+            for i in range(1 + given.pushes):  # the first compiles programs for retracted requests
                 folder = root / str(v)
                 report = await push_weights(fleet, folder, read_label(folder / "manifest.json"), mode=mode)
                 began, ended = now() - report.total_s, now()
@@ -90,7 +89,7 @@ async def measure(url: str, root: Path, spans, given) -> dict:
                 "push_s": statistics.median(seconds),
             }  # fmt: skip
         if any(task.done() for task in running):
-            raise RuntimeError("pause.py: a request ended while weights were pushed; raise --tokens")
+            raise RuntimeError("pause.py: a request ended during the pushes; raise --tokens")
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -99,10 +98,10 @@ async def measure(url: str, root: Path, spans, given) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="1GB", help="of sizes.py")
+    parser.add_argument("--model", default="1GB", help="a model in sizes.py")
     parser.add_argument("--pushes", type=int, default=5)
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1900, help="of a request, which must outlast the pushes")
+    parser.add_argument("--tokens", type=int, default=1900, help="tokens per request, which must outlast the pushes")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     import jax
@@ -127,13 +126,13 @@ def main() -> None:
                 found = asyncio.run(measure(url, root, spans, given))
         finally:
             shutil.rmtree(root)
-    print(f"between dispatches of {found['dispatch_ms']:.0f} ms lie {found['usual_gap_ms']:.2f} ms as a rule")
+    print(f"usual gap {found['usual_gap_ms']:.2f} ms between dispatches of {found['dispatch_ms']:.0f} ms")
     for mode in MODES:
-        its = found[mode]
+        result = found[mode]
         print(
-            f"{mode}: stood still for {its['still_ms']:.1f} ms (at most {its['still_max_ms']:.1f}), then prefill "
-            f"{its['prefill_ms']:.0f} ms; from the pause call to the answer of continue {its['pause_ms']:.0f} ms; "
-            f"the push {its['push_s']:.2f} s"
+            f"{mode}: paused for {result['still_ms']:.1f} ms (at most {result['still_max_ms']:.1f}), then prefill "
+            f"{result['prefill_ms']:.0f} ms; from the pause call to the response to continue "
+            f"{result['pause_ms']:.0f} ms; the push {result['push_s']:.2f} s"
         )
     if given.write:
         row = {"case": "pause", "model": given.model, "peer": "plain", "unit": "pauses/s"}

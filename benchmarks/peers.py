@@ -1,4 +1,4 @@
-"""What the peers' sides of several cases share: the same weights and optimiser, text of token ids, their own loops."""
+"""Helpers for the peers' sides of several cases: weights, optimisers, text of token ids, and training loops."""
 
 import json
 import queue
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def causal_lm(folder: str):
-    """The checkpoint as transformers loads it, in fp32 with its fastest attention."""
+    """Loads the checkpoint with transformers, in fp32 with its fastest attention."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -15,7 +15,7 @@ def causal_lm(folder: str):
 
 
 def torch_adamw(net, *, lr, b1, b2, eps, weight_decay):
-    """torch's AdamW in one kernel."""
+    """torch's fused AdamW."""
     import torch
 
     return torch.optim.AdamW(
@@ -24,7 +24,7 @@ def torch_adamw(net, *, lr, b1, b2, eps, weight_decay):
 
 
 def optax_adamw(adam: dict, clip: float):
-    """optax's AdamW behind clipping by the global norm."""
+    """optax's AdamW after clipping by the global norm."""
     import optax
 
     adam = dict(adam)
@@ -32,7 +32,7 @@ def optax_adamw(adam: dict, clip: float):
 
 
 def tunix_qwen3(folder: str, mesh=None):
-    """The checkpoint as tunix loads it, in fp32; its rotary base is always 1e6, whatever the config says."""
+    """Loads the checkpoint with tunix, in fp32; its rotary base is always 1e6, whatever the config says."""
     import jax.numpy as jnp
     from tunix.models.qwen3 import model, params
 
@@ -56,7 +56,7 @@ def tunix_sampler(folder: str, vocab: int, length: int):
 
 
 class Numbers:
-    """tunix's idea of a tokenizer, over text that is token ids: "17 4 230". Padding and end are ids that no model of
+    """A tokenizer with tunix's interface for text of token ids: "17 4 230". Padding and end are ids that no model with
     `vocab` tokens can sample."""
 
     def __init__(self, vocab: int):
@@ -79,7 +79,7 @@ class Numbers:
 
 
 def number_tokenizer(vocab: int):
-    """The same as a tokenizer of transformers."""
+    """`Numbers` as a transformers tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -90,7 +90,7 @@ def number_tokenizer(vocab: int):
 
 
 def text(ids) -> str:
-    """Token ids as text, for interfaces that take nothing else."""
+    """Token ids as text, for interfaces that accept only text."""
     return " ".join(map(str, ids))
 
 
@@ -99,10 +99,10 @@ class Ended(Exception):
 
 
 def paced(loop):
-    """A library's own training loop, one step a call: returns a function that lets it take a step and gives what came.
+    """Runs a library's training loop step by step: returns a function that lets it run one step and returns the result.
 
-    `loop(pause)` runs in a thread and calls `pause(result)` before each step, with the result of the step before.
-    The function's `close` ends the loop.
+    `loop(pause)` runs in a thread and calls `pause(result)` before each step, with the result of the previous one. The
+    function's `close` ends the loop.
     """
     go, came = queue.Queue(), queue.Queue()
 
@@ -114,10 +114,10 @@ def paced(loop):
     def run():
         try:
             loop(pause)
-            came.put(RuntimeError("the training loop ended by itself"))
+            came.put(RuntimeError("the training loop ended before it was closed"))
         except Ended:
             pass
-        except BaseException as problem:  # raised again where the step was asked for
+        except BaseException as problem:  # re-raised in the caller
             came.put(problem)
 
     def answer():
@@ -136,6 +136,6 @@ def paced(loop):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    answer()  # it is about to take the first step
+    answer()  # wait until it is about to run the first step
     once.close = close
     return once

@@ -1,10 +1,10 @@
-"""Where the time of one repetition of our side of a case goes, operation by operation, as XLA's CPU backend ran it.
+"""Profiles one repetition of areax's side of a case, per operation, on XLA's CPU backend.
 
     python profiles.py CASE MODEL [--top 40] [--write]
 
-XLA names what it ran after compilation; the compiled program says what each was made from. Operations that hold others
-(loops, branches) are left out, so that the rest adds up; with two threads it can add up to twice the clock. Profiling
-itself costs about 2 us an operation. `--write` puts the table into PROFILES.md, in the place of an earlier one.
+XLA's profile names operations of the compiled program, whose text says what each was made from. Operations that contain
+others (loops, branches) are omitted, so that the rest adds up; with two threads it can add up to twice the wall time.
+Profiling costs about 2 us per operation. `--write` stores the table in PROFILES.md, replacing an earlier one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ HOLDING = ("while", "cond", "call", "conditional")
 def trace(case: str, model: str, folder: str, dump: str):
     """(seconds, {operation: [nanoseconds, times]}) of one repetition; the compiled programs go to `dump`."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
-    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # what comes from a cache is not dumped
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # programs from the cache are not dumped
     import importlib
 
     import jax
@@ -48,7 +48,7 @@ def trace(case: str, model: str, folder: str, dump: str):
 
 
 def sources(dump: str) -> dict[str, tuple[str, str]]:
-    """{operation: (its result, what it was made from)} of all compiled programs."""
+    """{operation: (result shape, what it was made from)} of all compiled programs."""
     found = {}
     for page in Path(dump).glob("*after_optimizations.txt"):
         for name, result, rest in re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\S+) (.*)$", page.read_text(), re.M):
@@ -58,9 +58,9 @@ def sources(dump: str) -> dict[str, tuple[str, str]]:
 
 
 def short(origin: str) -> str:
-    """forward or backward, and the last names of the path by which JAX knows an operation."""
+    """Forward or backward, and the last names of JAX's path of an operation."""
     way = "backward" if "transpose(" in origin else "forward"
-    again = ", again" if "rematted" in origin else ""
+    again = ", recomputed" if "rematted" in origin else ""
     names = [
         name for name in origin.split("/") if not re.match(r"jit|jvp|transpose\(jvp|while|body|closed_call|cond", name)
     ]
@@ -68,7 +68,7 @@ def short(origin: str) -> str:
 
 
 def table(seconds: float, spent: dict, origin: dict, top: int) -> str:
-    """Rows of equal origin and result together, the longest first."""
+    """A table of operations grouped by origin and result, longest first."""
     rows: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
     for name, (nanoseconds, times) in spent.items():
         if name in origin and not name.startswith(HOLDING):
@@ -77,7 +77,7 @@ def table(seconds: float, spent: dict, origin: dict, top: int) -> str:
             rows[source, result][1] += times
     total = sum(nanoseconds for nanoseconds, _ in rows.values())
     lines = [
-        f"{seconds:.3f} s by the clock, {total / 1e9:.3f} s in operations.",
+        f"{seconds:.3f} s wall time, {total / 1e9:.3f} s in operations.",
         "",
         "| ms | share | times | operation | result |",
         "|---|---|---|---|---|",
@@ -90,7 +90,7 @@ def table(seconds: float, spent: dict, origin: dict, top: int) -> str:
 
 
 def store(title: str, text: str) -> None:
-    """A section of PROFILES.md, in the place of that of the same title."""
+    """Writes a section of PROFILES.md, replacing one with the same title."""
     page = HERE / "PROFILES.md"
     head, *parts = re.split(r"^## ", page.read_text(), flags=re.M)
     sections = {part.split("\n", 1)[0]: part.split("\n", 1)[1].strip() for part in parts} | {title: text}
@@ -99,10 +99,10 @@ def store(title: str, text: str) -> None:
 
 def main(arguments) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("case", help="a module of this folder with a side of ours, such as train")
+    parser.add_argument("case", help="a case module in this folder, such as train")
     parser.add_argument("model", help="S, M or MoE")
     parser.add_argument("--top", type=int, default=40, help="rows of the table")
-    parser.add_argument("--write", action="store_true", help="into PROFILES.md")
+    parser.add_argument("--write", action="store_true", help="store the table in PROFILES.md")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as root:
         folder = str(Path(root, options.model))

@@ -1,11 +1,11 @@
-"""Bringing 1 GB of new weights to a server on this machine: from the trainer's arrays to their being served, against a
-plain write and a plain read of the same bytes on the same file system.
+"""Pushing 1 GB of new weights to a server on this machine, from the trainer's arrays until they are served, vs a plain
+write and read of the same bytes on the same file system.
 
-Ours is the whole of it: a version is written (named as in Hugging Face, hashed, synced, with a manifest, by rename),
-and the embedded server, a process of its own, maps it, verifies each tensor's hash, stages it as decoding reads it and
-swaps it in. The plain side reads into memory that it has already; both first touch as much as they are going to write:
-on a virtual machine that gives free memory back to its host, whoever comes first would pay for getting it again, up to
-four times the writing itself.
+areax's side is complete: it writes a version (Hugging Face names, hashes, fsync, manifest, rename), and the embedded
+server, a separate process, maps it, verifies each tensor's hash, stages it in decoding layout and swaps it in. The
+plain side reads into memory that it already has. Both first touch as much memory as they will write: on a virtual
+machine that returns free memory to its host, the first side would otherwise pay up to four times the writing to get it
+back.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def touch_memory():
 
 
 def ours(folder, model):
-    """A function that brings a version to the server and returns the bytes of its tensors."""
+    """Returns a function that pushes a version to the server and returns the bytes of its tensors."""
     import asyncio
 
     from areax.adapters import hf

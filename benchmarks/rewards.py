@@ -1,9 +1,9 @@
-"""What bad rewards cost: calls of a pool of which 1 % crash their worker, 1 % hang and 1 % raise, while all leak.
+"""Cost of faulty rewards: calls to a pool of which 1 % crash their worker, 1 % hang and 1 % raise, and all leak memory.
 
     python benchmarks/rewards.py [--calls 10000] [--workers 2] [--timeout 0.2] [--json]
 
-Says how each call ended, how many worker processes there were at most, how memory went over the time, and the longest
-that the event loop stood still. Each fault comes on its own rows, every time that they are tried.
+Reports how calls ended, the maximum number of worker processes, memory over time, and the longest stall of the event
+loop. Each fault occurs on fixed rows, on every attempt.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 
 CONCURRENT = 256  # calls in flight
-LEAK = 100_000  # bytes a call
-MOST = 4 << 20  # bytes by which a worker may grow
+LEAK = 100_000  # bytes per call
+MAX_GROWTH = 4 << 20  # bytes by which a worker may grow
 KEPT = []
 
 
 def reward(text, row):
-    """The row's number, unless it is one that makes trouble."""
+    """The row's number, except for rows with a fault."""
     KEPT.append(b"x" * LEAK)
     match row["number"] % 100:
         case 17:
@@ -41,7 +41,7 @@ def right(number: int, value: float) -> bool:
 
 
 def memory(process: int | str) -> float:
-    """MB that a process holds; 0 if it is gone."""
+    """Resident memory of a process in MB; 0 if it is gone."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -50,18 +50,17 @@ def memory(process: int | str) -> float:
 
 
 def workers() -> list[int]:
-    """Our child processes that live."""
+    """Live child processes."""
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
-            if memory(child):  # a dead one that nobody has waited for holds none
+            if memory(child):  # zombies hold none
                 found.append(child)
     return found
 
 
 async def watch(longest: list[float], processes: list[int]) -> None:
-    """Notes how long the loop let a timer of 1 ms wait, in seconds, if it was the longest so far, and every 50 times
-    the number of our processes."""
+    """Records the longest delay of a 1 ms timer, in seconds, and every 50 turns the largest number of processes."""
     for turn in itertools.count():
         before = time.perf_counter()
         await asyncio.sleep(0.001)
@@ -87,7 +86,7 @@ async def measure(calls: int, size: int, timeout_s: float, show) -> dict:
                 show(*track[-1])
 
     name = f"{os.path.abspath(__file__)}:reward"
-    options = dict(workers=size, timeout_s=timeout_s, retries=0, max_growth=MOST)
+    options = dict(workers=size, timeout_s=timeout_s, retries=0, max_growth=MAX_GROWTH)
     async with rewards.pool(name, **options) as reward:
         watcher = asyncio.create_task(watch(longest, processes))
         start = time.perf_counter()
@@ -112,10 +111,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=0.2, help="seconds that a call may take")
+    parser.add_argument("--timeout", type=float, default=0.2, help="timeout of a call in seconds")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    logging.disable(logging.WARNING)  # one a failure
+    logging.disable(logging.WARNING)  # one per failure
     line = "{:>7} calls   parent {:6.1f} MB   largest worker {:6.1f} MB   {} workers".format
     show = (lambda *_: None) if given.json else (lambda *row: print(line(*row), flush=True))
     found = asyncio.run(measure(given.calls, given.workers, given.timeout, show))

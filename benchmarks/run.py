@@ -1,23 +1,23 @@
-"""areax beside its peers on the same models, weights and work, in one run on one machine.
+"""Compares areax with peers on the same models, weights and work, in one run on one machine.
 
     python run.py [--quick | --check] [CASE | CASE/MODEL ...]
 
-Each side of a case lives in a process of its own, a peer's in an environment of the peers where it needs one, and all
-take turns, ours first, so that a change in the machine's load or clock meets all; the sides that wait are blocked. The
-first repetitions are not counted: they compile. Work that takes less than a second is done several times on end, by
-all sides equally often: a training run takes its steps on end, too. Ratios are of medians by the clock, above 1 where
-areax is better. CPU-seconds are kept beside it, and how many cores other programs used meanwhile: above 0.1 the clock
-says little. Writes results.json and the table in RESULTS.md, where cases that were not asked for stay as they were.
+Each side of a case runs in a separate process, a peer's in a separate environment if needed. Sides take turns, areax
+first, so that changes of load or clock frequency affect all of them; waiting sides are blocked. The first repetitions,
+which compile, are not counted. Work that takes less than a second is repeated back to back, equally often on all sides,
+like steps in a training run. Ratios are of median wall times, above 1 if areax is better. CPU-seconds are recorded as
+well, and how many cores other programs used: above 0.1, wall times mean little. Writes results.json and the table in
+RESULTS.md, keeping cases that were not selected.
 
-A case is a module: `PEERS` names the peers of each model, `work(model)` says what one repetition is worth, `ours` and a
-function of each peer's name make, from a checkpoint, what is repeated; its result is compared.
+A case is a module: `PEERS` lists the peers of each model, `work(model)` returns units and FLOPs of a repetition, `ours`
+and a function named like each peer return, for a checkpoint, the function to repeat; its results are compared.
 
---quick measures areax alone, with few repetitions, and writes nothing. Unless cases are named, it measures M in
-training alone, varlen in random order alone, and no pushes.
+--quick measures only areax, with few repetitions, and writes nothing. Without named cases, it measures M only in
+training, varlen only in random order, and no pushes.
 
---check writes nothing either: it compares with the ratios that were committed last, and ends with 1 where one fell by
-more than TOLERANCE, or where the two sides of a case no longer compute the same. A ratio fell if all of its confidence
-interval lies below, and if it does so again when it is measured a second time: on a busy machine one run says little.
+--check writes nothing either: it compares with the last committed ratios, and exits with 1 if one fell by more than
+TOLERANCE, or if the sides of a case no longer compute the same. A ratio fell if its confidence interval lies entirely
+below, and again when measured a second time: on a busy machine, one run means little.
 """
 
 import argparse
@@ -40,17 +40,15 @@ HERE = Path(__file__).parent
 CASES = (
     "train", "logprob", "varlen_random", "varlen_sorted", "generate", "continuous", "grpo", "push", "objective",
 )  # fmt: skip
-PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # of peers that do not go with our packages
+PYTHON = {"tunix": HERE.parent / ".venv-bench" / "bin" / "python"}  # for peers incompatible with our packages
 REPETITIONS = {"M": 7, "S": 15, "MoE": 9, None: 15}
 QUICK = 3
-SECOND, MOST = 1.0, 10  # short work is done on end for about a second of ours, so many times at most
-# What a quick run leaves out unless asked: it takes long, or is for ours alone what another case is.
+SECOND, MAX_TIMES = 1.0, 10  # short work is repeated for about a second of areax's time, at most 10 times
+# Left out of quick runs unless selected: slow, or for areax alone the same as another case.
 SLOW = ("logprob", "M"), ("generate", "M"), ("objective", "M"), ("push", None), ("varlen_sorted", "S")
-TOLERANCE = 0.15  # of a committed ratio; medians of one case differ by up to a tenth from run to run
-AGREEMENT = 0.99  # at least, of what the sides of a case computed
-CACHE = (
-    "JAX_COMPILATION_CACHE_DIR"  # not for sides: it may have programs that were compiled for another number of cores
-)
+TOLERANCE = 0.15  # relative to a committed ratio; medians of a case vary by up to a tenth between runs
+AGREEMENT = 0.99  # minimum agreement of the results of a case's sides
+CACHE = "JAX_COMPILATION_CACHE_DIR"  # unset for sides: it may have programs compiled for another number of cores
 TABLE = "<!-- table: written by run.py -->", "<!-- end of table -->"
 
 
@@ -68,11 +66,11 @@ class Side:
     def answer(self) -> dict:
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; its own words are above")
+            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}; its output is above")
         return json.loads(line)
 
     def repeat(self, times: int) -> dict:
-        time.sleep(0.1)  # threads of the side before stop spinning
+        time.sleep(0.1)  # until threads of the previous side stop spinning
         self.process.stdin.write(f"{times}\n")
         self.process.stdin.flush()
         return self.answer()
@@ -84,17 +82,17 @@ class Side:
         return last
 
     def stop(self) -> None:
-        with self.process:  # closes its pipes, and waits for its end
+        with self.process:  # closes its pipes and waits for it
             self.process.kill()
 
 
 def measure(case: str, model: str | None, folder: str, repetitions: int, peers) -> list[dict]:
-    """The rows of a case for results.json, one a peer; without peers a row of ours alone."""
+    """Measures a case: its rows for results.json, one per peer; without peers one row of areax only."""
     module = importlib.import_module(case)
     units, flops = module.work(model)
     with contextlib.ExitStack() as stack:
         sides, first = {}, {}
-        for name in ("ours", *peers):  # one after the other: they probe the machine's limit
+        for name in ("ours", *peers):  # one after the other: they measure the machine's limit
             sides[name] = Side(case, model, name, folder)
             stack.callback(sides[name].stop)
             first[name] = sides[name].answer()
@@ -104,8 +102,8 @@ def measure(case: str, model: str | None, folder: str, repetitions: int, peers) 
             for name, one in sides.items():
                 done[name].append(one.repeat(times))
             if peers and i == 1:
-                times = min(max(1, round(SECOND / done["ours"][i]["wall"])), MOST)
-        done = {name: its[warm:] for name, its in done.items()}
+                times = min(max(1, round(SECOND / done["ours"][i]["wall"])), MAX_TIMES)
+        done = {name: results[warm:] for name, results in done.items()}
         last = {name: one.end() for name, one in sides.items()}
     details = {
         name: detail(done[name], last[name]["peak_mb"], flops, (first[name]["limit"], last[name]["limit"]))
@@ -129,7 +127,7 @@ def measure(case: str, model: str | None, folder: str, repetitions: int, peers) 
 
 
 def detail(done: list[dict], peak_mb: float, flops: float | None, limits) -> dict:
-    """What is kept of a side: seconds of its repetitions, memory, and how near it came to its library's limit."""
+    """Statistics of a side: seconds of its repetitions, memory, and its share of the library's matmul limit."""
     wall = [r["wall"] for r in done]
     details = {
         "seconds": statistics.median(wall), "seconds_min": min(wall), "seconds_max": max(wall),
@@ -142,7 +140,7 @@ def detail(done: list[dict], peak_mb: float, flops: float | None, limits) -> dic
 
 
 def interval(values) -> tuple[float, float]:
-    """A confidence interval of the median, 95 % from six values on: order statistics, whatever the distribution is."""
+    """Confidence interval of the median from order statistics, distribution-free; 95 % with at least six values."""
     n, k, outside = len(values), 0, 0.0
     while (outside := outside + math.comb(n, k) / 2**n) <= 0.025:
         k += 1
@@ -151,7 +149,7 @@ def interval(values) -> tuple[float, float]:
 
 
 def origin(versions: dict[str, str] | None = None) -> dict:
-    """What a row says of where it was measured; `versions` are those of the peer's packages."""
+    """Versions, date and machine of a measurement; `versions` are those of the peer's packages."""
     return {
         "versions": side.versions("ours") | (versions or {}),
         "date": time.strftime("%Y-%m-%d"),
@@ -160,7 +158,7 @@ def origin(versions: dict[str, str] | None = None) -> dict:
 
 
 def agreement(a, b) -> float:
-    """1 where both sides computed the same: share of equal tokens, or 1 - relative difference of a number."""
+    """Agreement of two results, 1 if equal: share of equal tokens, or 1 - relative difference of a number."""
     if isinstance(a, list):
         return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
     return 1 - abs(a - b) / max(abs(a), abs(b))
@@ -168,7 +166,7 @@ def agreement(a, b) -> float:
 
 def table(rows) -> str:
     lines = [
-        "| case | model | peer | ours | theirs | ratio | CPU ratio | s a repetition, ours (min to max) | theirs | "
+        "| case | model | peer | ours | theirs | ratio | CPU ratio | s per repetition, ours (min to max) | theirs | "
         "share of own matmul limit | peak MB | agreement | others' cores |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -185,9 +183,9 @@ def table(rows) -> str:
 
 
 def table_alone(rows) -> str:
-    """The same of a run without peers."""
+    """`table` for a run without peers."""
     lines = [
-        "| case | model | areax | s a repetition (min to max) | share of matmul limit | peak MB |",
+        "| case | model | areax | s per repetition (min to max) | share of matmul limit | peak MB |",
         "|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -214,12 +212,12 @@ def spread(d: dict) -> str:
 
 
 def name(row: dict) -> tuple:
-    """What a row is known by: one of the same name takes its place."""
+    """Key of a row: a new row replaces one with the same key."""
     return row["case"], row["model"], row["peer"]
 
 
 def merged(rows) -> list[dict]:
-    """These rows in the place of earlier ones of the same name, in the order of the cases and their models."""
+    """Earlier rows with these added or replaced, in the order of cases and models."""
     page = HERE / "results.json"
     old = json.loads(page.read_text()) if page.exists() else []
     all_ = list(({name(row): row for row in old} | {name(row): row for row in rows}).values())
@@ -228,7 +226,7 @@ def merged(rows) -> list[dict]:
 
 
 def origins(rows) -> dict[str, list[str]]:
-    """When, where and with which versions rows were measured, and the cases of each."""
+    """{date, machine and versions of a measurement: its cases}."""
     found: dict[str, list[str]] = {}
     for row in rows:
         versions = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
@@ -238,7 +236,7 @@ def origins(rows) -> dict[str, list[str]]:
 
 
 def store(rows) -> None:
-    """Puts rows into results.json, and those of two sides that took turns into the table of RESULTS.md."""
+    """Stores rows in results.json, and those that compare two sides in the table of RESULTS.md."""
     rows = merged(rows)
     (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     rows = [row for row in rows if "ours_details" in row]
@@ -250,7 +248,7 @@ def store(rows) -> None:
 
 
 def measured(pairs, *, quick: bool = False) -> list[dict]:
-    """The rows of these (case, model); each is printed when it is there."""
+    """Measures these (case, model) pairs and returns their rows, printing each as it is completed."""
     rows = []
     with tempfile.TemporaryDirectory() as root:
         for case, model in pairs:
@@ -267,24 +265,24 @@ def measured(pairs, *, quick: bool = False) -> list[dict]:
 
 
 def committed() -> list[dict]:
-    """The rows of results.json as they were committed last."""
-    told = subprocess.run(["git", "show", "HEAD:./results.json"], cwd=HERE, capture_output=True, text=True)
-    if told.returncode:
-        sys.exit(f"run.py: --check needs the git history that results.json lies in, got: {told.stderr.strip()}")
-    return json.loads(told.stdout)
+    """The rows of results.json as last committed."""
+    shown = subprocess.run(["git", "show", "HEAD:./results.json"], cwd=HERE, capture_output=True, text=True)
+    if shown.returncode:
+        sys.exit(f"run.py: --check needs the git history of results.json, got: {shown.stderr.strip()}")
+    return json.loads(shown.stdout)
 
 
 def fallen(rows, before) -> dict[tuple, str]:
-    """What is wrong with a row, by its name: its ratio beside that of `before`, or what its sides computed."""
+    """{key of a row: problem}: its ratio fell compared with `before`, or its sides disagree."""
     ratios = {name(row): row["ratio"] for row in before}
     found = {}
     for row in rows:
-        at = " ".join(filter(None, (row["case"], row["model"]))) + f" against {row['peer']}"
+        at = " ".join(filter(None, (row["case"], row["model"]))) + f" vs {row['peer']}"
         old = ratios.get(name(row))
         if row["agreement"] < AGREEMENT:
             found[name(row)] = f"{at}: both sides must compute the same to {AGREEMENT}, got {row['agreement']:.4f}"
         elif old is None:
-            print(f"{at}: ratio {row['ratio']:.2f}, and none committed to compare with")
+            print(f"{at}: ratio {row['ratio']:.2f}, no committed one to compare with")
         elif row["ratio_interval"][1] < (1 - TOLERANCE) * old:
             less = 1 - row["ratio"] / old
             found[name(row)] = f"{at}: ratio {row['ratio']:.2f}, {less:.0%} below the committed {old:.2f}"
@@ -292,19 +290,19 @@ def fallen(rows, before) -> dict[tuple, str]:
 
 
 def check(pairs) -> int:
-    """Exit code: 1 where a ratio fell twice, or what is computed differs."""
+    """Returns exit code 1 if a ratio fell twice or results disagree, else 0."""
     before = committed()
     first = measured(pairs)
     low = fallen(first, before)
     again = measured(sorted({key[:2] for key in low}, key=pairs.index)) if low else []
-    low = {key: told for key, told in fallen(again, before).items() if key in low}
+    low = {key: problem for key, problem in fallen(again, before).items() if key in low}
     print(table(first + again))
     print("\n".join(low.values()) or f"no ratio fell by more than {TOLERANCE:.0%}")
     return 1 if low else 0
 
 
 def pairs_of(wanted: list[str]) -> list[tuple[str, str | None]]:
-    """The (case, model) that are asked for; a case without a model stands for all of its models."""
+    """The selected (case, model) pairs; a case without a model means all its models."""
     found = []
     for name in wanted or CASES:
         case, _, model = name.partition("/")
@@ -324,15 +322,15 @@ def main(arguments) -> None:
     )  # fmt: skip
     parser.add_argument("case", nargs="*", help=f"{', '.join(CASES)}; with /MODEL for one of its models; none = all")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--quick", action="store_true", help="areax alone, in few minutes")
-    mode.add_argument("--check", action="store_true", help="compare with the ratios that were committed last")
+    mode.add_argument("--quick", action="store_true", help="only areax, in a few minutes")
+    mode.add_argument("--check", action="store_true", help="compare with the last committed ratios")
     options = parser.parse_args(arguments)
     pairs, quick = pairs_of(options.case), options.quick
     if quick:
         print(table_alone(measured([pair for pair in pairs if options.case or pair not in SLOW], quick=True)))
         return
     if missing := [peer for peer, python in PYTHON.items() if not python.exists()]:
-        sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; `make bench-env` makes it")
+        sys.exit(f"run.py: {', '.join(missing)} has no environment to run in; create it with `make bench-env`")
     if options.check:
         sys.exit(check(pairs))
     rows = measured(pairs)

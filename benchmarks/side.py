@@ -1,10 +1,10 @@
-"""One side of one case in a process of its own: repeats the work whenever a line arrives on its input.
+"""Runs one side of a case in a separate process, one repetition per line of input.
 
     python side.py CASE MODEL SIDE FOLDER
 
-SIDE is a function of the case's module: `ours`, or a peer. Between repetitions the process waits for input, so that
-the others have the machine to themselves. It answers with JSON lines: first what it is ready with, then one for each
-repetition, and at the end of its input its peak memory.
+SIDE is a function of the case's module: `ours`, or a peer. Between repetitions the process blocks on input, leaving the
+machine to the others. It writes JSON lines: one when it is ready, one per repetition, and at the end of its input its
+peak memory.
 """
 
 import importlib
@@ -22,12 +22,12 @@ PACKAGES = {
 
 
 def versions(side: str) -> dict[str, str]:
-    """The packages that make up a side, as they are installed for this process."""
+    """Versions of a side's packages in this process."""
     return {name: importlib.metadata.version(name) for name in PACKAGES[side]}
 
 
 def limit(side: str) -> float:
-    """What this process's library reaches in a product of two 2048 x 2048 matrices, GFLOP/s: best of 5."""
+    """GFLOP/s of the side's library in a product of two 2048 x 2048 matrices: best of 5."""
     n = 2048
     if "jax" in PACKAGES[side]:
         import jax
@@ -49,15 +49,15 @@ def limit(side: str) -> float:
 
 
 def busy() -> float:
-    """CPU-seconds that the whole machine has worked so far."""
+    """CPU-seconds used by the whole machine so far."""
     with open("/proc/stat") as file:
         user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def repetition(once, times: int = 1) -> dict:
-    """Seconds by the clock and CPU-seconds of doing it once, of so many times on end, how many cores others kept busy
-    meanwhile, and what came out last; once alone where something is to be done before or after."""
+    """Wall and CPU seconds per call over `times` calls back to back, cores used by other programs meanwhile, and the
+    last result; only one call if there is work before or after it."""
     before, after = (getattr(once, name, None) for name in ("before", "after"))
     times = 1 if before or after else times
     if before:
@@ -73,7 +73,7 @@ def repetition(once, times: int = 1) -> dict:
 
 def main(case: str, model: str, side: str, folder: str) -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    os.dup2(2, 1)  # keeps output of libraries separate from the results
     module = importlib.import_module(case)
     if "torch" in PACKAGES[side]:
         import torch

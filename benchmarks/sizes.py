@@ -1,4 +1,4 @@
-"""The models that are measured, and what a computation on them costs at least."""
+"""Models for the benchmarks, and their minimum FLOPs."""
 
 import sys
 
@@ -16,7 +16,7 @@ HF = {  # config.json, by name
         head_dim=64, intermediate_size=512, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=256,
         norm_topk_prob=True, vocab_size=1024,
     ),
-    # For files alone: 268 million weights, 1.07 GB in fp32.
+    # Only for files: 268 million weights, 1.07 GB in fp32.
     "1GB": dict(
         hidden_size=1024, num_hidden_layers=17, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
         intermediate_size=3072, vocab_size=47104,
@@ -34,26 +34,26 @@ def config(name: str) -> dict:
 
 
 def matmul_weights(name: str) -> int:
-    """Weights that a token is multiplied with, the head included."""
+    """Active weights per token in matmuls, including the head."""
     c = HF[name]
     heads = 2 * (c["num_attention_heads"] + c["num_key_value_heads"]) * c["head_dim"]
     mlp = 3 * c["intermediate_size"]
-    if "num_experts" in c:  # the router, and those of the experts that a token goes to
+    if "num_experts" in c:  # the router and the token's experts
         mlp = c["num_experts"] + 3 * c["num_experts_per_tok"] * c["moe_intermediate_size"]
     layer = c["hidden_size"] * (heads + mlp)
     return c["num_hidden_layers"] * layer + c["vocab_size"] * c["hidden_size"]
 
 
 def flops(name: str, lengths, *, backward: bool) -> float:
-    """Of a forward pass over sequences of these lengths, causal attention counted as half a square; three times that
-    with the backward pass."""
+    """FLOPs of a forward pass over sequences of these lengths, causal attention counted as half a square; with the
+    backward pass three times that."""
     c = HF[name]
     attention = 2 * c["num_hidden_layers"] * c["num_attention_heads"] * c["head_dim"]
     return (3 if backward else 1) * sum(2 * matmul_weights(name) * n + attention * n * n for n in lengths)
 
 
 def lognormal(count: int, *, mean: float, sigma: float, longest: int, seed: int) -> list[int]:
-    """As many lengths, in random order: the logarithm is normal with this sigma; `mean` is that before the cut."""
+    """`count` lognormal lengths in random order, with this sigma of the logarithm; `mean` is before clipping."""
     import numpy as np
 
     drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
@@ -61,7 +61,7 @@ def lognormal(count: int, *, mean: float, sigma: float, longest: int, seed: int)
 
 
 def main(name: str, folder: str) -> None:
-    """Writes a model with random weights as a Hugging Face directory, which both sides load."""
+    """Writes a model with random weights to a Hugging Face directory, loaded by both sides."""
     import jax
 
     from areax import models

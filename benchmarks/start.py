@@ -1,11 +1,11 @@
-"""How long it takes until something happens: imports, help, and a recipe up to its first optimiser step.
+"""Start-up time: imports, help, and recipes up to their first optimiser step.
 
     python benchmarks/start.py [--runs 5] [case ...]
 
-Every start is a fresh process with files in the system's cache. Of the recipes, on model S, the first start compiles
-into an empty compilation cache; the others find everything there, and must add nothing. grpo starts its own server,
-generates 4 x 8 completions of 64 tokens and trains on them; `inside` has that server in its own process. The time is
-that from the start of the process to the line of the first step in metrics.jsonl; the run then ends by itself.
+Every start is a new process with a warm page cache. A recipe's first start, on model S, compiles into an empty
+compilation cache; later ones find everything there and must add nothing. grpo starts its own server, generates 4 x 8
+completions of 64 tokens and trains on them; `inside` runs that server in its own process. The time is from the start of
+the process until the first step's line is in metrics.jsonl; the run then ends.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OPTIONS["inside"] = (*OPTIONS["grpo"], "--serve.inside")
 
 
 def write(folder: Path) -> None:
-    """Model S with a tokenizer, and rows."""
+    """Writes model S with a tokenizer, and data."""
     import itertools
     import json
 
@@ -51,7 +51,7 @@ def write(folder: Path) -> None:
 
 
 def plain(arguments) -> tuple[float, float]:
-    """(seconds, CPU-seconds) of a whole process."""
+    """(seconds, CPU-seconds) of a process."""
     wall, cpu = time.perf_counter(), spent()
     subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - wall, spent() - cpu
@@ -77,18 +77,18 @@ def recipe(name: str, folder: Path, out: Path, cache: Path) -> tuple[float, floa
 
 
 def spent() -> float:
-    """CPU-seconds of processes that have ended."""
+    """CPU-seconds of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", choices=[*PLAIN, *OPTIONS, []], help="all of them where none is named")
+    parser.add_argument("cases", nargs="*", choices=[*PLAIN, *OPTIONS, []], help="cases to measure; default: all")
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
     cases = given.cases or [*PLAIN, *OPTIONS]
-    show = lambda times: f"{min(times):.2f} s at least, {statistics.median(times):.2f} in the median"
+    show = lambda times: f"min {min(times):.2f} s, median {statistics.median(times):.2f} s"
     for case in [case for case in PLAIN if case in cases]:
         plain(PLAIN[case])
         times = [plain(PLAIN[case]) for _ in range(3 * given.runs)]

@@ -12,7 +12,7 @@ CLIP = 1.0
 
 
 def work(model):
-    """(units of one repetition, floating-point operations)."""
+    """(units per repetition, FLOPs)."""
     return sum(LENGTHS), sizes.flops(model, LENGTHS, backward=True)
 
 
@@ -22,12 +22,12 @@ def rows(vocab):
 
 
 def ours(folder, model):
-    """A function that takes one step and returns its loss."""
+    """Returns a function that runs one step and returns its loss."""
     return packed(folder, rows, max(LENGTHS), len(LENGTHS))
 
 
 def packed(folder, rows, length, count):
-    """The same on the sequences `rows(vocab)`, packed to microbatches of `count` rows of `length` tokens."""
+    """`ours` on the sequences `rows(vocab)`, packed into microbatches of `count` rows of `length` tokens."""
     from functools import partial
 
     import jax
@@ -81,7 +81,7 @@ def tunix(folder, model):
 
     net = peers.tunix_qwen3(folder)
     trainer = PeftTrainer(net, peers.optax_adamw(ADAM, CLIP), TrainingConfig(eval_every_n_steps=10**9))
-    trainer.is_managed_externally = True  # or `train` would close it after every step
+    trainer.is_managed_externally = True  # otherwise `train` closes it after every step
     trainer.with_gen_model_input_fn(
         lambda x: {
             "input_tokens": x.input_tokens,
@@ -95,6 +95,6 @@ def tunix(folder, model):
 
     def once():
         trainer.train([batch])
-        return float(trainer._prev_buffered_train_metrics.loss)  # it reports a step late: this is the one just taken
+        return float(trainer._prev_buffered_train_metrics.loss)  # reported a step late: this is the step just run
 
     return once

@@ -1,16 +1,16 @@
-"""A training step on 64 sequences of lognormal lengths: packed here; padded in microbatches of 8 there, which is what a
-data collator does. One optimiser step, mean over all tokens of the batch; only real tokens count; fp32."""
+"""A training step on 64 sequences of lognormal lengths: areax packs them, the peer pads them in microbatches of 8, like
+a data collator. One optimiser step, mean over all tokens of the batch; only real tokens count; fp32."""
 
 import numpy as np
 import peers
 import sizes
 from train import ADAM, CLIP, packed
 
-# Of mean 181 and longest 727. Padded in this order they are 2.48 times as many tokens, sorted 1.24 times: over 2,000
-# seeds the medians are 2.52 and 1.31.
+# Mean 181, longest 727. Padding in this order gives 2.48 times as many tokens, sorted 1.24 times; over 2,000 seeds the
+# medians are 2.52 and 1.31.
 LENGTHS = sizes.lognormal(64, mean=180, sigma=0.8, longest=1024, seed=35)
-MICRO = 8  # sequences a padded microbatch
-ROW, ROWS = 768, 4  # packed rows of so many tokens, so many a microbatch
+MICRO = 8  # sequences per padded microbatch
+ROW, ROWS = 768, 4  # tokens per packed row, rows per microbatch
 
 
 def work(model):
@@ -23,12 +23,12 @@ def rows(vocab, lengths):
 
 
 def ours(folder, lengths):
-    """A function that takes one step and returns its loss."""
+    """Returns a function that runs one step and returns its loss."""
     return packed(folder, lambda vocab: rows(vocab, lengths), ROW, ROWS)
 
 
 def transformers(folder, lengths):
-    """The same on microbatches in the order of `lengths`."""
+    """`ours` for transformers, with microbatches in the order of `lengths`."""
     import torch
 
     net = peers.causal_lm(folder).train()

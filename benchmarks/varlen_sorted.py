@@ -1,4 +1,4 @@
-"""A training step on sequences of very different lengths, sorted by length, so that padding is least."""
+"""A training step on sequences of very different lengths, sorted by length to minimise padding."""
 
 import varlen
 from varlen import work as work

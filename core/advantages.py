@@ -1,6 +1,6 @@
-"""Advantages: how good a rollout, or what followed a token, was beside what it is compared with.
+"""Advantage estimators: relative to a group or batch, leave-one-out, greedy baseline, returns and GAE.
 
-Groups come with explicit ids: any sizes, in any order.
+Groups are given by explicit ids, so they may have any size and order.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from . import shaping as shapings
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .returns import gae, returns
 from .segments import by_id, to_tokens, total
 from .shapes import shaped
@@ -20,22 +20,22 @@ from .shaping import Shaping
 
 @dataclass(frozen=True)
 class Advantage:
-    """How rollouts and tokens are compared.
+    """Options of the advantage estimator.
 
     Attributes:
-      credit: "rollout" gives each token the rollout's advantage; "return" the discounted rewards from the token on,
-        less the rollout's undiscounted baseline (REINFORCE++, arXiv:2501.03262); "gae" what a critic makes of them
-        (arXiv:1506.02438).
-      mean, std, leave_one_out, length_weighted, ddof, eps: how `group` compares rollouts. "greedy" takes the reward
-        of the prompt's greedy completion for the baseline (ReMax, arXiv:2310.10505): the component "greedy".
-      components: parts of the reward that are compared each by itself, in place of their sum (GDPO, arXiv:2601.05242);
-        NaN = unscorable in any of them.
-      component_weights: of their advantages in the sum; none = all 1.
-      whiten: subtracts the mean and divides by the standard deviation of all learnt tokens, or of all rollouts, of the
+      credit: "rollout" assigns the rollout's advantage to each of its tokens; "return" the discounted rewards from the
+        token on, minus the rollout's undiscounted baseline (REINFORCE++, arXiv:2501.03262); "gae" generalised advantage
+        estimation with a critic (arXiv:1506.02438).
+      mean, std, leave_one_out, length_weighted, ddof, eps: passed to `group`; std is TRL's scale_rewards. With mean
+        "greedy" the baseline is the component "greedy", the reward of a greedy completion (ReMax, arXiv:2310.10505).
+      components: reward components whose advantages are computed separately and then summed (GDPO, arXiv:2601.05242);
+        NaN in any of them makes the rollout unscorable. Empty = one advantage, of the total reward.
+      component_weights: weights of these advantages in the sum; empty = all 1.
+      whiten: normalises advantages to mean 0 and standard deviation 1 over all learnt tokens, or all rollouts, of the
         batch.
-      gamma, lam: discount a sampled token, and the decay of "gae".
-      teacher: coefficient of log (teacher / proximal) at each token, added at the end: distillation by the reverse KL
-        of sampled tokens. Needs `target["teacher"]`.
+      gamma, lam: discount per sampled token, and the lambda of "gae".
+      teacher: coefficient of log (teacher / proximal), added to each token's advantage at the end: distillation by the
+        reverse KL of sampled tokens. Needs `target["teacher"]`.
     """
 
     credit: Literal["rollout", "return", "gae"] = "rollout"
@@ -77,24 +77,24 @@ class Advantage:
             ("lam", 0 <= self.lam <= 1, "between 0 and 1"),
             ("lam", self.lam == 1 or gae, '1 unless credit is "gae"'),
         )
-        must(self, rules)
+        validate(self, rules)
 
     @property
     def by_reward(self) -> bool:
-        """In a group of equal rewards there is nothing to learn."""
+        """Whether groups of equal rewards have zero advantage and so teach nothing."""
         return self.credit == "rollout" and self.mean == "group" and not self.components and not self.teacher
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Components of the reward that the batch has to bring."""
+        """Reward components that the batch must have."""
         return self.components + ("greedy",) * (self.mean == "greedy")
 
 
 def scorable(spec: Advantage, batch: Batch, reward_BJ):
-    """The rewards, NaN also where something they are compared by is.
+    """The rewards, set to NaN where a component in `spec.needs` is NaN.
 
     Raises:
-      ValueError: the batch lacks components.
+      ValueError: the batch lacks a component.
     """
     for name in spec.needs:
         if name not in batch.component:
@@ -104,16 +104,16 @@ def scorable(spec: Advantage, batch: Batch, reward_BJ):
 
 
 def of(spec: Advantage, batch: Batch, reward_BT, reward_BJ, sampled_BT, mask_BT, *, shaping: Shaping):
-    """(adv_BT, return_BT) of a whole batch; return_BT is what a critic is to learn, advantage + value, or None.
+    """Computes (adv_BT, return_BT) of a whole batch; return_BT is the critic's target, advantage + value, or None.
 
     Args:
-      reward_BT, reward_BJ: shaped, and as `scorable` leaves them; NaN = unscorable.
-      sampled_BT: the steps of each episode.
-      mask_BT: the learnt ones among them, over which "token" whitens.
-      shaping: how the rewards were shaped, for a greedy completion's.
+      reward_BT, reward_BJ: shaped rewards, reward_BJ as returned by `scorable`; NaN = unscorable.
+      sampled_BT: the sampled tokens, which are the steps of each episode.
+      mask_BT: the learnt tokens among them, over which "token" whitens.
+      shaping: the shaping of the rewards, applied to the greedy completion's as well.
 
     Raises:
-      ValueError: the batch lacks the values that a critic should have given.
+      ValueError: credit is "gae" and the batch has no values of a critic.
     """
     if spec.credit == "gae" and batch.value_BT is None:
         raise ValueError('advantages: credit "gae" needs value_BT of a critic, got None')
@@ -152,7 +152,7 @@ def of(spec: Advantage, batch: Batch, reward_BT, reward_BJ, sampled_BT, mask_BT,
         mean = jnp.sum(adv_BT) / jnp.maximum(count, 1)
         variance = jnp.sum(jnp.where(mask_BT, jnp.square(adv_BT - mean), 0)) / jnp.maximum(count - spec.ddof, 1)
         high, low = (f(jnp.where(mask_BT, adv_BT, sign * jnp.inf)) for f, sign in ((jnp.max, -1), (jnp.min, 1)))
-        differs_BT = mask_BT & (high > low)  # else rounding would be scaled up
+        differs_BT = mask_BT & (high > low)  # otherwise rounding errors would be amplified
         adv_BT = jnp.where(differs_BT, (adv_BT - mean) / (jnp.sqrt(variance) + spec.eps), 0)
     return adv_BT, return_BT
 
@@ -170,35 +170,35 @@ def group(
     eps: float = 1e-6,
     ddof: int = 1,
 ):
-    """(reward - baseline) / (std + eps) a segment (GRPO, arXiv:2402.03300; without std Dr. GRPO, arXiv:2503.20783).
+    """(reward - baseline) / (std + eps) per segment (GRPO, arXiv:2402.03300; without std Dr. GRPO, arXiv:2503.20783).
 
-    A rollout counts once however many rows it spans: its rows must agree in reward. Rewards that are
-    NaN are unscorable: outside every mean and standard deviation, advantage 0. A group with a single scorable rollout
-    has advantage 0 (there is nothing to compare with), as has a group whose rewards are all equal.
+    A rollout counts once however many rows it spans; its rows must agree in reward. NaN rewards are unscorable: they
+    enter no mean or standard deviation and get advantage 0. A group with a single scorable rollout, or whose rewards
+    are all equal, has advantage 0.
 
     Args:
       reward_BJ: reward of each segment's rollout; NaN = unscorable.
       group_BJ, rollout_BJ: ids >= 0, -1 in empty slots; less than B * J.
-      mean: over what the baseline is taken; "none" = 0.
-      std: over what the deviation is taken; "none" = do not divide.
-      leave_one_out: the baseline leaves the rollout itself out (RLOO, arXiv:2402.14740).
-      length_BJ: learnt tokens of each segment, which the baseline then weighs rewards by (OPO, arXiv:2505.23585).
-      eps: added to the deviation, in units of reward.
-      ddof: delta degrees of freedom of the deviation.
+      mean: what the baseline is averaged over; "none" = no baseline.
+      std: what the standard deviation is taken over; "none" = no division.
+      leave_one_out: excludes the rollout itself from its baseline (RLOO, arXiv:2402.14740).
+      length_BJ: learnt tokens of each segment; weights the rewards in the baseline if given (OPO, arXiv:2505.23585).
+      eps: added to the standard deviation, in units of reward.
+      ddof: delta degrees of freedom of the standard deviation.
 
     Returns:
-      adv_BJ, f32 or wider, 0 in empty and unscorable slots. No gradient is meant to flow.
+      adv_BJ, f32 or wider, 0 in empty and unscorable slots. Not meant to be differentiated.
     """
     shape, size = reward_BJ.shape, reward_BJ.size
     reward_A, group_A, rollout_A = (jnp.asarray(x).reshape(-1) for x in (reward_BJ, group_BJ, rollout_BJ))
     scorable_A = (rollout_A >= 0) & ~jnp.isnan(reward_A)
     value_A = jnp.where(scorable_A, reward_A, 0)
-    # A rollout of k rows counts 1/k a row.
+    # Each row of a rollout of k rows counts 1/k.
     rows_A = by_id(scorable_A.astype(value_A.dtype), rollout_A, size)
     share_A = jnp.where(scorable_A, 1 / jnp.maximum(rows_A, 1), 0)
 
     def over(kind, x_A):
-        """Sum over the rollout's group, or over the batch, of a quantity counted once a rollout."""
+        """Sum over the rollout's group, or over the batch, counting each rollout once."""
         if kind == "group":
             return by_id(x_A * share_A, group_A, size)
         return jnp.broadcast_to(jnp.sum(x_A * share_A), x_A.shape)
@@ -222,7 +222,7 @@ def group(
         variance_A = over(std, jnp.square(centred_A)) / jnp.maximum(n_A - ddof, 1)
         adv_A = adv_A / (jnp.sqrt(variance_A) + eps)
     if mean != "none" or std != "none":
-        # Exact zeros where nothing distinguishes the rollouts: rounding must not be scaled up by a tiny deviation.
+        # Exact zeros where all rewards are equal: a tiny deviation would amplify rounding errors.
         among = mean if mean != "none" else std
         id_A = jnp.where(scorable_A, group_A if among == "group" else 0, size)
         high_A = jax.ops.segment_max(value_A, id_A, size + 1)[id_A]

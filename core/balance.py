@@ -1,8 +1,8 @@
-"""Experts evenly used: two terms of the loss, a bias without a gradient, and what a step reports of the load.
+"""MoE load balancing: auxiliary losses, bias updates without a gradient, and load metrics.
 
-All of them are made of the sums that layers with experts report in `Scores.aux`, stacked over these layers: choices of
-each expert `load` [L, E], its probabilities `prob` [L, E], squared log-sum-exp of the router's logits `lse2` [L] and
-`tokens` [L], over the tokens that are no padding.
+All are computed from the sums that MoE layers report in `Scores.aux`, stacked over these layers and taken over tokens
+that are not padding: times each expert was chosen `load` [L, E], its summed probability `prob` [L, E], summed squared
+log-sum-exp of the router's logits `lse2` [L], and the number of `tokens` [L].
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,14 @@ from .batch import Batch
 
 @dataclass(frozen=True)
 class Balance:
-    """Coefficients of the terms that `wrap` adds to an objective; 0 = without the term. Both are means over layers.
+    """Coefficients of the auxiliary losses that `wrap` adds to an objective; 0 = off. Both are means over layers.
 
     Attributes:
-      load: of E sum_e f_e P_e (Switch, arXiv:2101.03961): f_e = choices of expert e a token, so that they sum to top_k,
-        P_e = its mean probability. It is top_k where all experts are used alike. Gradients flow into P.
-      z: of the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv:2202.08906), which keeps them small.
+      load: of the load-balancing loss E sum_e f_e P_e (Switch, arXiv:2101.03961; transformers' router_aux_loss_coef):
+        f_e = times expert e is chosen per token, summing to top_k; P_e = its mean probability. The loss is top_k when
+        all experts are used equally. Gradients flow into P.
+      z: of the router z-loss, the mean squared log-sum-exp of its logits (ST-MoE, arXiv:2202.08906), which keeps them
+        small.
     """
 
     load: float = 0.0
@@ -34,14 +36,14 @@ class Balance:
 
 
 def wrap(objective, balance: Balance):
-    """The objective with these terms added; itself where both are 0."""
+    """Adds the auxiliary losses to an objective; returns it unchanged if both coefficients are 0."""
     return Balanced(objective, balance) if balance.load or balance.z else objective
 
 
 @dataclass(frozen=True)
 class Balanced:
-    """An objective and the terms of `Balance`. Microbatches change neither: f and the number of tokens are those of
-    the whole batch, f by the weights that made `scores`, which for one update a batch are those it starts from."""
+    """An objective plus the terms of `Balance`, both independent of the split into microbatches: f and the number of
+    tokens are of the whole batch. f is of the weights behind `scores`: with one update per batch, the current ones."""
 
     objective: Any
     balance: Balance
@@ -59,14 +61,14 @@ class Balanced:
         return "\n".join(lines)
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """The objective's, and what the terms need of the whole batch.
+        """Prepares the batch for the objective and adds the batch-wide statistics of the terms.
 
         Raises:
-          ValueError: as the objective; with `load`, no scores of a model with experts.
+          ValueError: as the objective; `load` is set and `scores` are missing or of a model without experts.
         """
         batch = self.objective.prepare(batch, scores)
         tokens = jnp.maximum(jnp.sum(batch.segment_BT > 0), 1).astype(jnp.float32)
-        whole = {"tokens": tokens}
+        scalars = {"tokens": tokens}
         if self.balance.load:
             if scores is None or "load" not in scores.aux:
                 raise ValueError(
@@ -74,11 +76,11 @@ class Balanced:
                     f"{'none' if scores is None else 'those of a model without'}"
                 )
             load_LE = scores.aux["load"]
-            whole["share_LE"] = jnp.sum(load_LE.reshape(-1, *load_LE.shape[-2:]), 0) / tokens
-        return batch.tell(**whole)
+            scalars["share_LE"] = jnp.sum(load_LE.reshape(-1, *load_LE.shape[-2:]), 0) / tokens
+        return batch.with_scalars(**scalars)
 
     def loss(self, out, batch: Batch):
-        """(sum over the microbatch, metrics) with the terms: `balance_load` and `balance_z` without coefficients."""
+        """(sum over the microbatch, metrics) with the terms; metrics `balance_load`, `balance_z` omit coefficients."""
         if "prob" not in out.aux:
             raise ValueError("Balance: needs a model with experts, got one without; leave the coefficients at 0")
         total, report = self.objective.loss(out, batch)
@@ -86,18 +88,18 @@ class Balanced:
         if self.balance.load:
             prob_LE = out.aux["prob"]
             L, E = prob_LE.shape
-            terms["balance_load"] = self.balance.load, E * jnp.sum(batch.whole["share_LE"] * prob_LE) / L
+            terms["balance_load"] = self.balance.load, E * jnp.sum(batch.scalars["share_LE"] * prob_LE) / L
         if self.balance.z:
             terms["balance_z"] = self.balance.z, jnp.mean(out.aux["lse2"])
         for name, (coefficient, part) in terms.items():
-            total += coefficient * part / batch.whole["tokens"]
+            total += coefficient * part / batch.scalars["tokens"]
             report[name] = metrics.of_sum(part, out.aux["tokens"][0])
         return total, report
 
 
 def report(aux) -> dict[str, metrics.Metric]:
-    """Of the sums of a batch, a number a layer: `expert_load`, the largest load over the mean one, and `expert_idle`,
-    the share of experts that no token chose. Nothing for a model without experts."""
+    """Load metrics per layer from the sums of a batch: `expert_load`, the largest load over the mean, and
+    `expert_idle`, the fraction of experts that no token chose. Empty for a model without experts."""
     if "load" not in aux:
         return {}
     load_LE = aux["load"]
@@ -109,16 +111,16 @@ def report(aux) -> dict[str, metrics.Metric]:
 
 
 def update_bias(bias_LE, load_LE, rate: float):
-    """bias + rate sign(mean load - load): balancing without an auxiliary loss (arXiv:2408.15664). The bias takes part
-    in the choice of experts alone; `load_LE` counts the choices that were made with it."""
+    """bias + rate sign(mean load - load): auxiliary-loss-free balancing (arXiv:2408.15664). The bias only affects which
+    experts are chosen; `load_LE` counts the choices made with it."""
     return bias_LE + rate * jnp.sign(jnp.mean(load_LE, -1, keepdims=True) - load_LE).astype(bias_LE.dtype)
 
 
 def update_biases(params, aux, rate: float):
-    """The parameters with `update_bias` done to every `router_bias`; for `step.make_step(adjust=)`.
+    """Applies `update_bias` to every `router_bias` in the parameters; for `step.make_step(adjust=)`.
 
     Raises:
-      ValueError: no layer has such a bias.
+      ValueError: no layer has a router_bias.
     """
     stacks, first = [], 0
     for stack in params["stacks"]:
@@ -129,5 +131,5 @@ def update_biases(params, aux, rate: float):
                 stack = {**stack, "router_bias": update_bias(stack["router_bias"], load_LE, rate)}
         stacks.append(stack)
     if not any("router_bias" in stack for stack in stacks):
-        raise ValueError("update_biases: some layer must have a router_bias, got none; its family's table declares it")
+        raise ValueError("update_biases: needs a layer with router_bias, got none; declare it in the family's table")
     return {**params, "stacks": stacks}

@@ -1,4 +1,4 @@
-"""What a training step reads: packed rows, as a pytree of arrays."""
+"""Packed rows as a pytree of arrays: the input of a training step."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -14,33 +14,33 @@ FINISH = ("stop", "length", "abort", "error")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Packed rows `B x T` with `J` segment slots a row; `pack` puts microbatches M in front of every axis.
+    """Packed rows `B x T` with `J` segment slots per row; `pack` adds a leading microbatch axis M.
 
-    `input` arrays belong to the token at t; `target` arrays speak of predicting token t + 1, so that
-    `target_BT[b, t]` is the next token, `mask_BT[b, t]` says whether to learn it and `logp_BT[b, t]` is its behaviour
-    log-probability. Segment arrays hold -1 (ids), 0 (lengths, weights) or NaN (rewards) in empty slots.
+    `input` arrays describe the token at t, `target` arrays the prediction of token t + 1: `target_BT[b, t]` is the next
+    token, `mask_BT[b, t]` whether it is learnt (in the loss), `logp_BT[b, t]` its behaviour log-probability. Segment
+    arrays hold -1 (ids), 0 (lengths, weights) or NaN (rewards) in empty slots.
 
     Attributes:
       token_BT, position_BT: input; token id and rope position.
-      index_BT: input; order inside the segment, which is what causality follows.
+      index_BT: input; order inside the segment, which defines the causal mask.
       segment_BT: input; slot + 1, 0 = padding.
       target_BT, mask_BT: target; the next token, and whether it is learnt.
       logp_BT, version_BT: target; behaviour log-probability (nats) and policy version (-1 = not sampled).
-      weight_BT: target; weight of the token in the loss, the global denominator folded in by `prepare`.
-      reward_BT: target; rewards where they were given, those of tokens that are not learnt with the last learnt one
-        before (else the first).
+      weight_BT: target; weight of the token in the loss; `prepare` folds the global denominator in.
+      reward_BT: target; rewards at the tokens they were given for; those of tokens that are not learnt are moved to the
+        last learnt one before (else the first).
       adv_BT, ref_BT, prox_BT: target; advantage, reference and proximal log-probability; None until prepared.
-      value_BT, return_BT: target; what a critic expects of the tokens to come, and what it is to learn; None without.
+      value_BT, return_BT: target; the critic's value estimate and its regression target; None without a critic.
       reward_BJ: total reward of the segment; NaN = unscorable.
-      finish_BJ: why generation ended: position in `FINISH`.
-      group_BJ, prompt_BJ, rollout_BJ: which segments belong together, numbered from 0 inside the batch.
-      sample_BJ: position of the sample in the list that was packed.
+      finish_BJ: why generation ended, as an index into `FINISH`.
+      group_BJ, prompt_BJ, rollout_BJ: ids of segments that belong together, numbered from 0 inside the batch.
+      sample_BJ: index of the sample in the packed list.
       length_BJ, weight_BJ: tokens of the segment; its weight inside its rollout.
-      pair_BJ, label_BJ: of preference data: which segments are compared, numbered from 0; 1 = preferred, 0 = not, -1 =
-        neither, of a baseline.
-      component: parts of the reward, [B, J], by name; those that `pack` was asked for.
-      input, target: arrays that samples brought along, by name.
-      whole: what `prepare` says of the whole batch, by name; the same in every microbatch.
+      pair_BJ, label_BJ: for preference data: id of the pair, numbered from 0; 1 = preferred, 0 = not, -1 = neither, for
+        a baseline.
+      component: reward components [B, J] by name, those requested from `pack`.
+      input, target: the samples' extra arrays, by name.
+      scalars: values that `prepare` computes over the whole batch, by name; repeated in every microbatch.
     """
 
     token_BT: Array
@@ -71,13 +71,13 @@ class Batch:
     component: dict[str, Array] = field(default_factory=dict)
     input: dict[str, Array] = field(default_factory=dict)
     target: dict[str, Array] = field(default_factory=dict)
-    whole: dict[str, Array] = field(default_factory=dict)
+    scalars: dict[str, Array] = field(default_factory=dict)
 
     def replace(self, **changes) -> "Batch":
         return dataclasses.replace(self, **changes)
 
-    def tell(self, **values) -> "Batch":
-        """The batch with more values in `whole`, each repeated for every microbatch."""
+    def with_scalars(self, **values) -> "Batch":
+        """The batch with more values in `scalars`, each repeated for every microbatch."""
         front = self.token_BT.shape[:-2]
         repeat = lambda x: jnp.broadcast_to(x, (*front, *jnp.shape(x)))
-        return self.replace(whole={**self.whole, **{name: repeat(x) for name, x in values.items()}})
+        return self.replace(scalars={**self.scalars, **{name: repeat(x) for name, x in values.items()}})

@@ -1,14 +1,14 @@
-"""What a specification refuses, in one line: rule, value received."""
+"""Validation of option dataclasses: one line with the rule and the value received."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
-def must(spec, rules: Iterable[tuple[str, Any, str]], *, name: str = "") -> None:
+def validate(spec, rules: Iterable[tuple[str, Any, str]], *, name: str = "") -> None:
     """Raises ValueError for the first (field, holds, rule) that does not hold.
 
     Args:
-      name: of the specification in the message; "" = that of its class.
+      name: name of the specification in the message; "" = its class name.
     """
     for field, holds, rule in rules:
         if not holds:

@@ -1,7 +1,7 @@
-"""Correction from the policy that sampled (behaviour) to the one before the update (proximal), by importance weights.
+"""Off-policy correction: importance weights from the behaviour (sampling) to the proximal (pre-update) policy.
 
-Which log-probabilities are the proximal ones, the weight of each token, and the tokens that are left out. Every bound
-is stated on the ratio proximal / behaviour itself, whatever is compared with it.
+Chooses the proximal log-probabilities, weighs each token and masks outliers. Every bound is stated as a ratio
+proximal / behaviour, whatever statistic is compared with it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from . import segments
-from .checks import must
+from .checks import validate
 from .segments import to_tokens, total
 
 STATISTICS = {  # as functions of the log ratio
@@ -23,33 +23,34 @@ STATISTICS = {  # as functions of the log ratio
 
 @dataclass(frozen=True)
 class Correction:
-    """What samples of older weights, or of another implementation, count (decoupled PPO: arXiv:2110.00641).
+    """Correction for samples of older weights or of another implementation (decoupled PPO, arXiv:2110.00641).
 
     Attributes:
-      proximal: "recompute" takes log-probabilities of the weights before this update, one more forward pass;
-        "interpolate" puts them between behaviour and current policy, on a line in log space by the token's age:
-        a / (a + 1) of the way for a token that is a versions older than the weights to be updated, the updated ones
-        counting as the next version (A-3PO, arXiv:2512.06547), without that pass; "behaviour" takes the sampled ones:
-        the ratio policy / proximal then corrects alone, and the weight is 1.
-      level: of the weight: each token's ratio, the product of a sequence's ("sequence"), or its geometric mean.
-      action: outside [low, cap] "mask" leaves a token without gradient (IcePop), "truncate" has the weight at most cap
-        (TIS), "clip" has it within both.
+      proximal: "recompute" computes log-probabilities under the weights before this update, with one more forward pass;
+        "interpolate" approximates them without that pass by log-linear interpolation between behaviour and current
+        policy, a / (a + 1) of the way for a token a versions older than the weights to be updated, which count as the
+        next version once updated (A-3PO, arXiv:2512.06547); "behaviour" uses the sampled ones: the weight is 1, and
+        only the ratio policy / proximal corrects.
+      level: the weight is each token's ratio ("token"), the product over its sequence ("sequence"), or the sequence's
+        geometric mean ("geometric").
+      action: outside [low, cap] "mask" removes the token's gradient (IcePop), "truncate" caps the weight at cap (TIS),
+        "clip" clips it to both bounds.
       low, cap: bounds of the weight.
-      normalise: weights are divided by their mean over those tokens of the batch that no mask leaves out.
-      mask: leaves out what a statistic finds too far away: "ratio", "k1" = log ratio, "k2" = (log ratio)^2 / 2,
+      normalise: divides weights by their mean over the batch's unmasked tokens.
+      mask: masks tokens whose statistic is out of bounds: "ratio", "k1" = log ratio, "k2" = (log ratio)^2 / 2,
         "k3" = ratio - 1 - log ratio.
-      mask_over: of each token by itself, or of all of a sequence by the sum, mean or max over its tokens (with "max",
-        "ratio" and "k1" the min too).
-      mask_low, mask_high: ratios. The statistic has to lie between what it is for a token of these ratios; k2 and k3,
-        which are never negative, only below what it is at mask_high. "k1" with "mean" is the geometric mean of ratios,
-        with "sum" their product.
-      veto: leaves out a sequence of which any token's ratio is below; 0 = none.
-      drift: leaves out the tokens of negative advantage of a sequence whose mean log (behaviour / proximal) is above
-        (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556); 0 = none.
-      second_moment: leaves out, after the other masks, the tokens of largest (log ratio)^2 until its mean over the rest
-        of the batch is at most this (M2PO, arXiv:2510.01161); 0 = none.
-      count_masked: what these masks leave out stays in the denominator; False = the others make up for it. A weight
-        of 0, by `action`, always stays.
+      mask_over: tests each token separately, or masks whole sequences by the sum, mean or max over their tokens (with
+        "max", "ratio" and "k1" test the min too).
+      mask_low, mask_high: bounds, given as ratios: the statistic must lie between its values at these ratios; k2 and
+        k3, which are never negative, only below their value at mask_high. "k1" with "mean" is the geometric mean of
+        ratios, with "sum" their product.
+      veto: masks a sequence if any token's ratio is below this; 0 = off.
+      drift: masks the negative-advantage tokens of a sequence whose mean log (behaviour / proximal) exceeds this
+        (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556); 0 = off.
+      second_moment: masks, after the other masks, the tokens of largest (log ratio)^2 until its mean over the rest of
+        the batch is at most this (M2PO, arXiv:2510.01161); 0 = off.
+      count_masked: masked tokens stay in the denominator; False renormalises over the rest. Tokens whose weight
+        `action` sets to 0 always stay.
     """
 
     proximal: Literal["recompute", "interpolate", "behaviour"] = "recompute"
@@ -68,32 +69,32 @@ class Correction:
     count_masked: bool = True
 
     def __post_init__(self):
-        divergence, own = self.mask in ("k2", "k3"), Correction.__dataclass_fields__
-        same = lambda *names: all(getattr(self, name) == own[name].default for name in names)
-        whole = same("mask", "veto", "drift", "second_moment", "normalise", "count_masked")
+        divergence, fields = self.mask in ("k2", "k3"), Correction.__dataclass_fields__
+        default = lambda *names: all(getattr(self, name) == fields[name].default for name in names)
+        unmasked = default("mask", "veto", "drift", "second_moment", "normalise", "count_masked")
         behaviour, recompute = self.proximal == "behaviour", self.proximal == "recompute"
         rules = (
             ("low", 0 <= self.low <= 1, "between 0 and 1"),
             ("cap", self.cap >= 1, "at least 1"),
             ("low", self.low == 0 or self.action != "truncate", '0 with action "truncate"; "clip" has both bounds'),
-            ("mask", self.mask != "none" or same("mask_over", "mask_low", "mask_high"),
+            ("mask", self.mask != "none" or default("mask_over", "mask_low", "mask_high"),
              "a statistic where mask_over or its bounds are set"),
             ("mask_low", 0 <= self.mask_low <= 1, "between 0 and 1"),
-            ("mask_low", self.mask_low == 0 or not divergence, "0 with k2 and k3, which know no direction"),
+            ("mask_low", self.mask_low == 0 or not divergence, "0 with k2 and k3, which are never negative"),
             ("mask_high", self.mask_high > 1, "above 1"),
             ("mask_over", self.mask != "ratio" or self.mask_over != "sum", 'token, mean or max with "ratio"'),
             ("veto", 0 <= self.veto < 1, "between 0 and 1"),
             ("drift", self.drift >= 0, "at least 0"),
             ("second_moment", self.second_moment >= 0, "at least 0"),
-            ("proximal", not behaviour or (whole and same("level", "action", "low", "cap")),
-             '"recompute" with a weight or a mask: with "behaviour" the ratio has corrected already'),
-            ("proximal", recompute or whole, '"recompute" with masks and normalise, which need it before the update'),
+            ("proximal", not behaviour or (unmasked and default("level", "action", "low", "cap")),
+             '"recompute" with a weight or a mask: with "behaviour" the ratio already corrects'),
+            ("proximal", recompute or unmasked, '"recompute" with masks and normalise, which apply before the update'),
         )  # fmt: skip
-        must(self, rules)
+        validate(self, rules)
 
 
 def ratio(spec: Correction, log_BT, mask_BT, segment_BT, J: int):
-    """Proximal / behaviour of each token at the level of the weight, from its logarithm."""
+    """Ratio proximal / behaviour of each token at `spec.level`, from its logarithm per token."""
     if spec.level == "sequence":
         log_BT = to_tokens(total(jnp.where(mask_BT, log_BT, 0), segment_BT, J), segment_BT)
     elif spec.level == "geometric":
@@ -102,19 +103,19 @@ def ratio(spec: Correction, log_BT, mask_BT, segment_BT, J: int):
 
 
 def bounded_exp(log_BT):
-    """exp within e^-20 and e^20, flat outside: what lies further is a fault, which must not overflow a whole step."""
+    """exp clipped to [e^-20, e^20], without gradient outside: one faulty token must not overflow the whole step."""
     return jnp.exp(jnp.clip(log_BT, -20, 20))
 
 
 def bounded(spec: Correction, ratio_BT):
-    """The weight: what `action` makes of the ratio."""
+    """The importance weight: the ratio after `spec.action`."""
     if spec.action == "mask":
         return jnp.where((spec.low <= ratio_BT) & (ratio_BT <= spec.cap), ratio_BT, 0)
     return jnp.clip(ratio_BT, spec.low if spec.action == "clip" else 0, spec.cap)
 
 
 def kept(spec: Correction, log_BT, adv_BT, mask_BT, segment_BT, J: int):
-    """Which learnt tokens of a whole batch no mask leaves out; log_BT = log (proximal / behaviour)."""
+    """Mask of the learnt tokens of a whole batch that every mask keeps; log_BT = log (proximal / behaviour)."""
     keep_BT = mask_BT
     drop = lambda bad_BT: to_tokens(total(jnp.where(mask_BT & bad_BT, 1.0, 0.0), segment_BT, J), segment_BT) == 0
     if spec.mask != "none":
@@ -134,14 +135,14 @@ def kept(spec: Correction, log_BT, adv_BT, mask_BT, segment_BT, J: int):
     if spec.drift:
         keep_BT &= ~((adv_BT < 0) & (segments.mean(-log_BT, mask_BT, segment_BT, J) > spec.drift))
     if spec.second_moment:
-        keep_BT = _within(jnp.square(log_BT), keep_BT, spec.second_moment)
+        keep_BT = _smallest_with_mean(jnp.square(log_BT), keep_BT, spec.second_moment)
     return keep_BT
 
 
-def _within(x_BT, keep_BT, most: float):
-    """Of the kept the smallest, as many as have a mean of at most `most`."""
+def _smallest_with_mean(x_BT, keep_BT, limit: float):
+    """Keeps the smallest x, as many as have a mean of at most `limit`."""
     x_A = jnp.where(keep_BT, x_BT, jnp.inf).reshape(-1)
     order_A = jnp.argsort(x_A)
     mean_A = jnp.cumsum(x_A[order_A]) / (1 + jnp.arange(x_A.size))
-    fits_A = mean_A <= most  # means of ever larger numbers never fall again
+    fits_A = mean_A <= limit  # running means of sorted numbers never decrease
     return keep_BT & jnp.zeros_like(fits_A).at[order_A].set(fits_A).reshape(keep_BT.shape)

@@ -1,4 +1,4 @@
-"""The critic of PPO: a scalar head that learns what is still to come."""
+"""PPO critic: a scalar value head regressed on returns."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,14 @@ from .segments import to_tokens
 
 @dataclass(frozen=True)
 class Critic:
-    """Regression of the returns, mean over the learnt tokens of the batch, weighed as rows are (PPO, arXiv:1707.06347).
+    """Value loss: squared error to the returns, mean over the batch's learnt tokens, weighted by `weight_BJ` (PPO,
+    arXiv:1707.06347).
 
-    1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2): a value that moves further than `clip` from what
-    it was before the update pulls no more (arXiv:2005.12729 has it among PPO's details).
+    1/2 max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2): the loss has no gradient once a value has moved
+    further than `clip` towards its return (value clipping, arXiv:2005.12729).
 
     Attributes:
-      clip: in units of reward; 0 = (V - R)^2 / 2.
+      clip: clip range in units of reward; 0 = (V - R)^2 / 2.
     """
 
     clip: float = 0.5
@@ -34,12 +35,12 @@ class Critic:
         return f"Critic: minimise sum_t {error} / 2 / learnt tokens"
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Of a batch that the policy's objective has prepared: the weights become shares in the mean over tokens."""
+        """Turns the weights of a batch prepared by the policy's objective into shares of the mean over tokens."""
         if batch.return_BT is None or batch.value_BT is None:
-            raise ValueError("Critic.prepare: needs the batch that a policy with a critic prepared, got no return_BT")
+            raise ValueError('Critic.prepare: needs a batch prepared by a policy with credit "gae", got no return_BT')
         weight_BT = jnp.where(batch.mask_BT, to_tokens(batch.weight_BJ, batch.segment_BT), 0)
-        whole = jnp.sum(weight_BT)
-        return batch.replace(weight_BT=weight_BT / jnp.where(whole > 0, whole, 1))
+        total = jnp.sum(weight_BT)
+        return batch.replace(weight_BT=weight_BT / jnp.where(total > 0, total, 1))
 
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.value_BT`."""

@@ -1,9 +1,10 @@
-"""What a loss is a mean of: the share of each learnt token in it, exact over rows, microbatches and devices.
+"""Loss aggregation: each learnt token's share of the mean, exact across rows, microbatches and devices.
 
-token: over all learnt tokens (DAPO, arXiv:2503.14476). sequence: over sequences, of the mean over a sequence's tokens
-(GRPO, arXiv:2402.03300). sequence_sum: over sequences, of the sum. constant: as sequence_sum, over a fixed number of
-tokens (Dr. GRPO, arXiv:2503.20783), never a padded width. rollout, prompt: over rollouts (prompts), of the mean over
-all tokens of its sequences, so that one cut into several rows, or sampled more often, counts as much as any.
+TRL's loss_type, verl's loss_agg_mode. token: mean over all learnt tokens (DAPO, arXiv:2503.14476). sequence: mean over
+sequences of the mean over their tokens (GRPO, arXiv:2402.03300). sequence_sum: mean over sequences of the sum over
+their tokens. constant: sequence_sum divided by a fixed number of tokens (Dr. GRPO, arXiv:2503.20783), never a padded
+width. rollout, prompt: mean over rollouts (prompts) of the mean over all their tokens: each counts the same, however
+many rows it is cut into or samples it has.
 """
 
 from typing import Literal
@@ -17,11 +18,11 @@ Denominator = Literal["token", "sequence", "sequence_sum", "constant", "rollout"
 
 
 def share(batch: Batch, mask_BT, kind: Denominator, tokens: int = 0):
-    """Share of each token in the mean, [B, T]; 0 off the mask. Sequences weigh what `batch.weight_BT` says.
+    """Share of each token in the mean, [B, T]; 0 off the mask. Tokens are weighted by `batch.weight_BT`.
 
     Args:
-      mask_BT: the tokens that count; a sequence without any counts for nothing.
-      tokens: of "constant".
+      mask_BT: the tokens that count; a sequence without any does not count.
+      tokens: the divisor of "constant".
     """
     weight_BT = jnp.where(mask_BT, batch.weight_BT, 0)
     if kind == "token":

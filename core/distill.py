@@ -1,4 +1,4 @@
-"""Distillation: a student learns the next-token distributions of a teacher that does not learn."""
+"""Distillation: trains a student on the next-token distributions of a frozen teacher."""
 
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -9,26 +9,27 @@ import jax.numpy as jnp
 from . import divergence as divergences
 from . import metrics
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .divergence import Divergence
 
 
 @dataclass(frozen=True)
 class Distill:
-    """The divergence from the teacher's distributions, mean over the learnt tokens of the batch (by `weight_BT`).
+    """Divergence from the teacher's distributions, mean over the batch's learnt tokens (weighted by `weight_BT`).
 
-    On a data set it is distillation; on samples of the student's own it is on-policy distillation (GKD,
-    arXiv:2306.13649; MiniLLM, arXiv:2306.08543). `models.teacher.score` makes what `loss` reads. The teacher is local,
-    a model that reads the same microbatch, or its log-probabilities came with the batch: `target["teacher_ids"]` and
-    `target["teacher_logp"]` [B, T, top_k].
+    Distillation on a data set, on-policy distillation on the student's samples (GKD, arXiv:2306.13649; MiniLLM,
+    arXiv:2306.08543). `loss` reads the output of `models.frozen.score`. The teacher is a local model that reads the
+    same microbatch, or its log-probabilities come with the batch: `target["teacher_ids"]` and `target["teacher_logp"]`
+    [B, T, top_k].
 
     Attributes:
       divergence: as in `core.divergence`.
-      beta: of "js", in (0, 1); the teacher's part of the mixture.
-      top_k: tokens of the teacher that are told apart, the rest being one outcome; 0 = the whole vocabulary.
-      temperature: both distributions are softmax(logits / temperature). Log-probabilities that came with the batch must
-        be of this temperature; servers give those of 1.
-      sft_coef: of the negative log-likelihood of the batch's tokens, at temperature 1, beside the divergence.
+      beta: weight of the teacher in the mixture of "js", in (0, 1).
+      top_k: the teacher's likeliest tokens that are compared individually, all others as one outcome; 0 = the whole
+        vocabulary.
+      temperature: both distributions are softmax(logits / temperature). Log-probabilities that come with the batch must
+        be of this temperature; servers return those of 1.
+      sft_coef: coefficient of the negative log-likelihood of the batch's tokens, at temperature 1, added to the loss.
     """
 
     divergence: Divergence = "reverse"
@@ -42,12 +43,12 @@ class Distill:
         known = get_args(Divergence)
         rules = {
             "divergence": (self.divergence in known, f"one of {', '.join(known)}"),
-            "beta": (0 < self.beta < 1, 'between 0 and 1; at the ends take "forward" or "reverse"'),
+            "beta": (0 < self.beta < 1, 'between 0 and 1; for the ends use "forward" or "reverse"'),
             "top_k": (self.top_k >= 0, "at least 0"),
             "temperature": (self.temperature > 0, "above 0"),
             "sft_coef": (self.sft_coef >= 0, "at least 0"),
         }
-        must(self, [(field, *rule) for field, rule in rules.items()])
+        validate(self, [(field, *rule) for field, rule in rules.items()])
 
     def __str__(self):
         b = f"{self.beta:g}"
@@ -58,21 +59,21 @@ class Distill:
         }[self.divergence]
         lines = [f"Distill: minimise sum_t w_t D_t / sum_t w_t, D = {formula}"]
         if self.top_k:
-            lines.append(f"  over the teacher's {self.top_k} likeliest tokens, and the rest as one")
+            lines.append(f"  over the teacher's {self.top_k} likeliest tokens, all others as one outcome")
         if self.temperature != 1:
             lines.append(f"  both at temperature {self.temperature:g}")
         return "\n".join(lines + [f"  - {self.sft_coef:g} log pi(y_t | y_<t)"] * bool(self.sft_coef))
 
     def per_token(self, logits_CV, target_C, given, *teacher_CV) -> dict:
-        """{"divergence", "usable"} [C], for `models.score(per_chunk=)`.
+        """Returns {"divergence", "usable"} [C], for `models.score(per_chunk=)`.
 
-        A token of whose teacher a number is not finite is not usable; its divergence is finite and means nothing.
+        A token is unusable if any of the teacher's numbers is not finite; its divergence is finite but meaningless.
 
         Args:
-          given: {"teacher_ids", "teacher_logp"} [C, K], or None with the teacher's logits behind.
+          given: {"teacher_ids", "teacher_logp"} [C, K], or None if the teacher's logits follow.
 
         Raises:
-          ValueError: log-probabilities of another number of tokens than `top_k`.
+          ValueError: the log-probabilities are not of `top_k` tokens.
         """
         how = dict(kind=self.divergence, beta=self.beta, temperature=self.temperature)
         if teacher_CV:
@@ -85,18 +86,17 @@ class Distill:
             ids_CK, logp_CK = given["teacher_ids"], given["teacher_logp"]
             if ids_CK.shape[1] != self.top_k:
                 raise ValueError(
-                    f"Distill: top_k must be the number of tokens that teacher_ids name, {ids_CK.shape[1]}, "
-                    f"got {self.top_k}"
+                    f"Distill: top_k must be the number of tokens in teacher_ids, {ids_CK.shape[1]}, got {self.top_k}"
                 )
             usable_C = jnp.isfinite(logp_CK).all(-1)
             logp_CK = jnp.where(usable_C[:, None], logp_CK, 0)
         return {"divergence": divergences.top(logits_CV, ids_CK, logp_CK, **how), "usable": usable_C}
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Folds 1 / (sum of weights) into the weights; a batch that learns nothing keeps weights of 0.
+        """Folds 1 / (sum of weights) into the weights; they stay 0 in a batch without learnt tokens.
 
-        Tokens without a finite log-probability of the teacher do not count, where these came with the batch. A local
-        teacher's are not known yet: they stay in the sum, and `loss` passes them over.
+        If the teacher's log-probabilities came with the batch, tokens where they are not finite do not count. A local
+        teacher's are not known yet: such tokens stay in the sum, and `loss` skips them.
         """
         counts_BT = batch.mask_BT
         if "teacher_logp" in batch.target:
@@ -123,8 +123,8 @@ class Distill:
 
 @dataclass(frozen=True)
 class Taught:
-    """An objective, and beside it `coef` times the divergence from a teacher on the tokens that it learns, a mean over
-    all of them: on samples of the student's own, on-policy distillation (GKD, arXiv:2306.13649) beside rewards."""
+    """An objective plus `coef` times the divergence from a teacher, mean over the objective's learnt tokens: on the
+    student's samples, on-policy distillation (GKD, arXiv:2306.13649) combined with rewards."""
 
     objective: Any
     distill: Distill
@@ -135,17 +135,17 @@ class Taught:
         return self.objective.needs_scores
 
     def __str__(self):
-        return f"{self.objective}\nless {self.coef:g} times what is minimised here:\n{self.distill}"
+        return f"{self.objective}\nminus {self.coef:g} times what is minimised here:\n{self.distill}"
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """The objective's, and the weights of the divergence."""
+        """Prepares the batch for the objective and sets the divergence's weights, `target["taught_BT"]`."""
         ready = self.objective.prepare(batch, scores)
         weight_BT = self.distill.prepare(ready.replace(weight_BT=batch.weight_BT)).weight_BT
         return ready.replace(target={**ready.target, "taught_BT": weight_BT})
 
     def loss(self, out, batch: Batch):
-        """(sum over the microbatch, metrics); gradients as both have them."""
+        """(sum over the microbatch, metrics); gradients flow as in both losses."""
         total, report = self.objective.loss(out, batch)
-        more, its = self.distill.loss(out, batch.replace(weight_BT=batch.target["taught_BT"]))
-        report |= {"divergence": its["divergence"], "unusable_teacher": its["unusable_fraction"]}
-        return total + self.coef * more, report
+        distilled, more = self.distill.loss(out, batch.replace(weight_BT=batch.target["taught_BT"]))
+        report |= {"divergence": more["divergence"], "unusable_teacher": more["unusable_fraction"]}
+        return total + self.coef * distilled, report

@@ -1,13 +1,13 @@
-"""Divergences of a student's next-token distribution from a teacher's, a token each, in nats.
+"""Divergences between a student's and a teacher's next-token distributions, per token, in nats.
 
-Of distributions S (student) and T (teacher), both softmax(logits / temperature):
+For distributions S (student) and T (teacher), both softmax(logits / temperature):
 
-  forward   KL(T || S): the student covers whatever the teacher may say (Hinton et al., arXiv:1503.02531)
-  reverse   KL(S || T): the student keeps to what the teacher finds likely (MiniLLM, arXiv:2306.08543)
+  forward   KL(T || S): mode-covering (Hinton et al., arXiv:1503.02531)
+  reverse   KL(S || T): mode-seeking (MiniLLM, arXiv:2306.08543)
   js        beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S (GKD, arXiv:2306.13649)
 
-js itself goes to 0 at both ends of beta: js / beta goes to the forward KL as beta -> 0, js / (1 - beta) to the reverse
-one as beta -> 1. There is no factor temperature^2. Gradients flow into the student alone.
+js goes to 0 at both ends of beta: js / beta tends to the forward KL as beta -> 0, js / (1 - beta) to the reverse KL as
+beta -> 1. There is no factor temperature^2. Gradients flow only into the student.
 """
 
 from typing import Literal
@@ -22,21 +22,21 @@ Divergence = Literal["forward", "reverse", "js"]
 
 @shaped
 def full(logits_CV, teacher_CV, *, kind: Divergence, beta: float = 0.5, temperature: float = 1.0):
-    """The divergence [C] over the whole vocabulary from the logits of both, in fp32 or wider."""
+    """The divergence [C] over the whole vocabulary from both models' logits, in fp32 or wider."""
     return between(_logp(logits_CV, temperature), _logp(teacher_CV, temperature), kind, beta)
 
 
 @shaped
 def top(logits_CV, ids_CK, logp_CK, *, kind: Divergence, beta: float = 0.5, temperature: float = 1.0):
-    """The divergence [C] over K + 1 outcomes: K tokens that the teacher names, and all others as one, the tail.
+    """The divergence [C] over K + 1 outcomes: K tokens chosen by the teacher, and all others merged into a tail.
 
-    Merging outcomes can only lower a divergence, so this bounds that over the whole vocabulary from below. With K = V
-    there is no tail, and both are equal.
+    A lower bound of the divergence over the whole vocabulary, since merging outcomes can only lower it; equal if K = V,
+    where there is no tail.
 
     Args:
-      ids_CK: different tokens, such as the teacher's likeliest.
-      logp_CK: the teacher's log-probabilities of them at this temperature. What they leave to the tail counts as at
-        least the dtype's epsilon, for less cannot be told from rounding.
+      ids_CK: distinct tokens, such as the teacher's likeliest.
+      logp_CK: the teacher's log-probabilities of them at this temperature. The tail's mass is at least the dtype's
+        epsilon, since less is rounding error.
     """
     logits_CV = _wide(logits_CV) / temperature
     (C, V), K = logits_CV.shape, ids_CK.shape[1]
@@ -45,7 +45,7 @@ def top(logits_CV, ids_CK, logp_CK, *, kind: Divergence, beta: float = 0.5, temp
     teacher_CK = logp_CK.astype(logits_CV.dtype)
     if K == V:
         return between(student_CK, teacher_CK, kind, beta)
-    # Summed over the others themselves: 1 - sum would cancel.
+    # Summed over the other tokens: 1 - sum would cancel catastrophically.
     others_CV = logits_CV.at[jnp.arange(C)[:, None], ids_CK].set(-jnp.inf)
     tail_C1 = jax.nn.logsumexp(others_CV, -1, keepdims=True) - lse_C1
     rest_C1 = 1 - jnp.sum(jnp.exp(teacher_CK), -1, keepdims=True)
@@ -55,7 +55,7 @@ def top(logits_CV, ids_CK, logp_CK, *, kind: Divergence, beta: float = 0.5, temp
 
 
 def between(student_CK, teacher_CK, kind: Divergence, beta: float):
-    """The divergence [C] of log-probabilities of the same K outcomes, which are all there are."""
+    """The divergence [C] between log-probabilities over the same, exhaustive K outcomes."""
     s_CK, t_CK = student_CK, jax.lax.stop_gradient(teacher_CK)
     kl = lambda p_CK, q_CK: jnp.sum(jnp.exp(p_CK) * (p_CK - q_CK), -1)
     if kind == "forward":

@@ -1,22 +1,23 @@
-"""A bonus for uncertainty: constant, towards a floor, or by the class of a token."""
+"""Entropy bonus: constant, only below a floor, or by token class."""
 
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from .batch import Batch
-from .checks import must
+from .checks import validate
 
 
 @dataclass(frozen=True)
 class Entropy:
-    """What a nat of entropy is worth in the objective.
+    """Options of the entropy bonus.
 
     Attributes:
-      coef: 0 = no bonus.
-      floor: nats; the bonus is paid while the mean entropy of the batch's learnt tokens, before the update, is below;
-        0 = always. Skywork-OR1 (arXiv:2505.22312) moves its coefficient by steps instead.
-      classes: factors of `coef` for tokens of class 0, 1, ..., which `target["token_class"]` says; empty = all alike.
+      coef: coefficient of the entropy in nats; 0 = no bonus.
+      floor: the bonus applies only while the mean entropy of the batch's learnt tokens before the update is below this,
+        in nats; 0 = always. Skywork-OR1 (arXiv:2505.22312) adapts its coefficient in steps instead.
+      classes: factors of `coef` for tokens of class 0, 1, ... in `target["token_class"]`, other classes get no bonus;
+        empty = all alike.
     """
 
     coef: float = 0.0
@@ -28,17 +29,17 @@ class Entropy:
             ("floor", self.floor == 0 or (self.floor > 0 and self.coef != 0), "0, or above 0 with a coef"),
             ("classes", not self.classes or self.coef != 0, "empty without a coef"),
         )
-        must(self, rules)
+        validate(self, rules)
 
 
 def weights(spec: Entropy, batch: Batch, entropy_BT, mask_BT, share_BT):
-    """What each token's entropy counts in the objective, [B, T].
+    """Coefficient of each token's entropy in the objective, [B, T].
 
     Args:
-      entropy_BT: before the update; read with a floor alone.
+      entropy_BT: entropy before the update; read only with a floor.
 
     Raises:
-      ValueError: the classes of tokens are missing.
+      ValueError: `spec.classes` is set and the batch has no token classes.
     """
     weight_BT = spec.coef * share_BT
     if spec.classes:

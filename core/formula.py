@@ -1,4 +1,4 @@
-"""What an objective prints: the quantity that it maximises, a line a part."""
+"""Prints the formula of an objective: the quantity that it maximises, one line per part."""
 
 import math
 
@@ -6,7 +6,7 @@ from .surrogates import FORMULAS
 
 PROXIMAL = {
     "recompute": "the policy before the update",
-    "interpolate": "a policy between that which sampled and pi, by the token's age",
+    "interpolate": "the policy between the sampling one and pi by the token's age",
     "behaviour": "the policy that sampled",
 }
 RATIOS = {
@@ -35,7 +35,7 @@ def of(p) -> str:
         lines.append(f"r = pi / {PROXIMAL[p.correction.proximal]}{RATIOS[p.ratio]}")
     lines += [*_weight(p.correction), f"share = {SHARES[p.denominator].format(tokens=p.denominator_tokens)}"]
     if not p.correction.count_masked:
-        lines[-1] += ", without what is left out"
+        lines[-1] += ", masked tokens excluded"
     lines += _terms(p.kl, p.entropy)
     if p.note:
         lines.append(f"not as in the paper: {p.note}")
@@ -58,15 +58,15 @@ def _reward(s, kl, prox: str) -> list[str]:
         start = s.overlong_tokens - s.overlong_buffer
         reward += f" - {s.overlong_penalty:g} clip((tokens - {start}) / {max(s.overlong_buffer, 1)}, 0, 1)"
     if s.unfinished_penalty:
-        reward += f" - {s.unfinished_penalty:g} if it did not end by itself"
+        reward += f" - {s.unfinished_penalty:g} if unfinished"
     if kl.coef and kl.place == "reward":
         reward += f" - {_coefficient(kl)} sum_t {kl.estimator}({prox}, reference)"
     lines = [] if reward == "reward" else [f"R = {reward}"]
     if s.truncated != "keep":
-        counts = "nor count in the baseline" if s.truncated == "drop" else "but count in the baseline"
-        lines.append(f"rollouts cut off at the length limit teach nothing, {counts}")
+        counts = "and from the baseline" if s.truncated == "drop" else "but count in the baseline"
+        lines.append(f"rollouts truncated at the length limit are excluded from the loss {counts}")
     if s.dynamic_sampling:
-        lines.append("groups of equal rewards are sampled anew")
+        lines.append("groups with equal rewards are resampled")
     return lines
 
 

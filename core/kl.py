@@ -1,9 +1,9 @@
-"""The divergence KL(policy || reference), estimated from log-probabilities of tokens that were sampled.
+"""Estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
 
 J. Schulman, "Approximating KL divergence" (2020). With r = reference / policy, log r = ref - logp:
 k1 = -log r (unbiased, high variance), k2 = (log r)^2 / 2 (biased, low variance), k3 = r - 1 - log r (unbiased,
-never negative). Their gradients as a loss term, on policy: k1's is 0 in the mean, noise that holds nothing back; k2's
-is that of the reverse KL(policy || reference); k3's is that of the forward KL(reference || policy).
+never negative). Their expected gradients as a loss term, on policy: k1 has 0, only noise; k2 has that of the reverse
+KL(policy || reference); k3 has that of the forward KL(reference || policy).
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,24 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from .checks import must
+from .checks import validate
 from .shapes import shaped
 
 
 @dataclass(frozen=True)
 class KL:
-    """How far the policy may move from a reference.
+    """Options of the KL penalty that keeps the policy close to a reference.
 
     Attributes:
-      coef: 0 = no reference is needed.
+      coef: coefficient of the penalty (beta in TRL, kl_loss_coef in verl); 0 = off, no reference model (ref_model) is
+        needed.
       estimator: "k1", "k2", "k3", or "k3_k2": the value of k3 with the gradient of k2.
-      place: "loss" adds coef x estimate to the loss; "reward" takes it from the reward of each sampled token before
-        advantages (arXiv:1909.08593), estimated between proximal policy and reference, without a gradient.
-      ratio: of k1 and k3 as a loss: times policy / behaviour, which stays differentiable, so that both have in the mean
-        the gradient of the reverse KL, off policy too (DeepSeek-V3.2, arXiv:2512.02556).
-      target: nats a token; the coefficient moves towards what keeps the divergence there (arXiv:1909.08593); 0 = fixed.
-      horizon: batches in which a coefficient at its fastest grows by a fifth.
+      place: "loss" adds coef x estimate to the loss; "reward" subtracts it from the reward of each sampled token before
+        advantages are computed (arXiv:1909.08593), between proximal policy and reference, without a gradient.
+      ratio: for k1 and k3 in the loss: multiplies by policy / behaviour, with its gradient, so that the expected
+        gradient is that of the reverse KL, off policy too (DeepSeek-V3.2, arXiv:2512.02556).
+      target: divergence, in nats per token, towards which the coefficient adapts (arXiv:1909.08593); 0 = fixed.
+      horizon: number of batches in which the coefficient can change by about a fifth.
     """
 
     coef: float = 0.0
@@ -44,7 +45,7 @@ class KL:
             (
                 "coef",
                 self.coef > 0 or (self.estimator, self.place, self.ratio) == ("k3", "loss", False),
-                "above 0 where an estimator, a place or the ratio is chosen",
+                "above 0 if estimator, place or ratio is set",
             ),
             ("estimator", self.estimator in ESTIMATORS, f"one of {', '.join(ESTIMATORS)}"),
             ("place", self.place in ("loss", "reward"), "loss or reward"),
@@ -53,10 +54,10 @@ class KL:
             ("target", self.target == 0 or (self.target > 0 and self.coef > 0), "0, or above 0 with a coef above 0"),
             ("horizon", self.horizon >= 1, "at least 1"),
         )
-        must(self, rules)
+        validate(self, rules)
 
     def adapt(self, coef: float, kl: float) -> float:
-        """The next batch's coefficient after one of divergence `kl` (nats a token)."""
+        """The coefficient for the next batch, given this batch's divergence `kl` (nats per token)."""
         if not self.target:
             return coef
         return coef * (1 + min(max(kl / self.target - 1, -0.2), 0.2) / self.horizon)
@@ -64,7 +65,7 @@ class KL:
 
 @shaped
 def k1(logp_BT, ref_BT):
-    """logp - ref, nats a token; gradients flow into both arguments."""
+    """logp - ref, nats per token; gradients flow into both arguments."""
     return logp_BT - ref_BT
 
 

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens from hidden states, in chunks: no [T, V] array is ever held.
+"""Chunked log-probabilities of given tokens from hidden states, without materialising [T, V] logits.
 
-The same primitive serves SFT, RL, distillation and evaluation.
+Used by SFT, RL, distillation and evaluation.
 """
 
 from functools import partial
@@ -11,12 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .shapes import shaped
 
-KEPT = 2**26  # logits, 256 MB in fp32, up to which the backward pass finds them kept
-SUMS = "logprobs"  # the name of what the backward pass of a chunk finds again
+KEPT = 2**26  # largest number of logits, 256 MB in fp32, that are saved for the backward pass
+SUMS = "logprobs"  # checkpoint name of what a chunk saves for the backward pass
 
 
 def chunk_size(vocabulary: int, platform: str = "cpu") -> int:
-    """Tokens a chunk: about 16 MB of fp32 logits on a CPU, which stay in its cache, 1 GB elsewhere; at least 256."""
+    """Tokens per chunk: about 16 MB of fp32 logits on a CPU, to fit its cache, 1 GB elsewhere; at least 256 tokens."""
     logits = 2**22 if platform == "cpu" else 2**28
     return max(256, 1 << max(0, (logits // vocabulary).bit_length() - 1))
 
@@ -28,7 +28,7 @@ def from_logits(logits_AV, target_A, *, axis: str | None = None):
     Differentiable in the logits, entropy included: d entropy / d logits = -p (log p + entropy).
 
     Args:
-      axis: a mesh axis in whose order the devices hold V columns each of longer rows; targets count over all of them.
+      axis: mesh axis over which the vocabulary is sharded, V columns per device; targets index the whole vocabulary.
     """
     if axis is None:
         lse_A = jax.nn.logsumexp(logits_AV, axis=-1)
@@ -50,8 +50,8 @@ def from_logits(logits_AV, target_A, *, axis: str | None = None):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _in_one_pass(logits_AV, target_A, axis):
-    """`from_logits`, whose backward pass goes over the logits once, not once for each sum over them: for logits that
-    it computes again. Where it finds them kept, it finds their exponentials kept, too."""
+    """`from_logits` with a backward pass that reads the logits once rather than once per sum: for logits that are
+    recomputed. Where logits are saved, plain autodiff saves their exponentials too."""
     return _one_pass_forward(logits_AV, target_A, axis)[0]
 
 
@@ -66,7 +66,7 @@ def _one_pass_backward(axis, kept, given):
     column_V = jnp.arange(logits_AV.shape[-1], dtype=target_A.dtype)
     if axis is not None:
         column_V += logits_AV.shape[-1] * jax.lax.axis_index(axis)
-        given = jax.lax.psum(given, axis)  # each device has its share of what comes back for all
+        given = jax.lax.psum(given, axis)  # each device holds a part of the cotangents
     dlogp_A1, dentropy_A1, dlse_A1 = (x_A[:, None] for x_A in given)
     logp_AV = logits_AV - lse_A[:, None]
     slope_AV = jnp.exp(logp_AV) * (dlse_A1 - dlogp_A1 - dentropy_A1 * (logp_AV + entropy_A[:, None]))
@@ -78,11 +78,11 @@ _in_one_pass.defvjp(_one_pass_forward, _one_pass_backward)
 
 @jax.custom_vjp
 def _project(h_CD, head_VD, narrow_VD):
-    """Logits in fp32 or wider; their gradient is multiplied in the dtype of the hidden states, as it is in layers, but
-    for fp16: most gradients of logits are too small for it.
+    """Logits in fp32 or wider. The backward matmuls run in the dtype of the hidden states, as in layers, except for
+    fp16, in which most gradients of logits would underflow.
 
     Args:
-      narrow_VD: the head in that dtype; gradients go to `head_VD` alone.
+      narrow_VD: the head cast to the hidden states' dtype; gradients flow only into `head_VD`.
     """
     wide = jnp.promote_types(h_CD.dtype, jnp.float32)
     return jnp.einsum("CD,VD->CV", h_CD, narrow_VD, preferred_element_type=wide)
@@ -102,23 +102,23 @@ _project.defvjp(lambda *given: (_project(*given), given), _project_backward)
 def from_hidden(
     hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, beside=None, others=(), axis=None
 ):
-    """(logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
+    """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
-    The backward pass computes each chunk again, unless `chunk` and `per_chunk` are None and there are at most `KEPT`
-    logits. Logits and the head's gradient are summed in fp32 or wider.
+    The backward pass recomputes each chunk, unless `chunk` and `per_chunk` are None and there are at most `KEPT`
+    logits. Logits and the head's gradient are accumulated in fp32 or wider.
 
     Args:
-      temperature: positive scalar, or one a token, [A].
-      chunk: tokens a chunk; None = `chunk_size(V)` of the platform.
-      per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, for what else needs whole
-        rows of logits; `given` is the chunk's part of `beside`.
-      beside: pytree of [A, ...].
-      others: pairs (hidden_AE, head_VE) of other models over the same vocabulary, whose logits `per_chunk` gets, not
-        divided by any temperature.
-      axis: a mesh axis over which rows of the heads are split, as in `from_logits`; `per_chunk` still sees whole rows.
+      temperature: positive scalar, or one per token, [A].
+      chunk: tokens per chunk; None = `chunk_size(V)` of the platform.
+      per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]` on whole rows of logits;
+        `given` is the chunk's slice of `beside`.
+      beside: pytree of [A, ...], passed to `per_chunk` in slices.
+      others: pairs (hidden_AE, head_VE) of other models over the same vocabulary, whose logits are passed to
+        `per_chunk`, not divided by any temperature.
+      axis: mesh axis over which the heads' rows are sharded, as in `from_logits`; `per_chunk` still gets whole rows.
 
     Returns:
-      logp_A, entropy_A, lse_A, and per_chunk's results with A in front (None without it).
+      logp_A, entropy_A, lse_A, and per_chunk's results with leading axis A (None without it).
     """
     A, V = hidden_AD.shape[0], head_VD.shape[0]
     wide = jnp.promote_types(hidden_AD.dtype, jnp.float32)

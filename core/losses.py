@@ -1,9 +1,9 @@
-"""Objectives: a frozen specification with two pure functions.
+"""Objectives: frozen dataclasses with two pure functions, `prepare` and `loss`.
 
-`prepare(batch, scores)` sees the whole batch (any leading axes) and does what needs it: advantages, corrections, masks,
-and `weight_BT` with the global denominator folded in. `loss(out, batch)` is a plain sum over one microbatch, so that
-microbatches, devices and processes add up exactly. `scores` is `models.score` of the batch at the current weights,
-or None where `needs_scores` is False.
+`prepare(batch, scores)` runs on the whole batch (any leading axes) and computes what depends on all of it: advantages,
+corrections, masks, and `weight_BT` with the global denominator folded in. `loss(out, batch)` is a plain sum over one
+microbatch, so microbatches, devices and processes add up exactly. `scores` is `models.score` of the batch at the
+current weights, or None if `needs_scores` is False.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from . import metrics
 from .batch import Batch
-from .distill import Distill as Distill  # an objective like those below, in a file of its own
+from .distill import Distill as Distill  # an objective like those below
 from .policy import Policy
 from .preference import KTO, Preference, RewardModel
 
@@ -30,7 +30,7 @@ class SFT:
         return "SFT: minimise -sum_t w_t log pi(y_t | y_<t) / sum_t w_t"
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Folds 1 / (sum of weights) into the weights; a batch that learns nothing keeps weights of 0."""
+        """Folds 1 / (sum of weights) into the weights; they stay 0 in a batch without learnt tokens."""
         weight_BT = jnp.where(batch.mask_BT, batch.weight_BT, 0)
         total = jnp.sum(weight_BT)
         return batch.replace(weight_BT=weight_BT / jnp.where(total > 0, total, 1))
@@ -47,11 +47,11 @@ class SFT:
 
 # -- policies ------------------------------------------------------------------------------------
 #
-# Each has w = proximal / behaviour beside what its paper says of fresh samples; proximal="behaviour" leaves it out.
+# Papers describe fresh samples; each preset adds the weight w = proximal / behaviour. proximal="behaviour" disables it.
 
 
 def _preset(name: str, changes: dict, *, note: str = "", **defaults) -> Policy:
-    """`Policy` with other defaults, which keywords change; a mapping changes single fields of a part."""
+    """`Policy` with the preset's defaults, overridden by `changes`; a mapping overrides single fields of a part."""
     policy = Policy(name=name, note=note)
     for changed in (defaults, changes):
         parts = {
@@ -63,65 +63,65 @@ def _preset(name: str, changes: dict, *, note: str = "", **defaults) -> Policy:
 
 
 def REINFORCE(**changes) -> Policy:
-    """Rewards as they are, no ratio (Williams 1992); mean over sequences of the sum over tokens."""
+    """Raw rewards as advantages, no ratio (Williams 1992); mean over sequences of the sum over tokens."""
     plain = dict(mean="none", std="none")
     return _preset("REINFORCE", changes, advantage=plain, surrogate="score", denominator="sequence_sum")
 
 
 def ReinforcePlusPlus(**changes) -> Policy:
-    """Returns from each token on, whitened over the batch, and PPO's clip (REINFORCE++, arXiv:2501.03262).
+    """Per-token returns, whitened over the batch, with PPO's clip (REINFORCE++, arXiv:2501.03262).
 
-    Its baseline form is `advantage={"mean": "group"}`: the group's mean is taken off before the batch is whitened.
+    For REINFORCE++-baseline, `advantage={"mean": "group"}` subtracts the group's mean before whitening.
     """
     returns = dict(credit="return", mean="none", std="none", whiten="token")
-    note = 'no KL in the reward; its value is kl={"coef": 0.001, "estimator": "k1", "place": "reward"}'
+    note = 'no KL in the reward; for the paper\'s, kl={"coef": 0.001, "estimator": "k1", "place": "reward"}'
     return _preset("ReinforcePlusPlus", changes, note=note, advantage=returns, clip_high=0.2)
 
 
 def ReMax(**changes) -> Policy:
-    """REINFORCE against the reward of greedy decoding (arXiv:2310.10505), one more completion a prompt."""
+    """REINFORCE with the reward of greedy decoding as baseline (arXiv:2310.10505): one more completion per prompt."""
     greedy = dict(mean="greedy", std="none")
     return _preset("ReMax", changes, advantage=greedy, surrogate="score", denominator="sequence_sum")
 
 
 def RLOO(**changes) -> Policy:
-    """REINFORCE against the mean of the other rollouts of the group (arXiv:2402.14740)."""
+    """REINFORCE with the mean of the group's other rollouts as baseline (arXiv:2402.14740)."""
     others = dict(std="none", leave_one_out=True)
     return _preset("RLOO", changes, advantage=others, surrogate="score", denominator="sequence_sum")
 
 
 def OPO(**changes) -> Policy:
-    """REINFORCE against the length-weighted mean of the group, the baseline of least variance (arXiv:2505.23585)."""
+    """REINFORCE with the group's length-weighted mean, the minimum-variance baseline (arXiv:2505.23585)."""
     weighted = dict(std="none", length_weighted=True)
     return _preset("OPO", changes, advantage=weighted, surrogate="score", denominator="sequence_sum")
 
 
 def GPG(**changes) -> Policy:
-    """A log pi against the mean of the group (arXiv:2504.02546)."""
-    note = "no weight that makes up for groups of equal rewards"
+    """A log pi with the group's mean as baseline (arXiv:2504.02546)."""
+    note = "no rescaling for groups with equal rewards"
     return _preset("GPG", changes, note=note, advantage=dict(std="none"), surrogate="score")
 
 
 def PPO(**changes) -> Policy:
-    """Advantages by a critic, and the clip (arXiv:1707.06347), as for language models (arXiv:2203.02155)."""
+    """Clipped ratio with a critic's GAE advantages (arXiv:1707.06347), as for language models (arXiv:2203.02155)."""
     critic = dict(credit="gae", mean="none", std="none", lam=0.95, whiten="token")
-    note = "the mean is over the batch's tokens; no bonus for entropy"
+    note = "the mean is over the batch's tokens; no entropy bonus"
     return _preset("PPO", changes, note=note, advantage=critic, clip_high=0.2)
 
 
 def GRPO(**changes) -> Policy:
-    """Rewards standardised in the group (arXiv:2402.03300), with what its followers have made of it.
+    """Rewards standardised within the group (arXiv:2402.03300), with today's usual changes.
 
-    Bounds apart (clip-higher) and the mean over all tokens of the batch as in DAPO, no KL.
+    Asymmetric clipping (clip-higher) and the mean over all tokens of the batch as in DAPO; no KL.
     """
-    note = "clip_high 0.2, denominator sequence and KL coef 0.04 there"
+    note = "the paper has clip_high 0.2, denominator sequence and KL coef 0.04"
     return _preset("GRPO", changes, note=note)
 
 
 def DrGRPO(**changes) -> Policy:
-    """GRPO without its biases: no deviation, a constant in the place of lengths (arXiv:2503.20783).
+    """GRPO without its biases: no division by the deviation, a constant instead of lengths (arXiv:2503.20783).
 
-    The constant, `denominator_tokens`, is the longest completion; it scales the loss alone.
+    The constant, `denominator_tokens`, is the maximum completion length; it only scales the loss.
     """
     return _preset(
         "DrGRPO", changes, advantage=dict(std="none"), clip_high=0.2, denominator="constant", denominator_tokens=1024
@@ -129,76 +129,76 @@ def DrGRPO(**changes) -> Policy:
 
 
 def DAPO(**changes) -> Policy:
-    """Clip-higher, the token mean, groups of equal rewards sampled anew (arXiv:2503.14476).
+    """Clip-higher, token mean, dynamic sampling (arXiv:2503.14476).
 
-    Its soft penalty of length depends on the longest completion: `shaping={"overlong_tokens": ..., "overlong_buffer":
-    ...}`, 20480 and 4096 there.
+    Its soft overlong penalty depends on the maximum completion length: set `shaping={"overlong_tokens": ...,
+    "overlong_buffer": ...}`, 20480 and 4096 in the paper.
     """
-    note = "the mean is over the batch's tokens, as in its authors' code; the formula has denominator prompt"
+    note = "the mean is over the batch's tokens, as in the authors' code; the formula has denominator prompt"
     shaping = dict(dynamic_sampling=True)
     return _preset("DAPO", changes, note=note, shaping=shaping, clip_low=0.2, clip_high=0.28, denominator="token")
 
 
 def LitePPO(**changes) -> Policy:
-    """Mean of the group, deviation of the batch, token mean (arXiv:2508.08221)."""
+    """Mean of the group, standard deviation of the batch, token mean (arXiv:2508.08221)."""
     return _preset("LitePPO", changes, advantage=dict(std="batch"), clip_high=0.2)
 
 
 def GSPO(**changes) -> Policy:
-    """One ratio a sequence (arXiv:2507.18071); ratio="sequence_token" is its token form."""
+    """One ratio per sequence (arXiv:2507.18071); ratio="sequence_token" is GSPO-token."""
     return _preset("GSPO", changes, ratio="sequence", clip_low=3e-4, clip_high=4e-4, denominator="sequence")
 
 
 def LUSPO(**changes) -> Policy:
-    """GSPO whose sequences weigh what they are long (arXiv:2602.05261)."""
+    """GSPO with sequences weighted by their length (arXiv:2602.05261)."""
     return _preset("LUSPO", changes, ratio="sequence", clip_low=3e-4, clip_high=4e-4, denominator="sequence_sum")
 
 
 def GMPO(**changes) -> Policy:
-    """The geometric mean of a sequence's ratios, each clipped by itself (arXiv:2507.20673)."""
+    """Geometric mean of a sequence's individually clipped ratios (arXiv:2507.20673)."""
     return _preset("GMPO", changes, surrogate="geometric", clip_low=0.4, clip_high=0.4, denominator="sequence")
 
 
 def CISPO(**changes) -> Policy:
-    """Bounded weights on A log pi; no token's gradient is cut (MiniMax-M1, arXiv:2506.13585).
+    """Clipped importance weights on A log pi; no token loses its gradient (MiniMax-M1, arXiv:2506.13585).
 
-    r is at most 1 + clip_high = 5 and has no bound below; other systems give 5 itself.
+    r is at most 1 + clip_high = 5, without a lower bound; other systems take the 5 itself as their option.
     """
     note = "the mean is over the batch's tokens; the formula has denominator prompt"
     return _preset("CISPO", changes, note=note, surrogate="cispo", clip_low=1.0, clip_high=4.0)
 
 
 def SAPO(**changes) -> Policy:
-    """A soft gate in the place of the clip, narrower for negative advantages (arXiv:2511.20347)."""
+    """A soft gate instead of the clip, narrower for negative advantages (arXiv:2511.20347)."""
     return _preset("SAPO", changes, surrogate="sapo", denominator="sequence")
 
 
 def M2PO(**changes) -> Policy:
-    """r A for all tokens but those of largest squared log ratio, over the whole batch (arXiv:2510.01161)."""
-    note = "tokens are chosen by w, before the update and over the batch, so that microbatches do not matter"
+    """r A, masking the batch's tokens of largest squared log ratio (arXiv:2510.01161)."""
+    note = "tokens are masked by w, before the update and over the batch, independent of microbatches"
     moment = dict(second_moment=0.04, cap=math.inf)
     return _preset("M2PO", changes, note=note, correction=moment, surrogate="ratio")
 
 
 def VESPO(**changes) -> Policy:
-    """A smooth weight of the whole sequence's ratio on A log pi (arXiv:2602.10693)."""
+    """A log pi, smoothly weighted by the whole sequence's ratio (arXiv:2602.10693)."""
     note = "advantages and token mean as in GRPO here"
     behaviour = dict(proximal="behaviour")
     return _preset("VESPO", changes, note=note, correction=behaviour, ratio="product", surrogate="vespo")
 
 
 def ClipCov(**changes) -> Policy:
-    """PPO's clip, and a few tokens of high covariance without gradient (arXiv:2505.22617)."""
+    """PPO's clip, with the gradient of a few high-covariance tokens cut (arXiv:2505.22617)."""
     return _preset("ClipCov", changes, surrogate="clip_cov", clip_high=0.2)
 
 
 def KLCov(**changes) -> Policy:
-    """No clip, but a penalty on the few tokens of highest covariance (arXiv:2505.22617)."""
+    """No clip; a KL penalty on the few tokens of highest covariance (arXiv:2505.22617)."""
     return _preset("KLCov", changes, surrogate="kl_cov", cov_fraction=2e-3)
 
 
 def DPPO(**changes) -> Policy:
-    """Tokens whose probability has moved too far teach no more, whatever their ratio (arXiv:2602.04879)."""
+    """Masks tokens whose probability, rather than ratio, has moved too far (arXiv:2602.04879)."""
     note = "total variation by the sampled token; the squared log ratio is prime-rl's"
     behaviour = dict(proximal="behaviour")
     return _preset("DPPO", changes, note=note, correction=behaviour, surrogate="dppo")
@@ -217,30 +217,30 @@ POLICIES = {
 
 
 def _pairwise(name: str, changes: dict, *, note: str = "", **defaults) -> Preference:
-    """`Preference` with other defaults, which keywords change."""
+    """`Preference` with the preset's defaults, overridden by `changes`."""
     return Preference(**{"name": name, "note": note, **defaults, **changes})
 
 
 def DPO(**changes) -> Preference:
-    """The log-ratios of a pair as a classifier of it (arXiv:2305.18290); label_smoothing makes it conservative, score
-    "mean" takes out lengths, sft_coef holds the chosen completion up."""
+    """Logistic loss on the difference of a pair's log-ratios (arXiv:2305.18290). label_smoothing makes it conservative
+    DPO, score "mean" normalises lengths, sft_coef keeps the chosen completion likely."""
     return _pairwise("DPO", changes)
 
 
 def IPO(**changes) -> Preference:
-    """A difference of log-ratios of 1 / (2 beta), no more (arXiv:2310.12036)."""
-    note = 's is a mean over tokens, as TRL has it; the formula has score "sum"'
+    """Regresses the difference of a pair's log-ratios to 1 / (2 beta) (arXiv:2310.12036)."""
+    note = 's is a mean over tokens, as in TRL; the formula has score "sum"'
     note = note if changes.get("score", "mean") == "mean" else ""
     return _pairwise("IPO", changes, note=note, link="square", score="mean")
 
 
 def SimPO(**changes) -> Preference:
-    """Mean log-probabilities with a margin, no reference (arXiv:2405.14734)."""
+    """Logistic loss on mean log-probabilities with a margin, no reference (arXiv:2405.14734)."""
     return _pairwise("SimPO", changes, score="mean", reference=False, beta=2.0, gamma=1.0)
 
 
 def ORPO(**changes) -> Preference:
-    """Imitation of the chosen completion with a penalty on the odds of the other, no reference (arXiv:2403.07691)."""
+    """SFT on the chosen completion plus a loss on the odds ratio of the pair, no reference (arXiv:2403.07691)."""
     return _pairwise("ORPO", changes, score="odds", reference=False, beta=1.0, coef=0.1, sft_coef=1.0)
 
 

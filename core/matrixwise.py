@@ -1,7 +1,6 @@
-"""Update rules that see a matrix as a whole, for weights stacked in front: [..., out, in] is so many matrices.
+"""Matrix-wise optimiser directions, Muon and Adafactor, for stacked weights [..., out, in].
 
-All is batched matmuls and means over the last axes: no axis is flattened into another, so that what a mesh splits stays
-split.
+Only batched matmuls and means over the last axes: no axis is reshaped, so shardings are preserved.
 """
 
 from typing import NamedTuple
@@ -10,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at zero, so that five steps bring small singular values near 1
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # steep at zero: five steps bring small singular values near 1
 RMS = 0.2  # about that of Adam's updates
 
 
 def muon(momentum: float) -> optax.GradientTransformation:
     """Muon's direction: Nesterov momentum, orthogonalised, times 0.2 sqrt(max(out, in)) (arXiv:2502.16982).
 
-    Its root mean square is about Adam's whatever the shape, so that one rate and one decay serve both.
+    Its root mean square is about Adam's for any shape, so both share a learning rate and weight decay.
     """
 
-    def one(x):  # layer by layer, so that the products of one are held at a time
+    def one(x):  # layer by layer, to hold the products of one layer at a time
         ortho = jax.lax.map(orthogonalise, x) if x.ndim > 2 else orthogonalise(x)
         return RMS * max(x.shape[-2:]) ** 0.5 * ortho
 
@@ -30,9 +29,9 @@ def muon(momentum: float) -> optax.GradientTransformation:
 
 
 def orthogonalise(x):
-    """About U V^T of each matrix U S V^T of x [..., out, in], by five Newton-Schulz steps (Muon, Jordan 2024).
+    """Approximates U V^T of each matrix U S V^T of x [..., out, in] by five Newton-Schulz steps (Muon, Jordan 2024).
 
-    Singular values from 0.01 of the Frobenius norm on end between 0.6 and 1.3; zeros stay zeros.
+    Singular values of at least 0.01 of the Frobenius norm end between 0.6 and 1.3; zeros stay zero.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -45,7 +44,7 @@ def orthogonalise(x):
 
 
 class FactoredState(NamedTuple):
-    """Means of the squared gradient along and across rows: of each axis a size is the weight's own, or 1."""
+    """Running means of the squared gradient over the columns and over the rows; reduced axes have size 1."""
 
     step: jax.Array
     row: optax.Params
@@ -55,14 +54,14 @@ class FactoredState(NamedTuple):
 def adafactor(axes: int) -> optax.GradientTransformation:
     """Adafactor's direction (arXiv:1804.04235, algorithms 4 to 6).
 
-    A matrix's second moment is factored, beta2 = 1 - t^-0.8; the direction's root mean square is at most 1, times the
-    weight's own, or 1e-3 where that is less.
+    A matrix's second moment is factored, beta2 = 1 - t^-0.8. The direction's root mean square is clipped to 1, then
+    scaled by that of the weight, at least 1e-3.
 
     Args:
-      axes: last axes that are one weight: 2 of a matrix; 1 of a vector, a matrix of one row, whose moment is whole.
+      axes: trailing axes of one weight: 2 for a matrix; 1 for a vector, whose moment is not factored.
     """
-    own, down = tuple(range(-axes, 0)), tuple(range(-axes, -1))
-    rms = lambda x: jnp.sqrt(jnp.mean(x**2, axis=own, keepdims=True))
+    last, down = tuple(range(-axes, 0)), tuple(range(-axes, -1))
+    rms = lambda x: jnp.sqrt(jnp.mean(x**2, axis=last, keepdims=True))
 
     def init(params):
         squeezed = lambda over: jax.tree.map(lambda x: jnp.zeros_like(x).mean(over, keepdims=True), params)

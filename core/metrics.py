@@ -1,6 +1,7 @@
-"""Metrics that add up: {sum, count, min, max, histogram}, merged exactly over microbatches, devices and processes."""
+"""Mergeable metrics {sum, count, min, max, histogram}: exact over microbatches, devices and processes."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +12,9 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metric:
-    """What is known of a set of numbers; `edges` are fixed bin edges (none = no histogram).
+    """Statistics of a set of numbers; `edges` are fixed bin edges (empty = no histogram).
 
-    Values below the first edge count in the first bin, values at or above the last in the last.
+    Values below the first edge count in the first bin, values at or above the last edge in the last bin.
     """
 
     sum: Any
@@ -25,8 +26,12 @@ class Metric:
 
 
 def of(x, mask=None, *, edges: tuple[float, ...] = ()) -> Metric:
-    """The metric of those x whose mask is not 0. No gradient is meant to flow."""
-    x = jax.lax.stop_gradient(jnp.asarray(x, jnp.float32))
+    """The metric of the x whose mask is not 0; no gradient flows."""
+    return _of(jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)), mask, edges)
+
+
+@partial(jax.jit, static_argnums=2)  # traced once for the many metrics of a step
+def _of(x, mask, edges) -> Metric:
     keep = jnp.ones_like(x, bool) if mask is None else jnp.asarray(mask) != 0
     bins = jnp.zeros((max(len(edges) - 1, 0),), jnp.float32)
     if edges:
@@ -43,14 +48,15 @@ def of(x, mask=None, *, edges: tuple[float, ...] = ()) -> Metric:
 
 
 def of_sum(total, count) -> Metric:
-    """The metric of `count` numbers of which only the sum is known; min and max are over means of merged parts."""
+    """The metric of `count` numbers with only their sum known; min and max are those of the merged parts' means."""
     total, count = (jax.lax.stop_gradient(jnp.asarray(x, jnp.float32)) for x in (total, count))
     mean = of(total / jnp.where(count > 0, count, 1), count > 0)
     return Metric(total, count, mean.min, mean.max, mean.bins)
 
 
+@jax.jit
 def merge(a: Metric, b: Metric) -> Metric:
-    """The metric of the union."""
+    """The metric of the union of both sets."""
     return Metric(
         a.sum + b.sum,
         a.count + b.count,
@@ -62,7 +68,7 @@ def merge(a: Metric, b: Metric) -> Metric:
 
 
 def empty_like(abstract):
-    """The neutral element for a tree of (abstract) metrics."""
+    """Metrics of the empty set, the identity of `merge`, for a tree of (abstract) metrics."""
     return jax.tree.map(
         lambda m: Metric(
             jnp.zeros((), jnp.float32),
@@ -83,9 +89,9 @@ def merge_trees(a, b):
 
 
 def to_dict(tree: dict[str, Metric]) -> dict:
-    """Host values for a log: `name` = mean, `name_max`, and `name_hist` = {edges, counts} where there are bins.
+    """Host values for the log: `name` = mean, `name_max`, and `name_hist` = {edges, counts} if there are bins.
 
-    A metric of nothing is left out.
+    Metrics with count 0 are omitted.
     """
     out: dict = {}
     for name, m in tree.items():

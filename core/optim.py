@@ -1,4 +1,4 @@
-"""Optimisers: chains from optax over fp32 master weights, chosen by a frozen dataclass."""
+"""Optimisers: optax chains over fp32 master weights, configured by a frozen dataclass."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -10,7 +10,7 @@ import optax
 from . import matrixwise, param
 
 Kind = Literal["matrix", "embedding", "norm", "bias"]
-USES = {  # of the fields that not all optimisers have
+USES = {  # optimiser-specific fields
     "adamw": ("b1", "b2", "eps"),
     "muon": ("momentum", "b1", "b2", "eps"),
     "lion": ("b1", "b2"),
@@ -21,34 +21,36 @@ USES = {  # of the fields that not all optimisers have
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimiser: clips the global gradient norm, then takes rate * (direction + weight_decay * weight) off a weight.
+    """An optimiser: clips the global gradient norm, then subtracts lr * (direction + weight_decay * weight).
 
-    Decay is decoupled from the gradient for all of them (arXiv:1711.05101). The directions, in which each layer and
-    expert has matrices of its own:
-      adamw: Adam's (arXiv:1412.6980).
-      muon: the Nesterov momentum of a matrix, orthogonalised (arXiv:2502.16982); embeddings, the output head, rows that
-        give one number, norms and biases take Adam's, at the same rate.
-      lion: the sign of an interpolated momentum (arXiv:2302.06675); wants a rate 3 to 10 times smaller than Adam's.
+    Weight decay is decoupled for all of them (arXiv:1711.05101). Directions, each layer's and expert's matrix being
+    treated separately:
+      adamw: Adam (arXiv:1412.6980).
+      muon: orthogonalised Nesterov momentum (arXiv:2502.16982) for matrices; Adam at the same learning rate for
+        embeddings, the output head, rows with a single output, norms and biases.
+      lion: the sign of an interpolated momentum (arXiv:2302.06675); needs a learning rate 3 to 10 times below Adam's.
       sgd: the gradient, or its momentum.
-      adafactor: the gradient by a factored second moment, in units of the matrix's own root mean square
-        (arXiv:1804.04235): its rate is relative, and 1e-2 is large.
+      adafactor: the gradient over the root of a factored second moment, scaled by the matrix's root mean square
+        (arXiv:1804.04235): the learning rate is relative, and 1e-2 is large.
 
     Attributes:
+      name: update rule.
       lr: peak learning rate.
-      schedule: after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
-      warmup: steps over which the rate rises linearly from lr / warmup to lr.
-      steps: length of the whole schedule in optimiser steps, the warm-up included.
-      floor: final rate as a fraction of lr.
-      b1, b2: decay of Adam's moments, also muon's Adam; of lion's interpolation and momentum (its authors take 0.99).
-      eps: added to the root of Adam's second moment, also muon's Adam.
-      momentum: decay of the sum of gradients of muon and sgd; sgd with 0 keeps none.
-      weight_decay: a step takes rate * weight_decay of the weight.
-      decay: kinds of weights that it touches; "embedding" is also the output head, "norm" any vector but a bias.
-      clip: largest global gradient norm; 0 = do not clip.
-      ema: decay, a step, of an average of the weights that starts at the first ones; 0 = none. `averaged` reads it.
+      schedule: learning rate after the warm-up; cosine and linear end at `floor` * lr after `steps` optimiser steps.
+      warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
+      steps: length of the schedule in optimiser steps, including the warm-up.
+      floor: final learning rate as a fraction of lr.
+      b1, b2: decay of Adam's moments, also in muon; of lion's interpolation and momentum (its authors use b2 0.99).
+      eps: added to the root of Adam's second moment, also in muon.
+      momentum: momentum of muon and sgd; 0 = sgd without momentum.
+      weight_decay: each step subtracts lr * weight_decay * weight.
+      decay: kinds of weights that are decayed; "embedding" includes the output head, "norm" is any vector but a bias.
+      clip: maximum global gradient norm (max_grad_norm in TRL); 0 = no clipping.
+      ema: decay per step of an exponential moving average of the weights, initialised with the first ones; 0 = none.
+        `averaged` reads it.
 
     Raises:
-      ValueError: an unknown name or kind; an ema outside [0, 1); a field set that the optimiser does not use.
+      ValueError: an unknown name or kind; ema outside [0, 1); a field is set that the optimiser does not use.
     """
 
     name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = "adamw"
@@ -77,7 +79,7 @@ class Optimizer:
                 )
         if unknown := set(self.decay) - set(get_args(Kind)):
             raise ValueError(
-                f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose of these"
+                f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose from these"
             )
         for name in ("lr", "weight_decay", "clip", "floor"):
             if getattr(self, name) < 0:
@@ -107,7 +109,7 @@ def schedule(spec: Optimizer) -> optax.Schedule:
 
 
 def kind(p: param.Param) -> Kind:
-    """What a weight is to `Optimizer.decay`, by its axes; a vector is a bias if its key in a checkpoint says so."""
+    """The kind of a weight for `Optimizer.decay`, from its axes; a vector is a bias if its checkpoint key says so."""
     axes = p.axes.split()
     if len(axes) > 1:
         return "embedding" if "vocab" in axes else "matrix"
@@ -115,9 +117,10 @@ def kind(p: param.Param) -> Kind:
 
 
 def make_optimizer(spec: Optimizer, table: param.Table) -> optax.GradientTransformation:
-    """The chain for a model's table: clip, direction, decay, learning rate, average; frozen weights stay put.
+    """The optax chain for a model's table: clip, direction, decay, learning rate, average; frozen weights get zero
+    updates.
 
-    On a mesh `parallel.rules.of_state` says where its state lies.
+    On a mesh `parallel.rules.of_state` gives the shardings of its state.
     """
     decayed = param.tree_map(lambda leaf: kind(leaf.param) in spec.decay, table)
     chain = optax.chain(
@@ -134,7 +137,7 @@ def make_optimizer(spec: Optimizer, table: param.Table) -> optax.GradientTransfo
 
 
 def averaged(params, opt_state):
-    """`params`, where the optimiser has `ema` with the averages in their place; frozen weights are as given."""
+    """Replaces `params` by their moving averages if the optimiser keeps any; frozen weights are returned as given."""
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AverageState))
     found = [state.average for state in states if isinstance(state, AverageState)]
     frozen = lambda x: isinstance(x, optax.MaskedNode)
@@ -142,16 +145,16 @@ def averaged(params, opt_state):
 
 
 class AverageState(NamedTuple):
-    """The average of the weights after each update, in their own dtype."""
+    """Exponential moving average of the weights, in their dtype."""
 
     average: optax.Params
 
 
 def _average(decay: float) -> optax.GradientTransformation:
-    """Updates pass; an exponential moving average follows the weights that they make."""
+    """Passes updates through and keeps an exponential moving average of the updated weights."""
 
     def init(params):
-        return AverageState(jax.tree.map(jnp.copy, params))  # a buffer of its own: the state is donated
+        return AverageState(jax.tree.map(jnp.copy, params))  # copied because the state is donated
 
     def update(updates, state, params=None):
         now = optax.apply_updates(params, updates)
@@ -161,7 +164,7 @@ def _average(decay: float) -> optax.GradientTransformation:
 
 
 def _direction(spec: Optimizer, table: param.Table) -> optax.GradientTransformation:
-    """From gradients to what is taken from the weights, before the rate."""
+    """Transforms gradients into the update direction, before weight decay and learning rate."""
     adam = lambda: optax.scale_by_adam(b1=spec.b1, b2=spec.b2, eps=spec.eps)
     label = lambda of: param.tree_map(lambda leaf: of(leaf.param), table)
     match spec.name:

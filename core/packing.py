@@ -1,4 +1,4 @@
-"""Samples to rows: several sequences share a row, told apart by segment numbers (numpy; the only place that shifts).
+"""Sequence packing: several samples share a row, separated by segment ids (numpy; the only place that shifts targets).
 
 Reads the fields of a sample by name and imports no type.
 """
@@ -14,14 +14,14 @@ from .batch import FINISH, Batch
 def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, components: Sequence[str] = ()) -> Batch:
     """Packs samples first-fit-decreasing into a Batch [M, B, T] of M microbatches of B = `rows` rows.
 
-    Samples of one `pair` (from 0 on) come into the same microbatch, in any of its rows.
-    M is rounded up to 2^k or 3 * 2^k with empty microbatches behind, and J to 2^k, so that few shapes ever compile;
-    `used(batch)` is the number of microbatches that hold anything.
+    Samples with the same `pair` (at least 0) are placed in the same microbatch, in any of its rows.
+    M is rounded up to 2^k or 3 * 2^k with empty microbatches at the end, and J to 2^k, so that few shapes compile;
+    `used(batch)` is the number of microbatches that are not empty.
 
     Args:
-      length: T, or several allowed T of which the smallest that holds the longest sample is taken.
-      rows: rows of a microbatch; a multiple of the devices along the batch axes.
-      components: parts of the reward that come along.
+      length: T, or several allowed T, of which the smallest that holds the longest sample is used.
+      rows: rows per microbatch; must be a multiple of the devices along the batch axes.
+      components: names of the reward components to include.
 
     Raises:
       ValueError: no samples, a sample longer than every T, a pair too large for a microbatch, a sample that lacks a
@@ -73,7 +73,7 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
         group[b, j], prompt[b, j] = number["group"][i], number["prompt"][i]
         rollout[b, j], finish[b, j] = number["rollout"][i], FINISH.index(s.finish)
         pair[b, j], label[b, j] = pairs[i], s.label
-        for at, value in zip(_learnt(s), (value for _, value in s.rewards), strict=True):
+        for at, value in zip(_credited(s), (value for _, value in s.rewards), strict=True):
             rewarded[b, start + at - 1] += value
         for name in components:
             if name not in s.components:
@@ -100,12 +100,12 @@ def pack(samples: Sequence, length: int | Sequence[int], *, rows: int = 8, compo
 
 
 def used(batch: Batch):
-    """How many microbatches of a Batch [M, B, T] hold tokens; the rest are empty and stand behind."""
+    """Number of microbatches of a Batch [M, B, T] that hold tokens; the empty ones come last."""
     return (batch.segment_BT > 0).any((-2, -1)).sum()
 
 
 def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
-    """`target` values back to each sample's own indices: f[n] a sample, 0 for its first token."""
+    """Maps `target` values back to the samples' tokens: f[n] per sample, 0 for its first token."""
     x, segment = np.asarray(x_MBT), np.asarray(batch.segment_BT)
     out = [np.zeros(len(s.tokens), x.dtype) for s in samples]
     for m, b, j in np.argwhere(np.asarray(batch.sample_BJ) >= 0):
@@ -115,10 +115,10 @@ def unpack(x_MBT, batch: Batch, samples: Sequence) -> list[np.ndarray]:
 
 
 def _first_fit(sizes, pairs, T, B):
-    """Row, slot and start of each sample, and rows in use.
+    """Row, slot and start of each sample, and the number of rows in use.
 
-    Units, which are pairs or single samples, longest first, each whole into the first microbatch with room; in it the
-    samples of the unit, longest first, each into the first row with room.
+    Units (pairs or single samples) are placed longest first, each into the first microbatch with room for all of it;
+    there each sample of the unit, longest first, into the first row with room.
     """
     units: dict = {}
     for i, pair in enumerate(pairs):
@@ -134,13 +134,13 @@ def _first_fit(sizes, pairs, T, B):
             row = (left >= sizes[i]).argmax(1)
             left[np.arange(len(left)), row] -= sizes[i]
             rows.append(row)
-        whole = (left >= 0).all(1)
-        if not whole.any():
+        fits = (left >= 0).all(1)
+        if not fits.any():
             raise ValueError(
                 f"pack: samples of one pair must fit into {B} rows of {T} tokens, got {sizes[unit].tolist()} tokens in "
                 f"samples {unit}; raise rows or length"
             )
-        m = int(whole.argmax())
+        m = int(fits.argmax())
         used = max(used, m + 1)
         for i, row in zip(unit, rows, strict=True):
             b = row[m]
@@ -157,14 +157,15 @@ def bucket(n):
 
 
 def _dense(ids):
-    """Ids renumbered from 0 in order of first appearance; below 0 they stay."""
+    """Renumbers ids from 0 in order of first appearance; negative ids are kept."""
     seen: dict = {}
     return [i if i < 0 else seen.setdefault(i, len(seen)) for i in ids]
 
 
-def _learnt(sample) -> list[int]:
-    """For each reward the index of the token that it counts for; one that nothing learns from counts at its own."""
-    own = np.flatnonzero(sample.mask[1:]) + 1
-    if not len(own):
+def _credited(sample) -> list[int]:
+    """Index of the token that each reward is credited to: the last learnt one up to the reward's, else the first learnt
+    one; the reward's own token in samples without learnt tokens."""
+    learnt = np.flatnonzero(sample.mask[1:]) + 1
+    if not len(learnt):
         return [max(index, 1) for index, _ in sample.rewards]
-    return [int(own[max(np.searchsorted(own, index, side="right") - 1, 0)]) for index, _ in sample.rewards]
+    return [int(learnt[max(np.searchsorted(learnt, index, side="right") - 1, 0)]) for index, _ in sample.rewards]

@@ -1,7 +1,7 @@
-"""One line a weight: a family's table, from which initialisation, sharding, loading and export follow.
+"""Parameter tables: one line per weight, from which initialisation, sharding, loading and export are derived.
 
 A parameter tree is `{name: array, ..., "stacks": [{name: array[L, ...]}, ...]}`: the top-level weights, then runs of
-equal layers stacked along a leading axis. Weights keep Hugging Face's orientation ([out, in], heads flattened).
+identical layers stacked along a leading axis. Weights keep Hugging Face's orientation ([out, in], heads flattened).
 """
 
 import itertools
@@ -20,12 +20,12 @@ class Param:
     """One weight of one layer.
 
     Attributes:
-      axes: logical axes, e.g. "heads embed"; sizes come from the table's dims.
-      keys: its spellings in a checkpoint ({prefix}, {layer} and {expert} are filled in); any is read, the first is
-        written. With {expert} the first axis runs over tensors of their own.
+      axes: logical axes, e.g. "heads embed"; their sizes are in the table's dims.
+      keys: checkpoint keys ({prefix}, {layer} and {expert} are filled in); any is read, the first is written. With
+        {expert}, each index of the first axis is a separate tensor in the checkpoint.
       init: `init(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
-      dtype: of the stored weight; None = what the caller asks for.
-      trainable: False keeps the weight out of the optimiser.
+      dtype: dtype of the stored weight; None = what the caller requests.
+      trainable: False excludes the weight from the optimiser.
     """
 
     axes: str
@@ -37,7 +37,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Stack:
-    """A run of equal layers: `layers` are their numbers in the checkpoint, `params` the weights of each."""
+    """A run of identical layers: `layers` are their indices in the checkpoint, `params` the weights of each."""
 
     layers: tuple[int, ...]
     params: Mapping[str, Param]
@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of the parameter tree: its Param, its path, and the layers stacked in it (None at top level)."""
+    """A leaf of the parameter tree: its Param, path and shape, and the layers stacked in it (None at top level)."""
 
     param: Param
     path: str
@@ -66,25 +66,25 @@ class Leaf:
         return ("layers",) * (self.layers is not None) + tuple(self.param.axes.split())
 
     @property
-    def apart(self) -> tuple[int, ...]:
-        """Sizes of the leading axes that a checkpoint holds apart: layers, and experts where its keys name them."""
+    def unstacked_shape(self) -> tuple[int, ...]:
+        """Sizes of the leading axes that checkpoints store as separate tensors: layers, and experts if in the keys."""
         return self.shape[: (self.layers is not None) + ("{expert}" in self.param.keys[0])]
 
     def keys(self, prefix: str) -> dict[tuple[int, ...], tuple[str, ...]]:
-        """Index along the axes held apart -> spellings of the checkpoint key, for each tensor of this leaf."""
+        """For each checkpoint tensor of this leaf: its index along the unstacked axes -> its possible keys."""
 
         def spelt(index):
             layer = None if self.layers is None else self.layers[index[0]]
             expert = index[-1] if index else None
             return tuple(key.format(prefix=prefix, layer=layer, expert=expert) for key in self.param.keys)
 
-        return {index: spelt(index) for index in itertools.product(*map(range, self.apart))}
+        return {index: spelt(index) for index in itertools.product(*map(range, self.unstacked_shape))}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LoRAWeight:
-    """A weight [..., out, in] with a change of low rank beside it, in its place in a parameter tree.
+    """A weight [..., out, in] with a low-rank adapter, a leaf of the parameter tree in the weight's place.
 
     Acts as weight + scale * b @ a (LoRA, arXiv:2106.09685).
 
@@ -104,21 +104,21 @@ class LoRAWeight:
 
 
 def factors(axes: tuple, rank=None) -> tuple[tuple, tuple]:
-    """What names the axes of `LoRAWeight.a` and `LoRAWeight.b`, from what names those of the weight and of the rank."""
+    """Axis names (or specs) of `LoRAWeight.a` and `LoRAWeight.b`, given those of the weight and of the rank."""
     *lead, out, into = axes
     return (*lead, rank, into), (*lead, out, rank)
 
 
 @jax.jit
 def merged(w: LoRAWeight):
-    """The sum as a plain weight, added in fp32 or wider and rounded once, to the weight's dtype."""
+    """Merges the adapter into a plain weight, summed in fp32 or wider and rounded once to the weight's dtype."""
     wide = jnp.promote_types(w.weight.dtype, jnp.float32)
     change = jnp.matmul(w.b.astype(wide), w.a.astype(wide), precision="highest")
     return (w.weight + w.scale * change).astype(w.weight.dtype)
 
 
 def leaves(table: Table) -> dict:
-    """The parameter tree with a Leaf in the place of each array."""
+    """The parameter tree with a Leaf in place of each array."""
 
     def leaf(name, path, p, layers):
         sizes = tuple(table.dims[axis] for axis in p.axes.split())
@@ -133,17 +133,22 @@ def leaves(table: Table) -> dict:
     return tree
 
 
+def leaf_list(table: Table) -> list[Leaf]:
+    """The leaves in the order of `jax.tree.leaves` of the parameters."""
+    return jax.tree.leaves(leaves(table))
+
+
 def tree_map(fn: Callable, table: Table, *trees):
-    """`fn(leaf, *arrays)` over a table and trees of its structure."""
+    """Maps `fn(leaf, *arrays)` over a table and trees of its structure."""
     return jax.tree.map(fn, leaves(table), *trees, is_leaf=lambda x: isinstance(x, Leaf))
 
 
 def init(key, table: Table, dtype="float32"):
-    """Random parameters; each leaf draws from `key` folded with its own path, so that order does not matter."""
+    """Random parameters; each leaf uses `key` folded with its path, independent of the others."""
 
     def draw(leaf):
-        own = jax.random.fold_in(key, zlib.crc32(leaf.path.encode()))
-        return leaf.param.init(own, leaf.shape, jnp.dtype(leaf.param.dtype or dtype))
+        leaf_key = jax.random.fold_in(key, zlib.crc32(leaf.path.encode()))
+        return leaf.param.init(leaf_key, leaf.shape, jnp.dtype(leaf.param.dtype or dtype))
 
     return tree_map(draw, table)
 
@@ -155,4 +160,4 @@ def abstract(table: Table, dtype="float32"):
 
 def count(table: Table) -> int:
     """Number of weights."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves(table)))
+    return sum(math.prod(leaf.shape) for leaf in leaf_list(table))

@@ -1,9 +1,8 @@
-"""One specification of policy-gradient objectives, of which the algorithms in `losses` are presets.
+"""The policy-gradient objective; the algorithms in `losses` are presets of it.
 
-An objective is put together of choices that stand in files of their own: what becomes of rewards (`shaping`), how they
-are compared (`advantages`), the correction from the policy that sampled to the proximal one (`corrections`), the level
-of the ratio policy / proximal and the surrogate that bounds it (`surrogates`), what the loss is a mean of
-(`denominators`), and the terms beside: divergence from a reference (`kl`) and a bonus for entropy (`entropy`).
+Composed of parts with a file each: reward shaping (`shaping`), advantage estimation (`advantages`), off-policy
+correction from the sampling to the proximal policy (`corrections`), the ratio policy / proximal and the surrogate that
+bounds it (`surrogates`), loss aggregation (`denominators`), KL penalty (`kl`) and entropy bonus (`entropy`).
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from . import advantages, corrections, entropy, formula, kl, metrics, segments, shaping, signals
 from .advantages import Advantage
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .corrections import Correction, bounded_exp
 from .denominators import Denominator, share
 from .entropy import Entropy
@@ -30,28 +29,29 @@ from .surrogates import SURROGATES, USES, Now
 class Policy:
     """A policy-gradient objective for samples of any age.
 
-    maximise sum_t share_t w_t gain(r_t, A_t): A compares rollouts, r = policy / proximal, w = proximal / behaviour
-    corrects for the age of a sample (decoupled PPO, arXiv:2110.00641, as used for asynchronous training in
-    arXiv:2505.24298) and carries no gradient, share is the denominator. The terms beside count all tokens of the
-    denominator alike, without w. A log ratio, policy / proximal, beyond +-20 counts as that, and has no gradient.
+    maximise sum_t share_t w_t gain(r_t, A_t): A is the advantage; r = policy / proximal; w = proximal / behaviour
+    corrects for the staleness of samples (decoupled PPO, arXiv:2110.00641, as used for asynchronous training in
+    arXiv:2505.24298) and carries no gradient; share is the token's share of the mean. KL and entropy terms weigh tokens
+    by share, without w. A log ratio policy / proximal beyond +-20 is clipped and has no gradient.
 
     Attributes:
-      name, note: the algorithm's, and in what it departs from its paper; for people.
-      shaping, advantage, correction, kl, entropy: the parts, each with the options of its file.
-      ratio: "token"; "sequence" is the geometric mean over a sequence's learnt tokens (GSPO, arXiv:2507.18071);
-        "sequence_token" has its value and the gradient of each token (GSPO-token); "product" is that of all of them.
-      surrogate: the name of a function of `surrogates`, which have the formulas and papers.
-      clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; with "geometric" log r to
-        [-clip_low, clip_high].
-      dual_clip: with "clip", the gain is at least dual_clip A for A < 0; 0 = without.
-      ratio_cap: with "clip", r is at most this where it is not clipped; 0 = without.
-      tau_pos, tau_neg: of "sapo", for A > 0 and for the others.
-      vespo_pos, vespo_neg: (k, lambda) of "vespo", for A >= 0 and for A < 0.
-      cov_fraction, cov_low, cov_high, cov_coef: of "clip_cov" and "kl_cov": the share of tokens chosen, the covariances
-        among which "clip_cov" draws, the penalty of "kl_cov".
-      tv_low, tv_high, tv_coef: of "dppo": how far the probability may fall and rise, and the weight of log(r)^2.
-      denominator: what the loss is a mean of: `denominators`.
-      denominator_tokens: of "constant".
+      name, note: the algorithm and where it departs from its paper; for people.
+      shaping, advantage, correction, kl, entropy: options of the parts.
+      ratio: "token"; "sequence": geometric mean over the sequence's learnt tokens (GSPO, arXiv:2507.18071; TRL's
+        importance_sampling_level); "sequence_token": its value with each token's gradient (GSPO-token); "product":
+        product over the sequence.
+      surrogate: name of a function in `surrogates`; formulas and papers are there.
+      clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high] (epsilon and epsilon_high in TRL); with
+        "geometric" log r to [-clip_low, clip_high].
+      dual_clip: for "clip": the gain is at least dual_clip A if A < 0; 0 = off.
+      ratio_cap: for "clip": upper bound of r where the clip does not apply; 0 = off.
+      tau_pos, tau_neg: for "sapo": tau if A > 0, and otherwise.
+      vespo_pos, vespo_neg: for "vespo": (k, lambda) if A >= 0, and if A < 0.
+      cov_fraction, cov_low, cov_high, cov_coef: for "clip_cov" and "kl_cov": fraction of tokens chosen, range of
+        covariances from which "clip_cov" draws, penalty coefficient of "kl_cov".
+      tv_low, tv_high, tv_coef: for "dppo": how far the probability may fall and rise, and the coefficient of log(r)^2.
+      denominator: loss aggregation, see `denominators`.
+      denominator_tokens: divisor of denominator "constant".
     """
 
     name: str = "Policy"
@@ -102,13 +102,13 @@ class Policy:
             "tv_high": (self.tv_high >= 0, "at least 0"),
             "denominator_tokens": (counts, 'above 0 with denominator "constant", 0 with others'),
             "shaping": (not self.advantage.components or self.shaping.plain,
-                        "without changes to the reward where its components are compared; shape those"),
+                        "without changes to the reward if the advantage has components; shape the components"),
             "correction": (self.correction.proximal != "interpolate" or not early,
-                           'with proximal "recompute" for a teacher, or KL in the reward, which need it early'),
+                           'with proximal "recompute" for a teacher or KL in the reward, applied before the update'),
             "advantage": (not self.shaping.dynamic_sampling or self.advantage.by_reward,
-                          "of rollouts by their rewards in the group, where groups of equal rewards are sampled anew"),
+                          'with credit "rollout", mean "group", no components and no teacher for dynamic_sampling'),
             "kl": (not (compared and self.kl.place == "reward" and self.kl.coef),
-                   'in the loss where components or a greedy completion are compared, not in place "reward"'),
+                   'with place "loss" if the advantage has components or mean "greedy"'),
         }  # fmt: skip
         unused = [
             name for names in USES.values() for name in names
@@ -121,46 +121,46 @@ class Policy:
             )
         choices = {f.name: get_args(f.type) for f in dataclasses.fields(self)}
         known = {
-            name: (getattr(self, name) in its, f"one of {', '.join(its)}")
-            for name, its in choices.items()
-            if its and isinstance(its[0], str)
+            name: (getattr(self, name) in options, f"one of {', '.join(options)}")
+            for name, options in choices.items()
+            if options and isinstance(options[0], str)
         }
-        must(self, [(field, *rule) for field, rule in [*known.items(), *rules.items()]], name=self.name)
+        validate(self, [(field, *rule) for field, rule in [*known.items(), *rules.items()]], name=self.name)
 
     @property
     def needs_scores(self) -> bool:
-        """`prepare` needs scores of the current weights."""
+        """Whether `prepare` needs scores of the current weights."""
         return self.correction.proximal == "recompute" or self.entropy.floor > 0
 
     @property
     def needs_reference(self) -> bool:
-        """The batch has to bring `ref_BT`."""
+        """Whether the batch must have `ref_BT`."""
         return self.kl.coef > 0
 
     @property
     def needs_values(self) -> bool:
-        """The batch has to bring `value_BT`, and a critic learns from its returns."""
+        """Whether the batch must have a critic's `value_BT`; the critic is then trained on the returns."""
         return self.advantage.credit == "gae"
 
     @property
     def corrects(self) -> bool:
-        """Samples of older weights are corrected for, by w or by the ratio."""
+        """Whether stale samples are corrected for, by w or by the ratio."""
         return self.correction.proximal != "behaviour" or self.surrogate != "score"
 
     def __str__(self):
         return formula.of(self)
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Sets `adv_BT`, `prox_BT` and `weight_BT` = share x w, with a critic `return_BT`, and what the terms need.
+        """Sets `adv_BT`, `prox_BT`, `weight_BT` = share x w, `return_BT` with a critic, and what KL and entropy need.
 
-        Segments with a NaN reward, and tokens whose behaviour, reference or teacher log-probability is not finite,
-        learn nothing and do not count in the denominator. The batch may bring `whole["kl_coef"]`, in the place of the
-        coefficient, and with "interpolate" has to bring `whole["version"]`, that of the weights to be updated.
+        Segments with a NaN reward, and tokens whose behaviour, reference or teacher log-probability is not finite, are
+        excluded from the loss and its denominator. `scalars["kl_coef"]`, if present, overrides the coefficient;
+        "interpolate" needs `scalars["version"]`, the version of the weights to be updated.
 
         Raises:
-          ValueError: scores, reference, values, teacher, components or version are missing that the options need.
+          ValueError: scores, reference, values, teacher, components or version are needed and missing.
         """
-        self._complete(batch, scores)
+        self._check_inputs(batch, scores)
         how, segment_BT, J = self.correction, batch.segment_BT, batch.reward_BJ.shape[-1]
         reward_BT, reward_BJ, learn_BJ = shaping.shape(self.shaping, batch)
         reward_BJ = advantages.scorable(self.advantage, batch, reward_BJ)
@@ -195,34 +195,34 @@ class Policy:
         if how.normalise:
             mean = jnp.sum(jnp.where(kept_BT, weight_BT, 0)) / jnp.maximum(jnp.sum(jnp.where(kept_BT, 1.0, 0.0)), 1)
             weight_BT /= jnp.where(mean > 0, mean, 1)
-        beside = {"share_BT": share_BT, "kept_BT": kept_BT, "unusable_BT": sampled_BT & ~finite_BT}
+        extras = {"share_BT": share_BT, "kept_BT": kept_BT, "unusable_BT": sampled_BT & ~finite_BT}
         if how.proximal == "interpolate":
             age_BT = _shared(batch, "version", 0) - batch.version_BT
-            beside["way_BT"] = jnp.where(mask_BT & (age_BT > 0), age_BT / (age_BT + 1), 0)
+            extras["way_BT"] = jnp.where(mask_BT & (age_BT > 0), age_BT / (age_BT + 1), 0)
         if self.entropy.coef:
             before_BT = scores.entropy_BT if self.entropy.floor else None
-            beside["entropy_weight_BT"] = entropy.weights(self.entropy, batch, before_BT, mask_BT, share_BT)
+            extras["entropy_weight_BT"] = entropy.weights(self.entropy, batch, before_BT, mask_BT, share_BT)
         return batch.replace(
             mask_BT=mask_BT, adv_BT=adv_BT, prox_BT=prox_BT, return_BT=return_BT,
-            weight_BT=share_BT * jnp.where(kept_BT, weight_BT, 0), target={**batch.target, **beside},
+            weight_BT=share_BT * jnp.where(kept_BT, weight_BT, 0), target={**batch.target, **extras},
         )  # fmt: skip
 
-    def _complete(self, batch: Batch, scores):
+    def _check_inputs(self, batch: Batch, scores):
         for missing, needs, what in (
             (self.needs_scores and scores is None, "recompute or an entropy floor", "scores of the current weights"),
             (self.needs_reference and batch.ref_BT is None, f"kl coef {self.kl.coef:g}", "ref_BT"),
             (self.advantage.teacher and "teacher" not in batch.target, "a teacher", 'target["teacher"]'),
-            (self.correction.proximal == "interpolate" and "version" not in batch.whole, "interpolate",
-             'whole["version"]'),
+            (self.correction.proximal == "interpolate" and "version" not in batch.scalars, "interpolate",
+             'scalars["version"]'),
         ):  # fmt: skip
             if missing:
                 raise ValueError(f"{self.name}.prepare: {needs} needs {what}, got None")
 
     def loss(self, out, batch: Batch):
-        """(sum over the microbatch, metrics); gradients flow into `out.logp_BT` and, with a bonus, the entropy."""
+        """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`, with a bonus also `out.entropy_BT`."""
         mask_BT, adv_BT, segment_BT, J = batch.mask_BT, batch.adv_BT, batch.segment_BT, batch.reward_BJ.shape[-1]
         how, target, share_BT = self.correction, batch.target, batch.target["share_BT"]
-        # Off the mask everything is replaced before it enters an exponential, so that NaN cannot leak.
+        # Values off the mask are replaced before any exponential, so that NaN cannot leak.
         logp_BT, sampler_BT = jnp.where(mask_BT, out.logp_BT, 0), jnp.where(mask_BT, batch.logp_BT, 0)
         prox_BT, weight_BT = batch.prox_BT, batch.weight_BT
         if how.proximal == "interpolate":
@@ -236,7 +236,7 @@ class Policy:
         gain_BT, cut_BT = SURROGATES[self.surrogate](self, now)
         loss = -jnp.sum(weight_BT * jnp.where(mask_BT, gain_BT, 0))
         unusable_BT = target["unusable_BT"]
-        # Without scores from before the update the trainer's first word is what it says now.
+        # Without scores from before the update, use the current ones.
         seen_BT = prox_BT if how.proximal == "recompute" else jax.lax.stop_gradient(logp_BT)
         report = {
             **signals.agreement(seen_BT, sampler_BT, mask_BT, segment_BT, J),
@@ -278,6 +278,6 @@ class Policy:
 
 
 def _shared(batch: Batch, name: str, default):
-    """A value of the whole batch, to be multiplied with its tokens: the same in each microbatch."""
-    x = batch.whole.get(name, default)
+    """A batch-wide value, the same in each microbatch, shaped to broadcast over its tokens."""
+    x = batch.scalars.get(name, default)
     return jnp.reshape(x, (*jnp.shape(x), 1, 1)) if jnp.ndim(x) else x

@@ -1,12 +1,11 @@
-"""Objectives from preferences: pairs of completions, single ones that are desirable or not, and reward models.
+"""Preference objectives: DPO-like losses on pairs, KTO on single labelled completions, and reward models.
 
-`prepare` decides on the whole batch which pairs count and folds their number into `weight_BJ`; `loss` adds up over a
-microbatch, in which both segments of a pair lie: `packing.pack` sees to that. A pair weighs what its chosen sample
-does.
+`prepare` decides on the whole batch which pairs count and folds their number into `weight_BJ`; `loss` is a sum over a
+microbatch, which holds both segments of a pair (`packing.pack` ensures it). A pair has the weight of its chosen sample.
 
-Left out, and counted in `left_out`, are pairs that are not one chosen and one rejected segment of a microbatch, and
-those of which a side learns nothing or has a reference or a margin that is not finite. Metrics count every pair alike;
-`loss` among them is what held-out rows are measured by, and in a step gives way to the sum over the batch.
+A pair is left out, and counted in `left_out`, unless it is one chosen and one rejected segment of the same microbatch,
+both with learnt tokens and a finite reference and margin. Metrics weight all pairs equally; the metric `loss` is for
+held-out data: in a training step the sum over the batch replaces it.
 """
 
 import dataclasses
@@ -18,33 +17,33 @@ import jax.numpy as jnp
 
 from . import metrics
 from .batch import Batch
-from .checks import must
+from .checks import validate
 from .segments import by_id, divisor, to_tokens, total
 
-LEFT_OUT = -2  # what `prepare` makes of a `pair_BJ` that does not count
-BASELINE = -1  # the label of completions that serve KTO's baseline alone
+LEFT_OUT = -2  # `pair_BJ` after `prepare` for pairs that do not count
+BASELINE = -1  # label of completions used only for KTO's baseline
 
 
 @dataclass(frozen=True)
 class Preference:
-    """A loss of the difference of two scores, the chosen completion's and the rejected one's.
+    """A loss on the difference between the scores of the chosen and the rejected completion.
 
     minimise mean over pairs of coef link(s_c - s_r) + sft_coef nll_c
 
     Attributes:
-      name, note: the algorithm's, and in what it departs from its paper; for people.
-      score: s: "sum" over a completion's learnt tokens of log pi, "mean" over them, or "odds", the log-odds
-        log(p / (1 - p)) of p = exp(mean log pi) (ORPO, arXiv:2403.07691; p is at most 1 - the precision).
-      reference: s is of log(pi / reference), which needs `ref_BT`.
+      name, note: the algorithm and where it departs from its paper; for people.
+      score: s of a completion: "sum" or "mean" of log pi over its learnt tokens, or "odds", the log-odds
+        log(p / (1 - p)) of p = exp(mean log pi) (ORPO, arXiv:2403.07691; p is at most 1 - the dtype's epsilon).
+      reference: uses log(pi / reference) instead of log pi; needs `ref_BT` (from a ref_model).
       link: "sigmoid" is -log sigmoid(z), z = beta (s_c - s_r) - gamma (Bradley-Terry); "square" is
         (s_c - s_r - 1 / (2 beta))^2 (IPO, arXiv:2310.12036).
-      beta: how far the policy may move: the greater, the less; of SimPO and ORPO the scale of s alone.
-      gamma: margin that z must exceed (SimPO, arXiv:2405.14734).
-      label_smoothing: share of labels that are wrong: -(1 - share) log sigmoid(z) - share log sigmoid(-z), the
+      beta: a larger beta keeps the policy closer to the reference; in SimPO and ORPO just the scale of s.
+      gamma: target margin, subtracted in z (SimPO, arXiv:2405.14734).
+      label_smoothing: assumed fraction of flipped labels: -(1 - fraction) log sigmoid(z) - fraction log sigmoid(-z),
         conservative DPO (E. Mitchell, "A note on DPO with noisy preferences", 2023).
-      coef: of the link; ORPO's lambda.
-      sft_coef: of the chosen completion's negative log-likelihood, mean over its tokens (iterative RPO,
-        arXiv:2404.19733).
+      coef: coefficient of the link; ORPO's lambda.
+      sft_coef: coefficient of the chosen completion's negative log-likelihood, mean over its tokens (iterative RPO,
+        arXiv:2404.19733; rpo_alpha in TRL).
     """
 
     name: str = "Preference"
@@ -76,7 +75,7 @@ class Preference:
         for field in dataclasses.fields(self):
             if choices := get_args(field.type):
                 rules[field.name] = (getattr(self, field.name) in choices, f"one of {', '.join(choices)}")
-        must(self, [(field, *rule) for field, rule in rules.items()], name=self.name)
+        validate(self, [(field, *rule) for field, rule in rules.items()], name=self.name)
 
     @property
     def needs_reference(self) -> bool:
@@ -86,10 +85,10 @@ class Preference:
         return "\n".join([f"{self.name}: minimise the mean over pairs of", *map("  {}".format, _formula(self))])
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Keeps the pairs that count in `mask_BT`, `pair_BJ` and `weight_BJ`: see `_paired`.
+        """Restricts `mask_BT`, `pair_BJ` and `weight_BJ` to the pairs that count, see `_paired`.
 
         Raises:
-          ValueError: no `ref_BT` where there is a reference.
+          ValueError: `reference` is set and the batch has no `ref_BT`.
         """
         learns_BT, usable_BJ = _learning(batch, self.name if self.reference else None)
         batch = _paired(batch, usable_BJ)
@@ -99,9 +98,9 @@ class Preference:
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`.
 
-        Metrics, of pairs: loss, preference (the link), nll (of the chosen), preference_accuracy (s_c > s_r), margin
-        beta (s_c - s_r), reward_chosen and reward_rejected beta s, logp_chosen and logp_rejected (sums, nats);
-        entropy of tokens; left_out of segments of pairs.
+        Metrics per pair: loss, preference (the link), nll (of the chosen completion), preference_accuracy (s_c > s_r),
+        margin = beta (s_c - s_r), reward_chosen and reward_rejected = beta s, logp_chosen and logp_rejected (sums,
+        nats). Per token: entropy. Per segment of a pair: left_out.
         """
         logp_BJ, ratio_BJ, count_BJ = _sums(out, batch, self.reference)
         if self.score != "sum":
@@ -137,17 +136,18 @@ class Preference:
 
 @dataclass(frozen=True)
 class KTO:
-    """Kahneman-Tversky optimisation (arXiv:2402.01306): completions that are desirable (label 1) or not (label 0).
+    """Kahneman-Tversky optimisation (arXiv:2402.01306): learns from desirable (label 1) and undesirable completions
+    (label 0).
 
     minimise mean over completions of lambda (1 - sigmoid(z)), z = beta (s - z0) for desirable ones and beta (z0 - s)
-    for the others, s = sum_t log(pi / reference). z0 estimates KL(policy || reference): the mean of s over segments of
-    label -1, which are prompts with completions of other ones and learn nothing, or 0 where that is negative or there
-    are none. It is taken over the whole batch, by the weights that made `scores`, without gradient.
+    for the others, s = sum_t log(pi / reference). z0 estimates KL(policy || reference): the mean of s over the
+    segments of label -1 in the whole batch (prompts with completions of other prompts, not trained on), clamped to at
+    least 0; 0 without such segments. It uses the weights behind `scores` and carries no gradient.
 
     Attributes:
-      beta: how far the policy may move: the greater, the less.
-      desirable_weight, undesirable_weight: lambda. The paper wants desirable_weight x desirable completions to be 1 to
-        4 / 3 of undesirable_weight x the others.
+      beta: a larger beta keeps the policy closer to the reference.
+      desirable_weight, undesirable_weight: lambda. The paper recommends a ratio between 1 and 4 / 3 of desirable_weight
+        x desirable completions to undesirable_weight x undesirable ones.
     """
 
     beta: float = 0.1
@@ -159,7 +159,7 @@ class KTO:
     needs_reference = True
 
     def __post_init__(self):
-        must(self, [(field, value >= 0, "at least 0") for field, value in vars(self).items()])
+        validate(self, [(field, value >= 0, "at least 0") for field, value in vars(self).items()])
 
     def __str__(self):
         return (
@@ -171,12 +171,12 @@ class KTO:
         )
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Sets `whole["z0"]`, and what counts in `mask_BT` and `weight_BJ`; those that do not have label NaN.
+        """Sets `scalars["z0"]` and restricts `mask_BT` and `weight_BJ` to completions that count; others get label NaN.
 
-        Completions that learn nothing, have another label or a reference that is not finite are left out.
+        Completions without learnt tokens, with another label or with a reference that is not finite are left out.
 
         Raises:
-          ValueError: no scores or no `ref_BT`.
+          ValueError: scores or `ref_BT` are missing.
         """
         if scores is None:
             raise ValueError("KTO.prepare: the baseline needs scores of the current weights, got None")
@@ -193,19 +193,19 @@ class KTO:
             mask_BT=is_BT(labelled_BJ),
             label_BJ=label_BJ,
             weight_BJ=weight_BJ / divisor(jnp.sum(weight_BJ)),
-        ).tell(z0=jax.lax.stop_gradient(z0))
+        ).with_scalars(z0=jax.lax.stop_gradient(z0))
 
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.logp_BT`.
 
-        Metrics, of completions: loss, preference_accuracy (s > z0 where desirable, below it where not), kl_baseline
-        (z0), reward_chosen and reward_rejected beta s of the desirable and the others, logp_chosen and logp_rejected
-        (sums, nats); entropy of tokens; left_out of segments.
+        Metrics per completion: loss, preference_accuracy (s > z0 if desirable, s < z0 if not), kl_baseline (z0),
+        reward_chosen and reward_rejected = beta s of desirable and undesirable ones, logp_chosen and logp_rejected
+        (sums, nats). Per token: entropy. Per segment: left_out.
         """
         logp_BJ, ratio_BJ, _ = _sums(out, batch, reference=True)
         good_BJ, bad_BJ = batch.label_BJ == 1, batch.label_BJ == 0
         labelled_BJ, sign_BJ = good_BJ | bad_BJ, jnp.where(good_BJ, 1, -1)
-        z0 = batch.whole["z0"]
+        z0 = batch.scalars["z0"]
         over_BJ = sign_BJ * (ratio_BJ - z0)
         scale_BJ = jnp.where(good_BJ, self.desirable_weight, self.undesirable_weight)
         loss_BJ = scale_BJ * jax.nn.sigmoid(-self.beta * over_BJ)
@@ -227,11 +227,12 @@ class KTO:
 class RewardModel:
     """Bradley-Terry: minimise mean over pairs of -log sigmoid(s_c - s_r - m) + center_coef (s_c + s_r)^2.
 
-    s is `out.value_BT`, the scalar head's, at the last token of a segment.
+    s is `out.value_BT`, the output of the scalar head, at the last token of a segment.
 
     Attributes:
-      margin: m is how much more reward the chosen sample has (Llama 2, arXiv:2307.09288); else 0.
-      center_coef: of the term that keeps scores around 0 (arXiv:2312.09244).
+      margin: m is the difference of the samples' rewards, chosen minus rejected (Llama 2, arXiv:2307.09288); else 0.
+      center_coef: coefficient of the term that centres scores at 0 (arXiv:2312.09244; TRL's
+        center_rewards_coefficient).
     """
 
     margin: bool = False
@@ -242,7 +243,7 @@ class RewardModel:
     needs_reference = False
 
     def __post_init__(self):
-        must(self, [("center_coef", self.center_coef >= 0, "at least 0")])
+        validate(self, [("center_coef", self.center_coef >= 0, "at least 0")])
 
     def __str__(self):
         lines = [
@@ -254,7 +255,7 @@ class RewardModel:
         return "\n".join([*lines, "  s = the score head at the last token"])
 
     def prepare(self, batch: Batch, scores=None) -> Batch:
-        """Keeps the pairs that count in `pair_BJ` and `weight_BJ`: see `_paired`."""
+        """Restricts `pair_BJ` and `weight_BJ` to the pairs that count, see `_paired`."""
         usable_BJ = _learning(batch)[1]
         if self.margin:
             usable_BJ &= jnp.isfinite(batch.reward_BJ)
@@ -263,11 +264,11 @@ class RewardModel:
     def loss(self, out, batch: Batch):
         """(sum over the microbatch, metrics); gradients flow into `out.value_BT`.
 
-        Metrics, of pairs: loss, preference_accuracy (s_c > s_r), margin s_c - s_r; score of segments, reward_chosen
-        and reward_rejected those of either side; left_out of segments of pairs.
+        Metrics per pair: loss, preference_accuracy (s_c > s_r), margin = s_c - s_r, reward_chosen and reward_rejected
+        = s. Per segment: score = s. Per segment of a pair: left_out.
 
         Raises:
-          ValueError: a model without a scalar head.
+          ValueError: the model has no scalar head.
         """
         if out.value_BT is None:
             raise ValueError('RewardModel: needs a model with a score head, got none; hf.load(init_missing=("score",))')
@@ -296,10 +297,11 @@ class RewardModel:
 
 
 def _paired(batch: Batch, usable_BJ) -> Batch:
-    """The batch with what a loss over pairs needs, decided on all of it.
+    """Sets `pair_BJ` and `weight_BJ` of the whole batch for a loss over pairs.
 
-    `pair_BJ`: of both segments of a pair that counts the position of the chosen one among those of its microbatch;
-    `LEFT_OUT` of one that does not, -1 of what is in no pair. `weight_BJ`: the share in the mean, at chosen segments.
+    `pair_BJ`: for both segments of a pair that counts, the index of the chosen one among its microbatch's segments;
+    `LEFT_OUT` for pairs that do not count, -1 for segments in no pair. `weight_BJ`: the pair's share of the mean, at
+    the chosen segment.
     """
     slots = batch.pair_BJ.shape[-2] * batch.pair_BJ.shape[-1]  # of a microbatch
     pair_A, label_A, at_A = batch.pair_BJ.reshape(-1), batch.label_BJ.reshape(-1), jnp.arange(batch.pair_BJ.size)
@@ -319,12 +321,12 @@ def _paired(batch: Batch, usable_BJ) -> Batch:
 
 
 def _over_pair(x_BJ, batch: Batch):
-    """Sum over the segments of each pair of a prepared microbatch, at each of them."""
+    """Sum over the segments of each pair of a prepared microbatch, at each of its segments."""
     return by_id(x_BJ.reshape(-1), batch.pair_BJ.reshape(-1), x_BJ.size).reshape(x_BJ.shape)
 
 
 def _compare(x_BJ, batch: Batch):
-    """(where the chosen segments of a prepared microbatch are, x of the chosen minus x of the rejected there)."""
+    """(mask of the chosen segments of a prepared microbatch, x chosen minus x rejected at these segments)."""
     chosen_BJ = (batch.pair_BJ >= 0) & (batch.label_BJ == 1)
     gap_BJ = _over_pair(jnp.where(chosen_BJ, x_BJ, -x_BJ), batch)
     return chosen_BJ, jnp.where(chosen_BJ, gap_BJ, 0)
@@ -334,10 +336,10 @@ def _compare(x_BJ, batch: Batch):
 
 
 def _learning(batch: Batch, reference_of: str | None = None):
-    """(tokens that are learnt, segments that have some, with a finite reference if one is needed).
+    """(mask of learnt tokens, mask of segments with learnt tokens and, if needed, a finite reference at all of them).
 
     Args:
-      reference_of: the objective that needs a reference.
+      reference_of: name of the objective, if it needs a reference.
     """
     J = batch.pair_BJ.shape[-1]
     learns_BT = batch.mask_BT & (batch.weight_BT > 0)
@@ -351,7 +353,7 @@ def _learning(batch: Batch, reference_of: str | None = None):
 
 
 def _sums(out, batch: Batch, reference: bool):
-    """Over the learnt tokens of each segment: sum of log pi, of log(pi / reference) or again of log pi, and their
+    """Sums over the learnt tokens of each segment: log pi, log(pi / reference) (log pi without a reference), and their
     number, at least 1."""
     J = batch.pair_BJ.shape[-1]
     over = lambda x_BT: total(jnp.where(batch.mask_BT, x_BT, 0), batch.segment_BT, J)
@@ -361,16 +363,16 @@ def _sums(out, batch: Batch, reference: bool):
 
 
 def _log_odds(logp_BJ):
-    """log(p / (1 - p)) of p = exp(logp), p being at most 1 - the precision, where the gradient ends."""
+    """log(p / (1 - p)) of p = exp(logp), p clipped to at most 1 - eps of the dtype, without gradient there."""
     logp_BJ = jnp.minimum(logp_BJ, -jnp.finfo(logp_BJ.dtype).eps)
     return logp_BJ - jnp.log(-jnp.expm1(logp_BJ))
 
 
-# -- words ---------------------------------------------------------------------------------------
+# -- formula -------------------------------------------------------------------------------------
 
 
 def _formula(p: Preference) -> list[str]:
-    """The objective, a line a part."""
+    """The objective's formula, one line per part."""
     z = f"{p.beta:g} (s_c - s_r)" + (f" - {p.gamma:g}" if p.gamma else "")
     if p.link == "square":
         link = f"(s_c - s_r - 1 / (2 {p.beta:g}))^2"

@@ -1,6 +1,6 @@
-"""Advantages and returns token by token, from the last one back: only sampled tokens are steps of the episode.
+"""GAE and discounted returns per token; only sampled tokens are steps of the episode.
 
-What stands between them (the user's and the tools' words of an agent) is passed over: no discount, no value of its own.
+Tokens between them (user and tool messages) are skipped: they are neither discounted nor given a value.
 Linear recurrences are solved by an associative scan, in log2 T parallel steps.
 """
 
@@ -12,14 +12,14 @@ from .shapes import shaped
 
 @shaped
 def gae(reward_BT, value_BT, sampled_BT, segment_BT, *, gamma: float = 1.0, lam: float = 1.0):
-    """Generalised advantage estimates (arXiv:1506.02438), 0 where nothing was sampled; no gradient is meant to flow.
+    """Generalised advantage estimation (arXiv:1506.02438), 0 off sampled tokens; not meant to be differentiated.
 
-    delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, next = the segment's next sampled token;
-    behind the last one both are 0, also where generation was cut off.
+    delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, next = the segment's next sampled token; after
+    the last one both V_next and A_next are 0, also if generation was truncated.
 
     Args:
-      reward_BT: of each sampled token.
-      value_BT: what a critic expects at the token that a sampled one follows, as `Scores.value_BT`.
+      reward_BT: reward of each sampled token.
+      value_BT: the critic's value at the position that predicts the sampled token, as in `Scores.value_BT`.
     """
     no = jnp.zeros((*segment_BT.shape[:-1], 1), bool)
     same_BT = jnp.concatenate([segment_BT[..., 1:] == segment_BT[..., :-1], no], -1) & (segment_BT > 0)
@@ -33,11 +33,11 @@ def gae(reward_BT, value_BT, sampled_BT, segment_BT, *, gamma: float = 1.0, lam:
 
 @shaped
 def returns(reward_BT, sampled_BT, segment_BT, *, gamma: float = 1.0):
-    """Discounted sum of the rewards from each sampled token on; 0 where nothing was sampled."""
+    """Discounted sum of rewards from each sampled token on; 0 off sampled tokens."""
     return gae(reward_BT, jnp.zeros_like(reward_BT), sampled_BT, segment_BT, gamma=gamma)
 
 
 def _backward(a_BT, b_BT):
-    """x_t = a_t x_{t+1} + b_t, with 0 behind the end."""
+    """Solves x_t = a_t x_{t+1} + b_t backwards, with x = 0 after the end."""
     join = lambda right, left: (left[0] * right[0], left[0] * right[1] + left[1])
     return jax.lax.associative_scan(join, (a_BT.astype(b_BT.dtype), b_BT), reverse=True, axis=b_BT.ndim - 1)[1]

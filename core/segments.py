@@ -1,4 +1,4 @@
-"""Sums over the segments of packed rows, and back to their tokens."""
+"""Segment sums over packed rows, and broadcasting them back to tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from .shapes import shaped
 
 @shaped
 def total(x_BT, segment_BT, J: int):
-    """Sum of x over the tokens of each segment, [B, J]; padding counts for nothing. Gradients flow into x."""
+    """Sum of x over the tokens of each segment, [B, J]; padding is ignored. Gradients flow into x."""
     front, T = segment_BT.shape[:-1], segment_BT.shape[-1]
     x_AT, segment_AT = x_BT.reshape(-1, T), segment_BT.reshape(-1, T)
     slot_AT = segment_AT + (J + 1) * jnp.arange(len(segment_AT))[:, None]  # slot 0 of a row is its padding
@@ -18,38 +18,38 @@ def total(x_BT, segment_BT, J: int):
 
 @shaped
 def to_tokens(x_BJ, segment_BT):
-    """Each segment's value at each of its tokens; 0 on padding."""
+    """Broadcasts each segment's value to its tokens; 0 on padding."""
     spread_BT = jnp.take_along_axis(x_BJ, jnp.maximum(segment_BT - 1, 0), axis=-1)
     return jnp.where(segment_BT > 0, spread_BT, 0)
 
 
 @shaped
 def mean(x_BT, mask_BT, segment_BT, J: int):
-    """Mean of x over the masked-in tokens of each segment, at each of its tokens; 0 where there are none."""
+    """Mean of x over the unmasked tokens of each segment, at all its tokens; 0 in segments without any."""
     count_BJ = total(jnp.where(mask_BT, 1, 0).astype(x_BT.dtype), segment_BT, J)
     sum_BJ = total(jnp.where(mask_BT, x_BT, 0), segment_BT, J)
     return to_tokens(sum_BJ / jnp.maximum(count_BJ, 1), segment_BT)
 
 
 def by_id(x_A, id_A, size: int):
-    """Sum of x over equal ids below `size`, at each position; ids below 0 go to a bin of their own."""
+    """Sum of x over positions with the same id, at each position; ids are below `size`, negative ids share one bin."""
     bin_A = jnp.where(id_A >= 0, id_A, size)
     return jax.ops.segment_sum(x_A, bin_A, size + 1)[bin_A]
 
 
 def over_rollout(x_BJ, rollout_BJ):
-    """Sum of x over the segments of each segment's rollout, at each of them."""
+    """Sum of x over the segments of each rollout, at each of its segments."""
     return by_id(x_BJ.reshape(-1), rollout_BJ.reshape(-1), rollout_BJ.size).reshape(x_BJ.shape)
 
 
 def divisor(x):
-    """x where it is above 0, else 1: what a sum is divided by that may be empty."""
+    """x if above 0, else 1: a safe divisor for sums that may be empty."""
     return jnp.where(x > 0, x, 1)
 
 
 @shaped
 def last(mask_BT, segment_BT):
-    """Whether each token is the last one of its segment that the mask has."""
+    """Whether each token is the last unmasked one of its segment."""
     T = segment_BT.shape[-1]
     t_BT = jnp.broadcast_to(jnp.arange(T), segment_BT.shape)
     next_T = jax.lax.cummin(jnp.where(mask_BT, t_BT, T), axis=mask_BT.ndim - 1, reverse=True)
@@ -60,7 +60,7 @@ def last(mask_BT, segment_BT):
 
 @shaped
 def segment_index(segment_BT):
-    """Order of each token inside its segment: 0, 1, ... from where the segment number changes."""
+    """Index of each token within its segment: 0, 1, ... from where the segment id changes."""
     T = segment_BT.shape[-1]
     t_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), segment_BT.shape)
     first = jnp.ones((*segment_BT.shape[:-1], 1), bool)

@@ -1,9 +1,8 @@
-"""Names carry shapes: `x_BTD` has axes B, T, D, and `@shaped` checks that while tracing.
+"""Shape suffixes: `x_BTD` has axes B, T, D, and `@shaped` checks them while tracing.
 
 Letters: B rows, T positions, J segment slots of a row, M microbatches, D embed, F ffn, V vocabulary, N query heads,
-K kv heads, G query heads a kv head, H head size, E experts, L layers, C chunk, S keys, A tokens in any order. Among
-experts: K those of a token, P pairs of a token and an expert, R rows that pairs are sorted into, S blocks of rows, and
-N devices.
+K kv heads, G query heads per kv head, H head size, E experts, L layers, C chunk, S keys, A tokens in any order. In MoE
+code: K experts per token, P (token, expert) pairs, R rows that pairs are sorted into, S blocks of rows, N devices.
 """
 
 import functools
@@ -11,14 +10,14 @@ import inspect
 
 
 def shaped(fn):
-    """Makes `fn` check that its array arguments agree on every letter of their names.
+    """Makes `fn` check that its array arguments agree on the size of every letter in their names.
 
-    An argument called `words_XYZ` must end in as many axes as capital letters, and a letter has one size everywhere.
-    Axes in front of them (microbatches) must be the same for all. None is passed over. The check runs in Python, so it
+    An argument `words_XYZ` has one trailing axis per capital letter, and a letter has one size in all arguments. Any
+    leading axes (microbatches) must be the same for all. None is skipped. The check runs in Python while tracing, so it
     costs nothing once compiled.
 
     Raises:
-      ValueError: naming the function, the letter, both arguments and both sizes.
+      ValueError: sizes differ; names the function, the letter, both arguments and both sizes.
     """
     signature = inspect.signature(fn)
 

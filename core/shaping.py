@@ -1,4 +1,4 @@
-"""What becomes of rewards before rollouts are compared."""
+"""Reward shaping before advantages are computed."""
 
 import math
 from dataclasses import dataclass
@@ -7,23 +7,25 @@ from typing import Literal
 import jax.numpy as jnp
 
 from .batch import FINISH, Batch
-from .checks import must
+from .checks import validate
 from .segments import last, over_rollout, to_tokens, total
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """(R + bias) scale within [low, high], then the penalties. A NaN reward stays unscorable.
+    """clip((R + bias) scale, low, high), minus the penalties. A NaN reward stays unscorable.
 
     Attributes:
-      bias, scale, low, high: of the reward of a rollout, in its units; `scale` also of those given to its tokens.
-      overlong_tokens: most tokens that a rollout may sample; one with more loses `overlong_penalty` (DAPO,
-        arXiv:2503.14476); 0 = none does.
-      overlong_buffer: the last of these, over which the penalty rises from 0 to all of it.
-      unfinished_penalty: lost by rollouts that did not end by themselves, whatever the reason.
-      truncated: what is learnt from rollouts cut off at the length limit: "keep" as from others, "mask" nothing, though
-        their reward counts in the baseline (overlong filtering), "drop" nothing, and it does not count.
-      dynamic_sampling: for rollout: groups whose rewards are all equal are dropped and others generated in their place.
+      bias, scale, low, high: applied to the rollout's reward; `scale` also to rewards of single tokens.
+      overlong_tokens: sampled tokens at which a rollout gets the full `overlong_penalty` (soft overlong punishment,
+        DAPO, arXiv:2503.14476); 0 = off.
+      overlong_buffer: number of tokens below overlong_tokens over which the penalty rises linearly from 0.
+      overlong_penalty: largest overlong penalty.
+      unfinished_penalty: subtracted if a rollout did not finish with "stop", whatever the reason.
+      truncated: rollouts truncated at the length limit: "keep" trains on them, "mask" excludes them from the loss but
+        keeps their reward in the baseline (overlong filtering, mask_truncated_completions in TRL), "drop" excludes them
+        from both.
+      dynamic_sampling: drops groups whose rewards are all equal and generates others in their place (DAPO).
     """
 
     bias: float = 0.0
@@ -46,25 +48,25 @@ class Shaping:
             ("unfinished_penalty", self.unfinished_penalty >= 0, "at least 0"),
             ("truncated", self.truncated in ("keep", "mask", "drop"), "one of keep, mask, drop"),
         )
-        must(self, rules)
+        validate(self, rules)
 
     @property
     def plain(self) -> bool:
-        """Rewards stay as they are."""
+        """Whether rewards are left unchanged."""
         changed = (self.bias, self.scale, self.low, self.high, self.overlong_tokens, self.unfinished_penalty)
         return changed == (0, 1, -math.inf, math.inf, 0, 0)
 
 
 def bounded(spec: Shaping, reward):
-    """The first half, without the penalties, of rewards that are not a rollout's own."""
+    """clip((reward + bias) scale, low, high), without the penalties."""
     return jnp.clip((reward + spec.bias) * spec.scale, spec.low, spec.high)
 
 
 def shape(spec: Shaping, batch: Batch):
-    """Shaped rewards: (reward_BT, reward_BJ, learn_BJ).
+    """Computes shaped rewards: (reward_BT, reward_BJ, learn_BJ).
 
-    What the shaping adds to a rollout stands at the last learnt token, in each of its rows; reward_BT is 0 in place of
-    NaN. learn_BJ says which segments `truncated` lets learn; dropped ones have a reward of NaN.
+    In reward_BT, what shaping adds to a rollout is placed at the last learnt token of each of its rows, and NaN becomes
+    0. learn_BJ masks the segments to train on according to `truncated`; dropped ones have reward NaN.
     """
     of_rollout = lambda x_BJ: over_rollout(x_BJ.astype(jnp.float32), batch.rollout_BJ)
     J = batch.reward_BJ.shape[-1]

@@ -1,7 +1,7 @@
-"""What to watch of an update: does the trainer agree with the sampler, how far does it move, what is left out.
+"""Training metrics: trainer-sampler mismatch, size of the update, and what corrections mask.
 
-Every number is kept as sums and counts, so that any split of a batch gives the same; what follows of several sums is
-computed at the end, by `told`. Unless said otherwise a number is of a learnt token.
+All are kept as sums and counts, so any split of a batch gives the same values; `finalize_metrics` computes what depends
+on several sums. Unless stated otherwise, metrics are per learnt token.
 """
 
 import math
@@ -19,10 +19,10 @@ ENTROPY_EDGES = (0.0, *np.round(np.geomspace(0.01, 12.0, 40), 4).tolist())
 
 
 def agreement(prox_BT, sampler_BT, mask_BT, segment_BT, J: int) -> dict[str, Metric]:
-    """Of log-probabilities by the trainer and by what sampled, nats: rounding, and the movement since."""
+    """Mismatch of the trainer's and the sampler's log-probabilities (nats): numerical differences and staleness."""
     log_BT = jnp.where(mask_BT, prox_BT - sampler_BT, 0)
     p_BT, q_BT = jnp.exp(prox_BT), jnp.exp(sampler_BT)
-    whole_BT = to_tokens(total(log_BT, segment_BT, J), segment_BT)
+    sequence_BT = to_tokens(total(log_BT, segment_BT, J), segment_BT)
     of = lambda x_BT: metrics.of(x_BT, mask_BT)
     moments = {"p": p_BT, "q": q_BT, "pp": p_BT * p_BT, "qq": q_BT * q_BT, "pq": p_BT * q_BT, "log": log_BT}
     return {
@@ -31,13 +31,13 @@ def agreement(prox_BT, sampler_BT, mask_BT, segment_BT, J: int) -> dict[str, Met
         "prob_diff": of(jnp.abs(p_BT - q_BT)),
         "prob_error": of(bounded_exp(jnp.abs(log_BT))),
         "chi2_token": of(jnp.square(bounded_exp(log_BT)) - 1),
-        "chi2_sequence": metrics.of(jnp.square(bounded_exp(whole_BT)) - 1, last(mask_BT, segment_BT)),
+        "chi2_sequence": metrics.of(jnp.square(bounded_exp(sequence_BT)) - 1, last(mask_BT, segment_BT)),
         **{f"moment_{name}": of(x_BT) for name, x_BT in moments.items()},
     }
 
 
 def weights(ratio_BT, weight_BT, kept_BT, mask_BT, segment_BT, J: int) -> dict[str, Metric]:
-    """Of importance weights: before and after their bounds, and of what the correction leaves out."""
+    """Importance weights before and after bounding, and the fraction of tokens and sequences that they drop."""
     learns_BT = kept_BT & (weight_BT != 0)
     left_BJ = total(jnp.where(mask_BT & learns_BT, 1.0, 0.0), segment_BT, J)
     return {
@@ -51,13 +51,13 @@ def weights(ratio_BT, weight_BT, kept_BT, mask_BT, segment_BT, J: int) -> dict[s
 
 
 def effective(adv_BT, weight_BT, mask_BT, segment_BT, J: int) -> Metric:
-    """Of sequences: whether a learnt token has both an advantage and a weight other than 0."""
+    """Fraction of sequences with a learnt token whose advantage and weight are both nonzero."""
     moves_BJ = total(jnp.where(mask_BT & (adv_BT != 0) & (weight_BT != 0), 1.0, 0.0), segment_BT, J)
     return metrics.of(to_tokens(moves_BJ, segment_BT) > 0, last(mask_BT, segment_BT))
 
 
 def movement(ratio_BT, gap_BT, cut_BT, adv_BT, entropy_BT, mask_BT) -> dict[str, Metric]:
-    """Of the update itself; cut_BT = where the surrogate has no gradient, or None."""
+    """Ratio, entropy, advantage and clipping; cut_BT = where the surrogate cuts the gradient, or None."""
     where = lambda rule_BT: mask_BT & rule_BT
     report = {
         "ratio": metrics.of(ratio_BT, mask_BT),
@@ -76,8 +76,8 @@ def movement(ratio_BT, gap_BT, cut_BT, adv_BT, entropy_BT, mask_BT) -> dict[str,
     return report
 
 
-def told(report: dict[str, Metric]) -> dict:
-    """Host values for a log, as `metrics.to_dict`, and what follows of sums.
+def finalize_metrics(report: dict[str, Metric]) -> dict:
+    """Host values for the log, as `metrics.to_dict`, plus metrics derived from several sums.
 
     ess: (sum w)^2 / (n sum w^2). prob_pearson: correlation of the trainer's and the sampler's probabilities.
     perplexity_ratio: exp of the mean log (trainer / sampler). explained_variance: 1 - E (R - V)^2 / var R.
@@ -104,7 +104,7 @@ def told(report: dict[str, Metric]) -> dict:
 
 
 def _quantile(m: Metric, share: float) -> float:
-    """Within the bin that holds it as if its numbers were spread evenly."""
+    """Quantile of a histogram, by linear interpolation within its bin."""
     counts, edges = np.asarray(m.bins, float), np.asarray(m.edges)
     ends = np.concatenate([[0.0], np.cumsum(counts)])
     return float(np.interp(share * ends[-1], ends, edges))

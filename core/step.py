@@ -1,4 +1,4 @@
-"""The training step: a loop over microbatches of one shape, a global denominator, one optimiser update."""
+"""The training step: gradient accumulation over equally shaped microbatches, then one optimiser update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .batch import Batch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """What training carries: fp32 master weights, the optimiser's state, and the number of updates tried."""
+    """Training state: fp32 master weights, the optimiser's state, and the number of steps, skipped ones included."""
 
     params: Any
     opt_state: Any
@@ -23,7 +23,7 @@ class State:
 
 
 def init(params, optimizer: optax.GradientTransformation, shardings: State | None = None) -> State:
-    """The state at step 0; on a mesh `shardings` says where its parts lie."""
+    """Creates the state at step 0, on a mesh with the given shardings."""
     zero = lambda: jnp.zeros((), jnp.int32)
     if shardings is None:
         return State(params, optimizer.init(params), zero())
@@ -40,18 +40,18 @@ def make_step(
 ) -> Callable:
     """Returns jitted `step(state, batch, *frozen) -> (state, metrics)` for a prepared Batch [M, B, T].
 
-    `score(params, microbatch, *frozen) -> out` is differentiated through `objective.loss`, in params alone: `frozen`
-    are weights that take part but do not learn (those under an adapter, a teacher's), of which no gradient is held.
-    Gradients are summed in the masters' dtype over the microbatches in use, whose number is read from the batch, so
-    that it never recompiles. A step whose gradient is not finite leaves weights and moments as they were and counts in
-    `skipped`. The state is donated; on a mesh it stays where `shardings` says, and every device has the metrics.
+    `score(params, microbatch, *frozen) -> out` is differentiated through `objective.loss` with respect to params only:
+    `frozen` are weights that get no gradient (those under an adapter, a teacher's). Gradients are accumulated in the
+    master weights' dtype over the nonempty microbatches; their number is a traced value, so it never triggers
+    recompilation. If gradient or loss is not finite, weights and optimiser state are kept and `skipped` is 1. The state
+    is donated; on a mesh it keeps `shardings`, and the metrics are replicated.
 
     Args:
-      adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient; `aux` is `out.aux` summed
-        over the batch. `balance.update_biases` is one.
+      adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient, such as
+        `balance.update_biases`; `aux` is `out.aux` summed over the batch.
 
-    Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `update_ratio` (length of the update over
-    that of the weights), `skipped`, with experts `balance.report`.
+    Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `update_ratio` (norm of the update over that
+    of the weights), `skipped`, with experts `balance.report`.
     """
 
     def one(params, batch, *frozen):

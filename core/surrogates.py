@@ -1,7 +1,7 @@
-"""What a token gains as the policy moves: functions of its ratio, log-probability and advantage, to be maximised.
+"""Policy-gradient surrogates, to be maximised: functions of a token's ratio, log-probability and advantage.
 
-Each takes (spec, now) and returns (gain_BT, cut_BT): `cut` where the gradient is cut, None where none ever is. At ratio
-1 the gradient of each is A grad logp, a mean over the sequence where the ratio is one.
+Each takes (spec, now) and returns (gain_BT, cut_BT): cut_BT marks tokens whose gradient is cut, None if the surrogate
+never does. At ratio 1 the gradient of each is A grad logp, averaged over the sequence if the ratio is per sequence.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from .corrections import bounded_exp
 
 
 class Now(NamedTuple):
-    """What a surrogate sees of a microbatch; off the mask log-probabilities are 0.
+    """Per-token inputs of a surrogate for one microbatch; log-probabilities are 0 off the mask.
 
     Attributes:
-      logp_BT: of the policy; gradients flow into it, and so into the next two.
+      logp_BT: log-probability under the policy; gradients flow into it, and through it into gap_BT and ratio_BT.
       gap_BT: log (policy / proximal) of each token.
-      ratio_BT: policy / proximal, at the level that the objective names.
+      ratio_BT: policy / proximal at the objective's level (`Policy.ratio`).
       adv_BT: advantage.
       mask_BT: the learnt tokens.
-      sampler_BT, index_BT: log-probability of the policy that sampled, and order inside the sequence.
+      sampler_BT, index_BT: log-probability under the sampling policy, and index within the sequence.
       mean: x_BT -> its mean over the learnt tokens of each sequence, at each of its tokens.
     """
 
@@ -37,20 +37,20 @@ class Now(NamedTuple):
 
 
 def score(spec, now: Now):
-    """A log pi (REINFORCE, Williams 1992): the ratio is not used."""
+    """A log pi (REINFORCE, Williams 1992), without the ratio."""
     return now.adv_BT * now.logp_BT, None
 
 
 def ratio(spec, now: Now):
-    """r A: importance sampling, without a bound of its own."""
+    """r A: importance sampling without clipping."""
     return now.ratio_BT * now.adv_BT, None
 
 
 def clip(spec, now: Now):
-    """min(r A, clip(r) A) (PPO, arXiv:1707.06347), the bounds apart (DAPO, arXiv:2503.14476).
+    """min(r A, clip(r) A) (PPO, arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476).
 
-    `ratio_cap` bounds r where it is not clipped, for A < 0; `dual_clip` bounds the gain from below there
-    (arXiv:1912.09729).
+    `ratio_cap` bounds r in the first term, which matters for A < 0, where large ratios are not clipped (and for A > 0
+    only if it is below 1 + clip_high). `dual_clip` bounds the gain from below for A < 0 (arXiv:1912.09729).
     """
     ratio_BT, adv_BT = now.ratio_BT, now.adv_BT
     free_BT = jnp.minimum(ratio_BT, spec.ratio_cap) if spec.ratio_cap else ratio_BT
@@ -62,7 +62,7 @@ def clip(spec, now: Now):
 
 
 def cispo(spec, now: Now):
-    """stop(clip(r)) A log pi (MiniMax-M1, arXiv:2506.13585): the weight is bounded, no token's gradient is cut."""
+    """stop(clip(r)) A log pi (MiniMax-M1, arXiv:2506.13585): bounds the weight, cuts no token's gradient."""
     weight_BT = jnp.clip(jax.lax.stop_gradient(now.ratio_BT), 1 - spec.clip_low, 1 + spec.clip_high)
     return weight_BT * now.adv_BT * now.logp_BT, None
 
@@ -74,9 +74,9 @@ def sapo(spec, now: Now):
 
 
 def geometric(spec, now: Now):
-    """A times the geometric mean of a sequence's ratios, each clipped (GMPO, arXiv:2507.20673).
+    """A times the geometric mean of a sequence's clipped ratios (GMPO, arXiv:2507.20673).
 
-    Log ratios are clipped to [-clip_low, clip_high], on the side of the advantage.
+    Log ratios are clipped to at most clip_high if A >= 0, to at least -clip_low if A < 0.
     """
     clipped_BT = jnp.clip(now.gap_BT, -spec.clip_low, spec.clip_high)
     bound = lambda f: f(now.gap_BT, clipped_BT)
@@ -85,9 +85,9 @@ def geometric(spec, now: Now):
 
 
 def vespo(spec, now: Now):
-    """stop(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the ratio of the sequence (VESPO, arXiv:2602.10693).
+    """stop(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the sequence's ratio (VESPO, arXiv:2602.10693).
 
-    phi is 1 at W = 1 and fades on both sides; k and lambda differ by the sign of A.
+    phi is 1 at W = 1 and goes to 0 at both ends; k and lambda depend on the sign of A.
     """
     (k_pos, lam_pos), (k_neg, lam_neg) = spec.vespo_pos, spec.vespo_neg
     k_BT, lam_BT = (jnp.where(now.adv_BT >= 0, *pair) for pair in ((k_pos, k_neg), (lam_pos, lam_neg)))
@@ -96,11 +96,12 @@ def vespo(spec, now: Now):
 
 
 def clip_cov(spec, now: Now):
-    """PPO's, without the gradient of a few tokens that would lower the entropy most (Clip-Cov, arXiv:2505.22617).
+    """PPO's clip, cutting the gradient of a few high-covariance tokens to slow entropy collapse (Clip-Cov,
+    arXiv:2505.22617).
 
-    Of the tokens that are not clipped and whose covariance (log pi - mean)(A - mean) lies between cov_low and cov_high,
-    cov_fraction of all learnt ones, at least one, are drawn, and gain nothing. The choice is by the current policy and
-    over a microbatch: with several of them it is made in each.
+    Draws cov_fraction of the learnt tokens, at least one, from the unclipped tokens whose covariance
+    (log pi - mean)(A - mean) lies between cov_low and cov_high; their gain is 0. Uses the current policy and draws in
+    each microbatch separately.
     """
     gain_BT, clipped_BT = clip(spec, now)
     cov_BT = covariance(now)
@@ -110,9 +111,9 @@ def clip_cov(spec, now: Now):
 
 
 def kl_cov(spec, now: Now):
-    """r A, less cov_coef |log r| for the few tokens of largest covariance (KL-Cov, arXiv:2505.22617).
+    """r A, minus cov_coef |log r| at the few tokens of largest covariance (KL-Cov, arXiv:2505.22617).
 
-    Chosen as in `clip_cov`, but without a draw: cov_fraction of the learnt tokens, at least one.
+    These are cov_fraction of the learnt tokens, at least one, in each microbatch.
     """
     cov_BT = jnp.where(now.mask_BT, covariance(now), -jnp.inf)
     chosen_BT = now.mask_BT & _largest(cov_BT, now.mask_BT, spec.cov_fraction)
@@ -121,10 +122,10 @@ def kl_cov(spec, now: Now):
 
 
 def dppo(spec, now: Now):
-    """r A - tv_coef log(r)^2, the first 0 where pi - proximal has gone too far (DPPO, arXiv:2602.04879).
+    """r A - tv_coef log(r)^2, without the first term where pi - proximal is too large (DPPO, arXiv:2602.04879).
 
-    Too far: above tv_high where A > 0, below -tv_low where A < 0. Differences of probabilities bound the total
-    variation from below, while ratios of rare tokens say little of it.
+    Too large: above tv_high if A > 0, below -tv_low if A < 0. Probability differences are a lower bound of the total
+    variation, of which ratios of rare tokens say little.
     """
     pi_BT = jax.lax.stop_gradient(jnp.exp(now.logp_BT))
     moved_BT = pi_BT * -jnp.expm1(jax.lax.stop_gradient(-now.gap_BT))
@@ -134,30 +135,29 @@ def dppo(spec, now: Now):
 
 
 def covariance(now: Now):
-    """(log pi - mean)(A - mean) of each learnt token, means over those of the microbatch; no gradient."""
+    """(log pi - mean)(A - mean) of each token, with means over the microbatch's learnt tokens; no gradient."""
     count = jnp.maximum(jnp.sum(jnp.where(now.mask_BT, 1.0, 0.0)), 1)
-    apart = lambda x_BT: x_BT - jnp.sum(jnp.where(now.mask_BT, x_BT, 0)) / count
-    return apart(jax.lax.stop_gradient(now.logp_BT)) * apart(now.adv_BT)
+    centred = lambda x_BT: x_BT - jnp.sum(jnp.where(now.mask_BT, x_BT, 0)) / count
+    return centred(jax.lax.stop_gradient(now.logp_BT)) * centred(now.adv_BT)
 
 
 def draws(now: Now):
-    """A number from [0, 1) for each token, keyed by its log-probability when sampled and its place: the same however
-    rows are packed."""
+    """A uniform number in [0, 1) per token, seeded by its sampling log-probability and index, whatever the packing."""
     bits_BT = jax.lax.bitcast_convert_type(now.sampler_BT.astype(jnp.float32), jnp.uint32)
     one = lambda bits, index: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), bits), index))
     return jax.vmap(jax.vmap(one))(bits_BT, now.index_BT)
 
 
 def _largest(x_BT, mask_BT, fraction: float):
-    """The largest entries, as many as that fraction of the mask, rounded down, but at least one."""
+    """Mask of the largest entries: `fraction` of the number of masked tokens, rounded down, at least one."""
     order_A = jnp.argsort(-x_BT.reshape(-1))
-    most = jnp.maximum(jnp.floor(fraction * jnp.sum(jnp.where(mask_BT, 1.0, 0.0))), 1)
+    count = jnp.maximum(jnp.floor(fraction * jnp.sum(jnp.where(mask_BT, 1.0, 0.0))), 1)
     rank_A = jnp.zeros(x_BT.size, order_A.dtype).at[order_A].set(jnp.arange(x_BT.size))
-    return (rank_A < most).reshape(x_BT.shape)
+    return (rank_A < count).reshape(x_BT.shape)
 
 
 SURROGATES = {f.__name__: f for f in (score, ratio, clip, cispo, sapo, geometric, vespo, clip_cov, kl_cov, dppo)}
-USES = {  # fields of the objective that are for some surrogates alone
+USES = {  # surrogate-specific fields of the objective
     "clip": ("clip_low", "clip_high", "dual_clip", "ratio_cap"),
     "cispo": ("clip_low", "clip_high"),
     "sapo": ("tau_pos", "tau_neg"),
@@ -167,7 +167,7 @@ USES = {  # fields of the objective that are for some surrogates alone
     "kl_cov": ("cov_fraction", "cov_coef"),
     "dppo": ("tv_low", "tv_high", "tv_coef"),
 }
-FORMULAS = {  # with the fields of the objective
+FORMULAS = {  # formatted with the objective's fields
     "score": "A log pi",
     "ratio": "r A",
     "clip": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A)",
@@ -177,7 +177,7 @@ FORMULAS = {  # with the fields of the objective
     "vespo": "stop(r^k exp(lambda (1 - r))) A log pi, (k, lambda) = {vespo_pos} if A >= 0 else {vespo_neg}",
     "clip_cov": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A), but 0 for {cov_fraction:g} of the tokens, "
     "drawn where {cov_low:g} < cov(log pi, A) < {cov_high:g}",
-    "kl_cov": "r A, less {cov_coef:g} |log r| for the {cov_fraction:g} of the tokens with the largest cov(log pi, A)",
-    "dppo": "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; less "
+    "kl_cov": "r A, minus {cov_coef:g} |log r| for the {cov_fraction:g} of the tokens with the largest cov(log pi, A)",
+    "dppo": "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; minus "
     "{tv_coef:g} log(r)^2",
 }

@@ -1,17 +1,15 @@
-"""Models are modules: each family has `config`, `to_hf`, `table`, `embed` and `block`; what follows serves them all."""
+"""Model families, one module each (`config`, `to_hf`, `table`, `embed`, `block`), and functions for all of them."""
 
 from ..parallel import rules
-from . import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from .families import FAMILIES
 from .transformer import Run, Scores, backbone, forward, head, score, value
-
-FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen2_moe": qwen2_moe, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
 
 
 def config_from_hf(hf: dict):
-    """The Config of any supported family from a parsed config.json.
+    """Builds the Config of any supported family from a parsed config.json.
 
     Raises:
-      ValueError: a model_type that is not supported, or an option that is not implemented.
+      ValueError: unsupported model_type, or an option that is not implemented.
     """
     name = hf.get("model_type")
     if name not in FAMILIES:
@@ -30,7 +28,7 @@ def table(config):
 
 
 def explain(config, mesh, dtype="float32") -> str:
-    """How a model lies on a mesh: path, shape, split and bytes a device of each weight. Raises as `rules.of_params`."""
+    """Describes a model's sharding: path, shape, split and bytes per device of each weight. Raises as `of_params`."""
     return rules.explain(table(config), mesh, dtype=dtype)
 
 

@@ -1,6 +1,6 @@
-"""The pre-norm decoder with grouped-query attention and a gated MLP that Llama and its descendants share.
+"""Dense pre-norm decoder with grouped-query attention and a gated MLP, shared by Llama-like families.
 
-Biases and query/key norms are applied where the weights have them, so that a family's table alone says what it is.
+Biases and query/key norms are applied if the weights exist, so a family is defined by its table.
 """
 
 import itertools
@@ -20,15 +20,15 @@ from .layers.norm import rms_norm
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and constants of a model; `source` is the config.json that it came from.
+    """Sizes and constants of a model; `source` is the config.json that it was read from.
 
     Attributes:
-      family: model_type in Hugging Face's spelling.
-      context: longest sequence the model was made for, in tokens.
-      init_std: standard deviation of new matrices.
-      prefix: in front of the checkpoint's keys, "model." but for bare backbones.
+      family: Hugging Face's model_type.
+      context: maximum sequence length, in tokens.
+      init_std: standard deviation of newly initialised matrices.
+      prefix: prefix of the checkpoint's keys, "model." except in bare backbones.
       value_head: the model has a scalar head, `score.weight`.
-      window: most tokens that one sees in the layers `window_layers`, itself among them.
+      window: sliding window of the layers `window_layers`, in tokens, the token itself included.
     """
 
     family: str
@@ -56,15 +56,15 @@ class Config:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, None where there is no limit."""
+        """The sliding window of each layer; None = full attention."""
         return tuple(self.window if i in self.window_layers else None for i in range(self.layers))
 
 
 def config(hf: dict, family: str, **differences) -> Config:
-    """Reads a config.json; `differences` are fields in which a family departs from the common names.
+    """Reads a config.json; `differences` override fields that a family derives differently.
 
     Raises:
-      ValueError: an option that is not implemented, by its name and value.
+      ValueError: an option is missing or not implemented; names it and its value.
     """
     refuse(hf, "hidden_act", "silu", default="silu")
     refuse(hf, "attention_dropout", 0.0, default=0.0)
@@ -78,7 +78,7 @@ def config(hf: dict, family: str, **differences) -> Config:
         )
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if name not in hf:
-            raise ValueError(f"config.json: {family} needs {name}, which is missing")
+            raise ValueError(f"config.json: {family} needs {name}, got none")
     heads = hf["num_attention_heads"]
     eos = hf.get("eos_token_id")
     fields = dict(
@@ -103,14 +103,14 @@ def config(hf: dict, family: str, **differences) -> Config:
     return Config(**{**fields, **differences})
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # what layer_types may say of a layer
+FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 
 
 def windows(hf: dict) -> dict:
-    """`window` and `window_layers` as Qwen2 and Qwen3 spell them: by layer_types, else all from max_window_layers on.
+    """`window` and `window_layers` of Qwen2 and Qwen3: by layer_types, else all layers from max_window_layers on.
 
     Raises:
-      ValueError: layer_types that are not one of the two kinds for each layer, or sliding ones without a window.
+      ValueError: layer_types are not one of the two kinds per layer, or sliding layers have no window.
     """
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     count, kinds = hf.get("num_hidden_layers") or 0, hf.get("layer_types")
@@ -131,13 +131,13 @@ def windows(hf: dict) -> dict:
 
 
 def refuse(hf: dict, name: str, only, *, default):
-    """Raises unless the option has the one value that is implemented."""
+    """Raises ValueError unless the option has the only implemented value."""
     if hf.get(name, default) != only:
         raise ValueError(f"config.json: {name} must be {only!r}, got {hf[name]!r}, which is not implemented")
 
 
 def to_hf(config: Config) -> dict:
-    """The config.json of a model, with rope and dtype in old and new spellings; options of the source are kept."""
+    """The config.json of a model, with rope in the old and new spelling; other options of the source are kept."""
     eos = list(config.eos)
     sliding = {
         "use_sliding_window": True,
@@ -166,16 +166,16 @@ def to_hf(config: Config) -> dict:
     }
 
 
-AT = "{prefix}layers.{layer}."  # where a layer's weights stand in a checkpoint
+AT = "{prefix}layers.{layer}."  # prefix of a layer's checkpoint keys
 
 
 def inits(config: Config):
-    """(new matrices, new output projections), the latter scaled by (2 layers)^-1/2 (GPT-2)."""
+    """Initialisers of (matrices, output projections), the latter scaled by (2 layers)^-1/2 (GPT-2)."""
     return normal(config.init_std), normal(config.init_std * (2 * config.layers) ** -0.5)
 
 
 def table(config: Config, *, qk_norm: bool) -> Table:
-    """The weights of a dense decoder: runs of layers with the same window."""
+    """The parameter table of a dense decoder, one stack per run of layers with the same window."""
     std, out = inits(config)
 
     def weight(axes, name, init=std):
@@ -230,13 +230,13 @@ def table(config: Config, *, qk_norm: bool) -> Table:
 
 
 def mlp(h_BTD, w, routing=None):
-    """What stands behind attention: (out_BTD, what the layer reports, which is nothing without experts)."""
+    """The gated MLP as the second half of a layer: (out_BTD, {}); MoE layers report statistics instead of {}."""
     return gated_mlp(h_BTD, w), {}
 
 
 def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=mlp):
-    """One layer: (x_BTD, what it reports by name). `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` holds the mask, or the
-    cache when decoding; `routing`, a `moe.Routing`, is for layers with experts."""
+    """One decoder layer: (x_BTD, its statistics by name). `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` applies the
+    mask, or the KV cache when decoding; `routing`, a `moe.Routing`, is used by MoE layers."""
     B, T, _ = x_BTD.shape
 
     def heads(name, count):
@@ -259,5 +259,5 @@ def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=
 
 
 def embed(params, token_BT, dtype):
-    """Rows of the embedding table, in the compute dtype."""
+    """Token embeddings, in the compute dtype."""
     return vocab.take(params["embed"], token_BT).astype(dtype)

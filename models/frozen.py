@@ -1,4 +1,4 @@
-"""The score that distillation trains with: a student's, and how far it is from a teacher that does not learn."""
+"""Scores for distillation: the student's, and its divergence from a frozen teacher."""
 
 from ..core.batch import Batch
 from ..core.distill import Distill
@@ -9,28 +9,28 @@ from .transformer import Run, Scores
 def score(
     params, batch: Batch, *teacher, objective: Distill, config, teacher_config=None, run: Run, temperature=1.0
 ) -> Scores:
-    """`models.score` of the student, whose `extra` is what `objective.loss` reads.
+    """`models.score` of the student; `extra` holds the divergence for `objective.loss`.
 
-    For `step.make_step`: `step(state, batch, teacher_params)` with a local teacher, `step(state, batch)` with one whose
-    log-probabilities the batch brings. Neither's logits are held for more than a chunk of tokens, forward or backward,
-    and of the teacher there are no gradients.
+    For `step.make_step`: `step(state, batch, teacher_params)` with a local teacher, `step(state, batch)` if the batch
+    has the teacher's log-probabilities. Logits of both are held for one chunk of tokens at a time, also in the backward
+    pass; the teacher gets no gradients.
 
     Args:
-      teacher: the parameters of a local teacher, of any family and width; none = it came with the batch.
-      teacher_config: of a local teacher. Its vocabulary is the student's, or starts with it.
-      run: of both.
-      temperature: of `logp_BT` and `entropy_BT`, as in `models.score`; the objective's own is of the divergence.
+      teacher: parameters of a local teacher, of any family and width; none = its log-probabilities are in the batch.
+      teacher_config: config of the local teacher. Its vocabulary must equal or start with the student's.
+      run: used for both models.
+      temperature: for `logp_BT` and `entropy_BT`, as in `models.score`; the divergence uses `objective.temperature`.
 
     Raises:
-      ValueError: the teacher's vocabulary is smaller; neither a local teacher nor arrays of one.
+      ValueError: the teacher's vocabulary is smaller, or there is neither a local teacher nor its log-probabilities.
     """
     others, beside = tuple((weights, teacher_config) for weights in teacher), None
     if not others:
         names = ("teacher_ids", "teacher_logp")
         if missing := [name for name in names if name not in batch.target]:
             raise ValueError(
-                f"teacher.score: the batch must bring {' and '.join(names)}, got no {missing[0]}; "
-                "ask a served teacher for its top_k (rollout.workflows.teacher.annotate), or pass a local one"
+                f"frozen.score: the batch must have {' and '.join(names)}, got no {missing[0]}; request top_k from "
+                "a teacher server (rollout.workflows.teacher.annotate), or pass a local teacher"
             )
         beside = {name: batch.target[name] for name in names}
     return transformer.score(

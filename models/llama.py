@@ -8,7 +8,7 @@ from .dense import embed as embed
 
 
 def config(hf: dict) -> Config:
-    """From a config.json; raises ValueError naming an option that is not implemented."""
+    """Reads a config.json; raises ValueError naming an option that is not implemented."""
     bias = hf.get("attention_bias", False)
     return dense.config(hf, "llama", qkv_bias=bias, out_bias=bias, mlp_bias=hf.get("mlp_bias", False))
 

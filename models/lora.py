@@ -1,8 +1,8 @@
-"""LoRA (arXiv:2106.09685): a family's table -> that of its adapters, which train while the model's own weights stay.
+"""LoRA (arXiv:2106.09685): trains low-rank adapters while the base weights stay frozen.
 
-Beside a weight W [out, in] stand A [rank, in] and B [out, rank]; the layer computes x W^T + scale (x A^T) B^T and never
-holds their sum. Adapters are a parameter tree of their own with a table of its own, from which initialisation,
-sharding, optimiser and checkpoints follow as for any model. There is no dropout.
+A weight W [out, in] gets A [rank, in] and B [out, rank]; the layer computes x W^T + scale (x A^T) B^T without
+materialising the sum. Adapters are a separate parameter tree with its own table, from which initialisation, sharding,
+optimiser and checkpoints are derived as for any model. There is no dropout.
 """
 
 import fnmatch
@@ -17,14 +17,14 @@ from ..core.param import LoRAWeight, Param, Stack, Table, factors, merged
 
 @dataclass(frozen=True)
 class Lora:
-    """Which weights get adapters, and of what rank.
+    """Options of LoRA adapters.
 
     Attributes:
-      rank: of each change; 0 = no adapters, all weights train.
-      alpha: scale of the change: alpha / rank times B A.
-      targets: matrices of the layers by their names in the family's table, or patterns of them ("expert_*"); the
-        default is the projections of attention and of every MLP, experts' and shared ones too, but no router.
-      rslora: the scale is alpha / sqrt(rank) (arXiv:2312.03732).
+      rank: rank of the adapters (PEFT's r); 0 = no adapters, all weights are trained.
+      alpha: adapters are scaled by alpha / rank (PEFT's lora_alpha).
+      targets: names of the layers' matrices in the family's table, or patterns ("expert_*") (PEFT's target_modules);
+        the default is all projections of attention and MLPs, including routed and shared experts, but not routers.
+      rslora: scales by alpha / sqrt(rank) instead (arXiv:2312.03732).
     """
 
     rank: int = 0
@@ -34,7 +34,7 @@ class Lora:
 
     def __post_init__(self):
         if self.rank == 0 and (self.alpha, self.targets, self.rslora) != (Lora.alpha, Lora.targets, Lora.rslora):
-            raise ValueError("lora.rank: must be above 0 where other options of adapters are set, got 0")
+            raise ValueError("lora.rank: must be above 0 if other lora options are set, got 0")
 
     @property
     def scale(self) -> float:
@@ -45,7 +45,7 @@ def targets(base: Table, spec: Lora) -> tuple[str, ...]:
     """Names of the weights that get adapters, in the table's order.
 
     Raises:
-      ValueError: a target that is no matrix of the layers, or no target at all.
+      ValueError: a target matches no matrix of the layers, or there are no targets.
     """
     matrices = dict.fromkeys(name for stack in base.stacks for name, p in stack.params.items() if " " in p.axes)
     for pattern in spec.targets or ("",):
@@ -58,12 +58,13 @@ def targets(base: Table, spec: Lora) -> tuple[str, ...]:
 
 
 def table(base: Table, spec: Lora) -> Table:
-    """The table of the adapters alone: for a weight "q" of the base "q_a" and "q_b", stacked as their base is, experts
-    apart. Checkpoint keys are PEFT's. A starts uniform in +-in^-1/2, as in PEFT, and B at 0, so that the model starts
-    as its base.
+    """The table of the adapters: "q_a" and "q_b" for a base weight "q", stacked like the base, one per expert.
+
+    Checkpoint keys are PEFT's. As in PEFT, A is initialised uniformly in +-in^-1/2 and B with 0, so the model starts
+    equal to its base.
 
     Raises:
-      ValueError: a rank below 1; as `targets`.
+      ValueError: rank is below 1; as `targets`.
     """
     if spec.rank < 1:
         raise ValueError(f"lora.rank: must be at least 1 for adapters, got {spec.rank}")
@@ -74,9 +75,9 @@ def table(base: Table, spec: Lora) -> Table:
         keys = lambda part: tuple(f"base_model.model.{key.removesuffix('weight')}lora_{part}.weight" for key in p.keys)
         return {f"{name}_a": Param(a, keys("A"), _uniform), f"{name}_b": Param(b, keys("B"), jax.nn.initializers.zeros)}
 
-    def stack(whole: Stack) -> Stack:
-        pairs = [pair(name, p) for name, p in whole.params.items() if name in names]
-        return Stack(whole.layers, {name: p for both in pairs for name, p in both.items()})
+    def stack(full: Stack) -> Stack:
+        pairs = [pair(name, p) for name, p in full.params.items() if name in names]
+        return Stack(full.layers, {name: p for both in pairs for name, p in both.items()})
 
     return Table({}, tuple(map(stack, base.stacks)), {**base.dims, "rank": spec.rank})
 
@@ -86,7 +87,7 @@ def _uniform(key, shape, dtype):
 
 
 def join(params, adapters, spec: Lora):
-    """The tree that `models.score` and `models.forward` take: the base's, with `LoRAWeight` in the place of targets."""
+    """The base's parameter tree with `LoRAWeight` in place of the targets, for `models.score` and `models.forward`."""
 
     def layer(weights, pairs):
         adapted = {
@@ -101,12 +102,12 @@ def join(params, adapters, spec: Lora):
 
 
 def merge(params, adapters, spec: Lora):
-    """The base's tree with the changes added to its weights, by `param.merged`: a plain model."""
+    """Merges adapters into the base's weights with `param.merged`, giving a plain model."""
     plain = lambda w: merged(w) if isinstance(w, LoRAWeight) else w
     return jax.tree.map(plain, join(params, adapters, spec), is_leaf=lambda w: isinstance(w, LoRAWeight))
 
 
 def over_base(score: Callable, spec: Lora) -> Callable:
-    """`score(params, batch, *more)` -> `f(adapters, batch, base, *more)`, for `step.make_step` and its kin: the base
-    takes part as a frozen argument, of which no gradient is computed. It alone is what training started from."""
+    """Turns `score(params, batch, *more)` into `f(adapters, batch, base, *more)` for `step.make_step` and the like: the
+    base is a frozen argument and gets no gradient. Without adapters, the base is the reference model."""
     return lambda adapters, batch, base, *more: score(join(base, adapters, spec), batch, *more)

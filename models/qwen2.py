@@ -8,7 +8,7 @@ from .dense import embed as embed
 
 
 def config(hf: dict) -> Config:
-    """From a config.json; raises ValueError naming an option that is not implemented."""
+    """Reads a config.json; raises ValueError naming an option that is not implemented."""
     return dense.config(hf, "qwen2", qkv_bias=True, **dense.windows(hf))
 
 

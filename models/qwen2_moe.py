@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (arXiv:2407.10671): chosen experts beside a shared one, which has a gate of its own."""
+"""Qwen1.5-MoE and Qwen2-MoE (arXiv:2407.10671): routed experts plus a gated shared expert."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from .qwen3_moe import block as block
 
 @dataclass(frozen=True)
 class Config(qwen3_moe.Config):
-    """`qwen3_moe.Config` and the width of the shared expert."""
+    """`qwen3_moe.Config` plus the width of the shared expert."""
 
     shared_ffn: int = 0
 
 
 def config(hf: dict) -> Config:
-    """From a config.json; raises ValueError naming an option that is not implemented."""
+    """Reads a config.json; raises ValueError naming an option that is not implemented."""
     base = dense.config(hf, "qwen2_moe", qkv_bias=hf.get("qkv_bias", True))
     return qwen3_moe.sparse(Config, base, hf, shared_ffn="shared_expert_intermediate_size")
 
@@ -31,7 +31,7 @@ def to_hf(config: Config) -> dict:
 
 
 def table(config: Config) -> Table:
-    """The weights: runs of layers with and without experts."""
+    """The weights, one stack per run of layers with or without experts."""
     std, out = dense.inits(config)
     at = f"{dense.AT}mlp.shared_expert"
     shared = {

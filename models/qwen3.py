@@ -8,7 +8,7 @@ from .dense import embed as embed
 
 
 def config(hf: dict) -> Config:
-    """From a config.json; raises ValueError naming an option that is not implemented."""
+    """Reads a config.json; raises ValueError naming an option that is not implemented."""
     bias = hf.get("attention_bias", False)
     head_dim = hf.get("head_dim") or 128
     return dense.config(hf, "qwen3", qkv_bias=bias, out_bias=bias, head_dim=head_dim, **dense.windows(hf))

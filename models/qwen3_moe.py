@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 whose MLPs are mixtures of experts, in all layers or in some."""
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with mixtures of experts instead of MLPs in all or some layers."""
 
 import dataclasses
 import itertools
@@ -14,13 +14,13 @@ from .layers import moe
 
 @dataclass(frozen=True)
 class Config(dense.Config):
-    """`dense.Config` and the experts; `ffn` is that of layers without them.
+    """`dense.Config` plus experts; `ffn` is the width of layers without them.
 
     Attributes:
-      experts, top_k: experts of a layer, and how many a token goes to.
-      expert_ffn: width of an expert.
-      norm_top_k: the weights of a token's experts are scaled to a sum of 1.
-      dense_layers: numbers of the layers that have an ordinary MLP.
+      experts, top_k: experts per layer, and experts per token.
+      expert_ffn: hidden width of an expert.
+      norm_top_k: normalises the weights of a token's experts to sum 1.
+      dense_layers: indices of layers with an ordinary MLP.
     """
 
     experts: int = 0
@@ -31,20 +31,20 @@ class Config(dense.Config):
 
 
 def config(hf: dict) -> Config:
-    """From a config.json; raises ValueError naming an option that is not implemented."""
+    """Reads a config.json; raises ValueError naming an option that is not implemented."""
     bias = hf.get("attention_bias", False)
     base = dense.config(hf, "qwen3_moe", qkv_bias=bias, out_bias=bias, **dense.windows(hf))
     if base.window and len(base.window_layers) < base.layers and {"layer_types", "max_window_layers"} & hf.keys():
         raise ValueError(
-            f"config.json: the sliding window of qwen3_moe is that of all layers, got layers {base.window_layers}; "
-            "leave layer_types and max_window_layers out"
+            f"config.json: the sliding window of qwen3_moe must apply to all layers, got layers {base.window_layers}; "
+            "remove layer_types and max_window_layers"
         )
     everywhere = tuple(range(base.layers)) if base.window else ()
     return sparse(Config, dataclasses.replace(base, window_layers=everywhere), hf)
 
 
 def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
-    """A Config of this kind from that of the dense model and the options of experts; `sizes`: field -> option."""
+    """Builds a Config of class `kind` from the dense model's and the MoE options; `sizes` maps fields to options."""
     sizes = dict(experts="num_experts", top_k="num_experts_per_tok", expert_ffn="moe_intermediate_size", **sizes)
     hf = {"num_experts": hf.get("num_local_experts")} | hf
     for name in sizes.values():
@@ -65,7 +65,7 @@ def to_hf(config: Config) -> dict:
 
 
 def experts_to_hf(config: Config) -> dict:
-    """The options of experts in a config.json."""
+    """The MoE options of a config.json."""
     return {
         "num_experts": config.experts,
         "num_local_experts": config.experts,
@@ -78,15 +78,15 @@ def experts_to_hf(config: Config) -> dict:
 
 
 def table(config: Config) -> Table:
-    """The weights: runs of layers with and without experts."""
+    """The weights, one stack per run of layers with or without experts."""
     return with_experts(config, dense.table(config, qk_norm=True))
 
 
-def with_experts(config: Config, plain: Table, beside: Mapping[str, Param] = {}, **dims: int) -> Table:
-    """The table of a dense model with experts in the place of the MLP where the config has them.
+def with_experts(config: Config, plain: Table, extra: Mapping[str, Param] = {}, **dims: int) -> Table:
+    """Replaces MLPs by experts in a dense model's table, except in `config.dense_layers`.
 
     Args:
-      beside: other weights of these layers, of which `dims` are the sizes.
+      extra: further weights of the MoE layers; `dims` has the sizes of their axes.
     """
     std, out = dense.inits(config)
     one = f"{dense.AT}mlp.experts.{{expert}}."
@@ -96,7 +96,7 @@ def with_experts(config: Config, plain: Table, beside: Mapping[str, Param] = {},
         "expert_gate": Param("experts expert_ffn expert_embed", (f"{one}gate_proj.weight",), std),
         "expert_up": Param("experts expert_ffn expert_embed", (f"{one}up_proj.weight",), std),
         "expert_down": Param("experts expert_embed expert_ffn", (f"{one}down_proj.weight",), out),
-        **beside,
+        **extra,
     }
     runs = itertools.groupby(range(config.layers), lambda i: i in config.dense_layers)
     stacks = tuple(Stack(tuple(run), plain.stacks[0].params if bare else sparse) for bare, run in runs)
@@ -109,6 +109,6 @@ def with_experts(config: Config, plain: Table, beside: Mapping[str, Param] = {},
 
 
 def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None):
-    """One layer, as `dense.block`; one with experts reports what `moe.mlp` does."""
+    """One layer, as `dense.block`; MoE layers report the statistics of `moe.mlp`."""
     mlp = partial(moe.mlp, top_k=config.top_k, norm_top_k=config.norm_top_k) if "router" in w else dense.mlp
     return dense.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, routing, mlp)

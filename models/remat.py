@@ -1,13 +1,13 @@
-"""What the backward pass of a layer finds again, and where: on the device, in the host's memory, or computed anew.
+"""Rematerialisation (gradient checkpointing) policies: save, offload or recompute a layer's activations.
 
-Layers name the values that are worth keeping (`jax.ad_checkpoint.checkpoint_name`); what is not kept is computed again
-(arXiv:1604.06174).
+Layers name the values worth saving (`jax.ad_checkpoint.checkpoint_name`); all others are recomputed in the backward
+pass (arXiv:1604.06174).
 
-- layer_input: what the layer before gave
+- layer_input: input of the layer
 - qkv: queries, keys and values before norms and rope
-- attention: what attention gave, and the log-sum-exp of its scores
-- attention_out: the output projection of attention
-- mlp_gate_up: both halves of the gated MLP's hidden layer before the activation, experts' too
+- attention: output of attention, and the log-sum-exp of its scores
+- attention_out: output of attention's output projection
+- mlp_gate_up: both halves of the gated MLP's hidden layer before the activation, also in experts
 """
 
 from collections.abc import Callable
@@ -32,16 +32,16 @@ DOTS = jax.checkpoint_policies.save_from_both_policies(
 
 
 def checkpoint(keep: Keep) -> Callable:
-    """A function from a layer to the same layer that keeps only this for its backward pass.
+    """Returns a transformation that makes a layer keep only these activations for its backward pass.
 
     Args:
-      keep: "full": the layer's input; all else is computed again. "dots": that, and what attention and the matmuls with
-        weights gave. "none": everything. "offload": all named values, in the host's pinned
-        memory; of a dense layer they are those that "dots" keeps. Or pairs of a name and "save" (on the device) or
-        "offload"; the layer's input is kept on the device unless it is named.
+      keep: "full" rematerialisation saves only the layer's input; "dots" also the outputs of attention and of matmuls
+        with weights; "none" saves everything; "offload" moves all named values to pinned host memory (in a dense layer
+        what "dots" saves). Or pairs of a name and "save" (on the device) or "offload"; the layer's input is saved on
+        the device unless it is named.
 
     Raises:
-      ValueError: a preset or place that there is not, a name that no layer gives, or one that comes twice.
+      ValueError: an unknown preset, place or name, or a name given twice.
     """
     if keep == "none":
         return lambda layer: layer
@@ -55,7 +55,7 @@ def checkpoint(keep: Keep) -> Callable:
         raise ValueError(f"remat: must be one of {presets}, or pairs of a name and a place, got {pairs!r}")
     names, places, known = [name for name, _ in pairs], [place for _, place in pairs], get_args(Name)
     if not set(names) <= set(known) or len(set(names)) < len(names):
-        raise ValueError(f"remat: names must be different ones of {', '.join(known)}, got {', '.join(names)}")
+        raise ValueError(f"remat: names must be distinct and among {', '.join(known)}, got {', '.join(names)}")
     if not set(places) <= set(get_args(Place)):
         raise ValueError(f"remat: places must be {' or '.join(get_args(Place))}, got {', '.join(places)}")
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(

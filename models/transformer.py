@@ -1,6 +1,5 @@
-"""From tokens to hidden states, logits and scores, for every family."""
+"""Forward passes of every family: hidden states, logits, scores and values."""
 
-import importlib
 import itertools
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
 from . import remat
 from .attention import backends
+from .families import FAMILIES
 from .layers import grouped, moe, rope
 from .layers.linear import linear
 from .layers.norm import rms_norm
@@ -25,21 +25,21 @@ from .remat import Keep
 
 @dataclass(frozen=True)
 class Run:
-    """How to compute, not what: hashable, and none of it changes the mathematics.
+    """Execution options, hashable; none of them changes the mathematics.
 
     Attributes:
-      dtype: of activations and matmuls; None = that of the weights. Norms, softmax and the head stay in fp32.
-      remat: what the backward pass computes again: "full" each layer from its input, "dots" all but attention and the
-        matmuls with weights, "none" nothing. In this order they take more memory; "dots" is the fastest on a CPU.
-        "offload" keeps what "dots" keeps in the host's memory; pairs of a name and "save" or "offload" say it singly:
-        `models.remat` has the names.
-      attention: what computes attention, as `models.backends` lists; "auto" = a kernel of the platform that honours all
-        that the model asks for, else "chunked".
-      query_chunk: queries a chunk of chunked attention, which "auto" then takes; None = 64 to 128 on a CPU, else 512.
-      cp: how attention works over rows that are split over cp: `parallel.context` says what each way costs.
-      head_chunk: tokens a chunk of logits; None = by the size of the vocabulary.
-      dispatch: how tokens reach experts on other devices: `parallel.experts` says what each way costs.
-      expert_kernel: how the matmuls of experts are computed: `models.grouped`; "auto" = by the platform.
+      dtype: dtype of activations and matmuls; None = the weights'. Norms, softmax and the head stay in fp32.
+      remat: gradient checkpointing: "full" recomputes each layer from its input, "dots" all but attention and matmuls
+        with weights, "none" nothing, each using more memory than the one before; "dots" is the fastest on a CPU.
+        "offload" keeps what "dots" keeps in host memory; or pairs of a name and "save" or "offload", see
+        `models.remat`.
+      attention: attention backend, see `models.attention.backends`; "auto" = a kernel of the platform that supports
+        all the model needs, else "chunked".
+      query_chunk: queries per chunk of chunked attention, which "auto" then uses; None = 64 to 128 on a CPU, else 512.
+      cp: how attention works on rows sharded over cp; `parallel.context` has the costs.
+      head_chunk: tokens per chunk of logits; None = by vocabulary size.
+      dispatch: how tokens reach experts on other devices; `parallel.experts` has the costs.
+      expert_kernel: grouped matmul kernel for experts, see `models.layers.grouped`; "auto" = by platform.
     """
 
     dtype: str | None = None
@@ -55,13 +55,13 @@ class Run:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scores:
-    """What `score` says of each target: log-probability, entropy and log-sum-exp (nats), value, and extras.
+    """Output of `score` per target token: log-probability, entropy and log-sum-exp (nats), value, and extras.
 
     Attributes:
-      value_BT: the scalar head's output, or None without one.
+      value_BT: output of the scalar head; None without one.
       extra: what `per_chunk` returned, [B, T, ...].
-      aux: sums over the batch's tokens that layers report, by name, stacked over those layers that do: with experts
-        those of `moe.statistics`. They add up over microbatches.
+      aux: layer statistics by name, summed over the batch's tokens and stacked over the layers that report them: those
+        of `moe.statistics` with experts. They add up over microbatches.
     """
 
     logp_BT: Any
@@ -73,8 +73,8 @@ class Scores:
 
 
 def family(config):
-    """The module of a config's family."""
-    return importlib.import_module(f".{config.family}", __package__)
+    """The model module of a config's family."""
+    return FAMILIES[config.family]
 
 
 @shaped
@@ -84,15 +84,15 @@ def backbone(
     """Embedding, a scan over each stack of layers, final norm.
 
     Args:
-      chosen_BTLK: experts that the tokens go to, for `moe.Routing`, in each layer that has experts, or in every layer,
-        of which the others are passed over; None = they choose.
-      packing: False = each row is one sequence from end to end.
+      chosen_BTLK: experts of each token for `moe.Routing`, with L the MoE layers or all layers (others are ignored);
+        None = the routers choose.
+      packing: False = each row is one sequence without padding.
 
     Returns:
       hidden_BTD; the `aux` of `Scores`.
 
     Raises:
-      ValueError: choices for other layers, or other numbers of experts, than the model has.
+      ValueError: chosen_BTLK does not match the model's number of layers or experts per token.
     """
     module = family(config)
     table = module.table(config)
@@ -127,17 +127,17 @@ def backbone(
 
 
 def _by_stack(chosen_BTLK, sparse, table, config):
-    """Each stack's part of the choices, [L, B, T, K], None where it has no experts."""
+    """Each stack's slice of the chosen experts, [L, B, T, K]; None for stacks without experts."""
     if chosen_BTLK is None:
         return [None] * len(sparse)
     counts = [len(stack.layers) * has for stack, has in zip(table.stacks, sparse, strict=True)]
     wanted = sum(counts), getattr(config, "top_k", 0)
-    if chosen_BTLK.shape[2] == config.layers != wanted[0]:  # recorded of all layers, as servers do
-        own = [i for stack, has in zip(table.stacks, sparse, strict=True) if has for i in stack.layers]
-        chosen_BTLK = chosen_BTLK[:, :, np.array(own, int)]
+    if chosen_BTLK.shape[2] == config.layers != wanted[0]:  # recorded for all layers, as servers do
+        layers = [i for stack, has in zip(table.stacks, sparse, strict=True) if has for i in stack.layers]
+        chosen_BTLK = chosen_BTLK[:, :, np.array(layers, int)]
     if chosen_BTLK.shape[2:] != wanted:
         raise ValueError(
-            f"routed_experts: choices must be [..., {wanted[0]} layers with experts, {wanted[1]} experts a token], "
+            f"routed_experts: must be [..., {wanted[0]} layers with experts, {wanted[1]} experts per token], "
             f"got {list(chosen_BTLK.shape[2:])}; were they recorded with another model?"
         )
     starts = itertools.accumulate(counts, initial=0)
@@ -146,7 +146,7 @@ def _by_stack(chosen_BTLK, sparse, table, config):
 
 
 def head(params):
-    """The output matrix [V, D]: the embedding's where they are tied."""
+    """The output matrix [V, D]; the embedding if tied."""
     return params.get("head", params["embed"])
 
 
@@ -154,8 +154,8 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     """Next-token logits, f32[B, T, V].
 
     Args:
-      position_BT: rope positions; None = order inside the segment.
-      segment_BT: equal numbers side by side share a sequence; 0 = padding; None = each row is one sequence.
+      position_BT: rope positions; None = index within the segment.
+      segment_BT: segment ids, adjacent equal ids being one sequence; 0 = padding; None = each row is one sequence.
     """
     packing = segment_BT is not None
     segment_BT = segment_BT if packing else jnp.ones(token_BT.shape, jnp.int32)
@@ -172,22 +172,22 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
 def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, per_chunk=None, beside=None, others=()):
     """Log-probability, entropy and log-sum-exp of `batch.target_BT` under softmax(logits / temperature), as Scores.
 
-    Works in chunks of tokens: no [T, V] array is held, forward or backward. Where the batch brings
-    `input["routed_experts"]` [B, T, L, K] or [B, T, L x K], tokens go to these experts (replay, see `moe.Routing`).
+    Works in chunks of tokens: no [T, V] array is held, forward or backward. If the batch has
+    `input["routed_experts"]` [B, T, L, K], tokens use these experts (routing replay, `moe.Routing`).
 
     Args:
-      temperature: positive scalar, or one a token, [B, T].
+      temperature: positive scalar, or one per token, [B, T].
       per_chunk: optional `f(logits_CV, target_C, given, *others_CV) -> pytree of [C, ...]`, returned in `extra` as
-        [B, T, ...]; `given` is the chunk's part of `beside`.
-      beside: pytree of [B, T, ...].
-      others: pairs (params, config) of models over the same vocabulary, which read the batch too; `per_chunk` gets
-        their logits, at temperature 1 and without gradients. Of a larger vocabulary they get the first V.
+        [B, T, ...]; `given` is the chunk's slice of `beside`.
+      beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
+      others: pairs (params, config) of further models that read the same batch; `per_chunk` gets their logits at
+        temperature 1, without gradients. If their vocabulary is larger, only its first V entries.
 
     Raises:
       ValueError: one of the others has a smaller vocabulary.
     """
     hidden_BTD, aux, into, back = _hidden(params, batch, config, run)
-    frozen = [_frozen(weights, its, batch, config.vocab, run) for weights, its in others]
+    frozen = [_frozen(weights, other, batch, config.vocab, run) for weights, other in others]
     temperature_BT = jnp.broadcast_to(jnp.asarray(temperature), batch.target_BT.shape)
     made = vocab.score(
         hidden_BTD, head(params), into(batch.target_BT),
@@ -200,7 +200,7 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
 
 
 def value(params, batch: Batch, *, config, run: Run = Run()):
-    """The scalar head's output at each token, as Scores without log-probabilities: what a critic is asked for."""
+    """Output of the scalar head (a critic's values) at each token, as Scores without log-probabilities."""
     hidden_BTD, aux, _, back = _hidden(params, batch, config, run)
     return Scores(None, None, None, _value(params, hidden_BTD, back), aux=aux)
 
@@ -211,28 +211,25 @@ def _value(params, hidden_BTD, back):
 
 
 def _hidden(params, batch: Batch, config, run: Run):
-    """Last hidden states in the order of `run.cp`, the `aux` of `Scores`, and the ways into that order and back."""
+    """Last hidden states in the order of `run.cp`, the `aux` of `Scores`, and functions into that order and back."""
     into, back = context.arrange(run.cp, batch.token_BT.shape[1])
     rows = map(into, (batch.token_BT, batch.position_BT, batch.segment_BT, batch.index_BT))
-    chosen_BTLK = jax.tree.map(into, _chosen(batch, config))
+    chosen_BTLK = jax.tree.map(into, _chosen(batch))
     return *backbone(params, *rows, chosen_BTLK, config=config, run=run), into, back
 
 
 def _frozen(params, config, batch: Batch, vocabulary: int, run: Run):
-    """(hidden_BTE, head_VE) of a model that does not learn, its head cut to the vocabulary."""
+    """(hidden_BTE, head_VE) of a frozen model, its head cut to the vocabulary."""
     if config.vocab < vocabulary:
         raise ValueError(f"score: other models need a vocabulary of at least {vocabulary} entries, got {config.vocab}")
     params = jax.lax.stop_gradient(params)
-    hidden_BTE = _hidden(params, batch.replace(input={}), config, run)[0]  # choices of experts are not its own
+    hidden_BTE = _hidden(params, batch.replace(input={}), config, run)[0]  # recorded experts are the student's
     return jax.lax.stop_gradient(hidden_BTE), head(params)[:vocabulary]
 
 
-def _chosen(batch: Batch, config):
-    """The batch's recorded choices of experts or None; padding chooses for itself."""
+def _chosen(batch: Batch):
+    """The batch's recorded experts, or None; -1 (no replay) on padding."""
     chosen = batch.input.get("routed_experts")
     if chosen is None:
         return None
-    if chosen.ndim == 3:  # as clients get them
-        K = getattr(config, "top_k", 1)
-        chosen = chosen.reshape(*chosen.shape[:2], -1, K if chosen.shape[2] % K == 0 else chosen.shape[2])
     return jnp.where(batch.segment_BT[..., None, None] > 0, chosen, -1)

@@ -1,1 +1,1 @@
-"""Meshes, sharding rules and everything that moves between devices."""
+"""Meshes, sharding rules and communication between devices."""

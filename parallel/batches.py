@@ -1,4 +1,4 @@
-"""Batches onto a mesh, rows over dp, fsdp and ep, positions over cp; and what was computed there back again."""
+"""Moves batches to a mesh, rows sharded over dp, fsdp and ep, positions over cp, and results back to the host."""
 
 import dataclasses
 
@@ -12,14 +12,14 @@ from .rules import spec
 
 
 def batch(packed: Batch, mesh) -> Batch:
-    """A packed Batch [M, B, T] from the host, the same in every process, laid out over the mesh.
+    """Shards a packed Batch [M, B, T] from the host, the same in every process, over the mesh.
 
     Raises:
-      ValueError: rows that do not divide by dp x fsdp x ep, or a length that does not divide by cp.
+      ValueError: rows are not divisible by dp x fsdp x ep, or the length is not divisible by cp.
     """
 
     def rule(name: str, x) -> NamedSharding:
-        axes = () if name == "whole" else ("batch", "seq") if name.endswith("_BT") else ("batch",)
+        axes = () if name == "scalars" else ("batch", "seq") if name.endswith("_BT") else ("batch",)
         where = f"{name}: rows of a microbatch or their length"
         return NamedSharding(mesh, spec(("layers", *axes), where=where, shape=x.shape, mesh=mesh))
 
@@ -28,7 +28,7 @@ def batch(packed: Batch, mesh) -> Batch:
         return jax.make_array_from_callback(x.shape, rule(name, x), lambda index: x[index])
 
     values = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
-    kinds = {"input": "_BT", "target": "_BT", "component": "_BJ", "whole": "whole"}
+    kinds = {"input": "_BT", "target": "_BT", "component": "_BJ", "scalars": "scalars"}
     placed = {
         name: {key: put(kinds[name], x) for key, x in value.items()} if isinstance(value, dict) else put(name, value)
         for name, value in values.items()
@@ -38,5 +38,5 @@ def batch(packed: Batch, mesh) -> Batch:
 
 
 def host(x) -> np.ndarray:
-    """A global array as numpy in every process; all of them call it."""
+    """Gathers a global array to numpy in every process; all of them must call it."""
     return multihost_utils.process_allgather(x, tiled=True)

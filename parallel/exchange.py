@@ -1,4 +1,4 @@
-"""Rows to the devices that own them, along one mesh axis, where only the data say how many go where."""
+"""All-to-all of rows along a mesh axis with data-dependent counts."""
 
 from functools import partial
 from typing import Literal
@@ -11,14 +11,14 @@ How = Literal["ragged", "padded"]
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def exchange(x_PD, count_NN, R: int, axis: str, how: How | None = None):
-    """What the devices along `axis` sent to this one, [R, D]: rows from device 0, from device 1, ..., then zeros.
+    """All-to-all of rows: returns those sent to this device, [R, D], from device 0, from device 1, ..., then zeros.
 
     Args:
-      x_PD: this device's rows: count[me, 0] for device 0, count[me, 1] for device 1, ...; what is behind them stays.
-      count_NN: rows from device to device, the same everywhere.
-      R: room for what comes; at least the rows that do.
-      how: "ragged" sends just these rows, which TPUs and GPUs can; "padded" sends as many to every device as one could
-        get, which all can; None = ragged but on a CPU, decided when the program is lowered.
+      x_PD: this device's rows: count[me, 0] for device 0, count[me, 1] for device 1, ...; rows after them are not sent.
+      count_NN: number of rows from device to device, replicated.
+      R: capacity of the output; at least the rows received.
+      how: "ragged" sends just these rows, on TPUs and GPUs; "padded" pads to the maximum per device, on all platforms;
+        None = padded on a CPU, else ragged, decided at lowering.
     """
     operands = x_PD, count_NN
     ragged, padded = (partial(f, R=R, axis=axis) for f in (_ragged, _padded))

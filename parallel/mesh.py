@@ -1,10 +1,10 @@
-"""Meshes: five named axes over the devices, built in one place. An axis of size 1 costs nothing.
+"""Device meshes with five named axes. An axis of size 1 costs nothing.
 
     with jax.set_mesh(mesh.make(mesh.Layout(fsdp=4, tp=2))):
         logits_BTV = models.forward(params, token_BT, config=config)
 
-The mesh is ambient: code that cares asks `size`; without a mesh, or on one device, every axis has size 1. Axis types
-are Auto: XLA's partitioner places what nobody states.
+The mesh is ambient, set by jax.set_mesh; `size` reads it, and without a mesh every axis has size 1. Axis types are
+Auto: XLA's partitioner chooses all shardings that are not specified.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from jax.sharding import AxisType
 
 @dataclass(frozen=True)
 class Layout:
-    """How many devices along each axis; neighbours in the last axis are neighbours in the machine.
+    """Number of devices along each mesh axis; the last axis varies fastest over devices.
 
     Attributes:
-      dp: copies of the model, each with its own rows.
-      fsdp: rows and weights are split; a layer's weights are gathered when it is their turn (ZeRO-3,
-        arXiv:1910.02054).
-      cp: the positions of each row are split.
-      ep: rows and experts are split; all other weights are split as over fsdp.
-      tp: heads, ffn and vocabulary are split (arXiv:1909.08053).
+      dp: data parallelism: replicas of the model, each with its own rows.
+      fsdp: fully sharded data parallelism: rows and weights are sharded; each layer's weights are gathered for use
+        (ZeRO-3, arXiv:1910.02054).
+      cp: context parallelism: positions of each row are sharded.
+      ep: expert parallelism: rows and experts are sharded; all other weights are sharded as over fsdp.
+      tp: tensor parallelism: heads, ffn and vocabulary are sharded (arXiv:1909.08053).
     """
 
     dp: int = 1
@@ -54,16 +54,16 @@ BATCH = ("dp", "fsdp", "ep")  # axes that split rows
 
 
 def make(layout: Layout = Layout(), devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh of a layout over all devices of all processes, or over `devices`.
+    """Builds the mesh of a layout over all devices of all processes, or over `devices`.
 
-    In a single process a layout of one device takes the first of them.
+    In a single process, a layout of one device uses the first device.
 
     Raises:
-      ValueError: the layout needs another number of devices than there are.
+      ValueError: the number of devices differs from the layout's.
     """
     if devices is None:
-        alone = layout.devices == 1 and jax.process_count() == 1
-        devices = jax.devices()[:1] if alone else jax.devices()
+        single = layout.devices == 1 and jax.process_count() == 1
+        devices = jax.devices()[:1] if single else jax.devices()
     if layout.devices != len(devices):
         raise ValueError(
             f"mesh: {layout} needs {layout.devices} devices, got {len(devices)}; the product of the axes "
@@ -74,11 +74,11 @@ def make(layout: Layout = Layout(), devices: Sequence[jax.Device] | None = None)
 
 
 def size(*axes: str) -> int:
-    """Devices along these axes of the ambient mesh together; 1 where there is none."""
+    """Product of the sizes of these axes of the ambient mesh; 1 without a mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape.get(axis, 1) for axis in axes)
 
 
 def alone() -> bool:
-    """The ambient mesh has one device, or there is none."""
+    """Whether the ambient mesh has one device, or there is no mesh."""
     return size(*AXES) == 1

@@ -1,4 +1,4 @@
-"""Which mesh axis splits which logical axis: one table, from which follows where everything lies."""
+"""Sharding rules: one table from logical axes to mesh axes, from which all shardings are derived."""
 
 import dataclasses
 import math
@@ -18,9 +18,9 @@ Axes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Logical axis -> mesh axis, several mesh axes, or None for whole on every device.
+    """Logical axis -> mesh axis, several mesh axes, or None for replicated.
 
-    The first block names axes of weights, as in `Param.axes`; the second those of batches and activations.
+    The first block has axes of weights, as in `Param.axes`; the second those of batches and activations.
     """
 
     layers: Axes = None
@@ -45,39 +45,39 @@ class ShardingRules:
 
 
 RULES = ShardingRules()
-GATHERED = dataclasses.replace(RULES, embed=None, expert_embed=None)  # of weights while they are used
+GATHERED = dataclasses.replace(RULES, embed=None, expert_embed=None)  # rules for weights while in use
 
 
 def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = "", shape=None, mesh=None):
-    """The PartitionSpec of an array with these logical axes; mesh axes of size 1 are left out.
+    """The PartitionSpec of an array with these logical axes; mesh axes of size 1 are omitted.
 
     Args:
-      where: name of the array, for messages.
-      shape: if given, each dimension must divide by its devices.
+      where: name of the array, for error messages.
+      shape: if given, each dimension must be divisible by its devices.
       mesh: a mesh; None = the ambient one.
 
     Raises:
-      ValueError: a logical axis that has no rule, two axes on one mesh axis, or a dimension that does not divide.
+      ValueError: a logical axis has no rule, two axes share a mesh axis, or a dimension is not divisible.
     """
     sizes = (mesh or jax.sharding.get_abstract_mesh()).shape
     entries: list[Axes] = []
-    taken: dict[str, str] = {}
+    used: dict[str, str] = {}
     for i, axis in enumerate(axes):
         if not hasattr(rules, axis):
             raise ValueError(f"{where}: axis {axis} needs a sharding rule, got none; add it to ShardingRules")
         rule = getattr(rules, axis)
         named = [name for name in ((rule,) if isinstance(rule, str) else rule or ()) if sizes.get(name, 1) > 1]
         for name in named:
-            if name in taken:
+            if name in used:
                 raise ValueError(
-                    f"{where}: {taken[name]} and {axis} cannot both be split over {name}; change a rule of one of them"
+                    f"{where}: {used[name]} and {axis} cannot both be split over {name}; change one of their rules"
                 )
-            taken[name] = axis
+            used[name] = axis
         over = math.prod(sizes[name] for name in named)
         if shape is not None and shape[i] % over:
             raise ValueError(
                 f"{where}: {axis} of size {shape[i]} cannot be split over {' x '.join(named)} = {over} devices; "
-                "choose a divisor"
+                "use a divisor"
             )
         entries.append(tuple(named) if len(named) > 1 else named[0] if named else None)
     while entries and entries[-1] is None:
@@ -86,23 +86,23 @@ def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = ""
 
 
 def of_params(table: param.Table, mesh, rules: ShardingRules = RULES):
-    """The sharding of each weight, as a tree like the parameters. Raises as `spec`."""
+    """The sharding of each weight, as a tree with the parameters' structure. Raises as `spec`."""
     one = lambda leaf: NamedSharding(mesh, spec(leaf.axes, rules, where=leaf.path, shape=leaf.shape, mesh=mesh))
     return param.tree_map(one, table)
 
 
 def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, rules: ShardingRules = RULES):
-    """The shardings of a training State: moments lie where their weights lie, counters everywhere.
+    """The shardings of a training State: moments are sharded like their weights, counters replicated.
 
-    A moment that is a mean along an axis has size 1 there, and is not split; frozen weights have no moments.
+    Axes along which a moment was averaged have size 1 and are not split; frozen weights have no moments.
     """
     params, everywhere = of_params(table, mesh, rules), NamedSharding(mesh, PartitionSpec())
     left_out = lambda x: isinstance(x, optax.MaskedNode)
 
-    def one(moment, its):
+    def one(moment, sharding):
         if left_out(moment):
             return moment
-        entries = [None if size == 1 else entry for size, entry in zip(moment.shape, its.spec, strict=False)]
+        entries = [None if size == 1 else entry for size, entry in zip(moment.shape, sharding.spec, strict=False)]
         return NamedSharding(mesh, PartitionSpec(*entries))
 
     opt_state = optax.tree.map_params(
@@ -113,14 +113,14 @@ def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, 
 
 
 def constrain(x, axes: str, rules: ShardingRules = RULES):
-    """x, laid out over the ambient mesh as its first logical axes ("batch seq") say; no change without a mesh."""
+    """Constrains x's sharding on the ambient mesh by its leading logical axes ("batch seq"); a no-op without a mesh."""
     if meshes.alone():
         return x
     return jax.lax.with_sharding_constraint(x, spec(tuple(axes.split()), rules, where=axes, shape=x.shape))
 
 
 def gather(weights: Mapping[str, jax.Array], params: Mapping[str, param.Param]):
-    """The weights of one layer while it computes: gathered over fsdp and ep, split over tp; experts stay apart."""
+    """Gathers one layer's weights over fsdp and ep for computation; they stay sharded over tp, experts over ep."""
     if meshes.size("fsdp", "ep") == 1:
         return weights
     return {name: _gathered(w, params[name].axes) for name, w in weights.items()}
@@ -129,15 +129,15 @@ def gather(weights: Mapping[str, jax.Array], params: Mapping[str, param.Param]):
 def _gathered(w, axes: str):
     if not isinstance(w, param.LoRAWeight):
         return constrain(w, axes, GATHERED)
-    a, b = (" ".join(its) for its in param.factors(tuple(axes.split()), "rank"))
+    a, b = (" ".join(names) for names in param.factors(tuple(axes.split()), "rank"))
     return dataclasses.replace(w, weight=_gathered(w.weight, axes), a=_gathered(w.a, a), b=_gathered(w.b, b))
 
 
 def explain(table: param.Table, mesh, rules: ShardingRules = RULES, dtype="float32") -> str:
-    """A line a weight: path, shape, how it is split, bytes a device; then the sum."""
+    """Describes shardings, one line per weight: path, shape, split, bytes per device; then the total."""
     shardings = jax.tree.leaves(of_params(table, mesh, rules))
     rows, total = [], 0
-    for leaf, sharding in zip(jax.tree.leaves(param.leaves(table), is_leaf=_is_leaf), shardings, strict=True):
+    for leaf, sharding in zip(param.leaf_list(table), shardings, strict=True):
         local = math.prod(sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.param.dtype or dtype).itemsize
         total += local
         names = ", ".join(
@@ -148,9 +148,5 @@ def explain(table: param.Table, mesh, rules: ShardingRules = RULES, dtype="float
     rows.append(("all", "", "", f"{total:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}} bytes a device" for a, b, c, d in rows
+        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}} bytes/device" for a, b, c, d in rows
     )
-
-
-def _is_leaf(x):
-    return isinstance(x, param.Leaf)

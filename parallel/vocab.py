@@ -1,4 +1,4 @@
-"""Embedding and head with the vocabulary split over tp: each device has some rows, no logits are gathered."""
+"""Vocabulary-parallel embedding and head: rows are sharded over tp, logits gathered only for `per_chunk`."""
 
 import functools
 
@@ -11,11 +11,11 @@ from ..core.shapes import shaped
 from . import mesh as meshes
 from .shard_map import island, rows
 
-TABLE = P("tp", None)  # a vocabulary's matrix while it is used
+TABLE = P("tp", None)  # embedding or head matrix while in use
 
 
 def take(table_VD, token_BT):
-    """Rows of the table, [B, T, D]: each device gives the tokens that it has, and they are summed over tp."""
+    """Embedding lookup, [B, T, D]: each device looks up the tokens in its shard, summed over tp."""
     if meshes.alone():
         return jnp.take(table_VD, token_BT, axis=0)
 
@@ -31,11 +31,11 @@ def take(table_VD, token_BT):
 
 @shaped
 def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chunk=None, beside=None, others=()):
-    """As `core.logprobs.from_hidden`, for tokens in rows: (logp, entropy, logsumexp), each f32[B, T], and extras.
+    """`core.logprobs.from_hidden` for rows of tokens: (logp, entropy, logsumexp), each f32[B, T], and extras.
 
     Args:
-      per_chunk: sees whole rows of logits, of one chunk at a time.
-      beside: pytree of [B, T, ...].
+      per_chunk: gets full rows of logits, one chunk at a time.
+      beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
       others: pairs (hidden_BTE, head_VE).
     """
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from areax import models
 from areax.adapters import tokenizer
+from areax.adapters.command_line import options
 from areax.adapters.report import build
 from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import grpo, sft
-from areax.adapters import options
 from areax.recipes.shared import common
 from areax.recipes.shared.rl_options import Evaluation, Rollout, Serving, Training
 from areax.rollout.servers.local import Serve

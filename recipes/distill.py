@@ -10,27 +10,25 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import jax
 
-from areax import models
 from areax.adapters import tokenizer
-from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses
-from areax.core.balance import Balance
-from areax.core.optim import Optimizer
 from areax.models import frozen as teacher
-from areax.models.lora import Lora
-from areax.parallel.mesh import Layout
-from areax.recipes.shared import common, learner, offline
+from areax.recipes.shared import common, learner, offline, offline_options
 from areax.rollout import client
 from areax.rollout.types import Sample
 from areax.rollout.workflows import teacher as served
 
+FIRST_OPTIONS = (
+    "model", "data", "teacher", "teachers", "objective.divergence", "out", "heldout", "steps", "batch", "length",
+    "rows", "optim.lr", "lora.rank", "run.dtype", "save_every",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
-class Config:
+class Config(offline_options.Options):
     """Distillation.
 
     Attributes:
@@ -40,64 +38,26 @@ class Config:
       teachers: instead, addresses of servers that serve teachers: `http://...`, or `name=http://...` where rows name
         theirs in "teacher"; equal names share the work. They need --objective.top-k.
       objective: the divergence, on what it is computed, and what goes beside it.
-      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
-      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
-      out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics, report.
-      init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
       heldout: rows whose divergence is reported, never trained on; "" = none.
-      steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
-      batch: rows a step.
-      length: longest sequence, and tokens of a packed row.
-      too_long: what becomes of rows longer than that: "refuse" ends the run when one comes, "drop" leaves them out of
-        data and held-out rows, and says how many.
-      rows: packed rows of a microbatch.
-      lora: adapters to train in place of all weights; rank 0 = none.
-      balance: terms that keep the experts of a mixture evenly used; `load` costs one more forward pass a step.
       run: how student and local teacher are computed; the teacher's weights are kept in `run.dtype`.
-      mesh: devices along each axis; all of them together must be the machine's, or one.
-      save_every: in steps; 0 = at the end alone.
-      evaluate_every: in steps; 0 = at the end alone.
-      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
-      seed: of new weights and of the order of the rows.
     """
 
-    model: str
-    data: str
+    out: str = "runs/distill"
     teacher: str = ""
     teachers: tuple[str, ...] = ()
     objective: losses.Distill = losses.Distill(divergence="forward")
-    out: str = "runs/distill"
-    row: str = ""
-    limit: int = 0
-    init: Literal["checkpoint", "random"] = "checkpoint"
-    heldout: str = ""
-    steps: int = 100
-    batch: int = 64
-    length: int = 1024
-    too_long: Literal["refuse", "drop"] = "refuse"
-    rows: int = 8
-    optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
-    lora: Lora = Lora()
-    balance: Balance = Balance()
-    run: models.Run = models.Run()
-    mesh: Layout = Layout()
-    save_every: int = 0
-    evaluate_every: int = 0
-    track: Sinks = Sinks()
-    seed: int = 0
 
 
 def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "divergence", "seconds", ...}.
 
-    Of several processes each trains on its part of every batch; the first alone writes, the others return {}.
+    In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, config)
 
 
 def train(config: Config, quiet: bool = False) -> dict:
-    """The run itself, the same in every process; `quiet` keeps its reports from being shown and written."""
+    """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     check(config)
     began = time.monotonic()
     tokens = tokenizer.load(config.model)

@@ -1,7 +1,7 @@
 """Asynchronous reinforcement learning: prompts -> generation servers -> rewards -> update -> new weights to servers.
 
-With `eta` = 0 it is synchronous; with eta > 0 servers generate while the trainer trains, and no group of completions is
-older than eta versions when it is trained on. Run it again with the same `out` and it resumes.
+`eta` = 0 is synchronous. With eta > 0 the servers generate while the trainer trains, and no group of completions is
+more than eta versions old when it is trained on. Running it again with the same `out` resumes the run.
 
 From top to bottom: `Config`, the options in groups; `main`, what runs on the devices; `train`, the loop.
 """
@@ -18,17 +18,16 @@ from typing import Annotated, Literal
 import jax
 
 from areax.adapters import hf, orbax, tokenizer
+from areax.adapters.command_line.options import UNPREFIXED
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts
-from areax.adapters.options import UNPREFIXED
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
-from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch
+from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, object_path
 from areax.rollout.fleet import offload
 from areax.rollout.scheduling.curriculum import ordered
-from areax.rollout.servers.types import Probe
 from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
@@ -39,17 +38,17 @@ FIRST_OPTIONS = (
 
 @dataclass(frozen=True)
 class Config:
-    """Asynchronous reinforcement learning with the objective named, GRPO by default.
+    """Asynchronous reinforcement learning, with GRPO unless another objective is chosen.
 
     Attributes:
-      model: Hugging Face directory with weights and tokenizer.
-      data: rows with "prompt" or "messages": a file, a folder, or a hub name.
-      reward: `module:function` or `file.py:function`: f(text, row) -> number.
+      model: Hugging Face directory: weights, config.json and tokenizer.
+      data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub.
+      reward: `module:function` or `file.py:function`, called as f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, samples.
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       steps: batches to train on.
-      seed: of new weights, of the order of the prompts and of sampling.
+      seed: random seed of new weights, prompt order and sampling.
     """
 
     model: str
@@ -74,10 +73,10 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    """Trains, writes `out`/model, and returns the summary that `out`/summary.json holds.
+    """Trains, writes `out`/model, and returns the content of `out`/summary.json.
 
-    In a job of several processes the first runs everything but the devices; those all processes run together, each with
-    its part of every batch (`collective`). The others return {}.
+    In a job of several processes, process 0 runs rollouts, rewards and the loop. All processes together run what needs
+    the devices (`collective`), each on its part of every batch. Processes other than 0 return {}.
     """
     began = time.monotonic()
     common.keep_memory()
@@ -99,10 +98,10 @@ def main(config: Config) -> dict:
             cursor = restore(trainer, store)
             work = collective(config, trainer, store, tokens)
             if index > 0:
-                lockstep.follow(work)
+                lockstep.worker_loop(work)
                 return {}
-            with lockstep.lead(work) as do:
-                summary = asyncio.run(train(config, trainer, do, tokens, prompts, heldout, cursor))
+            with lockstep.leader(work) as run_on_all:
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, prompts, heldout, cursor))
                 summary["seconds"] = time.monotonic() - began
                 run_dir.write_json(out / run_dir.SUMMARY, summary)
                 return summary
@@ -128,10 +127,10 @@ def build_trainer(config: Config) -> Trainer:
 
 
 def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> dict[str, Callable]:
-    """The functions that all processes of the job call together, by name, because they move data between devices."""
+    """{name: function} of what all processes of the job call together, because it moves data between devices."""
     policy, out = trainer.policy, Path(config.out)
     return {
-        "update": functools.partial(train_on_batch, trainer),
+        "update": functools.partial(train_packed, trainer),
         "save": lambda v, at: store.save(v, saved(trainer), {"rollout": at, "control": dict(trainer.control)}),
         "host_copy": lambda adapters: publishing.host_copy(policy, adapters),
         "probe": probe.make(policy, config.training.run, trainer.mesh),
@@ -143,11 +142,11 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     }
 
 
-async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts, heldout, cursor) -> dict:
-    """Runs the loop from the trainer's version on, and returns the summary.
+async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, prompts, heldout, cursor) -> dict:
+    """Runs the training loop from the trainer's version on; returns the summary.
 
     Args:
-      do: `do(name, ...)` calls a function of `collective` in all processes.
+      run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
@@ -156,12 +155,15 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
         log = enter(rl_log.opened(config, config.saving, tokens, start))
 
         # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
-        sync = await enter_async(publishing.opened(config.model, config.serving, trainer.policy, do, tokens, start))
+        sync = await enter_async(
+            publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, start)
+        )
         fleet = await enter_async(
             common.fleet(
                 config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
                 handover=sync.handover, first=sync.first,
+                experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
             )
         )  # fmt: skip
         episodes = await enter_async(
@@ -178,6 +180,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
         )  # fmt: skip
         enter(log.watching(fleet, executor, episodes.rewards))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
+        publish = functools.partial(publishing.prepare_push, sync, fleet, probe_ids)
 
         async def rollout(v: int) -> list:  # the groups of the batch that makes version v + 1
             groups = await executor.batch(v)
@@ -186,16 +189,10 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
             return groups
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
-            return do("update", groups)
-
-        def push(v: int) -> loop.Push:  # copies the weights now, so that the next update may overwrite them
-            host = do("host_copy", sync.adapters)
-            logps = tuple(do("probe", probe_ids)) if probe_ids else ()
-            known = Probe(probe_ids, logps, config.serving.push.tolerance) if probe_ids else None
-            return functools.partial(publishing.push, sync, fleet, v, host, known)
+            return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
 
         def save(v: int, position) -> None:
-            do("save", v, position)
+            run_on_all("save", v, position)
 
         async def evaluate(v: int) -> None:
             accuracy, rows = await rollouts.accuracy(
@@ -205,7 +202,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
 
         seconds = await common.interruptible(
             loop.run(
-                rollout, update, push, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
+                rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
                 cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
                 evaluate_every=config.evaluation.evaluate_every or config.steps,
             )
@@ -213,7 +210,7 @@ async def train(config: Config, trainer: Trainer, do: Callable, tokens, prompts,
         done = trainer.version
         served = sorted({server.label for server in fleet.healthy})
         counts = {**executor.counts, **fleet.counts, "rewards": episodes.rewards.counts}
-    checkpoint = do("export")
+    checkpoint = run_on_all("export")
     return {
         "checkpoint": str(checkpoint),
         "steps": done,

@@ -10,77 +10,46 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import jax
 
 from areax import models
 from areax.adapters import hf, tokenizer
-from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses, preference, step
-from areax.core.balance import Balance
 from areax.core.optim import Optimizer
-from areax.models.lora import Lora
-from areax.parallel.mesh import Layout
-from areax.recipes.shared import common, learner, offline
+from areax.recipes.shared import common, learner, offline, offline_options
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
 
 
+FIRST_OPTIONS = (
+    "model", "data", "out", "heldout", "row", "steps", "batch", "length", "too_long", "rows", "optim.lr", "lora.rank",
+    "run.dtype", "run.remat", "save_every",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(offline_options.Options):
     """Learning from preferences.
 
     Attributes:
       model: Hugging Face directory with weights and tokenizer, also the reference of objectives that have one.
       data: rows with "prompt" (or "messages"), "chosen" and "rejected", for KTO "completion" and a "label" true or
         false: a JSONL or Parquet file, a folder, or a hub name.
-      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
-      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are then fetched.
       out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics; "" = runs/ and
         the objective's name.
-      init: "random" starts from new weights; the directory then needs config.json and tokenizer alone.
       heldout: rows of which loss and accuracy are reported, never trained on; "" = none.
-      steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
       batch: rows a step; each is two sequences.
-      length: longest sequence, and tokens of a packed row.
       too_long: what becomes of rows longer than that: "refuse" ends the run when one comes, "drop" leaves them out of
         data and held-out rows, and says how many. KTO's completions also stand beside the prompt of another row.
-      rows: packed rows of a microbatch.
       lora: adapters to train in place of all weights; the model without them is the reference. Rank 0 = none. A reward
         model has none: its new head has to train.
-      balance: terms that keep the experts of a mixture evenly used; `load` costs one more forward pass a step.
-      mesh: devices along each axis; all of them together must be the machine's, or one.
-      save_every: in steps; 0 = at the end alone.
-      evaluate_every: in steps; 0 = at the end alone.
-      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
-      seed: of new weights and of the order of the rows.
     """
 
-    model: str
-    data: str
-    out: str = ""
-    row: str = ""
-    limit: int = 0
-    init: Literal["checkpoint", "random"] = "checkpoint"
-    heldout: str = ""
-    steps: int = 100
     batch: int = 32
-    length: int = 1024
-    too_long: Literal["refuse", "drop"] = "refuse"
-    rows: int = 8
     objective: Objective = losses.DPO()
     optim: Optimizer = Optimizer(lr=1e-6, warmup=10)
-    lora: Lora = Lora()
-    balance: Balance = Balance()
-    run: models.Run = models.Run()
-    mesh: Layout = Layout()
-    save_every: int = 0
-    evaluate_every: int = 0
-    track: Sinks = Sinks()
-    seed: int = 0
 
     def __post_init__(self):
         if self.lora.rank and isinstance(self.objective, losses.RewardModel):
@@ -92,13 +61,13 @@ class Config:
 def main(config: Config) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "preference_accuracy", "seconds", ...}.
 
-    Of several processes each trains on its part of every batch; the first alone writes, the others return {}.
+    In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, replace(config, out=config.out or f"runs/{config.objective.name.lower()}"))
 
 
 def train(config: Config, quiet: bool = False) -> dict:
-    """The run itself, the same in every process; `quiet` keeps its reports from being shown and written."""
+    """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = tokenizer.load(config.model)
     rows, heldout = offline.read(config, quiet)

@@ -27,6 +27,7 @@ async def connect(
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     timeouts: Timeouts = TIMEOUTS,
+    experts_per_token: int = 0,
 ) -> AsyncIterator[Fleet]:
     """Yields the servers at `urls` as a Fleet, once each has reported which weights it serves.
 
@@ -40,6 +41,8 @@ async def connect(
       handover: passes the arrays of a push to the servers (`tensors.handover`), which then read files only to recover
         from a failure.
       timeouts: how failures are detected and recovered from.
+      experts_per_token: of a mixture of experts, to read what `generate(routed_experts=True)` asks for: servers send it
+        without its shape.
 
     Raises ServerError if a server does not answer, ValueError for invalid addresses.
     """
@@ -66,7 +69,10 @@ async def connect(
             here = await stack.enter_async_context(file_server.serve(file_server.towards(stagers[0])))
             for server, url in zip(servers, stagers, strict=True):
                 server.stager = file_server.Stager(url, http, here)
-        fleet = assemble(servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts)
+        fleet = assemble(
+            servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts,
+            experts_per_token=experts_per_token,
+        )  # fmt: skip
         watching = asyncio.create_task(health.watch(fleet))
         try:
             yield fleet

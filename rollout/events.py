@@ -2,7 +2,7 @@
 
     with events.writing("runs/x/journal.jsonl"):
         ...                       # code in this block, and the tasks it starts, append events to that file
-        events.note("push", begun=begun, label="7-abcdef01")
+        events.emit("push", begun=begun, label="7-abcdef01")
 
 Each line has `kind`, `at` (when it was emitted, in seconds of the event loop's clock; `begun`, if present, uses the
 same clock) and the fields that `about` set for the emitting task. An `open` line maps `at` to wall-clock time. A killed
@@ -59,7 +59,7 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
         writer.start()
         token = _file.set(lines)
         try:
-            note("open", time=time.time())
+            emit("open", time=time.time())
             yield
         finally:
             _file.reset(token)
@@ -78,7 +78,7 @@ def watching(see: Callable[[dict[str, Any]], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def about(**fields: Any) -> Iterator[None]:
+def context(**fields: Any) -> Iterator[None]:
     """Adds these fields to all events emitted within the block, by this task and the tasks it starts."""
     token = _about.set({**_about.get(), **fields})
     try:
@@ -87,7 +87,7 @@ def about(**fields: Any) -> Iterator[None]:
         _about.reset(token)
 
 
-def note(kind: str, **fields: Any) -> None:
+def emit(kind: str, **fields: Any) -> None:
     """Emits an event to the journal and watchers, if any. The writer thread converts the Samples in `rows` to JSON."""
     lines, watch = _file.get(), _watch.get()
     if lines or watch:

@@ -79,7 +79,7 @@ async def run(
             yield
         finally:
             seconds[part] += now() - began
-            events.note("part", begun=began, name=part.removesuffix("_s"))
+            events.emit("part", begun=began, name=part.removesuffix("_s"))
 
     async def push_and_evaluate(v: int, push: Push | None) -> None:
         if push:

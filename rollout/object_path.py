@@ -24,14 +24,14 @@ def resolve(name: str) -> Callable:
     """Loads the function or class at the path `name`; the same object for the same name within a process.
 
     Raises:
-      ValueError: as `thing`, or the object is not callable.
+      ValueError: as `load_object`, or the object is not callable.
     """
-    if not callable(found := thing(name)):
+    if not callable(found := load_object(name)):
         raise ValueError(f"{name}: must be a function, got {type(found).__name__}")
     return found
 
 
-def thing(name: str) -> Any:
+def load_object(name: str) -> Any:
     """Loads the object at the path `name`.
 
     Raises:

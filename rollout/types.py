@@ -23,7 +23,7 @@ class Completion:
       finish: `stop`, `length`, `abort` or `error`.
       text: decoded text if the server has a tokenizer, else "".
       routed: if requested, the experts of every token of prompt and completion except the last,
-        i32[n - 1, layers x top_k].
+        i32[n - 1, layers, experts per token].
       info: other fields of the server's report (cached tokens, retractions, seconds).
     """
 
@@ -57,6 +57,7 @@ class Sample:
       pair, label: for preference data: the pair's number, -1 without a pair; label 1 = preferred, 0 = rejected, -1 =
         neither, for a baseline.
       arrays: {name: ("input" | "target", ndarray[n, ...])}, packed with the tokens.
+      info: what a workflow reports of it, such as its texts; stays in the process that runs the workflow.
     """
 
     tokens: np.ndarray
@@ -76,7 +77,6 @@ class Sample:
     pair: int = -1
     label: float = 0.0
     arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]] = field(default_factory=dict)
-    media: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -128,7 +128,7 @@ def sampled(
     n, m = len(prompt) + len(completion.tokens), len(prompt)
     pad = lambda value, values, dtype: np.asarray([value] * m + list(values), dtype)  # noqa: E731
     if completion.routed is not None:
-        routed = np.pad(completion.routed, ((0, 1), (0, 0)), constant_values=-1)
+        routed = np.pad(completion.routed, ((0, 1), (0, 0), (0, 0)), constant_values=-1)
         fields["arrays"] = {**fields.get("arrays", {}), "routed_experts": ("input", routed)}
     return Sample(
         tokens=np.asarray([*prompt, *completion.tokens], np.int32),

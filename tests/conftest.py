@@ -16,7 +16,7 @@ for name, value in {
     "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
     "HF_HUB_OFFLINE": "1",
     "HF_HOME": str(CACHE / "huggingface"),
-    "OMP_NUM_THREADS": "2",  # torch's threads: the suite is meant for two cores
+    "OMP_NUM_THREADS": "1",  # torch's threads: more wait for each other in loops, beside two processes on two cores
     "TOKENIZERS_PARALLELISM": "false",  # else tokenizers warns in every forked child
 }.items():
     os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Checks what `make demo` and `make demo-controls` left in runs/demo against what the README says of them."""
+"""Checks what `make demo` and `make demo-controls` left in runs/demo against docs/demo.md."""
 
 import json
 import sys

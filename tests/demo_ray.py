@@ -13,10 +13,10 @@ from pathlib import Path
 
 import raylets
 
+from areax.adapters.command_line import options
 from areax.adapters.report import build
 from areax.adapters.tracking import run_dir
 from areax.recipes import demo, grpo, sft
-from areax.adapters import options
 
 OUT = Path("runs/demo-ray")
 

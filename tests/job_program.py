@@ -1,5 +1,6 @@
 """What the processes of test_parallel_multihost_processes.py run: python job_program.py FUNCTION ARGUMENTS."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -10,13 +11,13 @@ import numpy as np
 
 from areax import models
 from areax.adapters import hf, orbax
+from areax.adapters.command_line.options import replaced
 from areax.core import losses, optim, param, step
 from areax.models import lora
 from areax.parallel import batches, mesh, rules
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes import grpo
 from areax.recipes.shared import common, learner, trainer
-from areax.adapters.options import replaced
 from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
@@ -30,7 +31,7 @@ def groups(seed: int) -> list:
     def one(group, i):
         n = int(rng.integers(2, 12))
         done = Completion(rng.integers(5, 16, n).tolist(), (-3 * rng.random(n)).tolist(), [0] * n, "stop")
-        ids = {"group": group, "rollout": i, "sample": i}
+        ids = {"group": group, "rollout": i, "sample": i, "info": {"stays here": lambda: None}}
         return sampled([5, 6, 7], done, temperature=1.0, reward=float(rng.random()), **ids).replace(prompt=group)
 
     return [[one(g, 4 * g + i) for i in range(4)] for g in range(4)]
@@ -59,15 +60,16 @@ def grpo_steps(model: str, layout: str, out: str, beside: str = "reference") -> 
     )  # fmt: skip
     learning = grpo.build_trainer(config)
     work = {
-        "advance": lambda its: trainer.train_on_batch(learning, its),
+        "update": functools.partial(trainer.train_packed, learning),
         "write": lambda: hf.save(out, learning.policy.settings, learner.weights(learning.policy)),
     }
     if jax.process_index() > 0:
-        lockstep.follow(work)
+        lockstep.worker_loop(work)
         return []
-    with lockstep.lead(work) as do:
-        reports = [do("advance", groups(i)) for i in range(3)]
-        do("write")
+    with lockstep.leader(work) as run_on_all:
+        run = functools.partial(run_on_all, "update")
+        reports = [trainer.train_on_batch(learning, groups(i), run) for i in range(3)]
+        run_on_all("write")
     return [{k: v for k, v in report.items() if isinstance(v, float)} for report in reports]
 
 

@@ -58,7 +58,7 @@ def test_files_and_foreign_directories_are_refused(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("x")
     (tmp_path / "empty").mkdir()
-    for name, words in (("file", "got a file"), ("full", "holds files that are not")):
+    for name, words in (("file", "got a file"), ("full", "contains files other than a checkpoint")):
         with pytest.raises(ValueError, match=words), atomic_dir.replacing(tmp_path / name, lambda path: False):
             pass
     with atomic_dir.replacing(tmp_path / "empty", lambda path: False):

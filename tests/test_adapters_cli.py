@@ -43,7 +43,7 @@ def test_unknown_things_get_the_nearest_name(capsys):
     assert "--model" in bad(capsys, "train", "sft", "--data", "y")
     assert "abc" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--steps", "abc")
     assert "'checkpoint', 'random'" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--init", "no")
-    assert "name a recipe" in bad(capsys, "train")
+    assert "needs a recipe" in bad(capsys, "train")
 
 
 def test_missing_and_half_written_checkpoints(capsys, model, tmp_path):
@@ -103,7 +103,7 @@ def test_a_changed_tensor_is_told(capsys, model, tmp_path):
         if file.suffix == ".safetensors":
             data[-3] ^= 0x40
         (changed / file.name).write_bytes(bytes(data))
-    assert "is not what manifest.json says" in bad(capsys, "check", changed)
+    assert "does not match manifest.json" in bad(capsys, "check", changed)
 
 
 def test_a_recipe_needs_its_two_names(capsys, tmp_path):
@@ -114,7 +114,7 @@ def test_a_recipe_needs_its_two_names(capsys, tmp_path):
 
 def test_an_algorithm_is_grpo_with_its_objective(capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(grpo, "main", lambda config: seen.append(config.objective))
+    monkeypatch.setattr(grpo, "main", lambda config: seen.append(config.training.objective))
     required = ["--model", "m", "--data", "d", "--reward", "r"]
     for name, preset in losses.POLICIES.items():
         assert cli.main(["train", name.lower(), *required]) == 0

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areax.adapters import tokenizer
 from areax.adapters.data import chat_sft
+from areax.rollout.chat.template import prompt as prompt_ids
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -132,7 +133,7 @@ def test_the_block_of_our_template_changes_no_text():
 
 def test_a_template_that_rewrites_history_is_refused():
     tokens = made(STRIPPING)
-    with pytest.raises(ValueError, match="shows message 2 otherwise once more follow") as error:
+    with pytest.raises(ValueError, match="renders message 2 differently once others follow") as error:
         chat_sft.conversation(tokens, TOLD)
     assert "\n" not in str(error.value)
     kept = [{**m, "content": m["content"].split("</think>")[-1].strip()} for m in TOLD]  # nothing to rewrite
@@ -158,7 +159,7 @@ def test_each_answer_stands_behind_the_prompt_that_generates_it(talk, template, 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(starts) == len(answers) and mask[-1]
     for start, i in zip(starts, answers, strict=True):
-        assert tokens.decode(ids[:start]) == tokens.decode(tokenizer.encode_chat(tokens, messages[:i]))
+        assert tokens.decode(ids[:start]) == tokens.decode(prompt_ids(tokens, {"messages": messages[:i]}))
         end = mask.index(False, start) if False in mask[start:] else len(mask)
         assert tokens.decode(ids[start:end]) == messages[i]["content"] + "<|im_end|>"
     if kind == "bytes" and len(answers) == 1:
@@ -188,7 +189,7 @@ def test_no_token_spans_a_prompt_and_an_answer(template):
     assert len(tokens.encode("\n\n")) == 1
     messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "\n2"}] * 2
     ids, mask = chat_sft.conversation(tokens, messages)
-    prompt = tokenizer.encode_chat(tokens, messages[:1])
+    prompt = prompt_ids(tokens, {"messages": messages[:1]})
     assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
     assert ids[len(prompt) : len(prompt) + 3] == [*tokens.encode("\n"), *tokens.encode("2"), tokens.eos_token_id]
     assert [text for text, learnt in runs(tokens, ids, mask) if learnt] == ["\n2<|im_end|>"] * 2
@@ -224,14 +225,14 @@ def test_rows_with_a_prompt_and_a_completion():
 @pytest.mark.parametrize(
     "template, messages, message",
     [
-        (None, TOLD, "no chat template"),
-        (PLAIN, TOLD[:2], "needs a completion or messages of the assistant, got the fields .'messages'."),
-        (PLAIN, TOLD[2:3] + TOLD[:1], "the assistant says nothing"),
+        (None, TOLD, "needs a chat template"),
+        (PLAIN, TOLD[:2], "needs a completion or assistant messages, got the fields .'messages'."),
+        (PLAIN, TOLD[2:3] + TOLD[:1], "marks no assistant tokens"),
         (PLAIN.replace("<|im_end|>", ";"), TOLD, "must end the assistant's turn with '<.im_end.>'"),
         (
             "{{ raise_exception('no tools') }}{% generation %}{% endgeneration %}",
             TOLD,
-            "refuses the messages: no tools",
+            "rejects the messages: no tools",
         ),
         (PLAIN, [{"role": "assistant"}], "a message needs a role and a content"),
     ],

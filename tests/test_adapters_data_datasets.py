@@ -74,7 +74,7 @@ def test_a_data_set_of_the_library(tmp_path):
         datasets._hub(f"{tmp_path}::dev", "train", None)
     with pytest.raises(ValueError, match="Bad split: dev"):
         datasets._hub(str(tmp_path), "dev", 1)
-    with pytest.raises(ValueError, match="names are owner/name:configuration:split, got a:b:c:d"):
+    with pytest.raises(ValueError, match="must be owner/name:configuration:split, got a:b:c:d"):
         datasets._hub("a:b:c:d", "train", None)
 
 
@@ -84,7 +84,7 @@ def test_with_a_limit_a_data_set_of_the_library_is_streamed(tmp_path):
     (tmp_path / "train-00001-of-00002.jsonl").write_text("neither JSON nor wanted")
     assert list(datasets._hub(str(tmp_path), "train", 3)) == ROWS
     for limit in (4, None):
-        with pytest.raises(ValueError, match="neither a file here nor a data set on the hub"):
+        with pytest.raises(ValueError, match="neither a local file nor a data set on the hub"):
             datasets._hub(str(tmp_path), "train", limit)
 
 
@@ -131,10 +131,10 @@ def test_a_bad_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no dev.jsonl.*files there: main/train.jsonl"):
         datasets.rows(tmp_path, split="dev")
     write(tmp_path / "other" / "train.jsonl", ROWS)
-    with pytest.raises(ValueError, match="must lie in one folder, in files of one kind"):
+    with pytest.raises(ValueError, match="must be in one folder, in files of one type"):
         datasets.rows(tmp_path)
     write(tmp_path / "main" / "train.json", ROWS)
-    with pytest.raises(ValueError, match="must lie in one folder, in files of one kind"):
+    with pytest.raises(ValueError, match="must be in one folder, in files of one type"):
         datasets.rows(tmp_path / "main")
 
 
@@ -145,7 +145,7 @@ def test_a_bad_folder_is_refused(tmp_path):
         ("/no/such", "no such file or folder, got /no/such"),
         ("./rows", "no such file or folder, got ./rows"),
         ("a/b/c", "no such file or folder, got a/b/c"),
-        ("no-such/data:main", "neither a file here nor a data set on the hub, got no-such/data:main"),
+        ("no-such/data:main", "neither a local file nor a data set on the hub, got no-such/data:main"),
     ],
 )
 def test_a_missing_data_set_is_refused(tmp_path, monkeypatch, source, message):

@@ -109,7 +109,7 @@ def test_pairs_that_do_not_fit_are_left_out_of_hh_rlhf():
     [
         (formats.chat, {"text": 1}, r"chat: a record needs 'messages' as a list .*, got the fields \['text'\]"),
         (formats.chat, {"messages": []}, "'messages' as a list of messages"),
-        (formats.chat, {"messages": [{"role": "user", "content": None}]}, "texts 'role' and 'content'"),
+        (formats.chat, {"messages": [{"role": "user", "content": None}]}, "strings 'role' and 'content'"),
         (
             formats.prompt_answer,
             {"question": "1"},
@@ -118,7 +118,7 @@ def test_pairs_that_do_not_fit_are_left_out_of_hh_rlhf():
         (formats.prompt_answer, {"question": "1", "answer": 1}, "needs the texts of exactly one"),
         (formats.prompt_answer, {"question": "", "answer": "", "prompt": "", "completion": ""}, "exactly one of"),
         (formats.instruction, {"instruction": "1"}, r"'instruction' and 'output'.*, got the fields \['instruction'\]"),
-        (formats.instruction, {"instruction": "1", "output": "2", "input": 3}, "and perhaps 'input'"),
+        (formats.instruction, {"instruction": "1", "output": "2", "input": 3}, "optionally 'input'"),
         (formats.sharegpt, {"messages": [USER]}, r"needs 'conversations' .*, got the fields \['messages'\]"),
         (formats.sharegpt, {"conversations": [USER]}, r"\(found {'role': 'user', 'content': 'Hi'}\)"),
         (
@@ -128,11 +128,15 @@ def test_pairs_that_do_not_fit_are_left_out_of_hh_rlhf():
         ),
         (formats.preference, {"chosen": "a", "rejected": "b"}, r"transcripts: hh_rlhf.* got the fields \['chosen', "),
         (formats.preference, {"chosen": [USER, SAID]}, "needs 'rejected' as a list of messages"),
-        (formats.preference, {"chosen": [USER, SAID], "rejected": [USER, SAID]}, "differ in the assistant's last"),
-        (formats.preference, {"chosen": [USER, SAID, USER, SAID], "rejected": [USER, BETTER]}, "last message alone"),
-        (formats.preference, {"chosen": [USER], "rejected": [SYSTEM]}, "last message alone"),
-        (formats.preference, {"chosen": [SAID], "rejected": [BETTER]}, "last message alone"),
-        (formats.hh_rlhf, {"chosen": "Hi", "rejected": "Ho"}, r"hh_rlhf: .*begin with '.n.nHuman:', got the fields"),
+        (formats.preference, {"chosen": [USER, SAID], "rejected": [USER, SAID]}, "differ only in the assistant's last"),
+        (
+            formats.preference,
+            {"chosen": [USER, SAID, USER, SAID], "rejected": [USER, BETTER]},
+            "only in the assistant's last message",
+        ),
+        (formats.preference, {"chosen": [USER], "rejected": [SYSTEM]}, "only in the assistant's last message"),
+        (formats.preference, {"chosen": [SAID], "rejected": [BETTER]}, "only in the assistant's last message"),
+        (formats.hh_rlhf, {"chosen": "Hi", "rejected": "Ho"}, r"hh_rlhf: .*start with '.n.nHuman:', got the fields"),
         (formats.auto, {"text": "a"}, r"auto: .*known are chat, prompt_answer, .* got the fields \['text'\]"),
         (formats.auto, {"problem": "a", "solution": "b", "messages": []}, "chat and prompt_answer are possible"),
     ],
@@ -165,7 +169,7 @@ def test_pairs_come_back_from_conversations(messages, chosen, rejected):
         for name, text in (("chosen", chosen), ("rejected", rejected))
     }
     if chosen == rejected:
-        with pytest.raises(ValueError, match="last message alone"):
+        with pytest.raises(ValueError, match="only in the assistant's last message"):
             formats.preference(sides)
         return
     row = {"messages": messages, "chosen": chosen, "rejected": rejected}

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 import torch
 import transformers
 
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
-from areax.core import param
 from areax.rollout.servers.labels import read_label
 from areax.rollout.weights import store
 
@@ -27,7 +27,7 @@ CONFIG = dict(
 
 def made(**options):
     config = models.config_from_hf(CONFIG | options)
-    return config, param.init(jax.random.key(0), models.table(config))
+    return config, tiny.weights(models.table(config), 0.02)
 
 
 def equal(a, b):
@@ -229,7 +229,7 @@ def test_the_manifest_tells_what_the_files_hold(saved):
     data = bytearray((saved / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (saved / "model.safetensors").write_bytes(data)
-    with pytest.raises(ValueError, match="is not what manifest.json says; copy"):
+    with pytest.raises(ValueError, match="does not match manifest.json; copy"):
         hf.verify(saved)
     rewritten(saved, lambda ts: ts | {"extra": np.ones(1, np.float32)})
     with pytest.raises(ValueError, match="extra only in the manifest or only in the files"):
@@ -260,7 +260,7 @@ def test_a_foreign_directory_is_not_overwritten(tmp_path):
     config, params = made()
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters.txt").write_text("dear")
-    with pytest.raises(ValueError, match="holds files that are not a checkpoint's"):
+    with pytest.raises(ValueError, match="contains files other than a checkpoint"):
         hf.save(tmp_path / "home", config, params)
     assert contents(tmp_path / "home") == {"letters.txt": b"dear"} and len(list(tmp_path.iterdir())) == 1
 

@@ -65,8 +65,9 @@ NAMES = ("AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS", "AREAX_STAGER_
 def main(config):
     out = pathlib.Path(config.out)
     told = {name: os.environ.get(name) for name in NAMES} | dataclasses.asdict(config) | {"pid": os.getpid()}
-    (out / "part").write_text(json.dumps(told))
-    (out / "part").rename(out / f"told-{os.environ.get('AREAX_PROCESS', '0')}")
+    process = os.environ.get("AREAX_PROCESS", "0")
+    (out / f"part-{process}").write_text(json.dumps(told))
+    (out / f"part-{process}").rename(out / f"told-{process}")
     while not (out / "go").exists():
         time.sleep(0.05)
     sys.exit(config.code)
@@ -169,7 +170,7 @@ def test_no_gpu_is_given_twice(processes, devices, count, of_server, named):
     assert sorted(taken + [gpu for one in served for gpu in one["CUDA_VISIBLE_DEVICES"].split(",")]) == sorted(names)
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[1:])
     if wanted > 1:
-        with pytest.raises(ValueError, match=f"take {wanted} GPUs, this machine shows {wanted - 1};"):
+        with pytest.raises(ValueError, match=f"need {wanted} GPUs, this machine has {wanted - 1};"):
             launch_devices.of_each(processes, devices, count, of_server, environ)
 
 
@@ -185,21 +186,24 @@ def test_devices_of_other_kinds(monkeypatch):
     [trainer], served = launch_devices.of_each(1, 2, 2, 1, {})
     assert [x["TPU_VISIBLE_CHIPS"] for x in (trainer, *served)] == ["0,1", "2", "3"]
     assert [x["TPU_CHIPS_PER_PROCESS_BOUNDS"] for x in (trainer, *served)] == ["1,2,1", "1,1,1", "1,1,1"]
-    with pytest.raises(ValueError, match="take 5 TPU chips, this machine shows 4;"):
+    with pytest.raises(ValueError, match="need 5 TPU chips, this machine has 4;"):
         launch_devices.of_each(1, 4, 1, 1, {})
-    with pytest.raises(ValueError, match="a TPU host has one trainer process"):
+    with pytest.raises(ValueError, match="a TPU host with servers must have one trainer process"):
         launch_devices.of_each(2, 1, 1, 1, {})
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
-        ("--servers 1 -- train grpo --data d", "which names none; give --server.command"),
-        ("--servers 1 -- train grpo --model m --servers http://a:1", "leave out its --servers"),
-        ("--servers 1 -- train grpo --model m --serve.slots=4", "leave out its --serve.slots, and give --server.slots"),
-        ("--servers 1 -- train grpo --model m --init=random", "which --init random has none of"),
-        ("--servers 1 --server.devices 2 -- train grpo --model m", "generates on one device, got --server.devices 2"),
-        ("--servers 1 --server.command sglang -- train grpo --model m", "must say where {port} goes, got 'sglang'"),
+        ("--servers 1 -- train grpo --data d", "got none; add it, or set --server.command"),
+        ("--servers 1 -- train grpo --model m --servers http://a:1", "got --servers in the command; leave it out"),
+        (
+            "--servers 1 -- train grpo --model m --serve.slots=4",
+            "got --serve.slots in the command; leave it out, and set --server.slots",
+        ),
+        ("--servers 1 -- train grpo --model m --init=random", "got --init random, which has none"),
+        ("--servers 1 --server.devices 2 -- train grpo --model m", "uses one device, got --server.devices 2"),
+        ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
         ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
     ],
@@ -247,9 +251,9 @@ def test_a_server_that_ends_is_started_again_three_times_an_hour(place, here, tm
     assert launch_job.run([trainer], parts, look_s=0.01) == 7
     killing.join()
     said = capsys.readouterr().err
-    assert said.count("was ended by SIGKILL; it is started again; the end of") == 3
-    assert said.count("was ended by SIGKILL; it stays down; the end of") == 1
-    assert "process 0 (pid" in said and "ended with exit code 7; the others are ended; the end of" in said
+    assert said.count("was killed by SIGKILL; restarting it; the end of") == 3
+    assert said.count("was killed by SIGKILL; not restarting it; the end of") == 1
+    assert "process 0 (pid" in said and "ended with exit code 7; ending the others; the end of" in said
     assert len(began()) == 4 and [x[0] for x in said_in(tmp_path) if x[1] == other] == ["began", "ended"]
     assert all(gone(pid) for _, _, pid, _ in said_in(tmp_path))
 
@@ -344,7 +348,7 @@ def test_ray_gives_each_its_devices_and_ends_all_with_the_launcher(ray, place, t
         pids = [x["pid"] for x in told()] + [pid for _, _, pid, _ in said_in(tmp_path)]
         jobs.until(lambda: all(map(gone, pids)))  # noqa: B023
         if not killed:
-            assert "ended with exit code 5; the others are ended; " in said
+            assert "ended with exit code 5; ending the others; " in said
             first, second = told()
             assert (first["AREAX_PROCESSES"], first["AREAX_PROCESS"], second["AREAX_PROCESS"]) == ("2", "0", "1")
             assert first["AREAX_COORDINATOR"] == second["AREAX_COORDINATOR"]

@@ -115,7 +115,7 @@ def test_every_section_is_there_and_linked(text):
     assert len(page.ids) == len(set(page.ids))
     for title in ("Likelihood loss", "Reward", "Held-out accuracy", "Mismatch (k3)", "Entropy", "Answer length"):
         assert title in page.said("h4")
-    for title in ("Clipped tokens", "Gradient norm", "Policy version", "Staleness", "Length", "Seconds a step"):
+    for title in ("Clipped tokens", "Gradient norm", "Policy version", "Staleness", "Length", "Seconds per step"):
         assert title in page.said("h4")
     assert page.said("h1") == "a<b>"
 
@@ -166,7 +166,7 @@ def test_time_is_split_and_the_rest_accounted_for(text):
     time = text[text.index('<section id="time">') : text.index('<section id="samples">')]
     for what, share in (("waiting for rollout", "26.7%"), ("update", "40.0%"), ("the rest", "26.7%")):
         assert re.search(rf"{what}</td>.*?{share}", time)
-    assert "0.75 s a step on average" in page.said("h3")
+    assert "0.75 s per step on average" in page.said("h3")
 
 
 def test_the_browser_holds_every_token_and_its_three_numbers(text):
@@ -215,10 +215,10 @@ def test_only_sft_and_a_half_written_line(tmp_path):
 
 @pytest.mark.parametrize("case", ["missing", "empty", "out", "summary"])
 def test_bad_input_is_one_line(tmp_path, case):
-    path, out, said = tmp_path / "run", None, "a run directory is needed, got .*run"
+    path, out, said = tmp_path / "run", None, "needs a run directory, got .*run"
     if case != "missing":
         path.mkdir()
-        said = "holds metrics.jsonl, got .*run"
+        said = "must contain metrics.jsonl, got .*run"
     if case in ("out", "summary"):
         (path / "metrics.jsonl").write_text("")
     if case == "out":
@@ -238,7 +238,7 @@ def test_every_charted_and_derived_name_has_a_meaning():
             assert metric_catalog.meaning(name) != "logged by the recipe under this name", name
     assert metric_catalog.meaning("grad_norm_max") == f"largest single value of: {metric_catalog.METRICS['grad_norm']}"
     assert metric_catalog.label("grad_norm_max") == "grad norm, largest"
-    assert metric_catalog.meaning("heldout_nll") == f"over rows never trained on: {metric_catalog.METRICS['nll']}"
+    assert metric_catalog.meaning("heldout_nll") == f"over held-out rows: {metric_catalog.METRICS['nll']}"
     assert metric_catalog.result("nll") == metric_catalog.meaning("nll") != metric_catalog.result("seconds")
     assert metric_catalog.meaning("time_wait").startswith("seconds: ")
 
@@ -257,7 +257,7 @@ def test_what_is_not_healthy_is_said_at_the_top(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = build.report(tmp_path).read_text()
-    assert "prob error was above 1.05 in 2 of 10 steps of grpo, the last of them 9" in page
+    assert "prob error was above 1.05 in 2 of 10 steps of grpo, most recently at step 9" in page
     assert "ess was" not in page and "from 0.9 to 1.1" not in page and "to 1.05" in page
     for name in metric_catalog.ALARMS:
         assert name in metric_catalog.METRICS and metric_catalog.healthy(name)

@@ -26,7 +26,7 @@ def test_ticks_are_round_even_and_cover(low, high, count, whole):
     low, high = min(low, high), max(low, high)
     if high - low < 1e-6 * max(abs(low), abs(high)):  # below the resolution that charts ask for
         high = low
-    ticks = charts.ticks(low, high, count, whole=whole)
+    ticks = charts.ticks(low, high, count, integer=whole)
     steps = np.diff(ticks)
     assert ticks[0] <= low + 1e-6 * steps[0] and ticks[-1] >= high - 1e-6 * steps[0]
     np.testing.assert_allclose(steps, steps[0], rtol=1e-6)
@@ -57,7 +57,7 @@ def test_numbers_as_people_write_them(x, said):
     ],
 )
 def test_tick_labels_share_their_digits(values, said):
-    assert charts.tick_words(values) == said
+    assert charts.tick_labels(values) == said
 
 
 def test_a_curve_goes_through_its_points_and_breaks_at_gaps():
@@ -94,7 +94,7 @@ def test_a_long_restless_curve_gets_a_mean_and_keeps_its_extremes():
     assert spread(band) > 4 * spread(line) and len(dots(line.get("d"))) <= 240
     assert any("running mean" in t for t in texts(root, "note"))
     ys = [v for _, v in points]
-    groups = charts.thin(points)
+    groups = charts.downsample(points)
     assert min(g[2] for g in groups) == min(ys) and max(g[3] for g in groups) == max(ys)
 
 

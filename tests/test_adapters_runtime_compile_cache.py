@@ -41,4 +41,4 @@ def test_without_a_place_the_program_still_runs(tmp_path):
     environ["XDG_CACHE_HOME"] = str(tmp_path / "file")
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "2\n")
-    assert done.stderr.startswith("compiled programs are not kept: ")
+    assert done.stderr.startswith("compilation cache disabled: ")

@@ -107,10 +107,10 @@ def test_reading_copies_nothing(tmp_path):
 @pytest.mark.parametrize(
     "arrays, words",
     [
-        ([np.ones(3, np.float32)], "no more arrays"),
-        ([np.ones(3, np.float32), np.ones(5, np.float32)], "announced as F32\\[4\\], got float32\\[5\\]"),
+        ([np.ones(3, np.float32)], "there are no more"),
+        ([np.ones(3, np.float32), np.ones(5, np.float32)], "must be F32\\[4\\] by its spec, got float32\\[5\\]"),
         ([np.ones(3, np.float32), np.ones(4)], "got float64"),
-        ([np.ones(3, np.float32), np.ones(4, np.float32), np.ones(1)], "more arrays than the 2"),
+        ([np.ones(3, np.float32), np.ones(4, np.float32), np.ones(1)], "as many arrays as specs, 2, got more"),
     ],
 )
 def test_arrays_must_be_as_announced(tmp_path, arrays, words):

@@ -102,10 +102,10 @@ def test_what_fell_is_found(suite, capsys):
     before = [row(ratio=2.0), row(peer="transformers", ratio=2.0), row("generate", ratio=2.0)]
     rows = [row(ratio=1.63), row(peer="transformers", ratio=1.6), row("generate", agreement=0.5), row("grpo")]
     assert list(run.fallen(rows, before).values()) == [
-        "train S against transformers: ratio 1.60, 20% below the committed 2.00",
-        "generate S against tunix: both sides must compute the same to 0.99, got 0.5000",
+        "train S vs transformers: ratio 1.60, 20% below the committed 2.00",
+        "generate S vs tunix: both sides must compute the same to 0.99, got 0.5000",
     ]
-    assert "grpo S against tunix: ratio 2.00, and none committed" in capsys.readouterr().out
+    assert "grpo S vs tunix: ratio 2.00, no committed one" in capsys.readouterr().out
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says(suite):
@@ -132,7 +132,7 @@ def test_what_fell_is_measured_again(suite, monkeypatch, capsys, second, code):
     assert run.check([("generate", "S"), ("train", "S")]) == code
     assert asked == [[("generate", "S"), ("train", "S")], [("train", "S")]]
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("train S against tunix: ratio 1.50" if code else "no ratio fell")
+    assert last.startswith("train S vs tunix: ratio 1.50" if code else "no ratio fell")
 
 
 def test_the_rows_that_are_there_are_known_to_the_suite(suite):

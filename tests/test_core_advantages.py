@@ -62,10 +62,10 @@ def test_matches_the_definition(seed, mean, std, leave_one_out, ddof):
 
 
 def test_equal_rewards_give_exact_zero():
-    ids = jnp.arange(8).reshape(2, 4)
+    ids = jnp.arange(24).reshape(4, 6)
     for value in (1.0, 0.1, 1 / 3):
-        got = advantages.group(jnp.full((2, 4), value), ids // 8, ids)
-        np.testing.assert_array_equal(got, np.zeros((2, 4)))
+        got = advantages.group(jnp.full((4, 6), value), ids // 24, ids)
+        np.testing.assert_array_equal(got, np.zeros((4, 6)))
 
 
 def test_to_tokens():
@@ -75,5 +75,7 @@ def test_to_tokens():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_small_groups(size):
-    got = advantages.group(jnp.asarray([[1.0, 0.0][:size]]), jnp.zeros((1, size), int), jnp.arange(size)[None])
-    assert np.isfinite(got).all() and (size > 1) == bool((got != 0).all())
+    reward, group, rollout = np.full((4, 6), np.nan, np.float32), np.full((4, 6), -1), np.full((4, 6), -1)
+    reward[0, :size], group[0, :size], rollout[0, :size] = [1.0, 0.0][:size], 0, range(size)
+    got = np.asarray(advantages.group(jnp.asarray(reward), jnp.asarray(group), jnp.asarray(rollout)))
+    assert np.isfinite(got).all() and (size > 1) == bool((got[0, :size] != 0).all())

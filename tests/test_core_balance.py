@@ -101,7 +101,7 @@ def test_microbatches_do_not_change_the_terms():
     data, out = rows(), []
     objective = balance.wrap(losses.SFT(), BOTH)
     whole, parts = (prepared(objective, B, data)[0] for B in (16, 2))
-    plain = whole.replace(whole={**whole.whole, "tokens": whole.whole["tokens"] * jnp.inf})  # both terms become 0
+    plain = whole.replace(scalars={**whole.scalars, "tokens": whole.scalars["tokens"] * jnp.inf})  # both terms become 0
     for batch in (whole, plain, parts):
         state, report = updated(objective, batch)
         change = jax.tree.map(lambda a, b: np.asarray(a - b), state.params, PARAMS)
@@ -165,5 +165,5 @@ def test_biases_balance_in_training():
     assert told[0] > 1.4 and told[-1] < 1.15, (told[0], told[-1])
     biases = [stack["router_bias"] for stack in state.params["stacks"] if "router" in stack]
     assert all(np.abs(b).max() > 0 for b in biases)
-    with pytest.raises(ValueError, match="some layer must have a router_bias, got none"):
+    with pytest.raises(ValueError, match="needs a layer with router_bias, got none"):
         balance.update_biases(PARAMS, {"load": jnp.zeros((L, E))}, 0.1)

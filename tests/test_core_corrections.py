@@ -75,12 +75,12 @@ def test_a_bound_on_the_weight_acts_on_its_own_side(level):
 
 
 def test_veto_and_drift_flip_at_their_bounds():
-    low = [[0.0, np.log(0.01 * (1 + e)), 0.0] for e in (E, -E)]
-    assert kept(dict(veto=0.01), low) == [[True] * 3, [False] * 3]
-    far = [[0.0, -0.3 * (1 + e), 0.0] for e in (-E, E)]  # a mean of 0.1
-    assert kept(dict(drift=0.1), far, reward=-1.0) == [[True] * 3, [False] * 3]
-    assert kept(dict(drift=0.1), far, reward=1.0) == [[True] * 3] * 2
-    assert kept(dict(drift=0.1), [[0.5, 0.5]], reward=-1.0) == [[True] * 2]  # likelier than it was
+    low = [[0.0, np.log(0.01 * (1 + e)), 0.0] for e in (E, -E, E, -E)]
+    assert kept(dict(veto=0.01), low) == [[True] * 3, [False] * 3] * 2
+    far = [[0.0, -0.3 * (1 + e), 0.0] for e in (-E, E, -E)]  # a mean of 0.1
+    far.append([0.5, 0.5])  # likelier than it was
+    assert kept(dict(drift=0.1), far, reward=-1.0) == [[True] * 3, [False] * 3, [True] * 3, [True] * 2]
+    assert kept(dict(drift=0.1), far, reward=1.0) == [[True] * 3] * 3 + [[True] * 2]
 
 
 @pytest.mark.parametrize("bound", [0.01, 0.04, 0.2, 1.0])

@@ -326,7 +326,7 @@ def test_a_served_teacher_is_a_local_one():
     np.testing.assert_allclose(extras(64, replace(SPEC, top_k=64)), extras(0, SPEC, *TEACHER()), atol=1e-5)
     few = replace(SPEC, top_k=5)
     np.testing.assert_allclose(extras(5, few), extras(0, few, *TEACHER()), atol=1e-5)
-    with pytest.raises(ValueError, match="must bring teacher_ids and teacher_logp"):
+    with pytest.raises(ValueError, match="must have teacher_ids and teacher_logp"):
         extras()
 
 
@@ -416,6 +416,6 @@ def test_bad_settings_are_one_line():
         with pytest.raises(ValueError, match=words):
             losses.Distill(**changes)
     given = {"teacher_ids": jnp.zeros((5, 3), int), "teacher_logp": jnp.zeros((5, 3))}
-    with pytest.raises(ValueError, match="top_k must be the number of tokens that teacher_ids name, 3, got 4"):
+    with pytest.raises(ValueError, match="top_k must be the number of tokens in teacher_ids, 3, got 4"):
         losses.Distill(top_k=4).per_token(jnp.zeros((5, 11)), None, given)
     assert "KL(pi || teacher)" in str(losses.Distill()) and "- 0.2 log pi" in str(SPEC)

@@ -44,7 +44,7 @@ def draw(table, seed):
 WEIGHTS, GRADS = draw(TABLE, 0), [draw(TABLE, seed) for seed in (1, 2, 3)]
 
 
-LEAVES = jax.tree.leaves(param.leaves(TABLE), is_leaf=lambda x: isinstance(x, param.Leaf))
+LEAVES = param.leaf_list(TABLE)
 
 
 def spec(name, **changes):

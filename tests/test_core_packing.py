@@ -1,5 +1,9 @@
 """Packing keeps every token once, in order, and shifts targets by one."""
 
+import dataclasses
+import inspect
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -154,3 +158,8 @@ def test_rewards_stand_at_tokens_that_are_learnt():
     np.testing.assert_array_equal(batch.component["format"][0, 0], [0.5, 0.5])
     with pytest.raises(ValueError, match="every sample needs the component style, got .'format'. in sample 0"):
         packing.pack([one], 16, components=["style"])
+
+
+def test_a_sample_describes_each_of_its_fields():
+    described = re.findall(r"^ {2}(\w[\w, ]*):", inspect.getdoc(Sample), re.M)
+    assert {name for names in described for name in names.split(", ")} == {f.name for f in dataclasses.fields(Sample)}

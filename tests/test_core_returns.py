@@ -9,6 +9,8 @@ import pytest
 from areax.core import losses, packing, returns
 from areax.rollout.types import Sample
 
+GAE, RETURNS = jax.jit(returns.gae), jax.jit(returns.returns)
+
 
 @pytest.fixture(autouse=True)
 def wide():
@@ -40,8 +42,8 @@ def test_gae_and_returns_by_loops(seed, gamma, lam):
         ):
             wanted[b, t], whole[b, t] = a, g
     args = [jnp.asarray(x) for x in (reward, value, sampled, segment)]
-    np.testing.assert_allclose(returns.gae(*args, gamma=gamma, lam=lam), wanted, atol=1e-12)
-    np.testing.assert_allclose(returns.returns(args[0], *args[2:], gamma=gamma), whole, atol=1e-12)
+    np.testing.assert_allclose(GAE(*args, gamma=gamma, lam=lam), wanted, atol=1e-12)
+    np.testing.assert_allclose(RETURNS(args[0], *args[2:], gamma=gamma), whole, atol=1e-12)
 
 
 def test_gae_by_its_definition():
@@ -63,5 +65,5 @@ def test_a_reward_counts_for_the_token_it_follows():
     )  # fmt: skip
     batch = jax.tree.map(jnp.asarray, packing.pack([one], 16, rows=1))
     spec = losses.ReinforcePlusPlus(advantage=dict(whiten="none", gamma=0.5), correction=dict(proximal="behaviour"))
-    adv = packing.unpack(spec.prepare(batch).adv_BT, batch, [one])[0]
+    adv = packing.unpack(jax.jit(spec.prepare)(batch).adv_BT, batch, [one])[0]
     np.testing.assert_allclose(adv[mask], [3 + 4 / 2 + 24 / 8, 4 + 24 / 4, 24 / 2, 24])

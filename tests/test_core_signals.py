@@ -21,7 +21,7 @@ def tokens():
 
 def merged(parts):
     first, second = parts
-    return signals.told(metrics.merge_trees(first, second))
+    return signals.finalize_metrics(metrics.merge_trees(first, second))
 
 
 def test_agreement(tokens):
@@ -70,7 +70,7 @@ def test_entropy_is_split_by_advantage_and_has_quantiles():
     entropy = jnp.asarray(np.random.default_rng(0).uniform(0.1, 3, (4, 200)), jnp.float32)
     adv = jnp.where(entropy > 1, 1.0, -1.0)
     zero, mask = jnp.zeros_like(entropy), jnp.ones(entropy.shape, bool)
-    told = signals.told(signals.movement(zero + 1, zero, entropy > 2, adv, entropy, mask))
+    told = signals.finalize_metrics(signals.movement(zero + 1, zero, entropy > 2, adv, entropy, mask))
     x = np.asarray(entropy).ravel()
     np.testing.assert_allclose(told["entropy_positive"], x[x > 1].mean(), rtol=1e-5)
     np.testing.assert_allclose(told["entropy_negative"], x[x <= 1].mean(), rtol=1e-5)
@@ -88,4 +88,4 @@ def test_explained_variance():
         "value_error": metrics.of((value - returns) ** 2),
     }  # fmt: skip
     wanted = 1 - np.mean((np.asarray(value) - returns) ** 2) / returns.var()
-    np.testing.assert_allclose(signals.told(report)["explained_variance"], wanted, rtol=1e-4)
+    np.testing.assert_allclose(signals.finalize_metrics(report)["explained_variance"], wanted, rtol=1e-4)

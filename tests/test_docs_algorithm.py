@@ -46,7 +46,7 @@ def test_the_command_line_has_it(topr, monkeypatch):
     seen = []
     monkeypatch.setattr(grpo, "main", seen.append)
     assert cli.main(["train", "topr", "--model", "m", "--data", "d", "--reward", "r"]) == 0
-    assert seen[0].objective == topr()
+    assert seen[0].training.objective == topr()
 
 
 def test_it_takes_under_forty_lines():

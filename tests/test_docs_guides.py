@@ -120,9 +120,9 @@ def test_new_overwrites_nothing_and_refuses_what_cannot_be_imported(tmp_path, ca
         return capsys.readouterr().err
 
     (tmp_path / "test_mine.py").write_text("# mine")
-    assert "test_mine.py is there already" in refused("reward", "mine")
+    assert "test_mine.py already exists" in refused("reward", "mine")
     for name in ("my-reward", "1st", "class", "json", "areax", "../up"):
-        assert f"got {name!r}; take my_reward, say" in refused("reward", name)
+        assert f"got {name!r}; use my_reward, for example" in refused("reward", name)
     assert "'recipe'" in refused("metric", "mine")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["# mine"]
 

@@ -41,7 +41,12 @@ MAY_IMPORT = {
     "rollout/simulation": FLEET | {"rollout.client", "rollout.loop", "rollout.scheduling"},
     "rollout/engine": {
         "rollout.types",
+        "rollout.servers.labels",
+        "rollout.http_process",
         "rollout.chat.detokenizer",
+        "rollout.chat.fields",
+        "rollout.chat.openai",
+        "rollout.chat.template",
         "core",
         "parallel",
         "models",
@@ -49,7 +54,15 @@ MAY_IMPORT = {
         "adapters.peft",
         "adapters.tokenizer",
     },
-    "adapters": {"adapters", "core", "parallel", "models", "rollout.types"},
+    "adapters": {
+        "adapters",
+        "core",
+        "parallel",
+        "models",
+        "rollout.types",
+        "rollout.chat.template",
+        "rollout.servers.labels",
+    },
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,
 }
@@ -199,6 +212,14 @@ def test_a_circle_is_seen(a, b):
 def test_a_folder_is_read_at_a_glance(folder):
     entries = [path for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     assert len([path for path in entries if path.stem not in FAMILIES]) <= MOST_ENTRIES[folder]
+
+
+def test_the_name_of_the_manifest_is_written_once():
+    holds = lambda file: any(
+        isinstance(node, ast.Constant) and node.value == "manifest.json"
+        for node in ast.walk(ast.parse(file.read_text()))
+    )
+    assert [shown(file) for file in FILES if holds(file)] == ["rollout/servers/labels.py"]
 
 
 def test_the_root_imports_nothing():

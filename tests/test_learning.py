@@ -9,12 +9,12 @@ import json
 import pytest
 import tiny
 
+from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.recipes import demo, distill, eval, grpo, preference, sft
-from areax.adapters.options import replaced
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Sampling

@@ -182,21 +182,21 @@ def needs(platform="gpu", dtype="bfloat16", length=4096, head_dim=128, **more):
 @pytest.mark.parametrize(
     "name, asked, words",
     [
-        ("splash", needs("gpu"), "attention splash: platform gpu cannot be honoured; take triton or chunked"),
-        ("splash", needs("tpu", length=200), "attention splash: length 200 cannot be honoured; take chunked"),
-        ("splash", needs("tpu", other_keys=True), "splash: other_keys True .*; take chunked"),
-        ("splash", needs("tpu", softcap=50.0), "splash: softcap 50.0 .*; no backend does"),
-        ("splash", needs("tpu", sinks=True), "splash: sinks True .*; no backend does"),
-        ("triton", needs(other_keys=True), "attention triton: other_keys True cannot be honoured; take chunked"),
-        ("triton", needs("tpu", packing=False), "triton: platform tpu .*; take splash or chunked"),
-        ("triton", needs(head_dim=512), "triton: head_dim 512 .*; take chunked"),
-        ("triton", needs(dtype="float64"), "triton: dtype float64 .*; take chunked"),
-        ("cudnn", needs(), "attention cudnn: packing True cannot be honoured; take triton or chunked"),
-        ("cudnn", needs("cpu", packing=False, head_dim=256), "cudnn: platform cpu and head_dim 256 .*; take chunked"),
-        ("cudnn", needs(packing=False, head_dim=60), "cudnn: head_dim 60 .*; take triton or chunked"),
-        ("triton", needs(chunk=128), "attention triton: chunk 128 cannot be honoured; take chunked"),
-        ("chunked", needs(softcap=30.0), "chunked: softcap 30.0 .*; no backend does"),
-        ("auto", needs(sinks=True), "chunked: sinks True .*; no backend does"),
+        ("splash", needs("gpu"), "attention splash: platform gpu not supported; use triton or chunked"),
+        ("splash", needs("tpu", length=200), "attention splash: length 200 not supported; use chunked"),
+        ("splash", needs("tpu", other_keys=True), "splash: other_keys True .*; use chunked"),
+        ("splash", needs("tpu", softcap=50.0), "splash: softcap 50.0 .*; no backend supports this"),
+        ("splash", needs("tpu", sinks=True), "splash: sinks True .*; no backend supports this"),
+        ("triton", needs(other_keys=True), "attention triton: other_keys True not supported; use chunked"),
+        ("triton", needs("tpu", packing=False), "triton: platform tpu .*; use splash or chunked"),
+        ("triton", needs(head_dim=512), "triton: head_dim 512 .*; use chunked"),
+        ("triton", needs(dtype="float64"), "triton: dtype float64 .*; use chunked"),
+        ("cudnn", needs(), "attention cudnn: packing True not supported; use triton or chunked"),
+        ("cudnn", needs("cpu", packing=False, head_dim=256), "cudnn: platform cpu and head_dim 256 .*; use chunked"),
+        ("cudnn", needs(packing=False, head_dim=60), "cudnn: head_dim 60 .*; use triton or chunked"),
+        ("triton", needs(chunk=128), "attention triton: chunk 128 not supported; use chunked"),
+        ("chunked", needs(softcap=30.0), "chunked: softcap 30.0 .*; no backend supports this"),
+        ("auto", needs(sinks=True), "chunked: sinks True .*; no backend supports this"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(name, asked, words):
@@ -243,12 +243,10 @@ def forward(how="auto", cp="gather"):
 
 def test_a_run_says_which():
     assert str(forward()) == str(forward("chunked"))
-    with pytest.raises(
-        ValueError, match="attention splash: platform cpu and length 64 cannot be honoured; take chunked"
-    ):
+    with pytest.raises(ValueError, match="attention splash: platform cpu and length 64 not supported; use chunked"):
         forward("splash")
     with jax.set_mesh(mesh.make(mesh.Layout(dp=2, cp=4))):
-        with pytest.raises(ValueError, match="attention triton: ring over cp cannot be honoured; take chunked"):
+        with pytest.raises(ValueError, match="attention triton: ring over cp not supported; use chunked"):
             forward("triton", "ring")
-        with pytest.raises(ValueError, match="attention cudnn: .*other_keys True cannot be honoured; take chunked"):
+        with pytest.raises(ValueError, match="attention cudnn: .*other_keys True not supported; use chunked"):
             forward("cudnn", "gather")

@@ -188,14 +188,14 @@ def test_kernels_are_lowered_for_their_platforms(fn, platform, words, monkeypatc
 @pytest.mark.parametrize("kernel, where", [("triton", "gpu"), ("megablox", "tpu"), ("ragged_dot", "gpu or tpu")])
 def test_a_kernel_that_cannot_run_here_is_refused(kernel, where):
     plan = plan_of(np.arange(64) % 4, 4)
-    with pytest.raises(ValueError, match=f"expert_kernel: {kernel} runs on {where}, got cpu; take blocked"):
+    with pytest.raises(ValueError, match=f"expert_kernel: {kernel} runs on {where}, got cpu; use blocked"):
         grouped.matmul(jnp.zeros((len(plan.pair_R), 8)), jnp.zeros((4, 8, 8)), plan, kernel)
 
 
 def test_sizes_that_the_kernel_for_gpus_cannot_cut_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     few, many = plan_of(np.arange(64) % 4, 4), plan_of(np.arange(256) % 4, 4)
-    words = r"triton needs blocks and matrices in multiples of 16, got 8 rows and \[32, 48\]; take blocked"
+    words = r"triton needs blocks and matrices in multiples of 16, got 8 rows and \[32, 48\]; use blocked"
     with pytest.raises(ValueError, match=words):
         grouped.choose("triton", few, jnp.zeros((4, 32, 48)))
     with pytest.raises(ValueError, match=r"got 32 rows and \[32, 40\]"):

@@ -143,5 +143,5 @@ def test_replaying_other_choices_is_what_happens():
         wanted = packing.unpack(SCORES(PARAMS, one).logp_BT, one, [s])[0]
         np.testing.assert_allclose(got, wanted, atol=1e-5)
     bad = samples(lambda s: np.zeros((len(s.tokens), 5, K), np.int32))
-    with pytest.raises(ValueError, match=r"2 layers with experts, 2 experts a token\], got \[5, 2\]"):
+    with pytest.raises(ValueError, match=r"2 layers with experts, 2 experts per token\], got \[5, 2\]"):
         SCORES(PARAMS, packing.pack(bad, 24, rows=2))

@@ -209,7 +209,7 @@ def test_saved_and_restored(tmp_path):
     with orbax.open_store(tmp_path) as store:
         got, _ = store.restore(jax.tree.map(jnp.zeros_like, saved))
         other = lora.table(models.table(model("qwen3_moe")[0]), lora.Lora(rank=3, targets=("expert_*",)))
-        with pytest.raises(ValueError, match="must fit the model and optimiser"):
+        with pytest.raises(ValueError, match="must match the model and optimiser"):
             store.restore(
                 step.init(param.init(jax.random.key(0), other), optim.make_optimizer(optim.Optimizer(), other))
             )
@@ -231,5 +231,5 @@ def test_targets_are_matrices_of_layers():
         lora.table(whole, lora.Lora(rank=1, targets=()))
     with pytest.raises(ValueError, match="lora.rank: must be at least 1 for adapters, got 0"):
         lora.table(whole, lora.Lora())
-    with pytest.raises(ValueError, match="lora.rank: must be above 0 where other options of adapters are set"):
+    with pytest.raises(ValueError, match="lora.rank: must be above 0 if other lora options are set"):
         lora.Lora(alpha=8.0)

@@ -379,7 +379,11 @@ def test_layers_have_the_windows_that_transformers_gives_them(family, options):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "got True and 0"),
         ("qwen3", {"layer_types": ["full_attention"] * 2}, "each of 3 layers, got 2"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "that of all layers"),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            "must apply to all layers",
+        ),
     ],
 )  # fmt: skip
 def test_windows_that_cannot_be_are_refused(family, options, words):

@@ -90,8 +90,8 @@ def test_experts_are_computed_again_where_their_halves_are_not_kept(keep, loops)
 @pytest.mark.parametrize(
     "keep, words",
     [
-        ((("mlp", "save"),), "names must be different ones of layer_input, qkv, attention, "),
-        ((("qkv", "save"), ("qkv", "offload")), "names must be different ones of .*, got qkv, qkv"),
+        ((("mlp", "save"),), "names must be distinct and among layer_input, qkv, attention, "),
+        ((("qkv", "save"), ("qkv", "offload")), "names must be distinct and among .*, got qkv, qkv"),
         ((("qkv", "of-load"),), "places must be save or offload, got of-load"),
         ("dost", "must be one of full, dots, none, offload, or pairs .*, got 'dost'"),
     ],

@@ -200,8 +200,8 @@ def test_grpo_end_to_end(place):
 
 
 def test_one_process_follows_nobody():
-    with lockstep.lead({"add": lambda a, b: a + b}) as do:
-        assert do("add", 1, 2) == 3
+    with lockstep.leader({"add": lambda a, b: a + b}) as run_on_all:
+        assert run_on_all("add", 1, 2) == 3
     assert processes.anyone(True) is True
     processes.same("numbers", 1)
 
@@ -310,7 +310,7 @@ def test_the_launcher_names_the_one_that_ended(place):
         os.kill(int(second), signal.SIGKILL)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 137
-    assert f"process 1 (pid {second}) was ended by SIGKILL" in said and str(log) in said and "Gloo" in said
+    assert f"process 1 (pid {second}) was killed by SIGKILL" in said and str(log) in said and "Gloo" in said
 
 
 @pytest.mark.mesh
@@ -339,7 +339,7 @@ def test_processes_with_other_options_are_told(place):
     finally:
         jobs.end(running)
     assert {2} <= codes <= {2, 3}  # all find it; the last to say so may find that another was first
-    assert "all need the same options and rows, got others in process 1" in (logs / "0.log").read_text()
+    assert "all need the same options and rows, got different ones in process 1" in (logs / "0.log").read_text()
 
 
 # -- who is who ----------------------------------------------------------------------------------
@@ -355,10 +355,10 @@ def test_plain_variables():
     assert set_(COORDINATOR="host:1234", PROCESSES="1", PROCESS="0") is None
     assert set_(PROCESSES="auto") == {}
     for given, words in (
-        ({"PROCESSES": "4"}, "go together, got no AREAX_COORDINATOR and no AREAX_PROCESS;"),
+        ({"PROCESSES": "4"}, "must be set together, got no AREAX_COORDINATOR and no AREAX_PROCESS;"),
         ({"PROCESS": "0", "COORDINATOR": "host:1"}, "got no AREAX_PROCESSES;"),
         ({"COORDINATOR": "host", "PROCESSES": "2", "PROCESS": "0"}, "must be host:port, got 'host'"),
-        ({"COORDINATOR": "host:1", "PROCESSES": "two", "PROCESS": "0"}, "AREAX_PROCESSES must be a number"),
+        ({"COORDINATOR": "host:1", "PROCESSES": "two", "PROCESS": "0"}, "AREAX_PROCESSES must be an integer"),
         ({"COORDINATOR": "host:1", "PROCESSES": "2", "PROCESS": "2"}, "AREAX_PROCESS must be below .* = 2, got 2"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -377,7 +377,7 @@ def test_clusters_are_left_to_jax():
 
 def test_the_launcher_refuses_what_it_cannot_do(capsys):
     for arguments, words in (
-        (["--processes", "2"], "name a command after --"),
+        (["--processes", "2"], "needs a command after --"),
         (["--processes", "1", "--", "train"], "--processes must be at least 2, got 1"),
         (["--procesess", "2", "--", "train"], "did you mean --processes?"),
     ):

@@ -47,7 +47,7 @@ def samples():
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_devices_change_nothing(name):
     spec = OBJECTIVES[name]
-    batch = packing.pack(samples(), 32, rows=16, components=["greedy"]).tell(version=np.int32(4))
+    batch = packing.pack(samples(), 32, rows=16, components=["greedy"]).with_scalars(version=np.int32(4))
     rng = np.random.default_rng(1)
     near = lambda: (np.asarray(batch.logp_BT) + rng.normal(0, 0.3, batch.logp_BT.shape)).astype(np.float32)
     # Five more arrays that lie as the batch does: reference, values, and what the weights say before and now.

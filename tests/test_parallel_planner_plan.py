@@ -65,7 +65,7 @@ def compiled(family, layout, objective=SFT, run=RUN, microbatches=1, layers=3, o
 
 
 def stacked(family, run, rows, length, on):
-    """(closure, whether each of its arrays is stacked by a scan over layers): what `jax.vjp` of the backbone keeps."""
+    """What `jax.vjp` of the backbone keeps: (traced, its arrays, whether each is stacked by a scan over layers)."""
     table = models.table(config(family))
     split = lambda axes: NamedSharding(on, rules.spec(axes, mesh=on))
     token_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=split(("batch", "seq")))
@@ -78,16 +78,26 @@ def stacked(family, run, rows, length, on):
         hidden = lambda params: transformer.backbone(params, *(token_BT,) * 4, config=config(family), run=run)
         return jax.tree.leaves(jax.vjp(hidden, params)[1])
 
-    traced = jax.make_jaxpr(closure)(params, token_BT).jaxpr
-    scanned = {x for equation in traced.eqns if equation.primitive.name == "scan" for x in equation.outvars}
+    traced = jax.jit(closure).trace(params, token_BT)
+    jaxpr = traced.jaxpr.jaxpr
+    scanned = {x for equation in jaxpr.eqns if equation.primitive.name == "scan" for x in equation.outvars}
     depths = {len(stack.layers) for stack in table.stacks}
-    of_layers = [x in scanned and x.aval.ndim > 0 and x.aval.shape[0] in depths for x in traced.outvars]
-    return jax.jit(closure).lower(params, token_BT), [x.aval for x in traced.outvars], of_layers
+    of_layers = [x in scanned and x.aval.ndim > 0 and x.aval.shape[0] in depths for x in jaxpr.outvars]
+    return traced, [x.aval for x in jaxpr.outvars], of_layers
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
-@pytest.mark.parametrize("family", FAMILIES)
+REMATS, DTYPES = ("full", "dots", "none"), (None, "bfloat16")
+
+
+@pytest.mark.parametrize(  # every family with every way of keeping, each of both in turn with either dtype
+    "family, remat, dtype",
+    [
+        pytest.param(family, remat, dtype, marks=[pytest.mark.wide] * ((i + j + k) % 2))
+        for i, family in enumerate(FAMILIES)
+        for j, remat in enumerate(REMATS)
+        for k, dtype in enumerate(DTYPES)
+    ],
+)
 def test_layers_keep_what_the_formula_says(family, remat, dtype):
     """By JAX's own account. Weights are arguments, not counted; a mixture's part under "none" is an estimate."""
     _, arrays, of_layers = stacked(family, models.Run(dtype=dtype, remat=remat), 5, 128, mesh.make())
@@ -100,14 +110,14 @@ def test_layers_keep_what_the_formula_says(family, remat, dtype):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("layout", [mesh.Layout(fsdp=4, tp=2), mesh.Layout(dp=2, cp=2, tp=2)], ids=str)
 def test_each_device_keeps_what_the_formula_says(layout, remat):
     """As XLA's partitioner lays out what is kept, none of which is told where to lie."""
     on = mesh.make(layout)
     with jax.set_mesh(on):
-        lowered, arrays, of_layers = stacked("qwen3", models.Run(remat=remat), B, T, on)
-        places = lowered.compile().output_shardings
+        traced, arrays, of_layers = stacked("qwen3", models.Run(remat=remat), B, T, on)
+        places = traced.lower().compile().output_shardings
     kept = [(x, its) for x, its, of_layer in zip(arrays, places, of_layers, strict=True) if of_layer]
     got = sum(math.prod(its.shard_shape(x.shape)) * x.dtype.itemsize for x, its in kept)
     assert memory.saved(job("qwen3", layout, remat=remat)) == got
@@ -174,7 +184,7 @@ def dots(text: str) -> int:
     )
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
+@pytest.mark.parametrize("remat", REMATS)
 def test_flops_are_those_of_the_compiled_matmuls(remat, family="qwen3"):
     """One layer, one row and one chunk of queries: each matmul stands once in the program, and all pairs are computed.
 
@@ -330,7 +340,7 @@ def test_servers_get_no_more_chips_than_there_are():
     }
     needed = figures(devices=0)["server_devices"]
     assert needed > 1 and figures(devices=2 * needed)["rollout_devices"] == 2 * needed
-    with pytest.raises(ValueError, match=f"must be at least the {needed} that a server's weights need, got 1"):
+    with pytest.raises(ValueError, match=f"must be at least {needed}, as needed for a server's weights, got 1"):
         figures()
-    with pytest.raises(ValueError, match="has one chip, too small for weights of .* name servers"):
+    with pytest.raises(ValueError, match="has one chip, too small for weights of .* set --servers"):
         figures(devices=0, embedded=True)

@@ -102,7 +102,7 @@ def test_what_cannot_be_split_is_refused_by_name():
 def test_explain_says_what_each_device_holds():
     text = models.explain(CONFIG, mesh.make(mesh.Layout(fsdp=2, tp=4)))
     lines = {line.split()[0]: line for line in text.splitlines()}
-    assert "vocab/tp, embed/fsdp" in lines["embed"] and lines["embed"].endswith("1,024 bytes a device")
+    assert "vocab/tp, embed/fsdp" in lines["embed"] and lines["embed"].endswith("1,024 bytes/device")
     total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(param.abstract(TABLE)))
     held = int(lines["all"].split()[1].replace(",", ""))
     assert total / 8 <= held <= total / 8 * 1.1

@@ -1,4 +1,4 @@
-"""What the README says can be typed, can be typed."""
+"""The README runs, also with the three lines of docs/mesh.md; its tree and docs/command-line.md name what exists."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,15 @@ from jax.sharding import PartitionSpec
 
 from areax import models
 from areax.adapters import cli
+from areax.adapters.command_line import parse
 from areax.parallel import rules
+from areax.recipes import grpo
 from areax.rollout.types import Completion, sampled
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-
-
-TEN, THREE = re.findall(r"```python\n(.*?)```", README, re.S)
+ROOT = Path(__file__).parent.parent
+README, MESH, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/mesh.md", "docs/command-line.md"))
+[TEN], [THREE], [OPTIONS] = (re.findall(r"```python\n(.*?)```", page, re.S) for page in (README, MESH, COMMANDS))
+[YAML] = re.findall(r"```yaml\n(.*?)```", COMMANDS, re.S)
 
 
 def run(source, path):
@@ -54,21 +56,29 @@ def indent(lines):
 
 def test_the_tree_names_every_folder():
     tree = re.search(r"## The tree.*?```\n(.*?)```", README, re.S).group(1)
-    root = Path(__file__).parent.parent
     named, top = set(), ""
     for line in tree.splitlines():
         if found := re.match(r"( *)(\w+)/", line):
             top = top if found.group(1) else found.group(2)
             named.add(f"{top}/{found.group(2)}" if found.group(1) else top)
     packages = {
-        path.parent.relative_to(root).as_posix()
+        path.parent.relative_to(ROOT).as_posix()
         for top in ("core", "models", "parallel", "rollout", "adapters", "recipes")
-        for path in (root / top).rglob("__init__.py")
+        for path in (ROOT / top).rglob("__init__.py")
     }
-    assert packages <= named and all((root / folder).is_dir() for folder in named)
+    assert packages <= named and all((ROOT / folder).is_dir() for folder in named)
 
 
 def test_every_command_exists():
-    block = re.search(r"## The command line\n\n```\n(.*?)```", README, re.S).group(1)
-    for command in re.findall(r"^areax (\w+)", block, re.M):
-        assert command in cli.COMMANDS
+    block = re.search(r"# The command line\n\n```\n(.*?)```", COMMANDS, re.S).group(1)
+    assert set(re.findall(r"^areax (\w+)", block, re.M)) == cli.COMMANDS.keys() - {"demo"}
+
+
+def test_the_options_are_the_same_in_python_in_a_file_and_as_arguments(tmp_path):
+    exec(OPTIONS, space := {})
+    read = lambda *arguments: parse.parse(grpo.Config, arguments, "areax train grpo")
+    file = tmp_path / "run.yaml"
+    file.write_text(YAML)
+    assert read("--config", str(file)) == space["config"]
+    given = [f"--{name}={getattr(space['config'], name)}" for name in ("model", "data", "reward")]
+    assert read(*given, *re.findall(r"--[\w-]+|(?<= )\d+", " ".join(re.findall(r"# (.*)", OPTIONS)))) == space["config"]

@@ -113,4 +113,4 @@ def test_the_command_line_has_it(place, capsys, monkeypatch):
     assert cli.main(["train", "distill", *words]) == 0
     assert seen[0].objective == Distill("js", beta=0.3) and seen[0].teachers == ("a=http://x", "b=http://y")
     assert cli.main(["plan", "distill", *words]) == 2
-    assert "no formulas for the weights and work of a teacher" in capsys.readouterr().err
+    assert "the weights and work of a teacher cannot be planned" in capsys.readouterr().err

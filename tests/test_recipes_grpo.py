@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import urllib.request
 from pathlib import Path
 
 import jax
+import job_program
 import numpy as np
 import pytest
 import servers
@@ -24,10 +26,11 @@ import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax import models
-from areax.adapters import cli, hf, peft, tokenizer
+from areax.adapters import cli, hf, peft, safetensors, tokenizer
+from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
-from areax.core import losses, param
+from areax.core import losses
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.models import lora
@@ -35,9 +38,9 @@ from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
 from areax.recipes.shared import describe, learner, publishing, rollouts, trainer
-from areax.adapters.options import replaced
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
+from areax.rollout.chat import template
 from areax.rollout.fleet.push import Push
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.scheduling.episodes import sampling_seed
@@ -45,7 +48,6 @@ from areax.rollout.servers import local
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Completion, Sampling, sampled
-from areax.rollout.workflows import prompt_tokens
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +86,17 @@ def leaves(path):
     return [np.asarray(x) for x in jax.tree.leaves(hf.load(path)[1])]
 
 
-def test_synchronous_runs_are_identical_and_resume_exactly(place):
+def test_synchronous_runs_are_identical_and_resume_exactly(place, monkeypatch):
     """Two runs with eta = 0 give the same parameters, and so does a run in two parts."""
+    verified = []
+    monkeypatch.setattr(publishing, "verify", verified.append)
     first = grpo.main(config(place, "first", servers=(), heldout=str(place / "heldout.jsonl")))
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
     assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
     assert first["max_logp_diff"] <= 1e-4 and first["mismatch_k3_now"] < 1e-9
+    pushes = [x for x in run_dir.read_lines(place / "first/journal.jsonl") if x["kind"] == "push"]
+    assert [push["load_s"] > 0 for push in pushes] == [False, True, True, True]  # it was started with version 0
+    assert not verified  # it wrote them all itself
     grpo.main(config(place, "parts", steps=2))
     grpo.main(config(place, "parts"))
     for a, b in zip(leaves(place / "first/model"), leaves(place / "parts/model"), strict=True):
@@ -114,7 +121,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place):
     reward = object_path.resolve(own.reward)
 
     def sample(row, prompt, i):
-        ids = prompt_tokens(tokens, row)
+        ids = template.prompt(tokens, row)
         seed = sampling_seed(own.seed, prompt, i, 0)
         answer = server.generate(ids, temperature=1.0, max_new_tokens=4, ignore_eos=False, sampling_seed=seed)
         rows, finish = answer["meta_info"]["output_token_logprobs"], answer["meta_info"]["finish_reason"]["type"]
@@ -153,6 +160,19 @@ def test_a_curriculum_is_saved_and_resumed(place, capsys):
     assert shown[0] == shown[1] and len(shown[0]) == 12
     for a, b in zip(leaves(place / "curriculum/model"), leaves(place / "curriculum-parts/model"), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_processes_of_a_job_are_handed_arrays_alone(place):
+    """Samples bring what only process 0 needs, or can have."""
+    state, handed = grpo.build_trainer(config(place, "handed")), []
+
+    def run(*data):
+        handed.append(data)
+        return trainer.train_packed(state, *data)
+
+    report = trainer.train_on_batch(state, job_program.groups(0), run)
+    assert report["reward"] > 0 and report["groups"][0][0][0].info
+    assert {type(x) for x in jax.tree.leaves(handed)} == {np.ndarray} and pickle.dumps(handed)
 
 
 @pytest.mark.slow
@@ -239,7 +259,7 @@ def test_served_teachers_and_greedy_baselines(place):
 
 
 def test_groups_of_equal_rewards_are_sampled_anew(place):
-    (place / "rare.py").write_text("def score(text, row):\n    return float(text[:1] in '01')\n")
+    (place / "rare.py").write_text("def score(text, row):\n    return float(text.startswith('0'))\n")
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
     done = grpo.main(run)
     lines = [x for x in run_dir.read_lines(place / "dynamic/metrics.jsonl") if x["kind"] == "grpo"]
@@ -306,8 +326,8 @@ def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
     trained = [batch for batch in packed if batch.token_BT.shape[1] == 4]  # and not one row, that a push is proved by
     assert len(trained) == 2
     for batch in trained:
-        chosen_MBTX = np.asarray(batch.input["routed_experts"])
-        assert chosen_MBTX.shape[-1] == 2 * 2 and set(np.unique(chosen_MBTX[batch.mask_BT > 0])) == {0, 1, 2, 3}
+        chosen_MBTLK = np.asarray(batch.input["routed_experts"])
+        assert chosen_MBTLK.shape[-2:] == (2, 2) and set(np.unique(chosen_MBTLK[batch.mask_BT > 0])) == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="needs a model with experts"):
         grpo.main(config(place, "none", steps=1, sampling=sampling))
 
@@ -345,18 +365,23 @@ def test_asynchronous_keeps_the_bound(place):
     assert sum(x["generated_tokens"] for x in lines) == pytest.approx(sum(x["length"] * 16 for x in lines))
 
 
-def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path):
+def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path, monkeypatch):
+    """What is written is not read again by the process that wrote and hashed it."""
     config = models.config_from_hf({**tiny.HF, "vocab_size": 16})
     params = tiny.weights(models.table(config), 0.2)
     write = lambda: hf.write_published(tmp_path, 3, config, params)
-    directory = write()
+    read, reads = safetensors.read, []
+    monkeypatch.setattr(safetensors, "read", lambda path: reads.append(path) or read(path))
+    directory = publishing.ensure_published(tmp_path / "3", write)
+    assert not reads
     label = (directory / "manifest.json").read_bytes()
-    assert publishing.whole(directory, None) == directory
+    assert publishing.ensure_published(directory, None) == directory and reads == [directory]
     [shard] = directory.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-5] ^= 1
     shard.write_bytes(data)
-    publishing.whole(directory, write)
+    publishing.ensure_published(directory, write)
+    assert reads == [directory] * 2
     assert hf.verify(directory) and (directory / "manifest.json").read_bytes() == label
 
 
@@ -444,7 +469,7 @@ def test_two_steps_on_gsm8k(place):
     settings = models.config_from_hf(
         {**tiny.HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, "max_position_embeddings": 1024}
     )
-    hf.save(place / "bytes", settings, param.init(jax.random.key(0), models.table(settings)), tokenizer=tokens)
+    hf.save(place / "bytes", settings, tiny.weights(models.table(settings), 0.2), tokenizer=tokens)
     done = grpo.main(
         config(
             place, "gsm8k", servers=(), model=str(place / "bytes"), data=str(folder / "train.jsonl"),
@@ -504,20 +529,21 @@ INSIDE = Serve(inside=True, slots=8, context=64)
 
 def test_a_server_inside_that_rests_changes_no_number(place):
     """Weights handed over in memory, with nothing written, are those that would have been read from files."""
+    before = set(threading.enumerate())
     plain = grpo.main(config(place, "plainly", steps=2))
     done = grpo.main(config(place, "inside", servers=(), serve=INSIDE, colocated=True, steps=2))
     assert done["complete"] and done["max_logp_diff"] <= 1e-4 and done["server_version"] == plain["server_version"]
     same(place, "inside", "plainly")
     lines = [x for x in run_dir.read_lines(place / "inside/metrics.jsonl") if x["kind"] == "grpo"]
     assert all(x["rest_s"] > 0 for x in lines) and "weights_unknown" not in done["counts"]
-    assert not any("areax" in thread.name for thread in threading.enumerate())
+    assert not any("areax" in thread.name for thread in set(threading.enumerate()) - before)
 
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
     """It is started again once the trainer has updated, and not before."""
     killed, started = [], []
-    rest, start = grpo.rest.rest, local.Local.start
+    rest, start = grpo.offload.offload, local.Local.start
 
     async def deadly(fleet):
         seconds = await rest(fleet)
@@ -527,7 +553,7 @@ def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
             killed.append(os.kill(next(iter(started[0].running.values())).pid, signal.SIGKILL))
         return seconds
 
-    monkeypatch.setattr(grpo.rest, "rest", deadly)
+    monkeypatch.setattr(grpo.offload, "offload", deadly)
     monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
     done = grpo.main(config(place, "killed at rest", servers=(), colocated=True))
     assert killed == [["offloaded"], ["offloaded"], None] and len(started) == 2

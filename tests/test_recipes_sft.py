@@ -1,12 +1,13 @@
 """SFT from files to files: learns, resumes exactly, survives Ctrl-C, says what is wrong."""
 
 import itertools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import jobs
@@ -15,7 +16,7 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from areax.adapters import hf, orbax, peft
+from areax.adapters import cli, hf, orbax, peft
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
 from areax.core.balance import Balance
@@ -23,8 +24,8 @@ from areax.core.optim import Optimizer
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import sft
-from areax.recipes.shared import common
+from areax.recipes import distill, preference, sft
+from areax.recipes.shared import common, offline_options
 from areax.rollout.tasks import arithmetic
 
 
@@ -45,6 +46,29 @@ def config(place, out, **changes):
     return replace(base, **changes)
 
 
+@pytest.mark.parametrize(
+    "recipe, own",
+    [
+        (sft, {"learn": "last", "out": "runs/sft", "batch": 64}),
+        (distill, {"teacher": "", "teachers": (), "out": "runs/distill", "batch": 64}),
+        (preference, {"out": "", "batch": 32}),
+    ],
+)
+def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
+    """Declared once; a recipe's own defaults and help texts prevail."""
+    shared = {field.name for field in fields(offline_options.Options)}
+    declared = {name for name in vars(recipe.Config)["__annotations__"] if name in shared}
+    assert declared <= {"out", "batch", "optim"} and len(shared) == 21
+    made = recipe.Config("model", "data")
+    assert {name: getattr(made, name) for name in own} == own
+    assert made.optim.lr == (1e-6 if recipe is preference else 1e-5)
+    with pytest.raises(SystemExit):
+        cli.main(["train", recipe.__name__.rpartition(".")[2], "--help-all"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "longest sequence, and tokens of a packed row" in text
+    assert ("each is two sequences" in text) is (recipe is preference)
+
+
 def test_resumed_equals_uninterrupted(place):
     whole = sft.main(config(place, "whole", heldout=str(place / "rows.jsonl")))
     assert whole["complete"] and whole["heldout_nll"] > 0
@@ -60,6 +84,18 @@ def test_resumed_equals_uninterrupted(place):
     assert steps == [1, 2, 3, 4, 5, 6]
     board = EventAccumulator(str(place / "parts/tensorboard")).Reload()
     assert [e.step for e in board.Scalars("sft/loss")] == steps
+
+
+def test_a_runs_own_config_starts_the_same_run(place):
+    """Options over it change what they name; the run that wrote it goes on where it stopped."""
+    own = config(place, "own", steps=2)
+    sft.main(own)
+    again = ["train", "sft", "--config", str(place / "own/config.json")]
+    assert cli.main([*again, "--out", str(place / "again")]) == 0
+    assert cli.main([*again, "--steps", "3"]) == 0
+    losses = lambda out: [line["loss"] for line in run_dir.read_lines(place / out / "metrics.jsonl") if "loss" in line]
+    assert losses("again") == losses("own")[:2] and len(losses("own")) == 3
+    assert json.loads((place / "own/config.json").read_text())["steps"] == 3
 
 
 def test_a_run_with_an_average_exports_it(place):
@@ -125,7 +161,7 @@ def test_adapters_train_over_weights_that_stay(place):
         for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
             np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(written["embed"], base["embed"])
-    with pytest.raises(ValueError, match="the state saved must fit the model and optimiser"):
+    with pytest.raises(ValueError, match="the saved state must match the model and optimiser"):
         sft.main(replace(adapting, out=str(place / "halves"), lora=replace(spec, rank=2)))
 
 

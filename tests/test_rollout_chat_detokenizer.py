@@ -1,10 +1,14 @@
+import pytest
+import wordpieces
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areax.adapters import tokenizer
-from areax.rollout.chat.detokenizer import Text
+from areax.rollout.chat.detokenizer import CONTEXT, Text
 
 BYTES = tokenizer.byte_level()
+SUMS = tokenizer.character("0123456789+")
+TRAINED, FALLING_BACK = wordpieces.trained(), wordpieces.falling_back()
 
 
 def decode(ids):
@@ -49,3 +53,71 @@ def test_of_stop_strings_the_first_to_be_complete_then_to_begin_then_the_longest
         (["d", "cd"], (4, "cd")),
     ]:
         assert Text(decode).feed(ids, stops) == hit
+
+
+def joined(made, chunks, skip=True):
+    """(text of all chunks, what each of them added)."""
+    out, pieces = Text(lambda ids: made.decode(ids, skip_special_tokens=skip)), []
+    for chunk in chunks:
+        before = out.text
+        out.feed(chunk)
+        assert out.text.startswith(before)
+        pieces.append(out.text[len(before) :])
+    out.end()
+    return out.text, pieces
+
+
+def cut(ids, sizes):
+    """The ids in chunks of the given sizes, the rest one by one."""
+    for size in sizes:
+        yield ids[:size]
+        ids = ids[size:]
+    yield from ([id] for id in ids)
+
+
+def some_bytes():
+    """Bytes of characters of every length, whole and broken."""
+    parts = [c.encode() for c in "aé€😀\ufffd\n "] + [b"\xf0\x9f", b"\xe2\x82", b"\xc3", b"\x80", b"\xff", b"\xed\xa0"]
+    return st.lists(st.sampled_from(parts), max_size=60).map(b"".join)
+
+
+# Byte-level BPE writes printable bytes of Latin-1 as themselves and the others, in order, from U+0100 on.
+OTHERS = [b for b in range(256) if not (33 <= b <= 126 or 161 <= b <= 172 or 174 <= b)]
+SPELLED = {b: chr(b) for b in range(256)} | {b: chr(256 + i) for i, b in enumerate(OTHERS)}
+
+
+@given(some_bytes(), st.lists(st.integers(0, 12), max_size=5))
+def test_bytes_decode_piece_by_piece_as_at_once(content, sizes):
+    ids = [BYTES.convert_tokens_to_ids(SPELLED[b]) for b in content]
+    text, _ = joined(BYTES, cut(ids, sizes))
+    assert text == content.decode("utf-8", errors="replace") == BYTES.decode(ids)
+
+
+@pytest.mark.parametrize("made", [SUMS, BYTES, TRAINED], ids=["character", "bytes", "merges"])
+@given(data=st.data())
+def test_any_ids_decode_piece_by_piece_as_at_once(made, data):
+    ids = data.draw(st.lists(st.integers(0, len(made) + 3), max_size=80))  # some beyond the vocabulary
+    sizes = data.draw(st.lists(st.integers(0, 12), max_size=5))
+    for skip in (True, False):
+        text, _ = joined(made, cut(ids, sizes), skip)
+        assert text == made.decode(ids, skip_special_tokens=skip)
+
+
+@given(st.text(st.sampled_from("abcdeé. 😀€"), max_size=60), st.lists(st.integers(0, 12), max_size=5))
+def test_tokens_that_fall_back_to_bytes_decode_as_at_once(text, sizes):
+    ids = FALLING_BACK.encode(text)
+    assert joined(FALLING_BACK, cut(ids, sizes))[0] == FALLING_BACK.decode(ids) == text
+
+
+def test_pieces_come_as_soon_as_they_are_sure():
+    _, pieces = joined(BYTES, ([id] for id in BYTES.encode("aé😀<|im_end|>")))
+    assert pieces == ["a", "", "é", "", "", "", "😀", ""]
+
+
+def test_the_window_of_a_decoder_does_not_grow():
+    out = Text(TRAINED.decode)
+    for id in TRAINED.encode(wordpieces.TEXT * 20):
+        out.feed([id])
+        assert len(out._window) <= 2 * CONTEXT + 3  # and an unfinished character
+    out.end()
+    assert out.text == wordpieces.TEXT * 20

@@ -55,9 +55,9 @@ def test_regex(text, pattern, score):
     ],
 )
 def test_form(text, row, score):
-    start = time.perf_counter()
+    start = time.process_time()
     assert match.form(text, row) == score
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("reward, name", [(match.regex, "pattern"), (match.form, "form")])
@@ -99,9 +99,9 @@ def test_a_bad_pattern_is_the_rows_fault(reward, name, pattern):
     ],
 )
 def test_choice(text, letter):
-    start = time.perf_counter()
+    start = time.process_time()
     assert choice.chosen(text) == letter
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     for other in "ABC":
         assert choice.reward(text, {"answer": other}) == float(other == letter)
 

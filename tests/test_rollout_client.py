@@ -20,6 +20,7 @@ from scripted import (
     reply,
     run,
     serving,
+    states,
     token_at,
     until,
 )
@@ -112,6 +113,26 @@ def test_an_answer_that_cannot_be_trusted_is_refused(change, message):
             a.script = [answers(200, bad(change))]
             with pytest.raises(RuntimeError, match=message):
                 await fleet.generate([1])
+
+    run(main)
+
+
+def test_a_read_takes_no_logprob_of_what_was_not_asked_for():
+    """SGLang adds one where it prefilled the request beside others that generate."""
+    answer = reply([], [], [], "length")
+    answer["meta_info"] |= {
+        "input_token_logprobs": [[None, 5, None], [-0.5, 6, None]],
+        "output_token_logprobs": [[-1.0, 9, None]],
+    }
+
+    async def main():
+        async with serving() as a, client.connect([a.url]) as fleet:
+            a.script = [answers(200, answer), answers(200, reply([9], [-1.0], [V0], "length"))]
+            url, part = await fleet.read([5, 6])
+            assert url == a.url and (part.tokens, part.logp, part.labels) == ([], [], [])
+            assert [row[0] for row in part.inputs] == [None, -0.5]
+            with pytest.raises(RuntimeError, match="logprobs of 0 tokens do not belong to the 1 ids"):
+                await fleet.read([5, 6])
 
     run(main)
 
@@ -212,6 +233,19 @@ def test_cancelled_requests_leave_their_slots():
     run(main)
 
 
+def test_a_request_taken_back_before_it_was_sent_goes_to_another_server():
+    async def main():
+        async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
+            task = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
+            await asyncio.sleep(0)  # it has a server, but the task that asks it has not begun
+            [server] = [one for one in fleet.servers if one.load]
+            fleet.fail(server, "stale", "taken out of traffic")
+            check(await task, [1], 3)
+            assert fleet.counts["rerouted"] == 1 and len(a.generated()) + len(b.generated()) == 1
+
+    run(main)
+
+
 def test_a_turn_given_to_a_cancelled_request_goes_to_the_next():
     async def main():
         async with serving() as a, client.connect([a.url], concurrency=1) as fleet:
@@ -263,21 +297,28 @@ def test_experts_of_a_token_stay_those_of_its_sampling():
         return answers(200, body)
 
     async def main():
-        async with serving() as a, client.connect([a.url]) as fleet:
+        async with serving() as a, client.connect([a.url], experts_per_token=2) as fleet:
             nothing = reply([], [], [], "abort")
             a.script = [answers(200, nothing), routed([3, 4, 5], 2, 1, "abort"), routed([6, 7], 5, 2, "length")]
             done = await fleet.generate([1, 2], max_new_tokens=5, routed_experts=True)
             assert done.tokens == [3, 4, 5, 6, 7] and all(body["return_routed_experts"] for body in a.generated())
-            np.testing.assert_array_equal(done.routed, np.repeat([[1] * 4, [2] * 4], [4, 2], 0))
+            np.testing.assert_array_equal(done.routed, np.repeat(np.full((2, 2, 2), [[[1]], [[2]]]), [4, 2], 0))
             kind, rows = sampled([1, 2], done, temperature=1.0).arrays["routed_experts"]
             assert kind == "input"
-            np.testing.assert_array_equal(rows, [*done.routed, [-1] * 4])
+            np.testing.assert_array_equal(rows, [*done.routed, [[-1] * 2] * 2])
             # tokens that go back for a stop string leave their experts behind
             a.script = [routed([3, 4, 5], 2, 1, "abort"), routed([8, 9], 3, 2, "stop")]
             done = await fleet.generate([1, 2], max_new_tokens=5, routed_experts=True, stop=["abc"])
             assert done.tokens == [3, 8, 9]
-            np.testing.assert_array_equal(done.routed[:, 0], [1, 1, 1, 2])
+            np.testing.assert_array_equal(done.routed[:, 0, 0], [1, 1, 1, 2])
             with pytest.raises(RuntimeError, match="got none; start SGLang with --enable-return-routed-experts"):
+                await fleet.generate([1], max_new_tokens=2, routed_experts=True)
+        async with serving() as a, client.connect([a.url], experts_per_token=3) as fleet:
+            a.script = [routed([3, 4], 2, 1, "length")]
+            with pytest.raises(RuntimeError, match="12 experts are not 3 in each layer for 3 tokens"):
+                await fleet.generate([1, 2], max_new_tokens=2, routed_experts=True)
+        async with serving() as a, client.connect([a.url]) as fleet:
+            with pytest.raises(ValueError, match="routed_experts needs a model with experts, got experts_per_token 0"):
                 await fleet.generate([1], max_new_tokens=2, routed_experts=True)
 
     run(main)
@@ -506,6 +547,29 @@ def test_push_in_the_middle_of_generation(tmp_path, mode):
             assert set(report.loaded) == {a.url, b.url}
             assert 0 < report.load_s < report.pause_s < report.total_s
             assert fleet.counts["resumed"] == (6 if mode == "abort" else 0)
+
+    run(main)
+
+
+def test_a_fresh_server_is_verified_alone(tmp_path):
+    """Of the servers that report the version before its push, only what this run started is known to hold it."""
+    (tmp_path / "manifest.json").write_text('{"tensors": {"norm": {"xxh3_128": "ab"}}}')
+    holds = lambda digest: answers(200, {"success": True, "ranks": [{"checksums": {"norm": digest}}]})
+
+    async def main():
+        async with serving(V1) as a, serving(V1) as b, serving(V1) as c:
+            async with client.connect([a.url, b.url, c.url]) as fleet:
+                a.refuse["/weights_checker"], c.refuse["/weights_checker"] = holds("ab"), holds("cd")
+                fleet.servers[0].fresh = fleet.servers[2].fresh = True
+                report = await push_weights(fleet, tmp_path, V1)
+                assert controls(a) == ["/weights_checker"] and controls(b) == PUSH
+                assert report.loaded == (a.url, b.url) and fleet.published.label == V1
+                assert "not those of the manifest: norm" in report.failed[c.url]
+                c.refuse.clear()
+                await until(lambda: states(fleet) == ["healthy"] * 3)
+                assert "/update_weights_from_disk" in controls(c)
+                await push_weights(fleet, tmp_path, V1)
+                assert controls(a) == ["/weights_checker", *PUSH]
 
     run(main)
 

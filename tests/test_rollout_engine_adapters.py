@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areax import models
-from areax.core import param
 from areax.models import lora
 from areax.rollout.engine import adapters
 from areax.rollout.engine.engine import Engine
@@ -21,10 +20,10 @@ CONFIG = models.config_from_hf(
     dict(
         model_type="qwen3", vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=20, tie_word_embeddings=True, eos_token_id=7,
-        max_position_embeddings=256, initializer_range=0.3,
+        max_position_embeddings=256,
     )
 )  # fmt: skip
-BASE, OTHER = (param.init(jax.random.key(seed), models.table(CONFIG)) for seed in (0, 1))
+BASE, OTHER = (tiny.weights(models.table(CONFIG), 0.3, seed) for seed in (0, 1))
 SPEC = lora.Lora(rank=3, alpha=5, rslora=True)
 NAMES = ("a", "b", "c", "d")  # more than there are places at first
 ADAPTERS = {name: tiny.weights(lora.table(models.table(CONFIG), SPEC), 0.2, i) for i, name in enumerate(NAMES)}

@@ -6,12 +6,12 @@ import threading
 import jax
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areax import models
 from areax.adapters import tokenizer
-from areax.core import param
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
 
@@ -20,10 +20,10 @@ CONFIG = models.config_from_hf(
     dict(
         model_type="qwen3", vocab_size=len(BYTES), hidden_size=48, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=20, tie_word_embeddings=True, eos_token_id=7,
-        max_position_embeddings=256, initializer_range=0.16,
+        max_position_embeddings=256,
     )
 )  # fmt: skip
-OLD, NEW = (param.init(jax.random.key(seed), models.table(CONFIG)) for seed in (0, 1))
+OLD, NEW = (tiny.weights(models.table(CONFIG), 0.16, seed) for seed in (0, 1))
 
 
 def decode(ids):

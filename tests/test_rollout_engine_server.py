@@ -20,9 +20,12 @@ import servers
 import tiny
 from safetensors.numpy import load_file, save_file
 
-from areax.adapters import hf
+from areax.adapters import hf, tokenizer
 from areax.models import forward
+from areax.rollout import http_process
+from areax.rollout.chat import parsers
 from areax.rollout.engine import server as module
+from areax.rollout.gateway import chat, completions
 
 PROMPT = [5, 6, 7]
 LONG = {"temperature": 1.0, "max_new_tokens": 4000, "ignore_eos": True}
@@ -195,6 +198,44 @@ def test_what_openais_routes_cannot_honour(server, path, body):
     status, answer = server.post(path, {"messages": [{"role": "user", "content": "1+1"}], **body})
     assert status == 400 and answer["object"] == "error"
     assert any(name in answer["message"] for name in (*body, "content"))
+
+
+SAID = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": [1, [2]]}),
+        ("/v1/completions", {"prompt": ["1", [2]]}),
+        ("/v1/completions", {"prompt": [-1]}),
+        ("/v1/completions", {"prompt": [5], "echo": "yes"}),
+        ("/v1/completions", {"prompt": [5], "logprobs": -1}),
+        ("/v1/completions", {"prompt": [5], "stop": [""]}),
+        ("/v1/completions", {"prompt": [5], "temperature": "hot"}),
+        ("/v1/completions", {"prompt": [5], "max_tokens": 1.5}),
+        ("/v1/completions", {"prompt": [5], "stream_options": {"odd": 1}}),
+        ("/v1/completions", {"prompt": [5], "suffix": "x"}),
+        ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+        ("/v1/chat/completions", {"messages": [*SAID, {"role": "assistant", "tool_calls": [{}]}]}),
+        ("/v1/chat/completions", {"messages": SAID, "max_completion_tokens": "5"}),
+        ("/v1/chat/completions", {"messages": SAID, "logit_bias": {"5": 1}}),
+        ("/v1/chat/completions", {"messages": SAID, "function_call": {"name": "f"}}),
+        ("/v1/chat/completions", {"messages": SAID, "modalities": ["audio"]}),
+    ],
+    ids=str,
+)
+def test_openais_routes_have_the_rules_of_the_gateway(server, path, body):
+    with pytest.raises(ValueError) as refused:
+        if "prompt" in body:
+            completions.read(body, tokenizer.character("0123456789+"))
+        else:
+            chat.read(body, parsers.STYLES["qwen"])
+    status, answer = server.post(path, body)
+    theirs = str(refused.value).replace("from 0 to 31", "from 0 on")  # the engine checks what is in its vocabulary
+    assert status == 400 and answer["message"] == theirs
 
 
 # -- weights -------------------------------------------------------------------------------------
@@ -383,7 +424,7 @@ def test_a_server_with_a_key_and_without_a_tokenizer(models, tmp_path):
             ends = [event["meta_info"]["finish_reason"] for event in events if event["meta_info"]["finish_reason"]]
         assert len(ends) == 4 and "abort" in {end["type"] for end in ends}
         assert remote.process.wait(30) == 0
-        with contextlib.closing(module.bind("127.0.0.1", remote.port)):
+        with contextlib.closing(http_process.bind("127.0.0.1", remote.port)):
             pass  # the port is free again
 
 
@@ -396,14 +437,14 @@ def test_a_port_in_use_is_seen_before_anything_is_read(tmp_path):
 
 def test_answers_do_not_wait_for_more_to_send():
     """Else each waits 40 ms for the client to acknowledge what came before."""
-    with module.bind("127.0.0.1", 0) as sock:
+    with http_process.bind("127.0.0.1", 0) as sock:
         assert sock.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("host, port", [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70000)])
 def test_an_address_that_cannot_be_had(host, port):
     with pytest.raises(ValueError, match=f"serve: .*({host}|{port})"):
-        module.bind(host, port)
+        http_process.bind(host, port)
 
 
 def test_what_is_no_checkpoint_is_not_served(tmp_path):

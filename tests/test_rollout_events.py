@@ -27,10 +27,10 @@ def lines(path):
 
 
 def test_without_a_journal_nothing_is_noted(tmp_path):
-    journal.note("push", label="1")
+    journal.emit("push", label="1")
     with journal.writing(tmp_path / "a"):
         pass
-    journal.note("push", label="2")
+    journal.emit("push", label="2")
     assert [line["kind"] for line in lines(tmp_path / "a")] == ["open"]
 
 
@@ -38,7 +38,7 @@ def test_events_say_which_episode_they_are_of(tmp_path):
     async def workflow(generate, row):
         done = await generate([1, 2])
         await asyncio.sleep(0)
-        journal.note("mine", row=row["i"])
+        journal.emit("mine", row=row["i"])
         return sampled([1, 2], done, temperature=1.0, reward=float("nan") if row["i"] else 0.5)
 
     async def generate(tokens, **_):
@@ -46,9 +46,9 @@ def test_events_say_which_episode_they_are_of(tmp_path):
         return Completion([7, 8, 9], [-1.0, -0.123456789, -2.0], [3, 3, 4], "stop")
 
     async def main():
-        with journal.about(of="evaluation"):
+        with journal.context(of="evaluation"):
             await episodes.rollouts(workflow, generate, [{"i": 0}, {"i": 1}], group_size=2)
-        journal.note("after")
+        journal.emit("after")
 
     with journal.writing(tmp_path / "a"):
         asyncio.run(main())
@@ -76,7 +76,7 @@ def test_a_cut_line_is_dropped_and_the_rest_kept(tmp_path_factory, words, cut):
     path.write_bytes(whole[: max(0, len(whole) - cut)])
     kept = path.read_bytes()[: path.read_bytes().rfind(b"\n") + 1]
     with journal.writing(path):
-        journal.note("next")
+        journal.emit("next")
     data = path.read_bytes()
     assert data.startswith(kept) and [line.get("kind") for line in lines(path)][-2:] == ["open", "next"]
     assert len(lines(path)) == kept.count(b"\n") + 2
@@ -88,7 +88,7 @@ def test_what_a_killed_process_noted_is_there(tmp_path):
         "from areax.rollout import events\n"
         "with events.writing(sys.argv[1]):\n"
         "    for i in range(1000):\n"
-        "        events.note('step', i=i)\n"
+        "        events.emit('step', i=i)\n"
         "    time.sleep(60)\n"
     )
     path, until = tmp_path / "a", time.monotonic() + 30
@@ -102,11 +102,11 @@ def test_what_a_killed_process_noted_is_there(tmp_path):
 
 def test_a_full_disk_costs_the_event_and_not_the_run(tmp_path, caplog):
     with journal.writing("/dev/full"):
-        journal.note("push", label="1")
+        journal.emit("push", label="1")
     assert "events could not be written: [Errno 28]" in caplog.text
     with journal.writing(tmp_path / "a"):
-        journal.note("odd", what=object())
-        journal.note("push", label="2")
+        journal.emit("odd", what=object())
+        journal.emit("push", label="2")
     assert [line["kind"] for line in lines(tmp_path / "a")] == ["open", "push"] and "not JSON serial" in caplog.text
 
 

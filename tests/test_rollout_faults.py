@@ -196,7 +196,7 @@ def test_damaged_weights_are_refused_and_undone(versions, tmp_path):
     async def main(fleet, own):
         tasks = begin(fleet, 100)
         with pytest.raises(
-            RuntimeError, match=f"no server took version {versions.labels[2]}: .*not what manifest.json"
+            RuntimeError, match=f"no server took version {versions.labels[2]}: .*not match manifest.json"
         ):
             await push_weights(fleet, broken, versions.labels[2])
         for prompt, one in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):

@@ -212,7 +212,7 @@ def test_drops_by_cause_and_retries():
             raise ServerError("its server failed")
         await asyncio.sleep(0.01)
         if i % 10 == 5:
-            events.note("left_out", tokens=99)
+            events.emit("left_out", tokens=99)
         done = Completion([2], [-1.0], [0], "stop")
         return None if i % 10 == 1 else sampled([1], done, temperature=1.0, reward=float(i % 10))
 
@@ -276,7 +276,7 @@ def test_who_watches_sees_events_without_a_file():
     seen = []
     with events.watching(seen.append):
         with events.watching(lambda event: seen.append("inner")):
-            events.note("push", label="1")
-        events.note("push", label="2")
-    events.note("push", label="3")
+            events.emit("push", label="1")
+        events.emit("push", label="2")
+    events.emit("push", label="3")
     assert [one if one == "inner" else one["label"] for one in seen] == ["1", "inner", "2"]

@@ -92,7 +92,7 @@ def test_bad_choices():
     for options, words in (
         ({"style": "odd"}, "style must be"),
         ({"port": -1}, "port must be"),
-        ({}, "cannot listen"),
+        ({}, "is in use; choose another"),
     ):
         with pytest.raises(ValueError, match=words):
             asyncio.run(run(**options))

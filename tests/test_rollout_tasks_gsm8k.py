@@ -211,9 +211,9 @@ def test_the_answer_of_a_row_may_be_a_number_or_a_solution(answer):
     ],
 )
 def test_endless_texts_are_read_at_once(text):
-    start = time.perf_counter()
+    start = time.process_time()
     assert gsm8k.reward(text, {"answer": "72"}) == 0.0
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(

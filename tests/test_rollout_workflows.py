@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from areax.rollout import client
+from areax.rollout.chat import template
 from areax.rollout.rewards import Score
 from areax.rollout.scheduling.episodes import rollouts
 from areax.rollout.types import Completion, Sampling
-from areax.rollout.workflows import prompt_tokens, single_turn
+from areax.rollout.workflows import single_turn
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
@@ -84,13 +85,13 @@ def test_an_unscorable_completion_keeps_its_sample(tokenizer):
 def test_messages_are_taken_as_they_are(tokenizer):
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+3"}]
     want = "<system>1<end><user>2+3<end><assistant>"
-    assert tokenizer.decode(prompt_tokens(tokenizer, {"messages": messages})) == want
+    assert tokenizer.decode(template.prompt(tokenizer, {"messages": messages})) == want
 
 
 @pytest.mark.parametrize("row", [{"question": "2+3"}, {"prompt": "2", "messages": []}])
 def test_a_row_without_a_clear_prompt(tokenizer, row):
     with pytest.raises(ValueError, match="a row needs either 'prompt' or 'messages', got the fields"):
-        prompt_tokens(tokenizer, row)
+        template.prompt(tokenizer, row)
 
 
 def test_a_refused_prompt_names_its_row(tokenizer):

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,8 +20,9 @@ HF = {
 def model(path: Path, seed: int = 0, **changes) -> Path:
     """Writes a random Qwen3 with a character tokenizer for sums to `path`."""
     tokens = tokenizer.character("0123456789+")
-    config = models.config_from_hf({**HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, **changes})
-    return hf.save(path, config, param.init(jax.random.key(seed), models.table(config)), tokenizer=tokens)
+    source = {**HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, **changes}
+    config = models.config_from_hf(source)
+    return hf.save(path, config, weights(models.table(config), source["initializer_range"], seed), tokenizer=tokens)
 
 
 def weights(table: param.Table, std: float, seed: int = 0) -> dict:

@@ -1,4 +1,4 @@
-"""The real training step, compiled ahead of time for virtual CPU devices: no accelerator, no weights, no batch."""
+"""Ahead-of-time compilation of the real training step on virtual CPU devices: no accelerator, weights or batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...parallel import mesh as meshes
 from ...parallel import rules
 from ...rollout.types import supervised
 
-# Machine code that never runs need not be fast; what lies where is decided before it is made.
+# The code never runs, so it need not be fast; shardings are decided before code generation.
 CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MODEL_READS = {"token_BT", "position_BT", "index_BT", "segment_BT", "target_BT"}
 
@@ -31,9 +31,9 @@ class Step:
     """A training step to compile.
 
     Attributes:
-      config: of the model.
+      config: the model's Config.
       objective, optim, run, layout: as in a recipe's Config.
-      rows, length, microbatches, slots: of the Batch [M, B, T] with J slots.
+      rows, length, microbatches, slots: B, T, M and J of the Batch [M, B, T].
     """
 
     config: Any
@@ -48,7 +48,7 @@ class Step:
 
 
 def abstract_batch(spec: Step) -> Batch:
-    """The prepared Batch [M, B, T] of a step as shapes and dtypes."""
+    """The prepared Batch [M, B, T] of a step, as shapes and dtypes."""
     packed = packing.pack([supervised([0], [0], sample=0, rollout=0)], 2, rows=1)
 
     def shape(path, x):
@@ -63,9 +63,10 @@ def abstract_batch(spec: Step) -> Batch:
 
 
 def reads(spec: Step) -> dict[str, int]:
-    """Of the batch's arrays those that a step reads, and the bytes of one entry.
+    """{array: bytes per entry} of the batch's arrays that a step reads.
 
-    One microbatch: what the model reads and the loss. Several: all, since the loop over them takes the batch whole.
+    With one microbatch these are what the model and the loss read; with several all, since the loop takes the whole
+    batch.
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(spec))
     out = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
@@ -79,13 +80,13 @@ def reads(spec: Step) -> dict[str, int]:
 
 
 def check(spec: Step) -> dict:
-    """Compiles the step in a process of its own, with as many virtual CPU devices as the layout has.
+    """Compiles the step in a separate process, with as many virtual CPU devices as the layout has.
 
     Returns:
-      {"argument_bytes", "temporary_bytes": of one device, by XLA's account; "seconds", "host_bytes": of that process}.
+      {"argument_bytes", "temporary_bytes": per device, according to XLA; "seconds", "host_bytes": of that process}.
       Temporaries are those of XLA's CPU backend, not a GPU's.
 
-    The process is spawned: a script that calls this guards its main part with `if __name__ == "__main__"`.
+    The process is spawned: a script that calls this must guard its main part with `if __name__ == "__main__"`.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_compile, spec).result()
@@ -105,11 +106,11 @@ def _compile(spec: Step) -> dict:
 
 
 def compile(spec: Step):
-    """The compiled `step(state, batch)`, for devices of this process."""
+    """Compiles `step(state, batch)` for this process's devices."""
     table = models.table(spec.config)
     optimizer = optim.make_optimizer(spec.optim, table)
     on = meshes.make(spec.layout)
-    placed = functools.partial(jax.tree.map, lambda x, its: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=its))
+    placed = functools.partial(jax.tree.map, lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
     with jax.set_mesh(on):
         shardings = rules.of_state(optimizer, table, on)
         params = param.abstract(table)
@@ -120,7 +121,7 @@ def compile(spec: Step):
 
 
 def _placed(batch: Batch, on) -> Batch:
-    """As `place.batch` would lay it out."""
+    """The batch with the shardings that `parallel.batches` gives it."""
 
     def one(path, x):
         axes = ("layers", "batch", "seq") if _name(path).endswith("_BT") else ("layers", "batch")
@@ -130,5 +131,5 @@ def _placed(batch: Batch, on) -> Batch:
 
 
 def _name(path) -> str:
-    """Of an array of a Batch: its field, or its key among those that samples brought along."""
+    """Name of an array of a Batch: its field, or its key among the samples' extra arrays."""
     return getattr(path[-1], "name", None) or path[-1].key

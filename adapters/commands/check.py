@@ -1,4 +1,4 @@
-"""Is a checkpoint whole, and does areax compute with it what PyTorch does?"""
+"""`areax check`: validates a checkpoint, and compares its logits and gradients with PyTorch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ...core import param
 from .. import hf, safetensors
 from .. import torch as torch_adapter
 
-TOLERANCE = 1e-4  # of fp32 logits, relative to the largest beyond 1, and of gradients, relative to a tensor's largest
+TOLERANCE = 1e-4  # fp32: for logits relative to max(1, largest logit), for gradients to the tensor's largest entry
 
 
 def check(path: str | os.PathLike, against: Literal["torch"] | None = None, gradients: bool = False) -> dict:
-    """Loads a checkpoint, compares its tensors with its manifest, looks for numbers that are not finite, and with
-    `against="torch"` compares fp32 logits on random tokens with those of transformers.
+    """Loads a checkpoint, verifies its manifest and that all values are finite; `against="torch"` also compares fp32
+    logits on random tokens with transformers.
 
     Args:
-      gradients: also compare the gradient of a mean cross-entropy in every tensor.
+      gradients: also compares the gradient of the mean cross-entropy in every tensor.
 
     Returns:
-      {"ok", "path", "family", "parameters", "bytes", "dtypes", "manifest", "nonfinite"}, JSON's types throughout;
-      with `against` also {"max_logit_diff", "max_logit", "logit_std"}, and of gradients {"max_gradient_diff",
-      "worst_gradient"}, the difference relative to the largest entry of its tensor.
+      {"ok", "path", "family", "parameters", "bytes", "dtypes", "manifest", "nonfinite"}, all JSON types; with `against`
+      also {"max_logit_diff", "max_logit", "logit_std"}, with `gradients` {"max_gradient_diff", "worst_gradient"}, the
+      difference being relative to the largest entry of its tensor.
 
     Raises:
-      ValueError: a checkpoint that does not load, or whose tensors are not those of its manifest.
+      ValueError: the checkpoint does not load, or its tensors do not match its manifest.
     """
     if against not in (None, "torch"):
         raise ValueError(f"check: against must be 'torch' or left out, got {against!r}")
-    hf.read_config(path)  # first: a model that is not supported is told as such
+    hf.read_config(path)  # first, to report an unsupported model as such
     tensors = safetensors.read(path)
     manifest = hf.verify(path)
     config, params = hf.load(path)
@@ -65,7 +65,7 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     token_BT = np.random.default_rng(0).integers(0, config.vocab, (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
-    with jax.default_matmul_precision("highest"):  # accelerators would shorten fp32 operands
+    with jax.default_matmul_precision("highest"):  # accelerators would round fp32 operands
         ours_BTV = np.asarray(jax.jit(models.forward, static_argnames="config")(params, token_BT, config=config))
         gradient = jax.jit(jax.grad(_loss), static_argnums=2)(params, token_BT, config) if gradients else None
     theirs_BTV = theirs.detach().numpy()

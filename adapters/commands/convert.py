@@ -1,4 +1,4 @@
-"""From one checkpoint directory to another: keys and config.json in today's spelling, another dtype, a manifest."""
+"""`areax convert`: rewrites a checkpoint with current keys and config.json, another dtype and a manifest."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .. import hf
 
 
 def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str | None = None) -> dict:
-    """Reads a checkpoint as strictly as `hf.load` and writes it anew, with its tokenizer.
+    """Reads a checkpoint as strictly as `hf.load` and writes it, with its tokenizer, to another directory.
 
     Args:
-      destination: a directory that does not exist yet, or is empty.
-      dtype: of the written tensors; None = that of the source.
+      destination: a directory that does not exist or is empty.
+      dtype: dtype of the written tensors; None = the source's.
 
     Returns:
       {"source", "path", "family", "dtypes", "tensors", "bytes"}.
     """
     target = Path(destination)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"convert: {destination} exists already; choose another destination, or remove it first")
+        raise ValueError(f"convert: {destination} already exists; choose another destination, or remove it first")
     config, params, _ = hf.mapped(source, dtype=None)
     path = hf.save(destination, config, params, dtype, base=source)
     manifest = json.loads((path / hf.MANIFEST).read_bytes())

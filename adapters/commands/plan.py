@@ -1,4 +1,4 @@
-"""`areax plan`: a recipe's options and a model's config.json -> what a run needs and costs, without devices."""
+"""Memory, FLOPs, traffic and time of a run without devices: from a recipe's options and a model's config.json."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
 from ...parallel.planner.job import Job
 from .. import hf
-from .. import options as grouped
+from ..command_line import options as grouped
 from . import aot
 
-NEEDS = ("model", "mesh", "rows", "length", "run")  # of a recipe's Config
-RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve")  # and of one that generates
+NEEDS = ("model", "mesh", "rows", "length", "run")  # options that a recipe's Config must have
+RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve")  # and if it generates
+FIRST_OPTIONS = (
+    "model", "chip", "rollout-chips", "sample-tokens", "check", "json", "length", "rows", "mesh.dp", "mesh.fsdp",
+    "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
+)  # fmt: skip
 SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the plan, beside those of the recipe.
+    """Options of the plan, in addition to the recipe's.
 
     Attributes:
-      chip: what the mesh is made of, and the generation servers.
-      rollout_chips: devices set apart for generation; 0 = as many as keep up with training.
-      sample_tokens: mean tokens of a sample, prompt and completion; 0 = `length`, the upper bound.
-      check: also compile the real step for virtual CPU devices and compare its argument bytes; takes a minute or two.
-      json: print the figures as JSON.
+      chip: accelerator of the mesh and of the generation servers.
+      rollout_chips: devices reserved for generation; 0 = as many as needed to keep up with training.
+      sample_tokens: mean tokens per sample, prompt plus completion; 0 = `length`, the upper bound.
+      check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
+      json: print the plan as JSON.
     """
 
     chip: Literal["h100", "h200", "b200", "v5p", "v6e"] = "h100"
@@ -44,20 +48,20 @@ class Options:
 
 
 def plan(config: Any, options: Options = Options()) -> dict:
-    """The plan of a recipe's Config.
+    """Computes the plan of a recipe's Config.
 
     Returns:
       {"model", "mesh", "chip", "fits", "figures": {name: {"value", "kind", "section", "text"}}}; kind is "exact" or
-      "estimate", the end of a name its unit. With `check` also "agrees": whether argument bytes are XLA's.
+      "estimate", a name ends in its unit. With `check` also "agrees": whether argument bytes equal XLA's.
 
     Raises:
-      ValueError: a layout that cannot divide; as `hf.read_config`; a Config that lacks a field which a plan needs.
+      ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
     """
     config = grouped.flat(config)
     needs = NEEDS + (RL if _generates(config) else ("batch",))
     missing = [name for name in needs if not hasattr(config, name)]
     if missing:
-        raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got none of the name {missing[0]}")
+        raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
     settings = hf.read_config(config.model)
     _refuse(config, settings)
     table, chip = models.table(settings), CHIPS[options.chip]
@@ -82,7 +86,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
     made = plans.plan(job, chip, generation=_generation(config, options, sequence, itemsize), push_itemsize=itemsize)
     figures, checked = list(made.figures), {}
     if options.check:
-        # Kernels of other platforms cannot be compiled here, and change no argument.
+        # Kernels of other platforms cannot be compiled here; they do not change the arguments.
         found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
         figures += _compiled(found)
         checked = {"agrees": found["argument_bytes"] == memory.memory(job).arguments}
@@ -95,19 +99,19 @@ def plan(config: Any, options: Options = Options()) -> dict:
 
 
 def _refuse(config, settings) -> None:
-    """Raises for what the formulas do not know."""
+    """Raises ValueError for options that the formulas do not cover."""
     balance, rank = getattr(config, "balance", None), getattr(getattr(config, "lora", None), "rank", 0)
     objective = _objective(config)
     policy = isinstance(objective, losses.Policy)
     for known, what in (
-        (not any(settings.windows), f"sliding windows, which layers {list(settings.window_layers)} have"),
+        (not any(settings.windows), f"sliding windows (layers {list(settings.window_layers)})"),
         (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
         (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
         (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
         (not rank, f"--lora.rank {rank}"),
         (not (balance and (balance.load or balance.z)), f"{balance}"),
         (not getattr(objective, "needs_values", False), "a critic"),
-        (not (policy and objective.advantage.needs), "components of the reward"),
+        (not (policy and objective.advantage.needs), "reward components"),
         (
             not isinstance(objective, losses.Distill) and not (policy and objective.advantage.teacher),
             "the weights and work of a teacher",
@@ -120,11 +124,11 @@ def _refuse(config, settings) -> None:
         ),
     ):
         if not known:
-            raise ValueError(f"plan: there are no formulas for {what}; plan the run without it")
+            raise ValueError(f"plan: {what} cannot be planned; plan the run without it")
 
 
 def _samples(config) -> int:
-    """Samples of an optimiser step."""
+    """Samples per optimiser step."""
     if _generates(config):
         return config.groups * config.group_size // config.minibatches
     return config.batch * (2 if isinstance(_objective(config), losses.Preference) else 1)
@@ -139,7 +143,7 @@ def _objective(config):
 
 
 def _optim(config) -> Optimizer:
-    """With the length of schedule that the recipe gives it: any that is long enough makes the same state."""
+    """The optimiser with some valid schedule length: it does not change the state."""
     spec = getattr(config, "optim", Optimizer())
     return replace(spec, steps=spec.steps or spec.warmup + 1)
 
@@ -148,16 +152,17 @@ def _generation(config, options: Options, sequence: float, itemsize: int) -> pla
     if not _generates(config):
         return None
     new = min(config.sampling.max_new_tokens, sequence)
-    own = None if config.servers else config.serve  # the embedded engine, started by the recipe
-    if own and options.rollout_chips:
+    engine = None if config.servers else config.serve  # the embedded engine, started by the recipe
+    if engine and options.rollout_chips:
         raise ValueError(
             f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
-            f"{options.rollout_chips}; name servers, or leave it out"
+            f"{options.rollout_chips}; set --servers, or leave it out"
         )
     return plans.Generation(
-        samples=config.groups * config.group_size, prompt=sequence - new, new=new, slots=own.slots if own else None,
-        itemsize=jnp.dtype(own.dtype).itemsize if own else itemsize, devices=options.rollout_chips,
-        steps=config.minibatches, ahead=config.eta, embedded=own is not None,
+        samples=config.groups * config.group_size, prompt=sequence - new, new=new,
+        slots=engine.slots if engine else None,
+        itemsize=jnp.dtype(engine.dtype).itemsize if engine else itemsize, devices=options.rollout_chips,
+        steps=config.minibatches, ahead=config.eta, embedded=engine is not None,
     )  # fmt: skip
 
 
@@ -171,7 +176,7 @@ def _compiled(found: dict) -> list[plans.Figure]:
     ]
 
 
-# -- for people ----------------------------------------------------------------------------------
+# -- text ----------------------------------------------------------------------------------------
 
 
 def show(report: dict) -> str:
@@ -182,28 +187,28 @@ def show(report: dict) -> str:
         f"{report['microbatches']} microbatches of {report['rows']} x {report['length']} tokens"
     ]
     titles = {
-        "memory": "memory of a device", "work": "work of an optimiser step, all devices",
-        "traffic": "sent by a device in a step", "time": "time", "push": "push of the weights",
+        "memory": "memory per device", "work": "work per optimiser step, all devices",
+        "traffic": "sent per device and step", "time": "time", "push": "weight push",
         "generation": "generation", "check": "check: the real step, compiled",
     }  # fmt: skip
     for section, title in titles.items():
-        mine = {name: f for name, f in figures.items() if f["section"] == section and f["value"]}
-        if mine:
+        shown = {name: f for name, f in figures.items() if f["section"] == section and f["value"]}
+        if shown:
             lines += ["", title]
             row = lambda name, f: f"  {name:<26}{human(name, f['value']):>13}  {f['kind']:<9} {f['text']}"
-            lines += [row(name, f) for name, f in mine.items()]
+            lines += [row(name, f) for name, f in shown.items()]
     peak, usable = (human(n, figures[n]["value"]) for n in ("peak_bytes", "usable_bytes"))
     verdict = "fits" if report["fits"] else f"does not fit with --rows {report['rows']}"
     lines += ["", f"{verdict}: {peak} of {usable} usable on one {report['chip']}"]
     if not report["fits"]:
         lines.append(f"largest --rows that fits: {figures['rows_that_fit']['value']}")
     if "agrees" in report:
-        lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT those of XLA"))
+        lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT equal to XLA's"))
     return "\n".join(lines)
 
 
 def human(name: str, value: float) -> str:
-    """A number with the unit that its name ends in."""
+    """Formats a number with the unit that its name ends in."""
     unit = {"bytes": "B", "flops": "FLOP", "s": "s"}.get(name.rpartition("_")[2], "")
     if name.endswith("bytes_per_token"):
         unit = "B"

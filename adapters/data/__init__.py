@@ -1,1 +1,1 @@
-"""Data sets: rows to prompts, and conversations to tokens with loss masks."""
+"""Data sets: loading rows, converting formats, and tokenising conversations with loss masks."""

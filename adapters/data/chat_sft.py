@@ -1,4 +1,4 @@
-"""Demonstrations of several turns: the ids of a conversation, and which of them the assistant says."""
+"""Multi-turn demonstrations: token ids of a conversation, with a loss mask of the assistant's turns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from ...rollout.chat import template
 from .. import tokenizer as tokenizers
 
 Learn = Literal["last", "all"]
@@ -13,11 +14,11 @@ BLOCK = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
 def demonstration(tokenizer: Any, row: dict, learn: Learn = "last") -> tuple[list[int], list[bool]]:
-    """`(ids, mask)` of a row with "messages" or a "prompt", and perhaps a "completion" behind; mask: what to learn.
+    """Token ids and loss mask of a row with "messages" or a "prompt", optionally followed by a "completion".
 
     Args:
-      learn: "last" = what the assistant says last, as `tokenizer.supervised`; "all" = each of its turns, as
-        `conversation`.
+      learn: "last" = the assistant's last turn, as in `tokenizer.supervised`; "all" = all its turns, as in
+        `conversation` (TRL's assistant_only_loss).
     """
     if learn == "last":
         prompt, completion = tokenizers.supervised(tokenizer, row)
@@ -28,43 +29,39 @@ def demonstration(tokenizer: Any, row: dict, learn: Learn = "last") -> tuple[lis
     if row.get("completion") is not None:
         messages.append({"role": "assistant", "content": row["completion"]})
     if not any(message.get("role") == "assistant" for message in messages):
-        raise ValueError(
-            f"a demonstration needs a completion or messages of the assistant, got the fields {sorted(row)}"
-        )
+        raise ValueError(f"a demonstration needs a completion or assistant messages, got the fields {sorted(row)}")
     return conversation(tokenizer, messages)
 
 
 def conversation(tokenizer: Any, messages: Sequence[dict]) -> tuple[list[int], list[bool]]:
-    """`(ids, mask)` of a conversation up to the end of the assistant's last turn; mask: all that the assistant says.
+    """Token ids of a conversation up to the end of the assistant's last turn, and a mask of the assistant's tokens.
 
-    What it says, the end of its turn included, is what the chat template's {% generation %} blocks hold. Of a template
-    without any, it is what the conversation up to such a message has beyond its prompt; an assistant that speaks first
-    answers nothing, and is not learnt. No token spans a prompt and an answer, as none does when answers are generated.
+    The assistant's tokens, end of turn included, are those in the chat template's {% generation %} blocks. Without such
+    blocks, they are what rendering the conversation up to the assistant's message adds to its prompt; an assistant
+    message at the start is no answer and is not learnt. As in generation, no token spans a prompt and an answer.
 
     Raises:
-      ValueError: the template refuses the messages, shows earlier turns otherwise than it did when they were the last,
-        or does not end a turn.
+      ValueError: the template rejects the messages, renders earlier turns differently once others follow, or does not
+        end a turn.
     """
     if not tokenizer.chat_template:
-        raise ValueError(
-            "chat: the tokenizer has no chat template, from which all turns could be learnt; learn the last"
-        )
-    tokenizers.check(messages)
+        raise ValueError('chat: learning all turns needs a chat template, the tokenizer has none; use learn "last"')
+    template.check(messages)
     marked = BLOCK.search(tokenizer.get_chat_template())
     text, spans = (_blocks if marked else _answers)(tokenizer, list(messages))
     if not spans:
         raise ValueError(
-            "chat: the assistant says nothing that the chat template shows as its own, in this conversation"
+            "chat: the chat template marks no assistant tokens in this conversation; add an assistant message"
         )
     ids, mask = _encoded(tokenizer, text, spans)
-    return tokenizers.known(tokenizer, ids, *tokenizers.texts(messages)), mask
+    return template.known(tokenizer, ids, *template.texts(messages)), mask
 
 
 def _blocks(tokenizer, messages):
-    """(text, spans in characters) by the template's own marks."""
+    """(text, spans in characters) from the template's generation blocks."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # apply_chat_template would give a mask of tokens, and learn tokens that span the prompt and the answer.
+    # apply_chat_template would return a token mask, which includes tokens that span prompt and answer.
     chat = [{name: value for name, value in message.items() if value is not None} for message in messages]
     [text], [spans] = tokenizers.rendered(
         render_jinja_template, conversations=[chat], chat_template=tokenizer.get_chat_template(),
@@ -74,7 +71,7 @@ def _blocks(tokenizer, messages):
 
 
 def _answers(tokenizer, messages):
-    """(text, spans in characters) by rendering the conversation up to each answer, and with it."""
+    """(text, spans in characters) by rendering the conversation up to each answer, without and with it."""
     show = lambda part, **more: tokenizers.rendered(tokenizer.apply_chat_template, part, tokenize=False, **more)
     text, spans = show(messages), []
     end = tokenizer.convert_ids_to_tokens(tokenizers.end_of_turn(tokenizer))
@@ -84,22 +81,22 @@ def _answers(tokenizer, messages):
         before, after = show(messages[:i], add_generation_prompt=True), show(messages[: i + 1])
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(
-                f"chat: the chat template shows message {i} otherwise once more follow, so that no sequence holds all "
-                "turns as they are generated; learn the last, or mark them by {% generation %} in the template"
+                f"chat: the chat template renders message {i} differently once others follow, so no sequence has all "
+                'turns as generated; use learn "last", or a template with {% generation %} blocks'
             )
         at = after.rfind(end, len(before))
         if at < 0:
-            raise ValueError(f"chat: the chat template must end the assistant's turn with {end!r}; learn the last")
+            raise ValueError(f'chat: the chat template must end the assistant\'s turn with {end!r}; use learn "last"')
         spans.append((len(before), at + len(end)))
     return text, spans
 
 
 def _encoded(tokenizer, text, spans):
-    """(ids, mask) of the text up to its last span, cut where a span begins or ends."""
+    """(ids, mask) of the text up to its last span, tokenised separately on both sides of every span boundary."""
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     cuts = [0, *(at for span in spans for at in span)]
     pieces = [encode(text[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-    if sum(pieces, []) != encode(text[: cuts[-1]]):  # a token spans a cut, or a piece alone would begin as a text does
+    if sum(pieces, []) != encode(text[: cuts[-1]]):  # a token spans a cut, or start-of-text changes a piece
         ids: list[int] = []
         for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
             longer = encode(text[:b])

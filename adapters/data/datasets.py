@@ -1,4 +1,4 @@
-"""Rows from JSONL, JSON and Parquet files, from folders of them, and from data sets on the hub."""
+"""Reads rows from JSONL, JSON and Parquet files, folders of them, and data sets on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
+SAVED = ("state.json", "dataset_dict.json")  # files that mark a folder written by `save_to_disk`
 COMPRESSED = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 SUFFIXES = (".jsonl", *COMPRESSED, ".json", ".parquet")
 
 
 def rows(source: str | Path, *, split: str = "train", limit: int | None = None) -> list[dict]:
-    """The rows of a data set as plain dicts, in their order; at most the first `limit`.
+    """The rows of a data set as plain dicts, in order; at most the first `limit`.
 
     Args:
-      source: a .jsonl (also .jsonl.gz, .jsonl.zst), .json (a list of objects) or .parquet file; a folder of them,
-        or one that `save_to_disk` of `datasets` wrote; or the hub's `owner/name`, `owner/name:configuration` or
+      source: a .jsonl (also .jsonl.gz, .jsonl.zst), .json (a list of objects) or .parquet file; a folder of them, or
+        one written by `save_to_disk` of `datasets`; or on the hub `owner/name`, `owner/name:configuration` or
         `owner/name:configuration:split`.
       split: in a folder, at any depth, the file `train.jsonl` (.json, .parquet) or the shards
-        `train-00000-of-00002.parquet`; on the hub the split of that name, unless the source names one; without
-        meaning for a file.
-      limit: no more than these are read; a data set on the hub is then streamed instead of downloaded.
+        `train-00000-of-00002.parquet`; on the hub the split, unless the source names one; ignored for a file.
+      limit: maximum number of rows to read; a hub data set is then streamed instead of downloaded.
 
     Raises:
-      ValueError: nothing is there, nothing is in it, or a line cannot be read; in one line.
+      ValueError: the source does not exist, is empty, or a line cannot be read.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"datasets.rows: limit must be at least 1, got {limit}")
@@ -58,7 +57,7 @@ def _means_a_file(source):
 
 
 def _files(folder, split):
-    """The files of one split in a folder, at any depth, hidden ones aside."""
+    """The files of one split in a folder, at any depth, except hidden ones."""
     every = [
         file
         for file in sorted(folder.rglob("*"))
@@ -75,14 +74,14 @@ def _files(folder, split):
     if len({(file.parent, _suffix(file)) for file in files}) > 1:
         shown = ", ".join(str(file) for file in files[:8])
         raise ValueError(
-            f"datasets.rows: split {split} must lie in one folder, in files of one kind, got {shown}; "
+            f"datasets.rows: split {split} must be in one folder, in files of one type, got {shown}; "
             "name one file or folder"
         )
     return files
 
 
 def _read(file) -> Iterator[dict]:
-    """The rows of one file, one after the other."""
+    """Iterates over the rows of a file."""
     suffix = _suffix(file)
     if suffix == ".parquet":
         return _parquet(file)
@@ -96,14 +95,14 @@ def _read(file) -> Iterator[dict]:
 
 
 def _jsonl(file, opened):
-    with opened as lines:  # bytes: a line ends at \n alone, and U+2028 in a text is none
+    with opened as lines:  # bytes: lines end only at \n, not at U+2028 in a text
         for count, line in enumerate(lines, 1):
             if line.strip():
                 yield _object(_parse(line.strip(), f"{file}:{count}"), f"{file}:{count}")
 
 
 def _compressed(file, how):
-    import pyarrow  # notices a stream that was cut off, which zstandard takes for its end
+    import pyarrow  # detects truncated streams, which zstandard takes for the end
 
     try:
         yield from _jsonl(file, io.BufferedReader(pyarrow.input_stream(str(file), compression=how)))
@@ -163,15 +162,15 @@ def _hub(source, split, limit) -> Iterator[dict]:
 
     parts = source.split(":")
     if len(parts) > 3:
-        raise ValueError(f"datasets.rows: the hub's names are owner/name:configuration:split, got {source}")
-    name, configuration, own = (parts + ["", ""])[:3]
-    split = own or split
+        raise ValueError(f"datasets.rows: a hub source must be owner/name:configuration:split, got {source}")
+    name, configuration, named = (parts + ["", ""])[:3]
+    split = named or split
     try:
         found = datasets.load_dataset(name, configuration or None, split=split, streaming=limit is not None)
         return iter(found) if limit is None else iter(list(itertools.islice(found, limit)))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
-            f"datasets.rows: neither a file here nor a data set on the hub, got {source} "
+            f"datasets.rows: neither a local file nor a data set on the hub, got {source} "
             f"(split {split}): {_line(error)}"
         ) from None
 

@@ -1,8 +1,8 @@
-"""Records of the usual data sets -> rows: functions for `--row areax.adapters.data.formats:chat` and so on.
+"""Converts records of common data set formats to rows: functions for `--row areax.adapters.data.formats:chat` etc.
 
-A row has "prompt" (what the user says) or "messages", and what is learnt from: "completion" in demonstrations, "answer"
-for rewards, "chosen" and "rejected" in preferences. A record's other fields stay in its row. What a function cannot
-read it refuses with a ValueError, one line that names the fields found.
+A row has "prompt" (the user's message) or "messages", plus "completion" for demonstrations, "answer" for rewards, or
+"chosen" and "rejected" for preferences. Other fields of the record are kept. Records of another format raise a
+ValueError that names the fields found.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "assistant": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-TURN = re.compile(r"\n\n(Human|Assistant):")  # of HH-RLHF's transcripts
+TURN = re.compile(r"\n\n(Human|Assistant):")  # turn markers in HH-RLHF's transcripts
 
 
 def auto(record: dict) -> dict:
-    """A row by the one format of this file that the record's fields speak for; refused where several do."""
+    """A row in the format that the record's fields identify; raises ValueError if none or several match."""
     fields = {name for name, value in record.items() if value is not None}
     found = [name for name, wanted in SIGNS.items() if any(fields.issuperset(names) for names in wanted)]
     if len(found) != 1:
@@ -31,39 +31,40 @@ def auto(record: dict) -> dict:
 
 
 def chat(record: dict) -> dict:
-    """A row from {"messages": [{"role", "content"}, ...]}, checked."""
+    """A row from {"messages": [{"role", "content"}, ...]}, validated."""
     return {**record, "messages": _messages(record, "messages", "chat")}
 
 
 def prompt_answer(record: dict) -> dict:
     """A row from question/answer, problem/solution or prompt/completion.
 
-    The second is both "completion" and "answer", unless the record has a field of that name.
+    The second is used as both "completion" and "answer", unless the record has these fields.
     """
     found = [pair for pair in PAIRS if all(isinstance(record.get(name), str) for name in pair)]
     if len(found) != 1:
         pairs = ", ".join("/".join(pair) for pair in PAIRS)
         raise _refusal("prompt_answer", f"the texts of exactly one of {pairs}", record)
-    asked, told = found[0]
-    return {"completion": record[told], "answer": record[told], **_without(record, asked), "prompt": record[asked]}
+    question, answer = found[0]
+    reply = record[answer]
+    return {"completion": reply, "answer": reply, **_without(record, question), "prompt": record[question]}
 
 
 def instruction(record: dict) -> dict:
     """A row from Alpaca's "instruction", "input" (which may be empty or missing) and "output"."""
     parts = [record.get("instruction"), record.get("input") or "", record.get("output")]
     if not all(isinstance(part, str) for part in parts):
-        raise _refusal("instruction", "texts 'instruction' and 'output', and perhaps 'input'", record)
-    asked = "\n\n".join(str(part) for part in parts[:2] if str(part).strip())
-    return {**_without(record, "instruction", "input", "output"), "prompt": asked, "completion": parts[2]}
+        raise _refusal("instruction", "strings 'instruction' and 'output', optionally 'input'", record)
+    prompt = "\n\n".join(str(part) for part in parts[:2] if str(part).strip())
+    return {**_without(record, "instruction", "input", "output"), "prompt": prompt, "completion": parts[2]}
 
 
 def sharegpt(record: dict) -> dict:
-    """A row from {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, perhaps "system"."""
+    """A row from {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}, ...]}, optional "system"."""
     turns, system = record.get("conversations"), record.get("system")
-    spoken = lambda turn: isinstance(turn, dict) and turn.get("from") in ROLES and isinstance(turn.get("value"), str)
-    if not (isinstance(turns, list) and turns and all(map(spoken, turns))):
-        odd = [t for t in turns if not spoken(t)] if isinstance(turns, list) else []
-        wanted = f"'conversations' of texts 'value' and 'from' one of {', '.join(ROLES)}"
+    valid = lambda turn: isinstance(turn, dict) and turn.get("from") in ROLES and isinstance(turn.get("value"), str)
+    if not (isinstance(turns, list) and turns and all(map(valid, turns))):
+        odd = [t for t in turns if not valid(t)] if isinstance(turns, list) else []
+        wanted = f"'conversations' with strings 'value' and 'from' one of {', '.join(ROLES)}"
         raise _refusal("sharegpt", wanted + (f" (found {str(odd[0])[:60]})" if odd else ""), record)
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
@@ -71,10 +72,10 @@ def sharegpt(record: dict) -> dict:
 
 
 def preference(record: dict) -> dict:
-    """A row from "chosen" and "rejected": texts that follow the "prompt", or lists of messages.
+    """A row from "chosen" and "rejected": completions of "prompt", or lists of messages.
 
-    Of lists, the messages that both begin with are the prompt, behind those of "prompt" unless they repeat it; what is
-    left of each must be one message of the assistant, whose text is the row's "chosen" or "rejected".
+    For lists, the messages that both start with are appended to the prompt, unless they repeat it; the rest of each
+    must be a single assistant message, whose text becomes "chosen" or "rejected".
     """
     prompt, sides = record.get("prompt"), [record.get("chosen"), record.get("rejected")]
     given = _messages(record, "prompt", "preference") if isinstance(prompt, list) and prompt else []
@@ -86,22 +87,20 @@ def preference(record: dict) -> dict:
     given = given or ([{"role": "user", "content": prompt}] if prompt else [])
     made = _pair(_messages(record, "chosen", "preference"), _messages(record, "rejected", "preference"), given)
     if made is None:
-        raise _refusal(
-            "preference", "'chosen' and 'rejected' that differ in the assistant's last message alone", record
-        )
+        raise _refusal("preference", "'chosen' and 'rejected' that differ only in the assistant's last message", record)
     return {**_without(record, "prompt"), **made}
 
 
 def hh_rlhf(record: dict) -> dict | None:
     """A row from HH-RLHF (arXiv:2204.05862), whose "chosen" and "rejected" are transcripts "\\n\\nHuman: ...".
 
-    The turns that both begin with are its messages. None, which leaves it out, for the few whose transcripts are the
-    same or part before the last turn.
+    The turns that both start with become its messages. Returns None, which drops the record, for the few transcripts
+    that are equal or diverge before the last turn.
     """
     sides = [record.get(name) for name in ("chosen", "rejected")]
     parts = [TURN.split(side) if isinstance(side, str) else [] for side in sides]
     if not all(len(part) > 1 and not part[0].strip() for part in parts):
-        raise _refusal("hh_rlhf", "'chosen' and 'rejected' as texts that begin with '\\n\\nHuman:'", record)
+        raise _refusal("hh_rlhf", "'chosen' and 'rejected' as strings that start with '\\n\\nHuman:'", record)
     role = {"Human": "user", "Assistant": "assistant"}
     chosen, rejected = (
         [{"role": role[who], "content": text.strip()} for who, text in zip(part[1::2], part[2::2], strict=True)]
@@ -114,7 +113,7 @@ def hh_rlhf(record: dict) -> dict | None:
 FORMATS: dict[str, Callable[[dict], dict]] = {
     f.__name__: f for f in (chat, prompt_answer, instruction, sharegpt, preference)
 }
-SIGNS: dict[str, Sequence[Sequence[str]]] = {  # any of these sets of fields speaks for a format
+SIGNS: dict[str, Sequence[Sequence[str]]] = {  # any of these sets of fields identifies a format
     "chat": [["messages"]],
     "prompt_answer": PAIRS,
     "instruction": [["instruction", "output"]],
@@ -124,7 +123,7 @@ SIGNS: dict[str, Sequence[Sequence[str]]] = {  # any of these sets of fields spe
 
 
 def _pair(chosen: list[dict], rejected: list[dict], given: list[dict]) -> dict | None:
-    """{"messages", "chosen", "rejected"}; None unless each has one message of the assistant beyond what they share."""
+    """{"messages", "chosen", "rejected"}; None unless each has exactly one assistant message after their prefix."""
     count = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
     shared, last = chosen[:count], [chosen[count:], rejected[count:]]
     messages = shared if all(message in shared for message in given) else given + shared
@@ -134,11 +133,11 @@ def _pair(chosen: list[dict], rejected: list[dict], given: list[dict]) -> dict |
 
 
 def _messages(record: dict, name: str, who: str) -> list[dict]:
-    """The messages in a field, without entries that are None, as Parquet files have them."""
+    """The messages in a field, without the None entries that Parquet files contain."""
     messages = record.get(name)
     known = lambda m: isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
     if not (isinstance(messages, list) and messages and all(map(known, messages))):
-        raise _refusal(who, f"{name!r} as a list of messages with texts 'role' and 'content'", record)
+        raise _refusal(who, f"{name!r} as a list of messages with strings 'role' and 'content'", record)
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 

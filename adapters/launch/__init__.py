@@ -1,13 +1,13 @@
-"""Processes of one command, and servers for it, here or on a cluster: `areax launch --servers 2 -- train grpo ...`.
+"""Launches several processes of a command and its servers, here or on a cluster: `areax launch ... -- train grpo ...`.
 
-What is run is the same everywhere (launch_config.py); launch_devices.py, launch_ray.py and launch_slurm.py say where,
-launch_job.py in which order, and what happens when a process ends.
+config.py builds the commands, the same everywhere; devices.py, ray.py and slurm.py place them; job.py starts them in
+order and handles their exits.
 """
 
 from __future__ import annotations
 
 from . import devices, job, ray, slurm
-from .config import Config, folder, joined, see_servers, server_words, training_words
+from .config import Config, check_servers, folder, joined, server_words, training_words
 from .host import Host
 from .job import Part
 
@@ -15,14 +15,14 @@ __all__ = ["Config", "launch"]
 
 
 def launch(config: Config, command: list[str]) -> int:
-    """Runs `areax COMMAND` so many times, with servers if there are to be any; returns the exit code of process 0.
+    """Runs `config.processes` processes of `areax COMMAND`, and servers if configured; returns process 0's exit code.
 
-    See `launch_job.run`. On Slurm the script is all that is made.
+    See `job.run`. On Slurm only the batch script is written.
 
     Raises:
-      ValueError: there are fewer devices than asked for, or the command has servers of its own or names no model.
+      ValueError: there are fewer devices than requested, or the command sets its own servers or no model.
     """
-    see_servers(config, command)
+    check_servers(config, command)
     if config.on == "slurm":
         return slurm.write(config, command)
     if config.on == "ray":

@@ -1,4 +1,4 @@
-"""What `areax launch` is told, and the commands that come of it, wherever they run."""
+"""Options of `areax launch`, and the commands built from them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .host import PYTHON
 
 @dataclass(frozen=True)
 class Server:
-    """How a generation server runs.
+    """Options of a generation server.
 
     Attributes:
-      devices: of each server, its own; the embedded engine generates on one.
-      slots: sequences that a server generates at a time.
-      context: longest sequence, prompt and completion; the model's own limit if that is lower.
-      dtype: of weights and computation.
-      command: of another server of SGLang's contract, in which {model}, {host} and {port} are filled in:
+      devices: devices per server; the embedded engine uses one.
+      slots: maximum number of sequences that a server generates concurrently.
+      context: maximum sequence length, prompt plus completion; the model's limit if that is lower.
+      dtype: dtype of weights and computation.
+      command: command of another server with SGLang's API, with {model}, {host} and {port} filled in:
         "python -m sglang.launch_server --model-path {model} --host {host} --port {port}"; "" = `areax serve`.
     """
 
@@ -35,10 +35,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Ray:
-    """Where Ray is.
+    """Options of Ray.
 
     Attributes:
-      address: of a cluster, as in 10.0.0.1:6379; "" = RAY_ADDRESS, one that runs here, or else a new one.
+      address: address of a cluster, as in 10.0.0.1:6379; "" = RAY_ADDRESS, else a cluster running here, else a new one.
     """
 
     address: str = ""
@@ -46,14 +46,14 @@ class Ray:
 
 @dataclass(frozen=True)
 class Slurm:
-    """What the batch script asks of Slurm.
+    """Options of the Slurm batch script.
 
     Attributes:
-      script: file to write it to; "" = print it.
-      gpus_per_node: GPUs of a node, all of which the job takes; 0 = none, and a node for each process and server.
-      time: limit, as in 4:00:00; "" = the partition's.
-      partition: where it runs; "" = Slurm's default.
-      account: who pays; "" = Slurm's default.
+      script: file to write the script to; "" = print it.
+      gpus_per_node: GPUs per node, all of which the job allocates; 0 = none, and one node per process and server.
+      time: time limit, as in 4:00:00; "" = the partition's.
+      partition: partition to run on; "" = Slurm's default.
+      account: account to charge; "" = Slurm's default.
     """
 
     script: str = ""
@@ -65,18 +65,18 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Config:
-    """Run several processes of one command, and servers for it: areax launch --servers 2 -- train grpo --model M ...
+    """Launch several processes of a command and its servers: areax launch --servers 2 -- train grpo --model M ...
 
     Attributes:
-      on: this machine; the machines of a Ray cluster; or those of Slurm, for which a batch script is written.
+      on: where to run: this machine, a Ray cluster, or Slurm, for which a batch script is written.
       processes: trainer processes, which run the command together.
-      devices: of each: GPUs of its own, or virtual devices on the CPU.
-      servers: generation servers of the command's --model, which is told their addresses.
-      server: how they run.
-      cpus: CPUs that Ray and Slurm set aside for each process and each server.
-      logs: folder for process-1.log, server-0.log and so on, what all but process 0 print; "" = a new one.
-      ray: where Ray is.
-      slurm: what the batch script asks of Slurm.
+      devices: devices per process: GPUs, or virtual devices on the CPU.
+      servers: generation servers of the command's --model; the command gets their addresses.
+      server: options of the servers.
+      cpus: CPUs that Ray and Slurm reserve per process and server.
+      logs: folder for the output of all but process 0: process-1.log, server-0.log etc.; "" = a new one.
+      ray: options of Ray.
+      slurm: options of the Slurm batch script.
     """
 
     on: Literal["local", "ray", "slurm"] = "local"
@@ -90,9 +90,9 @@ class Config:
     slurm: Slurm = Slurm()
 
     def __post_init__(self):
-        alone = self.on == "local" and not self.servers
+        serverless = self.on == "local" and not self.servers
         for name, value, least in (
-            ("processes", self.processes, 2 if alone else 1),  # one process here needs no launcher
+            ("processes", self.processes, 2 if serverless else 1),  # a single local process needs no launcher
             ("devices", self.devices, 1),
             ("servers", self.servers, 0),
             ("server.devices", self.server.devices, 1),
@@ -102,64 +102,65 @@ class Config:
             ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0),
         ):
             if value < least:
-                without = "; one without --servers needs no launcher" if name == "processes" and alone else ""
-                raise ValueError(f"areax launch: --{name} must be at least {least}, got {value}{without}")
+                hint = "; one process without --servers needs no launcher" if name == "processes" and serverless else ""
+                raise ValueError(f"areax launch: --{name} must be at least {least}, got {value}{hint}")
         if self.server.devices > 1 and not self.server.command:
             raise ValueError(
-                "areax launch: the embedded engine generates on one device, got --server.devices "
-                f"{self.server.devices}; ask for more --servers, or give --server.command"
+                "areax launch: the embedded engine uses one device, got --server.devices "
+                f"{self.server.devices}; use more --servers, or set --server.command"
             )
         if "{port}" not in (self.server.command or "{port}"):
             raise ValueError(
-                f"areax launch: --server.command must say where {{port}} goes, got {self.server.command!r}; {{host}} "
-                "and {model} are filled in too"
+                f"areax launch: --server.command must contain {{port}}, got {self.server.command!r}; {{host}} and "
+                "{model} are filled in too"
             )
 
 
 def joined(config: Config, coordinator: str, index: int | str) -> dict[str, str]:
-    """What tells a trainer process who it is."""
+    """Environment variables with a trainer process's index, the process count and the coordinator."""
     count = str(config.processes)
     return {processes.COORDINATOR: coordinator, processes.COUNT: count, processes.INDEX: str(index)}
 
 
 def at(host: str, port: int) -> str:
-    """host:port, also of IPv6."""
+    """Formats host:port, with brackets for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def folder(logs: str) -> Path:
-    """The folder for logs, which is there."""
+    """The folder for logs, created if missing."""
     path = Path(logs or tempfile.mkdtemp(prefix="areax-launch-"))
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def see_servers(config: Config, command: list[str]) -> None:
-    """Sees that the command leaves its servers to the launcher, if that has any."""
+def check_servers(config: Config, command: list[str]) -> None:
+    """Raises ValueError if the launcher starts servers and the command sets its own or has no model to serve."""
     if not config.servers:
         return
     for word in command:
         name = word.partition("=")[0]
         if name in ("--servers", "--stagers") or name.startswith("--serve."):
-            instead = "--server." + name.removeprefix("--serve.") if name.startswith("--serve.") else "them"
+            instead = "--server." + name.removeprefix("--serve.") if name.startswith("--serve.") else ""
             raise ValueError(
-                f"areax launch: --servers {config.servers} are started here, and the command gets their addresses; "
-                f"leave out its {name}" + (f", and give {instead} before the --" if instead != "them" else "")
+                f"areax launch: the launcher starts the servers (--servers {config.servers}) and passes their "
+                f"addresses, got {name} in the command; leave it out"
+                + (f", and set {instead} before the --" if instead else "")
             )
     if option(command, "--init") == "random":
         raise ValueError(
-            "areax launch: --servers serve the weights of --model, which --init random has none of; save a checkpoint "
-            "first"
+            "areax launch: --servers serve the weights of --model, got --init random, which has none; save a "
+            "checkpoint first"
         )
     if option(command, "--model") is None and "{model}" in (config.server.command or "{model}"):
         raise ValueError(
-            "areax launch: --servers serve the --model of the command, which names none; give --server.command with "
+            "areax launch: --servers serve the command's --model, got none; add it, or set --server.command with "
             "the path in it"
         )
 
 
 def option(command: Sequence[str], name: str) -> str | None:
-    """The value of an option in a command; None if it is not there."""
+    """The value of an option in a command; None if missing."""
     found = None
     for word, after in zip(command, [*command[1:], None], strict=True):
         if word == name:
@@ -170,7 +171,7 @@ def option(command: Sequence[str], name: str) -> str | None:
 
 
 def server_words(config: Config, command: list[str], host: str, port: int | str) -> list[str]:
-    """The command of a server at an address."""
+    """The command that starts a server at an address."""
     server, model = config.server, option(command, "--model") or ""
     if server.command:
         filled = {"{model}": model, "{host}": host, "{port}": str(port)}
@@ -185,6 +186,6 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
 
 
 def training_words(command: list[str], servers: Sequence[str], stagers: Sequence[str] = ()) -> list[str]:
-    """The command of a trainer process, with where its servers are."""
-    told = ["--servers", *servers] if servers else []
-    return [PYTHON, "-m", "areax", *command, *told, *(["--stagers", *stagers] if stagers else [])]
+    """The command of a trainer process, with the addresses of its servers and stagers."""
+    addresses = ["--servers", *servers] if servers else []
+    return [PYTHON, "-m", "areax", *command, *addresses, *(["--stagers", *stagers] if stagers else [])]

@@ -1,6 +1,6 @@
-"""Processes on one machine: started, looked at, told to end, and ended when what started them is gone.
+"""Starts, polls, signals and kills processes on one machine, also if the launcher dies.
 
-A `Host` is used as it is for this machine, and as an actor for others (launch_ray.py).
+A `Host` is used directly for this machine, and as a Ray actor for others (ray.py).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from .orphan_guard import reached
+from .orphan_guard import signal_group
 
-PYTHON = ""  # a program's name
-LINES = 20  # of a log, where it is told how a process ended
+PYTHON = ""  # in a command, stands for the Python interpreter
+LINES = 20  # last lines of a log shown when a process has ended
 ANSWER_S = 5.0
 
 
 class Gone(RuntimeError):
-    """The machine is, or what speaks for it there."""
+    """The machine, or the actor on it, is gone."""
 
 
 class Host:
-    """This machine.
+    """Processes on this machine.
 
-    Everything it started ends with this object's process, even if that is killed: launch_guard.py sees to it.
+    All of them end when this object's process ends, even if it is killed: orphan_guard.py ensures it.
     """
 
     def __init__(self) -> None:
@@ -46,44 +46,43 @@ class Host:
             [sys.executable, "-I", str(script)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
             bufsize=1, start_new_session=True,
         )  # fmt: skip
-        self._guard.wait()  # it has forked
+        self._guard.wait()  # until it has forked
 
     def enter(self, folder: str) -> None:
-        """Makes a folder the one on which relative paths depend."""
+        """Changes to a working directory."""
         try:
             os.chdir(folder)
         except OSError as error:
             raise ValueError(
-                f"areax launch: the folder must be on all machines, got {folder}, which {socket.gethostname()} cannot "
-                f"enter ({error.strerror}); start from a shared one"
+                f"areax launch: the working directory must exist on all machines, got {folder}, which "
+                f"{socket.gethostname()} cannot enter ({error.strerror}); start from a shared one"
             ) from error
 
     def ports(self, address: str, count: int) -> list[int]:
-        """Ports of an address of this machine that are free now."""
+        """Finds `count` free ports at an address of this machine."""
         with contextlib.ExitStack() as stack:
             probes = [stack.enter_context(socket.create_server((address, 0))) for _ in range(count)]
             return [probe.getsockname()[1] for probe in probes]
 
     def scratch(self, model: str) -> str:
-        """A new folder for versions of a model, in memory if three fit there; removed at the end."""
+        """Creates a folder for versions of a model, in /dev/shm if three fit there; removed at the end."""
         path, memory = Path(model), Path("/dev/shm")
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         roomy = os.access(memory, os.W_OK | os.X_OK) and shutil.disk_usage(memory).free >= 3 * size
         self._folders.append(tempfile.mkdtemp(prefix="areax-stager-", dir=memory if roomy else None))
-        self._tell(self._folders[-1])
+        self._tell_guard(self._folders[-1])
         return self._folders[-1]
 
     def start(self, name: str, words: list[str], environ: Mapping[str, str | None], log: str) -> int:
-        """Starts a process and returns its id; one of that name that has ended is forgotten.
+        """Starts a process and returns its pid; replaces an ended process of the same name.
 
         Args:
-          words: the command; PYTHON at its beginning is the one that runs here.
-          environ: changes of the environment; None takes a variable out.
-          log: the file that it writes to, after what is there; "" = where this process does.
+          words: the command; a leading PYTHON stands for this interpreter.
+          environ: environment changes; None unsets a variable.
+          log: file to append the output to; "" = this process's output.
         """
         words = [sys.executable, *words[1:]] if words[0] == PYTHON else words
-        # Unbuffered so that the last lines are there, however it ends; a session of its own: Ctrl-C comes from the
-        # launcher, once.
+        # Unbuffered, to have the last lines however it ends; in a new session, so that only the launcher gets Ctrl-C.
         changed = {**os.environ, "PYTHONUNBUFFERED": "1", **environ}
         given = {key: value for key, value in changed.items() if value is not None}
         with contextlib.ExitStack() as stack:
@@ -95,15 +94,15 @@ class Host:
                 self._read.setdefault(name, 0)
             process = subprocess.Popen(words, env=given, start_new_session=True, stdout=file, stderr=file)
         self._running[name] = process
-        self._tell(f"+{process.pid}")
+        self._tell_guard(f"+{process.pid}")
         return process.pid
 
     def poll(self, name: str) -> int | None:
-        """How a process ended: its exit code, -n for signal n; None while it runs."""
+        """Exit code of a process, -n for signal n; None while it runs."""
         process = self._running[name]
         ran = process.returncode is None
         if process.poll() is not None and ran:
-            self._tell(f"-{process.pid}")
+            self._tell_guard(f"-{process.pid}")
         return process.returncode
 
     def signal(self, name: str, number: int) -> None:
@@ -112,14 +111,14 @@ class Host:
             self._running[name].send_signal(number)
 
     def kill(self, name: str) -> None:
-        """Ends a process and all that it has started in its group."""
+        """Kills a process and its process group."""
         process = self._running[name]
-        reached(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
         process.wait()
         self.poll(name)
 
     def read(self, name: str) -> str:
-        """What a process has written to its log since the last call."""
+        """Output that a process has written to its log since the last call."""
         with open(self._logs[name], "rb") as file:
             file.seek(self._read[name])
             new = file.read()
@@ -127,13 +126,13 @@ class Host:
         return new.decode(errors="replace")
 
     def last(self, name: str) -> tuple[str, list[str]]:
-        """The log of a process, and its last lines."""
+        """Path of a process's log, and its last lines."""
         path = self._logs[name]
         with open(path, encoding="utf-8", errors="replace") as file:
             return str(path), [line.rstrip() for line in deque(file, maxlen=LINES)]
 
     def answers(self, url: str) -> bool:
-        """Whether a GET is answered with 200."""
+        """Whether a GET request returns status 200."""
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with direct.open(url, timeout=ANSWER_S) as reply:
@@ -142,7 +141,7 @@ class Host:
             return False
 
     def close(self) -> None:
-        """Ends what still runs, at once, and removes the folders."""
+        """Kills processes that still run and removes the folders."""
         for name in self._running:
             if self.poll(name) is None:
                 self.kill(name)
@@ -151,6 +150,6 @@ class Host:
         if self._guard.stdin:
             self._guard.stdin.close()
 
-    def _tell(self, line: str) -> None:
+    def _tell_guard(self, line: str) -> None:
         assert self._guard.stdin is not None
         self._guard.stdin.write(f"{line}\n")

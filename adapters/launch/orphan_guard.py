@@ -1,9 +1,9 @@
-"""Ends processes when what started them is gone, however it went: the last of a launcher that was killed.
+"""Ends a launcher's processes when the launcher is gone, even if it was killed.
 
-    python launch_guard.py     reads lines: "+PID" a process group began, "-PID" it ended, "/FOLDER" is to be removed
+    python orphan_guard.py     reads lines: "+PID" a process group started, "-PID" it ended, "/FOLDER" to be removed
 
-When its input ends, it ends the groups that are left and removes the folders. A process of its own that has no parent:
-whoever kills a launcher, and what that has started, does not meet it.
+At the end of its input, it ends the remaining groups and removes the folders. It is a detached process without a
+parent, so that killing a launcher and its children does not kill it.
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-GRACE_S = 30.0  # for a trainer that ends its servers and removes its folders
+GRACE_S = 30.0  # for a trainer to end its servers and remove its folders
 
 
 def main(lines: Iterable[str] = sys.stdin) -> None:
@@ -26,16 +26,16 @@ def main(lines: Iterable[str] = sys.stdin) -> None:
         else:
             (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     for number in (signal.SIGTERM, signal.SIGKILL):
-        groups = {group for group in groups if reached(group, number)}
+        groups = {group for group in groups if signal_group(group, number)}
         deadline = time.monotonic() + GRACE_S
-        while any(reached(group, 0) for group in groups) and time.monotonic() < deadline:
+        while any(signal_group(group, 0) for group in groups) and time.monotonic() < deadline:
             time.sleep(0.05)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def reached(group: int, number: int) -> bool:
-    """Sends a signal to a process group; whether there is one."""
+def signal_group(group: int, number: int) -> bool:
+    """Sends a signal to a process group; returns whether it exists."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):

@@ -1,8 +1,7 @@
-"""`areax launch --on ray`: a placement group, and in each of its bundles an actor that runs a process of the job.
+"""`areax launch --on ray`: a placement group with an actor per bundle that runs one process of the job.
 
-The first bundles are the trainer processes', so that packing keeps these together; then come the servers'. Where a
-server is on another machine than process 0, each server gets a stager beside it, unless the command names a folder that
-all machines see (--published).
+Trainer processes come first, so that packing keeps them together, then the servers. If any server is on another machine
+than process 0, each server gets a stager, unless the command names a shared folder (--published).
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from .host import PYTHON, Gone, Host
 from .job import Part
 
 KEY = "AREAX_STAGER_KEY"
-PASSED = ("AREAX_", "HF_", "JAX_", "LIBTPU_", "NCCL_", "TOKENIZERS_", "WANDB_", "XLA_")  # variables that go along
+PASSED = ("AREAX_", "HF_", "JAX_", "LIBTPU_", "NCCL_", "TOKENIZERS_", "WANDB_", "XLA_")  # variables passed on
 CONNECT_S = 10.0
 LOOK_S = 0.2
-SOON_S, PLACE_S = 5.0, 1800.0  # until it is told that room is waited for, and until that is given up
+SOON_S, PLACE_S = 5.0, 1800.0  # wait for resources before reporting it, and before giving up
 
 
 def launch(config: Config, command: list[str]) -> int:
-    """As `launch.launch`, on the machines of a Ray cluster.
+    """`launch.launch` on the machines of a Ray cluster.
 
     Raises:
-      ValueError: there is no Ray, no cluster at the address, or no room in it; the folder from which this was started
-        is not on its machines.
+      ValueError: Ray is not installed, there is no cluster at the address, it lacks resources, or its machines lack the
+        working directory.
     """
     try:
         import ray
     except ImportError as error:
-        raise ValueError("areax launch: --on ray needs Ray, which is not here; pip install 'areax[ray]'") from error
+        raise ValueError("areax launch: --on ray needs Ray, got no installation; pip install 'areax[ray]'") from error
     address = config.ray.address
     try:
-        if address:  # Ray itself would try for minutes
+        if address:  # fail fast: Ray would retry for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR)
@@ -57,19 +56,19 @@ def launch(config: Config, command: list[str]) -> int:
 
 
 def run(config: Config, command: list[str], hosts: list[Any]) -> int:
-    """Runs the job on hosts, each a `Remote`, in the order of their bundles."""
+    """Runs the job on hosts (`Remote`), in the order of their bundles."""
     places = [host.place() for host in hosts]  # (address, node)
     for host in hosts:
         host.enter(os.getcwd())
     logs, first = folder(config.logs).absolute(), places[0]
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-    # Ray sets OMP_NUM_THREADS by the CPUs set aside; it is to be as it is here, or unset.
+    # Ray sets OMP_NUM_THREADS to the reserved CPUs; restore the launcher's setting.
     environ: dict[str, str | None] = {**passed, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)}
     stage = option(command, "--published") is None and any(node != first[1] for _, node in places[config.processes :])
     servers, stagers = [], []
     for i, (host, (address, _)) in enumerate(zip(hosts[config.processes :], places[config.processes :], strict=True)):
-        port, beside = host.ports(address, 2)
+        port, stager_port = host.ports(address, 2)
         words = server_words(config, command, address, port)
         log, where, url = str(logs / f"server-{i}.log"), f" on {address}", f"http://{at(address, port)}"
         servers.append(Part(f"server {i}", host, words, environ, log, where, url))
@@ -82,15 +81,15 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
                 "--host",
                 address,
                 "--port",
-                str(beside),
+                str(stager_port),
                 "--root",
                 root,
             ]
-            log, url = str(logs / f"stager-{i}.log"), f"http://{at(address, beside)}"
+            log, url = str(logs / f"stager-{i}.log"), f"http://{at(address, stager_port)}"
             stagers.append(Part(f"stager {i}", host, words, environ | key, log, where, url))
     words = training_words(command, [part.url for part in servers], [part.url for part in stagers])
     coordinator = at(first[0], *hosts[0].ports(first[0], 1))
-    # Ray hides the devices of others: a process takes all that it sees, and no number is to be set by hand.
+    # Ray hides other processes' devices: a process uses all that it sees.
     more = {"JAX_LOCAL_DEVICE_IDS": None, "JAX_NUM_CPU_DEVICES": str(config.devices)} | (key if stage else {})
     trainers = [
         Part(f"process {i}", hosts[i], words, environ | more | joined(config, coordinator, i),
@@ -102,7 +101,7 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
 
 @contextlib.contextmanager
 def actors(config: Config) -> Iterator[list[Any]]:
-    """A host for each trainer process and each server, where Ray has room; ended on leaving the block."""
+    """Yields a host for each trainer process and server, placed by Ray; closed on exit."""
     import ray
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -129,17 +128,17 @@ def actors(config: Config) -> Iterator[list[Any]]:
 
 
 class Node(Host):
-    """A host in an actor."""
+    """A host that runs as a Ray actor."""
 
     def place(self) -> tuple[str, str]:
-        """The address of its machine, and which node of the cluster that is."""
+        """(address, node id) of its machine."""
         import ray
 
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
 
 class Remote:
-    """A host in an actor, with the methods of `Node`; each raises Gone where there is no actor any more."""
+    """Proxy with the methods of a `Node` actor; raises Gone if the actor is dead."""
 
     def __init__(self, actor: Any):
         self._actor = actor
@@ -159,26 +158,26 @@ class Remote:
 
 
 def _devices(resources: dict[str, float]) -> str:
-    """What the cluster calls its devices; "" where processes compute on CPUs."""
+    """Ray's resource name of the cluster's devices; "" if processes run on CPUs."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return ""
     return next((kind for kind in ("GPU", "TPU") if resources.get(kind)), "")
 
 
 def _wait_for_room(group: Any, bundles: list[dict[str, float]]) -> None:
-    """Waits until the group has its place: machines may be busy, or on their way."""
+    """Waits until the placement group is ready: machines may be busy or still starting."""
     import ray
 
-    began, told = time.monotonic(), False
+    began, reported = time.monotonic(), False
     while not group.wait(1):
         waited = time.monotonic() - began
         free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU", "TPU")}
         if waited > PLACE_S:
             raise ValueError(
-                f"areax launch: the Ray cluster must have room for {bundles}, got {free} free for {PLACE_S:.0f} s; ask "
-                "for less, or add machines"
+                f"areax launch: the Ray cluster must have room for {bundles}, got only {free} free in {PLACE_S:.0f} s; "
+                "use fewer resources, or add machines"
             )
-        if waited > SOON_S and not told:
-            told = True
+        if waited > SOON_S and not reported:
+            reported = True
             line = f"areax launch: waiting for room in the Ray cluster for {bundles}; {free} is free"
             print(line, file=sys.stderr, flush=True)

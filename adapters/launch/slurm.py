@@ -1,8 +1,8 @@
-"""`areax launch --on slurm`: a batch script, to be read, edited and handed to sbatch.
+"""`areax launch --on slurm`: writes a batch script to review, edit and submit with sbatch.
 
-Trainer processes take the first nodes, servers the others, each as a step that overlaps the rest; where all GPUs that
-are wanted are on one node, that one does for both. A server on another node than the trainers has a stager beside it,
-unless the command names a folder that all nodes see (--published).
+Trainer processes take the first nodes, servers the others, each as an overlapping step; if one node has enough GPUs, it
+runs both. A server on another node than the trainers gets a stager, unless the command names a shared folder
+(--published).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from .config import Config, option, server_words
 from .host import PYTHON
 
-HOST, PORT = "@HOST@", "@PORT@"  # in a server's command, until the node is known
-GRACE_S = 120  # before the time limit: for a step, and a checkpoint
+HOST, PORT = "@HOST@", "@PORT@"  # placeholders in a server's command, replaced by shell variables
+GRACE_S = 120  # signal sent before the time limit: enough for a step and a checkpoint
 
 
 @dataclass(frozen=True)
 class Places:
-    """Who runs on which node.
+    """Placement of processes on nodes.
 
     Attributes:
-      nodes: of the job; `of_trainers` of them, from the first on, for trainer processes.
-      trainers: processes a node.
-      servers: a node; server i is on node `first_node` + i // servers, its GPUs begin at `first_gpu`.
+      nodes: nodes of the job; the first `of_trainers` run trainer processes.
+      trainers: trainer processes per node.
+      servers: servers per node; server i is on node `first_node` + i // servers, server GPUs start at `first_gpu`.
     """
 
     nodes: int
@@ -39,19 +39,19 @@ class Places:
 
 
 def write(config: Config, command: list[str]) -> int:
-    """Prints the script, or writes it to the file that is named."""
+    """Prints the script, or writes it to `config.slurm.script`."""
     text = script(config, command)
     if not config.slurm.script:
         print(text, end="")
         return 0
     path = Path(config.slurm.script)
     path.write_text(text)
-    print(f"wrote {path}; read it, then: sbatch {shlex.quote(str(path))}")
+    print(f"wrote {path}; review it, then run: sbatch {shlex.quote(str(path))}")
     return 0
 
 
 def places(config: Config) -> Places:
-    """Who runs on which node.
+    """Computes the placement of processes on nodes.
 
     Raises:
       ValueError: a process or a server needs more GPUs than a node has.
@@ -87,11 +87,11 @@ def script(config: Config, command: list[str]) -> str:
     step = f"srun --overlap --cpus-per-task={cpus}" + (f" --gpus-per-node={gpus}" if gpus else "")
     parts = [
         "#!/bin/bash\n" + "\n".join(head),
-        f"# Trains on {place.of_trainers} of {place.nodes} node{'s' if place.nodes > 1 else ''}. Made by areax launch; "
-        "edit what your cluster has otherwise.\n"
+        f"# Trains on {place.of_trainers} of {place.nodes} node{'s' if place.nodes > 1 else ''}. Written by areax "
+        "launch; adapt it to your cluster.\n"
         "set -u\n"
         'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
-        "port=$((10000 + SLURM_JOB_ID % 200 * 100)) # and those after it\n"
+        "port=$((10000 + SLURM_JOB_ID % 200 * 100)) # first of the job's ports\n"
         f"python={shlex.quote(sys.executable)}\n"
         f"logs={shlex.quote(config.logs) if config.logs else 'areax-$SLURM_JOB_ID'}\n"
         f"step=({step})\n"
@@ -99,7 +99,7 @@ def script(config: Config, command: list[str]) -> str:
     ]
     if gpus:
         parts.append(
-            "# Leaves a command COUNT of the GPUs that Slurm shows it, from FIRST on; called with FIRST COUNT COMMAND\n"
+            "# Runs a command with COUNT of the GPUs visible to it, from FIRST on; arguments: FIRST COUNT COMMAND\n"
             f"""own='IFS=, read -ra gpus <<<"${{CUDA_VISIBLE_DEVICES:-{",".join(map(str, range(gpus)))}}}"\n"""
             """first=$1 count=$2; shift 2\n"""
             """export CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${gpus[*]:first:count}"); exec "$@"'"""
@@ -112,8 +112,8 @@ def script(config: Config, command: list[str]) -> str:
 def _servers(config: Config, command: list[str], place: Places, stage: bool) -> list[str]:
     gpus = config.slurm.gpus_per_node
     first = f"$(({place.first_gpu} + i % {place.servers} * {config.server.devices}))"
-    alone = f'bash -c "$own" - "{first}" {config.server.devices} ' if gpus else ""
-    keep = """# Runs a command on a node, and again when it ends, three times at most: keep NAME NODE COMMAND
+    isolated = f'bash -c "$own" - "{first}" {config.server.devices} ' if gpus else ""
+    keep = """# Runs a command on a node and restarts it up to three times: keep NAME NODE COMMAND
 keep() {
   local name=$1 node=$2 pause running=
   shift 2
@@ -127,7 +127,7 @@ keep() {
   done
 }"""
     staging = """
-  at=$((port + 2 * i + 2)) # what fetches new weights for it
+  at=$((port + 2 * i + 2)) # its stager, which fetches new weights
   keep "stager-$i" "$node" "$python" -m areax.rollout.weights.stager --host "$node" --port "$at" --root "$stage/$i" &
   kept+=($!)
   stagers+=("http://$node:$at")"""
@@ -135,13 +135,13 @@ keep() {
 for i in $(seq 0 {config.servers - 1}); do
   node=${{nodes[{place.first_node} + i / {place.servers}]}}
   at=$((port + 2 * i + 1))
-  keep "server-$i" "$node" {alone}{_shell(server_words(config, command, HOST, PORT), 4)} &
+  keep "server-$i" "$node" {isolated}{_shell(server_words(config, command, HOST, PORT), 4)} &
   kept+=($!)
   urls+=("http://$node:$at"){staging if stage else ""}
 done
 """
     if stage:
-        start = f"""# A key for this job, and a folder on the servers' nodes: in memory, where three versions must fit.
+        start = f"""# A key for this job, and a folder on the servers' nodes: in memory, with room for three versions.
 export AREAX_STAGER_KEY=${{AREAX_STAGER_KEY:-$("$python" -c 'import secrets; print(secrets.token_urlsafe(32))')}}
 stage=/dev/shm/areax-$SLURM_JOB_ID
 {start}"""
@@ -149,7 +149,7 @@ stage=/dev/shm/areax-$SLURM_JOB_ID
     removed = f"""
   "${{step[@]}}" --nodes={servers_nodes} --ntasks={servers_nodes} --ntasks-per-node=1 \\
     --nodelist="$(IFS=,; echo "${{nodes[*]:{place.first_node}}}")" rm -rf "$stage\""""
-    ending = f"""finish() {{ # whatever ends this script ends the servers
+    ending = f"""finish() {{ # ends the servers however this script ends
   kill "${{kept[@]}}" 2>/dev/null
   wait{removed if stage else ""}
 }}
@@ -158,7 +158,7 @@ trap 'exit 143' TERM"""
     ready = """for url in "${urls[@]}" "${stagers[@]}"; do
   until curl --silent --fail --noproxy '*' --max-time 10 --output /dev/null "$url/health"; do
     for one in "${kept[@]}"; do
-      kill -0 "$one" || exit 1 # it was started four times
+      kill -0 "$one" || exit 1 # failed four times
     done
     sleep 1
   done
@@ -182,17 +182,17 @@ def _trainers(config: Config, command: list[str], place: Places, stage: bool) ->
   --nodelist="$(IFS=,; echo "${{nodes[*]:0:{place.of_trainers}}}")" \\
   {wrapped}{words} &
 trainer=$!
-trap 'kill -TERM "$trainer"' TERM INT # scancel --batch --signal=TERM, or the time limit: it saves what it has
+trap 'kill -TERM "$trainer"' TERM INT # scancel --batch --signal=TERM, or the time limit: saves a checkpoint
 while kill -0 "$trainer" 2>/dev/null; do
-  wait "$trainer" # a signal ends a wait
+  wait "$trainer" # interrupted by signals
 done
 wait "$trainer"
 exit"""
 
 
 def _shell(words: list[str], indent: int) -> str:
-    """A command in the script's terms, an option a line."""
-    said = ""
+    """A command as shell text, one option per line."""
+    text = ""
     for i, word in enumerate(words):
         shown = shlex.quote(word)
         before, after = ("'\"", "\"'") if shown.startswith("'") else ('"', '"')
@@ -200,5 +200,5 @@ def _shell(words: list[str], indent: int) -> str:
             shown = shown.replace(name, f"{before}{variable}{after}")
         if word == PYTHON:
             shown = '"$python"'
-        said += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
-    return said
+        text += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
+    return text

@@ -1,1 +1,1 @@
-"""A run's page: metrics as charts, and its trace."""
+"""The HTML report of a run, and its trace."""

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a run: results, curves, distributions, where the time went, samples."""
+"""Builds a run's self-contained HTML report: results, curves, distributions, time, samples."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..tracking import run_dir as tracker
 from . import charts, chrome_trace
 from . import html as page
 
-TOKEN_BUDGET = 200_000  # tokens of samples on the page: about 6 MB
+TOKEN_BUDGET = 200_000  # tokens of samples in the report: about 6 MB
 RESERVED = set(tracker.OURS)
 
 
 def report(run_dir, out=None) -> pathlib.Path:
-    """Writes the page of a run directory (see `tracker`) and returns its path; any part of the data may lack.
+    """Writes the report of a run directory (see `run_dir`) and returns its path; any of the data may be missing.
 
-    Where there is a journal, `trace.json` appears beside it.
+    If there is a journal, also writes `trace.json`.
 
     Args:
-      out: where to; None means report.html in the run directory.
+      out: file to write; None = report.html in the run directory.
     """
     run_dir = pathlib.Path(run_dir)
     if not run_dir.is_dir():
-        raise ValueError(f"report: a run directory is needed, got {run_dir}; name one, as in runs/demo")
+        raise ValueError(f"report: needs a run directory, got {run_dir}; pass one, such as runs/demo")
     names = tracker.METRICS, tracker.SAMPLES, tracker.SUMMARY, tracker.CONFIG
     if not any((run_dir / name).exists() for name in names):
-        raise ValueError(f"report: a run directory holds {tracker.METRICS}, got {run_dir} without it")
+        raise ValueError(f"report: a run directory must contain {tracker.METRICS}, got {run_dir} without it")
     out = pathlib.Path(out) if out is not None else run_dir / "report.html"
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"report: out must be a file in a directory that exists, got {out}")
@@ -47,9 +47,9 @@ def _page(run_dir: pathlib.Path) -> str:
         ("summary", "Summary", _summary(summary, table)),
         *_curves(table),
         ("distributions", "Distributions", _distributions(table)),
-        ("time", "Where the time goes", _time(table) + _servers(run_dir / chrome_trace.JOURNAL)),
+        ("time", "Time", _time(table) + _servers(run_dir / chrome_trace.JOURNAL)),
         ("samples", "Samples", _samples(run_dir / tracker.SAMPLES)),
-        ("numbers", "Every number", _numbers(table)),
+        ("numbers", "All metrics", _numbers(table)),
         ("configuration", "Configuration", _configuration(config)),
     ]
     return page.document(
@@ -72,7 +72,7 @@ def _object(path: pathlib.Path) -> dict:
 
 
 def _table(path: pathlib.Path) -> dict[str, list[dict]]:
-    """{kind: rows by increasing step}; several lines of one kind and step make one row."""
+    """{kind: rows by increasing step}; merges lines of the same kind and step into one row."""
     kinds: dict[str, dict[int, dict]] = {}
     for line in tracker.read_lines(path) if path.exists() else ():
         rows = kinds.setdefault(str(line.get("kind", "run")), {})
@@ -81,7 +81,7 @@ def _table(path: pathlib.Path) -> dict[str, list[dict]]:
 
 
 def _names(rows) -> list[str]:
-    """Numeric metrics of the rows, in order of appearance."""
+    """Names of numeric metrics in the rows, in order of appearance."""
     found = {n: None for r in rows for n, v in r.items() if n not in RESERVED and _is_number(v)}
     return list(found)
 
@@ -91,7 +91,7 @@ def _is_number(value) -> bool:
 
 
 def _points(rows, name):
-    """(step, value) of the rows that have the metric; None where it was not finite."""
+    """(step, value) of the rows that have the metric; value None if it was not finite."""
     return [(r["step"], r[name]) for r in rows if name in r]
 
 
@@ -147,7 +147,7 @@ def _value(value) -> str:
 
 
 def _tiles(summary, table):
-    """The few numbers to look at first: (label, value, one line)."""
+    """Yields tiles with the most important results."""
 
     def ends(name):
         for rows in table.values():
@@ -175,24 +175,24 @@ def _tiles(summary, table):
         yield page.tile(
             "Likelihood loss",
             charts.number(nll[-1]),
-            f"{charts.number(nll[0])} at first. Nats a token, at the last step.",
+            f"{charts.number(nll[0])} at first. Nats per token, at the last step.",
         )
     k3 = summary.get("mismatch_k3", (ends("mismatch_k3") or [None])[-1])
     if _is_number(k3):
         yield page.tile("Mismatch k3", charts.number(k3), "Trainer against sampler; 0 = the same probabilities.")
     stale = ends("staleness_max")
     if stale:
-        yield page.tile("Oldest token", charts.number(max(stale)), "Batches behind, at most, when it was learnt from.")
+        yield page.tile("Oldest token", charts.number(max(stale)), "Maximum staleness of a trained token, in batches.")
     version = summary.get("server_version", (ends("server_version") or [None])[-1])
     if version is not None:
-        yield page.tile("Server version", _value(version), "Weights that the server holds, in batches consumed.")
+        yield page.tile("Server version", _value(version), "Policy version on the server, in batches consumed.")
     seconds = _seconds(summary, table)
     if seconds:
         yield page.tile("Wall time", _duration(seconds), "Of the whole run.")
 
 
 def _warnings(table) -> str:
-    """Values that were not finite, as list items."""
+    """Metrics that were not finite, as list items."""
     seen: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
     for kind, rows in table.items():
         for row in rows:
@@ -208,14 +208,14 @@ def _warnings(table) -> str:
 
 
 def _alarms(table) -> str:
-    """Metrics that lay outside what is healthy, as list items."""
+    """Metrics outside their healthy range, as list items."""
     items = []
     for kind, rows in table.items():
         for name in metric_catalog.ALARMS:
-            said = [(r["step"], metric_catalog.alarm(name, r[name])) for r in rows if _is_number(r.get(name))]
-            off = [(step, words) for step, words in said if words]
+            checked = [(r["step"], metric_catalog.alarm(name, r[name])) for r in rows if _is_number(r.get(name))]
+            off = [(step, words) for step, words in checked if words]
             if off:
-                share = f"{len(off)} of {len(said)} steps of {kind}, the last of them {off[-1][0]}"
+                share = f"{len(off)} of {len(checked)} steps of {kind}, most recently at step {off[-1][0]}"
                 what = f"{metric_catalog.label(name)} was {off[-1][1]} in {share}: {metric_catalog.meaning(name)}"
                 items.append(f"<li>{_escape(what)}</li>")
     return "".join(items)
@@ -225,7 +225,7 @@ def _alarms(table) -> str:
 
 
 def _curves(table):
-    """Sections (id, title, body), one a group of charts; what never changes is a line of text."""
+    """Sections (id, title, body), one per group of charts; constant metrics become a line of text."""
     cards: dict[str, list[str]] = {group: [] for group in metric_catalog.GROUPS}
     still: dict[str, list[str]] = {group: [] for group in metric_catalog.GROUPS}
     for kind, chart, names, rows in _charts(table):
@@ -249,7 +249,7 @@ def _curves(table):
 
 
 def _charts(table):
-    """(kind, chart, its names that were logged, rows): the known charts, then one for each other metric."""
+    """(kind, chart, its logged metrics, rows): the catalogued charts, then one for each other metric."""
     for chart in metric_catalog.CHARTS:
         for kind, rows in table.items():
             names = [name for name in chart.names if _values(rows, name)]
@@ -275,20 +275,20 @@ def _distributions(table) -> str:
             base = name.removesuffix("_hist")
             found = [r[name] for r in rows if isinstance(r.get(name), Mapping)]
             edges = max((h["edges"] for h in found), key=len)
-            # Of bins that reach as far as they have to, those that a step did not need are empty.
+            # Histograms only have as many bins as their step needed; pad with empty ones.
             part = [h for h in found if h["edges"] == edges[: len(h["edges"])]]
             same = [h["counts"] + [0] * (len(edges) - len(h["edges"])) for h in part]
             fifth = len(same) // 5
-            if base == "length" and fifth:  # how it moved is what one wants to see
+            if base == "length" and fifth:  # to show the trend
                 parts = [("first fifth of the steps", same[:fifth]), ("last fifth", same[-fifth:])]
             else:
                 parts = [("all steps", same)]
             series = [(what, [sum(c) for c in zip(*counts, strict=True)]) for what, counts in parts]
             if any(sum(counts) for _, counts in series):
-                words = f"{metric_catalog.meaning(base).capitalize()}. The end bins hold what lies beyond."
+                words = f"{metric_catalog.meaning(base).capitalize()}. The end bins include all values beyond."
                 picture = charts.histogram(edges, series, x_name=metric_catalog.label(base))
                 cards.append(page.card(metric_catalog.label(base).capitalize(), kind, words, picture))
-    lead = '<p class="lead">How the values of all steps are spread: share of all, in percent.</p>'
+    lead = '<p class="lead">Distribution of values over all steps, in percent.</p>'
     return f'{lead}<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
@@ -299,35 +299,36 @@ def _time(table) -> str:
         rows = [r for r in rows if any(_is_number(r.get(n)) for n in phases)]
         if not rows:
             continue
-        phases.sort(key=_place)
+        phases.sort(key=_phase_order)
         spent = [(r["step"], [max(0.0, r.get(n) or 0.0) for n in phases]) for r in rows]
         rest = [max(0.0, (r.get("time_step") or 0.0) - sum(s)) for r, (_, s) in zip(rows, spent, strict=True)]
         if sum(rest) > 0.01 * sum(sum(s) for _, s in spent) and "time_other" not in phases:
             phases.append("time_other")
             spent = [(step, [*s, more]) for (step, s), more in zip(spent, rest, strict=True)]
         known = [
-            metric_catalog.PHASES.get(n[5:], (metric_catalog.label(n[5:]), "as the recipe logged it")) for n in phases
+            metric_catalog.PHASES.get(n[5:], (metric_catalog.label(n[5:]), "logged by the recipe")) for n in phases
         ]
         parts.append(_time_of(kind, spent, known))
-    lead = '<p class="lead">What the trainer did, and what it waited for.</p>'
+    lead = '<p class="lead">What the trainer did and waited for.</p>'
     return lead + "".join(parts) if parts else ""
 
 
 def _servers(path: pathlib.Path) -> str:
-    """How much each server had to do, and where to see all of it."""
+    """Mean number of concurrent completions per server, and a pointer to the trace."""
     if not path.is_file():
         return ""
     busy = chrome_trace.in_flight(tracker.read_lines(path))
     rows = "".join(f"<tr><td>{_escape(url)}</td><td>{charts.number(round(n, 2))}</td></tr>" for url, n in busy.items())
-    table = f"<table><tr><th>Server</th><th>Completions at a time, mean</th></tr>{rows}</table>" if busy else ""
+    table = f"<table><tr><th>Server</th><th>Concurrent completions, mean</th></tr>{rows}</table>" if busy else ""
     return (
         table
-        + f"<p>{chrome_trace.TRACE} in the run's directory shows every part, push and completion: ui.perfetto.dev.</p>"
+        + f"<p>{chrome_trace.TRACE} in the run directory has all phases, pushes and completions: open it at "
+        + "ui.perfetto.dev.</p>"
     )
 
 
-def _place(name: str) -> int:
-    """Where a phase stands among the known ones; unknown ones come last."""
+def _phase_order(name: str) -> int:
+    """Sort key of a phase: known ones in order, unknown ones last."""
     known = [f"time_{phase}" for phase in metric_catalog.PHASES]
     return known.index(name) if name in known else len(known)
 
@@ -353,11 +354,11 @@ def _time_of(kind, spent, known) -> str:
     ]
     heads = "phase", "mean", "median", "share", "what it means"
     picture = charts.stack([what for what, _ in known], spent, x_name="step", unit="seconds")
-    words = "Seconds of each step, by what the trainer was doing; a column may stand for several steps."
+    words = "Seconds per step by phase; a column may average several steps."
     return (
-        f"<h3>{_escape(kind)}: {charts.number(float(f'{total:.3g}'))} s a step on average</h3>"
+        f"<h3>{_escape(kind)}: {charts.number(float(f'{total:.3g}'))} s per step on average</h3>"
         f'<div class="split">{bar}</div><div class="pair"><div class="plain">{page.table(heads, rows)}</div>'
-        f"{page.card('Seconds a step', kind, words, picture)}</div>"
+        f"{page.card('Seconds per step', kind, words, picture)}</div>"
     )
 
 
@@ -365,7 +366,7 @@ def _time_of(kind, spent, known) -> str:
 
 
 def _samples(path: pathlib.Path) -> str:
-    """The sample browser's frame and its data; whole steps, evenly spread, within the token budget."""
+    """The sample browser with its data: all samples of evenly spaced steps, within the token budget."""
     sizes: dict[tuple[str, int], int] = collections.Counter()
     total = 0
     for line in tracker.read_lines(path) if path.exists() else ():
@@ -374,27 +375,27 @@ def _samples(path: pathlib.Path) -> str:
     if not total:
         return ""
     keys, stride = sorted(sizes), 1
-    while stride < len(keys) and sum(sizes[k] for k in _spread(keys, stride)) > TOKEN_BUDGET:
+    while stride < len(keys) and sum(sizes[k] for k in _every_nth(keys, stride)) > TOKEN_BUDGET:
         stride += 1
-    chosen, room, kept = set(_spread(keys, stride)), TOKEN_BUDGET, []
+    chosen, room, kept = set(_every_nth(keys, stride)), TOKEN_BUDGET, []
     for line in tracker.read_lines(path):
         if (str(line.get("kind", "")), line.get("step", 0)) in chosen and room > 0:
-            kept.append(_compact(line))
+            kept.append(_sample_fields(line))
             room -= len(kept[-1]["tokens"])
     kept.sort(key=lambda s: (s["kind"], s["step"]))
     words = f"{charts.number(total)} samples" if len(kept) == total else (
-        f"{charts.number(len(kept))} of {charts.number(total)} samples, from steps spread over the run"
+        f"{charts.number(len(kept))} of {charts.number(total)} samples, from steps across the run"
     )  # fmt: skip
     return page.browser(kept, words)
 
 
-def _spread(keys, stride: int) -> list:
-    """Every stride-th key, and the last."""
+def _every_nth(keys, stride: int) -> list:
+    """Every stride-th key, and the last one."""
     return keys if stride == 1 else sorted({*keys[::stride], keys[-1]})
 
 
-def _compact(line: dict) -> dict:
-    """What the page needs of a sample, numbers shortened; differences are taken before."""
+def _sample_fields(line: dict) -> dict:
+    """The fields of a sample that the report needs, with numbers rounded (after taking differences)."""
     short = lambda x, digits: float(f"{x:.{digits}g}") if _is_number(x) else None
     tokens = [str(t) for t in line.get("tokens", ())]
     logp = list(line.get("logp", ()))
@@ -431,7 +432,7 @@ def _numbers(table) -> str:
             words = _escape(metric_catalog.healthy(name)), _escape(metric_catalog.meaning(name))
             rows.append((_escape(kind), f"<code>{_escape(name)}</code>", *figures, *words))
     heads = "kind", "name", "first", "last", "smallest", "largest", "healthy", "what it means"
-    return page.folded(f"{len(rows)} numbers, step by step in metrics.jsonl", page.table(heads, rows)) if rows else ""
+    return page.folded(f"{len(rows)} metrics; all steps are in metrics.jsonl", page.table(heads, rows)) if rows else ""
 
 
 def _configuration(config) -> str:

@@ -1,7 +1,7 @@
-"""Charts as SVG text: curves, histograms and stacked columns, with axes, ticks, a legend and hover titles.
+"""SVG charts: curves, histograms and stacked columns, with axes, ticks, legends and tooltips.
 
-Colours are classes (`c0` ... `c7`) that the page's style sheet fills in, so that one drawing serves a light and
-a dark page. All text is escaped; every function returns one well-formed <svg> element.
+Colours are classes (`c0` ... `c7`) defined by the page's style sheet, for light and dark mode. All text is escaped;
+chart functions return one well-formed <svg> element.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Series:
 
 
 def number(x: float | None) -> str:
-    """x as a person writes it: four significant digits, thousands separated, 1.2e-9 where it is tiny."""
+    """Formats x for reading: four significant digits, thousands separators, exponents like 1.2e-9 for tiny values."""
     if x is None:
         return "–"
     if math.isnan(x) or math.isinf(x):
@@ -42,25 +42,25 @@ def number(x: float | None) -> str:
     return f"{x:.4g}"
 
 
-def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """About `count` round numbers, from the last at or below `low` to the first at or above `high`.
+def ticks(low: float, high: float, count: int = 5, *, integer: bool = False) -> list[float]:
+    """About `count` round numbers, from the last one <= `low` to the first one >= `high`.
 
-    Steps are 1, 2, 2.5 or 5 times a power of ten; with `whole`, whole numbers.
+    Steps are 1, 2, 2.5 or 5 times a power of ten; integers if `integer`.
     """
     if high - low < 1e-300:
         low, high = (0.0, 1.0) if low == 0 else (low - abs(low) / 10, low + abs(low) / 10)
     least = (high - low) / count
     power = 10.0 ** math.floor(math.log10(least))
-    factors = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+    factors = (1, 2, 5, 10) if integer else (1, 2, 2.5, 5, 10)
     step = next(f * power for f in factors if f * power >= least * (1 - 1e-9))
-    step = max(1.0, step) if whole else step
+    step = max(1.0, step) if integer else step
     first = math.floor(low / step + 1e-9)
     last = max(first + 1, math.ceil(high / step - 1e-9))
     return [k * step for k in range(first, last + 1)]
 
 
-def tick_words(values: Sequence[float]) -> list[str]:
-    """Labels of ticks, all with the same digits."""
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Labels of ticks, all with the same number of decimals."""
     step = min((b - a for a, b in zip(values, values[1:], strict=False)), default=1.0)
     largest = max(abs(v) for v in values)
     if largest >= 1e4:
@@ -72,8 +72,8 @@ def tick_words(values: Sequence[float]) -> list[str]:
     return [f"{v:.{decimals}f}" for v in values]
 
 
-def thin(points, limit: int = 240):
-    """At most `limit` groups of neighbours: [(x, mean, low, high)], mean None where all are gaps."""
+def downsample(points, limit: int = 240):
+    """Downsamples points to at most `limit` groups [(x, mean, low, high)]; mean is None if all are gaps."""
     size = math.ceil(len(points) / limit) or 1
     out = []
     for start in range(0, len(points), size):
@@ -85,10 +85,10 @@ def thin(points, limit: int = 240):
 
 
 def running_mean(values, window: int):
-    """The mean of the `window` values around each; gaps stay gaps.
+    """Centred running mean over `window` values; gaps stay gaps.
 
-    Where the window would reach over an end, the line fitted to the window there stands in for its mean,
-    so that a slope is not flattened; it stays within the window's values.
+    Near the ends, where the window cannot be centred, uses a line fitted to the window instead of its mean, clipped to
+    the window's values, so that slopes are not flattened.
     """
     out, reach = [], min(window, len(values))
     for i, value in enumerate(values):
@@ -99,7 +99,7 @@ def running_mean(values, window: int):
 
 
 def _smooth(values, window, log):
-    """The running mean as it is drawn: of logarithms, where the axis is one of logarithms."""
+    """The running mean to draw; of logarithms on a log axis."""
     if window == 1 or not log:
         return running_mean(values, window)
     means = running_mean([None if v is None else math.log10(v) for v in values], window)
@@ -107,7 +107,7 @@ def _smooth(values, window, log):
 
 
 def _line_at_zero(points) -> float:
-    """The least-squares line through (x, y) at x = 0, kept between the least and the largest y."""
+    """Value at x = 0 of the least-squares line through (x, y), clipped to the range of y."""
     n = len(points)
     x_mean, y_mean = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
     spread = sum((x - x_mean) ** 2 for x, _ in points)
@@ -117,7 +117,7 @@ def _line_at_zero(points) -> float:
 
 
 def _window(values) -> int:
-    """How many positions to average: 1 where a curve is short, smooth already, or a few levels."""
+    """Window of the running mean: 1 if a curve is short, already smooth, or has only a few levels."""
     known = [v for v in values if v is not None]
     if len(known) < 40 or len(set(known)) < 8:
         return 1
@@ -136,19 +136,19 @@ def curves(
 ) -> str:
     """Curves over a common x axis.
 
-    Of a long, restless curve the strong line is a running mean and the pale one what was measured; where
-    one place stands for several points, the pale area is their range.
+    For long, noisy curves the bold line is a running mean and the pale one the raw values; if points were downsampled,
+    the pale area is their range.
 
     Args:
-      log: logarithmic y, if all values are positive and span more than a factor of 30.
-      zero: the y axis includes 0.
-      y_range: the y axis covers at least this.
+      log: log-scale y axis, if all values are positive and span more than a factor of 30.
+      zero: includes 0 in the y axis.
+      y_range: minimum range of the y axis.
     """
     series = [s for s in series if any(y is not None for _, y in s.points)]
     ys = [y for s in series for _, y in s.points if y is not None]
     xs = [x for s in series for x, _ in s.points]
     log = log and min(ys) > 0 and max(ys) > 30 * min(ys)
-    grouped = [thin(s.points) for s in series]
+    grouped = [downsample(s.points) for s in series]
     windows = [_window([g[1] for g in group]) for group in grouped]
     note = f"bold: running mean over {number(_span(series, grouped, windows))} {x_name}s"
     top, legend = _legend([s.name for s in series], note if max(windows) > 1 else "")
@@ -165,30 +165,29 @@ def curves(
     x_of = lambda x: LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
 
     parts = [*_grid(marks)]
-    x_ticks = [x for x in ticks(x_low, x_high, 6, whole=True) if x_low <= x <= x_high]
-    for x, word in zip(x_ticks, tick_words(x_ticks) if x_ticks else (), strict=True):
+    x_ticks = [x for x in ticks(x_low, x_high, 6, integer=True) if x_low <= x <= x_high]
+    for x, word in zip(x_ticks, tick_labels(x_ticks) if x_ticks else (), strict=True):
         parts.append(_text(x_of(x), HEIGHT - BOTTOM + 15, word, "tick middle"))
     parts.append(_text(WIDTH - RIGHT, HEIGHT - 3, x_name, "name end"))
     for i, (group, window) in enumerate(zip(grouped, windows, strict=True)):
         colour = f"c{i % COLOURS}"
         strong = _smooth([g[1] for g in group], window, log)
         if window > 1 or len(group) < len(series[i].points):
-            parts.append(_pale(group, x_of, y_of, colour))
+            parts.append(_raw_curve(group, x_of, y_of, colour))
         dots = [(x_of(g[0]), None if y is None else y_of(y)) for g, y in zip(group, strong, strict=True)]
         parts.append(f'<path class="line {colour}" d="{_path(dots)}"/>')
         if len(group) <= 24:
             parts += [
                 f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in dots if y is not None
             ]
-    parts += _bands(series, x_of, y_of, x_name, top)
+    parts += _hover_bands(series, x_of, y_of, x_name, top)
     return _svg([*legend, *parts], ", ".join(s.name for s in series))
 
 
 def histogram(edges: Sequence[float], series: Sequence[tuple[str, Sequence[float]]], *, x_name: str) -> str:
-    """Shares (in %) of counts over common bins; bars of equal width, whatever the bins' widths.
+    """Percentages of counts over common bins, drawn as bars of equal width whatever the bins' widths.
 
-    Empty bins at both ends are left out; bins of width 1 at whole numbers are labelled by that number,
-    others by their edges.
+    Empty bins at both ends are omitted. Bins of width 1 are labelled by their integer, others by their edges.
     """
     edges, series = _merge_bins(list(edges), [(name, list(counts)) for name, counts in series])
     totals = [sum(counts) or 1 for _, counts in series]
@@ -217,10 +216,10 @@ def histogram(edges: Sequence[float], series: Sequence[tuple[str, Sequence[float
 
 
 def stack(names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]], *, x_name: str, unit: str) -> str:
-    """Stacked columns: rows (x, one value >= 0 a name), x increasing; at most 60 columns of means.
+    """Stacked columns: rows (x, one value >= 0 per name), x increasing; averaged to at most 60 columns.
 
-    A column more than three times as high as the middle one is cut, and its height written on it: the
-    first step compiles.
+    A column more than three times as high as the median is cut off and labelled with its height: the first step
+    compiles.
     """
     size = math.ceil(len(rows) / 60)
     groups = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -244,15 +243,15 @@ def stack(names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]], *
         if y_of(floor) < top - 0.5:
             parts.append(_text(x, top - 3, f"↑ {number(float(f'{floor:.3g}'))}", "note"))
     firsts = [g[0][0] for g in groups]
-    x_ticks = [x for x in ticks(rows[0][0], rows[-1][0], 5, whole=True) if firsts[0] <= x <= rows[-1][0]]
-    for x, word in zip(x_ticks, tick_words(x_ticks) if x_ticks else (), strict=True):
+    x_ticks = [x for x in ticks(rows[0][0], rows[-1][0], 5, integer=True) if firsts[0] <= x <= rows[-1][0]]
+    for x, word in zip(x_ticks, tick_labels(x_ticks) if x_ticks else (), strict=True):
         at = bisect.bisect_right(firsts, x) - 1
         parts.append(_text(LEFT + slot * (at + 0.5), HEIGHT - BOTTOM + 15, word, "tick middle"))
-    return _svg([*legend, *parts], f"{unit} a {x_name}: " + ", ".join(names))
+    return _svg([*legend, *parts], f"{unit} per {x_name}: " + ", ".join(names))
 
 
 def _round_up(x: float) -> int:
-    """The least of 1, 2, 5, 10, 20, 50, ... that is at least x."""
+    """The smallest of 1, 2, 5, 10, 20, 50, ... that is at least x."""
     power = 1
     while True:
         for factor in (1, 2, 5):
@@ -273,26 +272,26 @@ def _merge_bins(edges, series):
 
 
 def _span(series, grouped, windows):
-    """How far apart, in x, the ends of the widest running mean are."""
+    """Width, in x, of the widest running mean."""
     k = max(range(len(windows)), key=lambda i: windows[i])
     xs = [g[0] for g in grouped[k]]
     return max(1, round(windows[k] * (xs[-1] - xs[0]) / max(len(xs) - 1, 1)))
 
 
 def _scale_y(low, high, top, log):
-    """(function from a value to its y, [(y, label)] of the ticks)."""
+    """(function from a value to its y coordinate, [(y coordinate, label)] of the ticks)."""
     place = lambda share: HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - top)
     if log:
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         y_of = lambda y: place((math.log10(y) - first) / (last - first))
         decades = range(first, last + 1, math.ceil((last - first) / 5))
         return y_of, [(y_of(10.0**d), "10" + str(d).translate(SUPERSCRIPT)) for d in decades]
-    least = 2e-3 * max(abs(low), abs(high))  # finer ticks would all read the same
+    least = 2e-3 * max(abs(low), abs(high))  # finer ticks would all have the same label
     if high - low < least:
         low, high = (low + high - least) / 2, (low + high + least) / 2
     values = ticks(low, high, 4)
     y_of = lambda y: place((y - values[0]) / (values[-1] - values[0]))
-    return y_of, list(zip(map(y_of, values), tick_words(values), strict=True))
+    return y_of, list(zip(map(y_of, values), tick_labels(values), strict=True))
 
 
 def _grid(marks):
@@ -303,7 +302,7 @@ def _grid(marks):
 
 
 def _legend(names, note):
-    """(where the drawing begins, the legend's elements), in as many rows as it needs."""
+    """(y where the chart starts, elements of the legend), in as many rows as needed."""
     parts, x, row = [], float(LEFT), 0
     for i, name in enumerate(names):
         wide = 20 + 6.1 * len(name)
@@ -320,8 +319,8 @@ def _legend(names, note):
     return TOP + 16 * row - (14 if not parts else 0), parts
 
 
-def _pale(group, x_of, y_of, colour):
-    """What was measured, behind its running mean: a line, or the range where points were grouped."""
+def _raw_curve(group, x_of, y_of, colour):
+    """Raw values behind the running mean: a line, or the range if points were downsampled."""
     if all(g[2] == g[3] for g in group):
         dots = [(x_of(g[0]), None if g[1] is None else y_of(g[1])) for g in group]
         return f'<path class="raw {colour}" d="{_path(dots)}"/>'
@@ -341,8 +340,8 @@ def _path(dots) -> str:
     return "".join(out)
 
 
-def _bands(series, x_of, y_of, x_name, top, limit=80):
-    """Upright bands, unseen until the pointer is over them, that say the values at their x."""
+def _hover_bands(series, x_of, y_of, x_name, top, limit=80):
+    """Invisible vertical bands that show the values at their x on hover."""
     xs = sorted({x for s in series for x, y in s.points if y is not None})
     xs = xs[:: math.ceil(len(xs) / limit)]
     edges = [LEFT, *(x_of((a + b) / 2) for a, b in zip(xs, xs[1:], strict=False)), WIDTH - RIGHT]

@@ -1,7 +1,7 @@
-"""A run's journal as a picture in time: the Chrome trace format, which ui.perfetto.dev and chrome://tracing show.
+"""Converts a run's journal to the Chrome trace format, for ui.perfetto.dev and chrome://tracing.
 
-Rows of the picture: the trainer's parts of each step, pushes, what each server generates, and states of servers. Times
-are microseconds since the journal was opened first. The format: "Trace Event Format" (Google, 2016).
+Tracks: the trainer's phases of each step, pushes, each server's completions, and server states. Times are microseconds
+since the journal was first opened. The format: "Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from ..tracking import run_dir as tracker
 
 JOURNAL, TRACE = "journal.jsonl", "trace.json"
-TRAINER, SERVERS = 1, 2  # processes of the picture
-BESIDE = ("push", "evaluate")  # parts that run beside the others, and so have rows of their own
+TRAINER, SERVERS = 1, 2  # processes in the trace
+CONCURRENT = ("push", "evaluate")  # phases that overlap others and so have separate tracks
 
 
 def write(run_dir: pathlib.Path) -> pathlib.Path | None:
-    """Writes `trace.json` beside a run's journal; None where there is no journal."""
+    """Writes `trace.json` from a run's journal and returns its path; None without a journal."""
     if not (run_dir / JOURNAL).is_file():
         return None
     events = list(chrome(tracker.read_lines(run_dir / JOURNAL)))
@@ -28,7 +28,7 @@ def write(run_dir: pathlib.Path) -> pathlib.Path | None:
 
 
 def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
-    """Trace events of a journal's, in its order."""
+    """Converts journal events to trace events, in order."""
     yield from (_named(TRAINER, "trainer"), _named(SERVERS, "servers"))
     threads: dict[tuple[int, str], int] = {}
     first, offset, calls = None, 0.0, 0
@@ -44,14 +44,14 @@ def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
 
     known = 0
     for event in events:
-        if event["kind"] == "open":  # of a run that went on, in a process with a clock of its own
+        if event["kind"] == "open":  # a resumed run has a new process with another clock
             first = event["time"] if first is None else first
             offset = event["time"] - event["at"] - first
         elif event["kind"] == "part":
-            yield span(row(TRAINER, event["name"] if event["name"] in BESIDE else "steps"), event["name"], event)
+            yield span(row(TRAINER, event["name"] if event["name"] in CONCURRENT else "steps"), event["name"], event)
         elif event["kind"] == "push":
-            told = {name: event[name] for name in ("loaded", "failed", "pause_s", "load_s", "stage_s", "stage_bytes")}
-            yield span(row(SERVERS, "pushes"), event["label"], event, **told)
+            args = {name: event[name] for name in ("loaded", "failed", "pause_s", "load_s", "stage_s", "stage_bytes")}
+            yield span(row(SERVERS, "pushes"), event["label"], event, **args)
         elif event["kind"] == "server":
             yield {"ph": "i", "s": "t", "name": event["state"], "ts": _us(event["at"] + offset),
                    "args": {"why": event["why"]}, **row(SERVERS, event["url"])}  # fmt: skip
@@ -59,10 +59,10 @@ def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
             calls += 1
             where = row(SERVERS, event["url"])
             name = f"{event['tokens']} tokens"
-            told = {k: event[k] for k in ("prompt", "episode", "of", "versions", "finish", "resumed") if k in event}
-            # Calls of a server overlap: each is a line of its own, by its id.
+            args = {k: event[k] for k in ("prompt", "episode", "of", "versions", "finish", "resumed") if k in event}
+            # Calls of a server overlap, so they are async events with ids.
             common = {"cat": "call", "id": calls, "name": name, **where}
-            yield {"ph": "b", "ts": _us(event["begun"] + offset), "args": told, **common}
+            yield {"ph": "b", "ts": _us(event["begun"] + offset), "args": args, **common}
             yield {"ph": "e", "ts": _us(event["at"] + offset), **common}
         for (process, name), thread in list(threads.items())[known:]:
             yield _named(process, name, thread)
@@ -70,7 +70,7 @@ def chrome(events: Iterable[dict]) -> Iterator[dict[str, Any]]:
 
 
 def in_flight(events: Iterable[dict]) -> dict[str, float]:
-    """Of each server, by address: completions that it generated at a time, the mean from its first to its last."""
+    """{url: mean number of concurrent completions of the server, from its first to its last}."""
     busy: dict[str, list[float]] = {}
     offset = 0.0
     for event in events:

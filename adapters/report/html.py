@@ -1,7 +1,7 @@
-"""The parts of the report's page: document, cards, tables, the sample browser; its style and script.
+"""HTML building blocks of the report: document, cards, tables, sample browser, style and script.
 
-Callers escape what they put into cells and bodies; titles and sentences are escaped here. The page asks nothing
-of the network, and its policy line forbids it to.
+Callers escape cells and bodies; titles and sentences are escaped here. The page makes no network requests, and its
+Content-Security-Policy forbids them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 
 def document(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """The whole page; sections are (id, heading, body as HTML)."""
+    """The complete page; sections are (id, heading, body as HTML)."""
     links = "".join(f'<a href="#{id_}">{html.escape(head)}</a>' for id_, head, _ in sections)
     bodies = "".join(
         f'<section id="{id_}"><h2>{html.escape(head)}</h2>{body}</section>' for id_, head, body in sections
@@ -31,7 +31,7 @@ def document(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]
 
 
 def tile(label: str, value: str, words: str) -> str:
-    """A number to look at first; `value` is HTML."""
+    """A tile with one highlighted value; `value` is HTML."""
     return (
         f'<div class="tile"><span class="label">{html.escape(label)}</span><b>{value}</b>'
         f"<small>{html.escape(words)}</small></div>"
@@ -39,7 +39,7 @@ def tile(label: str, value: str, words: str) -> str:
 
 
 def card(title: str, kind: str, words: str, picture: str) -> str:
-    """A chart under its title, with the kind of steps it is about and a line on what it means."""
+    """A chart with its title, the kind of steps it shows, and a line of explanation."""
     return (
         f'<figure class="card"><figcaption><h4>{html.escape(title)}<span class="kind">{html.escape(kind)}</span></h4>'
         f"<p>{html.escape(words)}</p></figcaption>{picture}</figure>"
@@ -54,12 +54,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def folded(words: str, body: str) -> str:
-    """A body that opens on a click."""
+    """A collapsible body."""
     return f"<details><summary>{html.escape(words)}</summary>{body}</details>"
 
 
 def browser(samples: Sequence[dict], words: str) -> str:
-    """The sample browser. Its data is JSON in which no markup can begin."""
+    """The sample browser. Its data is JSON with <, > and & escaped, so it cannot contain markup."""
     data = json.dumps(samples, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
@@ -76,7 +76,7 @@ def browser(samples: Sequence[dict], words: str) -> str:
     notes = "".join(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in SAMPLE_WORDS)
     return (
         f'<p class="lead">{html.escape(words)}. What the policy wrote, token by token. '
-        "Point at a token for its numbers; the arrow keys go from sample to sample.</p>"
+        "Hover over a token for details; the arrow keys move between samples.</p>"
         '<noscript><p class="lead">This part needs JavaScript.</p></noscript>'
         '<div id="s-browser" class="browser" tabindex="0" hidden>'
         '<div class="controls"><button id="s-prev" title="previous sample">‹ previous</button>'
@@ -87,7 +87,7 @@ def browser(samples: Sequence[dict], words: str) -> str:
         '<dl id="s-facts" class="facts"></dl>'
         '<h4>Prompt</h4><pre id="s-prompt" class="text"></pre>'
         '<h4>Answer <span id="s-scale" class="scale"></span></h4><pre id="s-answer" class="text answer"></pre>'
-        '<p id="s-reading" class="reading">Point at a token.</p>'
+        '<p id="s-reading" class="reading">Hover over a token.</p>'
         '<div id="s-other"><h4>Answer as text</h4><pre id="s-plain" class="text"></pre></div>'
         f'</div><details><summary>What these numbers mean</summary><dl class="words">{notes}</dl></details>'
         f'<script type="application/json" id="s-data">{data}</script>'
@@ -95,15 +95,15 @@ def browser(samples: Sequence[dict], words: str) -> str:
 
 
 SAMPLE_WORDS = (
-    ("reward", "what the reward function gave the answer; – means it could not be marked"),
-    ("advantage", "reward compared with the other answers to the same prompt; above 0 is encouraged"),
-    ("finish", "stop: the policy ended its answer; length: it was cut off"),
-    ("trained at", "policy version that learnt from the sample"),
-    ("sampled by", "policy versions that wrote its tokens; more than one means weights changed on the way"),
+    ("reward", "reward of the answer; – means it could not be scored"),
+    ("advantage", "reward relative to the other answers to the same prompt; above 0 is reinforced"),
+    ("finish", "stop: the policy ended its answer; length: truncated"),
+    ("trained at", "policy version trained on the sample"),
+    ("sampled by", "policy versions that generated its tokens; several if weights changed during generation"),
     ("log-probability", "of the token when it was sampled, in nats; 0 is certain, -2.3 one in ten"),
     (
         "trainer − sampler",
-        "difference of the two log-probabilities of the token; not 0 through rounding or staleness",
+        "difference between the token's two log-probabilities; nonzero through rounding or staleness",
     ),
 )
 
@@ -256,7 +256,7 @@ SCRIPT = """
     return made;
   };
   const hue = (v, list) => `var(--c${list.indexOf(v) % 8})`;
-  // Strength of a difference on a log scale, so that rounding stays pale: 1e-6 none, 1 full.
+  // Strength of a difference on a log scale, so that rounding errors stay pale: 1e-6 none, 1 full.
   const strength = (d) => d === 0 ? 0 : Math.max(0, Math.min(1, (Math.log10(Math.abs(d)) + 6) / 6));
 
   function colour(s, i, versions) {
@@ -351,7 +351,7 @@ SCRIPT = """
     });
     $("other").hidden = !s.text;
     $("plain").textContent = s.text;
-    $("reading").textContent = "Point at a token.";
+    $("reading").textContent = "Hover over a token.";
     scale(s, versions);
   }
 

@@ -1,1 +1,1 @@
-"""The process that JAX runs in: compilation cache and memory allocator."""
+"""Process-wide JAX settings: compilation cache and memory allocator."""

@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, so that the next start of a command finds them."""
+"""Persistent compilation cache, so that commands start faster the next time."""
 
 import logging
 import os
@@ -8,17 +8,17 @@ import jax
 
 log = logging.getLogger(__name__)
 
-MOST = 4 << 30  # bytes of programs kept; those not used for longest go first
+MAX_BYTES = 4 << 30  # size of the cache; least recently used programs are evicted
 
 
 def keep() -> None:
-    """Has JAX keep the programs that it compiles; to be called before it compiles anything.
+    """Enables JAX's persistent compilation cache; call it before anything is compiled.
 
-    They lie in `areax/programs` of the user's cache folder (XDG_CACHE_HOME, or ~/.cache), unless
-    JAX_COMPILATION_CACHE_DIR names another; JAX_ENABLE_COMPILATION_CACHE=0 keeps none. Each number of cores has a
-    folder of its own: XLA compiles for those that it sees, and JAX would take programs for one core where there are
-    more. JAX by itself leaves out what compiled in less than a second, of which a start has dozens; here all are kept,
-    as long as JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says nothing else.
+    The cache is `areax/programs` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache), unless
+    JAX_COMPILATION_CACHE_DIR is set; JAX_ENABLE_COMPILATION_CACHE=0 disables it. Each number of cores has a separate
+    folder: XLA compiles for the cores it sees, and JAX would reuse single-core programs on more cores. JAX by default
+    skips programs that compile in less than a second, of which a start has dozens; here all are cached, unless
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = (
@@ -30,14 +30,14 @@ def keep() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            log.warning("compiled programs are not kept: %s: %s", folder, error.strerror)
+            log.warning("compilation cache disabled: %s: %s", folder, error.strerror)
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_compilation_cache_max_size", MOST)  # with a lock: servers share the folder
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)  # enables a lock: servers share the folder
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cores() -> int:
-    """That this process may run on."""
+    """Number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

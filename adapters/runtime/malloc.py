@@ -1,4 +1,4 @@
-"""Memory of a process that computes on the CPU."""
+"""malloc settings for processes that compute on the CPU."""
 
 import ctypes
 
@@ -9,16 +9,16 @@ MOST = 2**31 - 1
 
 
 def keep_memory() -> None:
-    """Lets this process keep the memory of a step on the CPU for the next; to be called before JAX computes anything.
+    """Makes malloc reuse memory from step to step on the CPU; call it before JAX computes anything.
 
-    By default each step runs in a thread of its own and the C library gives its memory back to the system, which maps
-    and clears it anew for the next: 285,000 page faults a step on a model of 29M weights, 5 % of its time, or 25 % on a
-    virtual machine that gives free memory back to its host. All threads share one arena, for the first alone can grow
-    at will, and not only the main thread computes. Where the C library is not glibc nothing is kept.
+    By default each step runs in a new thread, and the C library returns its memory to the system, which maps and clears
+    it again for the next step: 285,000 page faults per step on a model of 29M weights, 5 % of its time, or 25 % on a
+    virtual machine that returns free memory to its host. All threads share one arena, since only the main arena can
+    grow freely and other threads compute too. Has no effect if the C library is not glibc.
     """
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     libc = ctypes.CDLL(None)
-    # Setting the second alone would fix the first where it starts, at 128 KiB. Older versions take 32 MiB at most.
+    # Setting only MMAP_THRESHOLD would fix TRIM_THRESHOLD at its initial 128 KiB. Older versions allow at most 32 MiB.
     if hasattr(libc, "mallopt") and (libc.mallopt(MMAP_THRESHOLD, MOST) or libc.mallopt(MMAP_THRESHOLD, 1 << 25)):
         libc.mallopt(TRIM_THRESHOLD, MOST)
         libc.mallopt(ARENA_MAX, 1)

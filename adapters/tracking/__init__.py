@@ -1,1 +1,1 @@
-"""What a run writes, and who reads along: metrics.jsonl, TensorBoard, wandb, Prometheus."""
+"""Experiment tracking: the run directory, and export to TensorBoard, wandb and Prometheus."""

@@ -1,7 +1,7 @@
-"""Prometheus as a sink of a run's metrics: an HTTP endpoint that tells the newest value of each, `areax_<kind>_<name>`.
+"""Prometheus sink: an HTTP endpoint with the latest value of each of a run's metrics, `areax_<kind>_<name>`.
 
-What a step has a part of its own of (`glossary.COUNTED`) is a counter, the sum over all lines of metrics.jsonl, under
-`areax_<kind>_<name>_total`; all else is a gauge.
+Metrics in `metric_catalog.COUNTED` are counters, `areax_<kind>_<name>_total`, summed over all lines of metrics.jsonl;
+all others are gauges.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .tail import START, Mark
 
 
 class Prometheus:
-    """The endpoint, which is open until `close`.
+    """The endpoint, open until `close`.
 
     Attributes:
-      live: asked for at each scrape: {name: value now}; names that end in _total are counters.
+      live: called at each scrape for current values {name: value}; names that end in _total are counters.
     """
 
     mark = START
 
     def __init__(self, host: str, port: int):
-        """Raises ValueError where the address is taken, or not of this machine."""
+        """Raises ValueError if the address is in use or not of this machine."""
         import prometheus_client
 
         self.live: Callable[[], Mapping[str, float]] = dict
@@ -41,7 +41,7 @@ class Prometheus:
             raise ValueError(_taken(host, port, error)) from None
 
     def begin(self) -> None:
-        """What was taken so far is void."""
+        """Discards all values received so far."""
         with self._lock:
             self._newest.clear()
             self._sums.clear()
@@ -58,7 +58,7 @@ class Prometheus:
                         self._newest[kind, name] = value
 
     def collect(self) -> Iterable[Any]:
-        """Called at each scrape, in a thread of its own."""
+        """Called at each scrape, in a separate thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -68,8 +68,8 @@ class Prometheus:
             where = counters if name.endswith("_total") else gauges
             where[_clean(name.removesuffix("_total"))] = name, value
         for names, family in ((gauges, GaugeMetricFamily), (counters, CounterMetricFamily)):
-            for name, (own, value) in sorted(names.items()):
-                yield family(name, metric_catalog.meaning(own), value=value)
+            for name, (metric, value) in sorted(names.items()):
+                yield family(name, metric_catalog.meaning(metric), value=value)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -82,4 +82,4 @@ def _clean(*words: str) -> str:
 
 
 def _taken(host: str, port: int, error: OSError) -> str:
-    return f"--track.prometheus must be a free port of {host}, got {port} ({error.strerror}); name another one"
+    return f"--track.prometheus must be a free port of {host}, got {port} ({error.strerror}); use another one"

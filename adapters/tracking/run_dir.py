@@ -1,13 +1,13 @@
-"""A run directory: what a run was told, what it measured and some of what it sampled, as plain JSON.
+"""The run directory: configuration, metrics and samples of a run, as plain JSON.
 
-    config.json     what the run was told
-    metrics.jsonl   a line a measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
-    samples.jsonl   a line a sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
-    journal.jsonl   of RL, a line an event (rollout/events.py)
-    summary.json    what came out
+    config.json     the run's options
+    metrics.jsonl   one line per measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
+    samples.jsonl   one line per sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
+    journal.jsonl   RL only, one line per event (rollout/events.py)
+    summary.json    results
 
-Every line is standard JSON: a number that is not finite is written as null and spelled out in the line's
-"nonfinite". A line cut short by a crash is skipped when read, and removed when the run is opened again.
+Every line is standard JSON: a number that is not finite is written as null and listed in the line's "nonfinite". A line
+truncated by a crash is skipped when read, and removed when the run is opened again.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that a
 
 
 def plain(value):
-    """`value` in JSON's types: dataclasses and mappings as objects, arrays and scalars of numpy or jax
-    as lists and numbers, paths as text, numbers that are not finite as null."""
+    """Converts `value` to JSON types: dataclasses and mappings to objects, numpy and jax arrays to lists or numbers,
+    paths to strings, numbers that are not finite to null, or in a
+    dataclass to strings ("inf")."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {field.name: _option(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -53,16 +54,21 @@ def plain(value):
         return os.fspath(value)
     if hasattr(value, "tolist"):
         return plain(value.tolist())
-    raise ValueError(f"tracker: a run directory holds text, numbers, lists, mappings and dataclasses, got {value!r}")
+    raise ValueError(f"run_dir: values must be text, numbers, lists, mappings or dataclasses, got {value!r}")
+
+
+def _option(value):
+    """A dataclass's value: as `--config` reads it, which needs infinities."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else plain(value)
 
 
 def write_json(path, value) -> None:
-    """Writes `value` (see `plain`) to path: the whole of it, or the file stays as it was."""
+    """Writes `value` (see `plain`) to a file as JSON, atomically."""
     write_text(pathlib.Path(path), json.dumps(plain(value), indent=2) + "\n")
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Writes a file: the whole of it, or it stays as it was."""
+    """Writes a file atomically."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
@@ -72,9 +78,9 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def read_lines(path) -> Iterator[dict]:
-    """The objects of a JSON-lines file, in order; a last line without its end is skipped.
+    """The objects of a JSON Lines file, in order; skips a truncated last line.
 
-    Raises ValueError with the line's number where another line is not a JSON object.
+    Raises ValueError with the line number if any other line is not a JSON object.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -83,7 +89,7 @@ def read_lines(path) -> Iterator[dict]:
 
 
 def parse(line: bytes, path, number: int) -> dict:
-    """The JSON object of a line; raises ValueError, with its number, where it is none."""
+    """Parses a line as a JSON object; raises ValueError with its number if it is not one."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -95,7 +101,7 @@ def parse(line: bytes, path, number: int) -> dict:
 
 
 def numbers(line: Mapping) -> dict[str, float]:
-    """The numbers of a metrics line by name, those too that are not finite."""
+    """The numbers of a metrics line by name, including those that are not finite."""
     odd = {name: float(what) for name, what in line.get("nonfinite", {}).items()}
     return {k: float(v) for k, v in line.items() if k not in OURS and isinstance(v, int | float)} | odd
 
@@ -106,7 +112,7 @@ def histograms(line: Mapping) -> dict[str, Mapping]:
 
 
 class Run:
-    """An open run directory; its methods may be called from any thread. `open_run` makes one."""
+    """An open run directory, created by `open_run`; thread-safe."""
 
     def __init__(self, path: pathlib.Path, metrics, samples, began: float):
         self.path = path
@@ -117,21 +123,21 @@ class Run:
         """Appends a line to metrics.jsonl.
 
         Args:
-          kind: what took the step: `sft`, `grpo`, `eval`, ...
-          values: numbers (Python's, or 0-d arrays), histograms {"edges": n + 1 numbers that increase,
-            "counts": n}, or None where a number is missing.
+          kind: kind of step: `sft`, `grpo`, `eval`, ...
+          values: numbers (Python's, or 0-d arrays), histograms {"edges": n + 1 increasing numbers, "counts": n}, or
+            None for a missing number.
         """
         line: dict[str, Any] = {"step": int(step), "kind": kind, "seconds": round(time.monotonic() - self._began, 3)}
         unfit = {}
         for name, value in values.items():
             if name in OURS:
-                raise ValueError(f"log: {name!r} is the tracker's own; give the metric another name")
+                raise ValueError(f"log: a metric must not be named {', '.join(OURS)}, got {name!r}; rename it")
             if isinstance(value, Mapping):
                 line[name] = _histogram(name, value)
                 continue
             number = value.tolist() if hasattr(value, "tolist") else value
             if number is not None and not isinstance(number, int | float):
-                raise ValueError(f"log: {name} must be one number or a histogram {{edges, counts}}, got {value!r}")
+                raise ValueError(f"log: {name} must be a number or a histogram {{edges, counts}}, got {value!r}")
             line[name] = plain(number)
             if isinstance(number, float) and not math.isfinite(number):
                 unfit[name] = str(number)
@@ -158,12 +164,12 @@ class Run:
         """Appends a line to samples.jsonl.
 
         Args:
-          version: policy version that trained on the sample.
-          text: all that followed the prompt.
-          tokens: its n tokens, decoded one by one.
-          logp: n log-probabilities (nats) as the sampler gave them.
+          version: policy version trained on the sample.
+          text: everything after the prompt.
+          tokens: its n tokens, decoded individually.
+          logp: n log-probabilities (nats) from the sampler.
           version_of_token: n policy versions; -1 for a token that the policy did not sample.
-          trainer_logp: n log-probabilities (nats) as the trainer computes them.
+          trainer_logp: n log-probabilities (nats) from the trainer.
         """
         line: dict[str, Any] = {"step": int(step), "kind": kind, "version": version, "prompt": prompt, "text": text}
         line |= {"reward": reward, "finish": finish, "tokens": tokens, "logp": logp}
@@ -172,7 +178,7 @@ class Run:
             line["trainer_logp"] = trainer_logp
         for name in ("logp", "version_of_token", "trainer_logp"):
             if name in line and len(line[name]) != len(tokens):
-                raise ValueError(f"sample: {name} needs one entry a token, got {len(line[name])} for {len(tokens)}")
+                raise ValueError(f"sample: {name} needs one entry per token, got {len(line[name])} for {len(tokens)}")
         self._append(self._samples, plain(line))
 
     def _append(self, file, line: dict) -> None:
@@ -187,7 +193,7 @@ def _histogram(name: str, value: Mapping) -> dict:
     rises = None not in edges and all(a < b for a, b in zip(edges, edges[1:], strict=False))
     if not counts or None in counts or len(edges) != len(counts) + 1 or not rises:
         raise ValueError(
-            f"log: histogram {name} needs n counts and n + 1 finite edges that increase, "
+            f"log: histogram {name} needs n counts and n + 1 finite increasing edges, "
             f"got {len(counts)} counts and edges {edges}"
         )
     return shape
@@ -195,13 +201,13 @@ def _histogram(name: str, value: Mapping) -> dict:
 
 @contextlib.contextmanager
 def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet: bool = False) -> Iterator[Run]:
-    """Opens a run directory to append to, making it if need be.
+    """Opens a run directory for appending, creating it if needed.
 
     Args:
-      config: written to config.json if given (a dataclass or a mapping).
-      keep: {kind: last step to keep}: later lines of that kind are removed, in both files. A run that
-        resumes after step 40 gives {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
-      quiet: nothing is read or written: for the other processes of a job.
+      config: a dataclass or mapping to write to config.json.
+      keep: {kind: last step to keep}: later lines of that kind are removed from both files. A run that resumes after
+        step 40 passes {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
+      quiet: reads and writes nothing: for the other processes of a job.
     """
     if quiet:
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -209,14 +215,14 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
         return
     path = pathlib.Path(path)
     if path.exists() and not path.is_dir():
-        raise ValueError(f"open_run: a run needs a directory, got the file {path}; name another place")
+        raise ValueError(f"open_run: a run needs a directory, got the file {path}; use another path")
     path.mkdir(parents=True, exist_ok=True)
     if config is not None:
         write_json(path / CONFIG, config)
     for name in (METRICS, SAMPLES):
         if (path / name).exists():
             _cut(path / name, keep or {})
-    before = 0.0  # seconds go on where they stopped; the time between two processes does not count
+    before = 0.0  # seconds continue from the last line; the time between two processes does not count
     if (path / METRICS).exists():
         before = max((line.get("seconds", 0.0) for line in read_lines(path / METRICS)), default=0.0)
     with (
@@ -227,7 +233,7 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
 
 
 def _cut(path: pathlib.Path, keep: Mapping[str, int]) -> None:
-    """Removes a half-written last line and the lines that come after what is kept."""
+    """Removes a truncated last line and the lines after the last step to keep."""
     partial = path.with_name(path.name + ".partial")
     with open(path, "rb") as old, open(partial, "wb") as new:
         for number, line in enumerate(old, 1):
@@ -245,10 +251,10 @@ def _cut(path: pathlib.Path, keep: Mapping[str, int]) -> None:
 
 @contextlib.contextmanager
 def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, console=None, quiet: bool = False):
-    """Shows how far a run is: a bar on a terminal, else a line at most every `every` seconds, or nothing if `quiet`.
+    """Shows a run's progress: a bar on a terminal, else a line at most every `every` seconds; nothing if `quiet`.
 
-    Yields tick(step, *, tokens=0, **values): `values` are shown by name; `tokens` are those of the
-    steps since the last tick. Rate and time left are taken from the last 20 ticks.
+    Yields tick(step, *, tokens=0, **values): `values` are shown by name; `tokens` counts tokens since the last tick.
+    Rate and time left are estimated from the last 20 ticks.
     """
     console = console or Console(stderr=True, quiet=quiet)
     recent = collections.deque([(time.monotonic(), start, 0)], maxlen=20)
@@ -290,7 +296,7 @@ def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, cons
             show()
 
     yield tick
-    show()  # the last step is never left unsaid
+    show()  # always print the last step
 
 
 def _clock(seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""Where else the numbers of a run go: TensorBoard, wandb, Prometheus, each fed from metrics.jsonl by its own thread.
+"""Exports a run's metrics to TensorBoard, wandb and Prometheus, each from metrics.jsonl in its own thread.
 
-The file is what counts, and the run writes nothing else. A sink that fails costs a warning and its own curves, never
-the run. When lines are cut from the file, because a run goes on from a state before them, the sinks begin anew.
+The run itself writes only the file. A failing sink logs a warning and stops, but never fails the run. When lines are
+removed from the file, because a run resumes from an earlier state, sinks start over.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .tail import Mark, Tail
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0  # between two looks at the file
-PATIENCE_S = 90.0  # at the end, for a sink to take the last lines
+EVERY_S = 1.0  # between reads of the file
+PATIENCE_S = 90.0  # at the end, for a sink to export the last lines
 
 
 @dataclass(frozen=True)
 class Sinks:
-    """Where else the numbers of metrics.jsonl go (docs/metrics.md).
+    """Export of metrics.jsonl to other trackers (docs/metrics.md; TRL's report_to).
 
     Attributes:
-      tensorboard: event files in `tensorboard/` of the run's directory.
-      wandb: project on Weights & Biases; "" = none.
-      prometheus: port at which the newest numbers can be scraped while the run lasts; 0 = none.
-      prometheus_host: address that it listens on; whoever reaches it can read them.
+      tensorboard: write event files to `tensorboard/` in the run directory.
+      wandb: Weights & Biases project; "" = none.
+      prometheus: port to scrape the latest metrics from during the run; 0 = none.
+      prometheus_host: address that Prometheus listens on; readable by anyone who can reach it.
     """
 
     tensorboard: bool = False
@@ -50,10 +50,10 @@ class Sinks:
 
 
 class Sink(Protocol):
-    """What is told of the lines; every call comes from one thread.
+    """Receives metrics lines; all calls come from one thread.
 
     Attributes:
-      mark: what it has of the file already.
+      mark: position in the file up to which it already has the lines.
     """
 
     mark: Mark
@@ -70,15 +70,15 @@ class Followed:
     """What `following` yields.
 
     Attributes:
-      live: may be set to a function that the Prometheus endpoint asks at each scrape for {name: value now}; names that
-        end in _total are counters.
+      live: may be set to a function that returns current values {name: value} at each Prometheus scrape; names that end
+        in _total are counters.
     """
 
     live: Callable[[], Mapping[str, float]] = dict
 
 
 def check(sinks: Sinks) -> None:
-    """Raises ValueError where a sink cannot work: its package is missing, its port taken, nobody logged in."""
+    """Raises ValueError if a sink cannot work: its package is missing, its port in use, or there is no login."""
     for extra, package, wanted in (("tensorboard", "tensorboardX", sinks.tensorboard), ("wandb", "wandb", sinks.wandb)):
         if wanted and importlib.util.find_spec(package) is None:
             raise ValueError(f"--track.{extra} needs {package}, which is not installed; pip install 'areax[{extra}]'")
@@ -92,12 +92,12 @@ def check(sinks: Sinks) -> None:
 def following(
     run_dir: str | os.PathLike, sinks: Sinks, *, quiet: bool = False, every_s: float = EVERY_S
 ) -> Iterator[Followed]:
-    """The sinks follow the run's metrics.jsonl until the end, when they get the last lines.
+    """Runs sinks that follow the run's metrics.jsonl, and exports the last lines on exit.
 
     Args:
-      quiet: there are none: for the other processes of a job.
+      quiet: no sinks: for the other processes of a job.
 
-    Raises ValueError where the port is taken.
+    Raises ValueError if the port is in use.
     """
     followed, run_dir = Followed(), pathlib.Path(run_dir)
     if quiet:
@@ -126,20 +126,20 @@ def following(
         for thread, sink in zip(threads, found, strict=True):
             thread.join(PATIENCE_S)
             if thread.is_alive():
-                log.warning("%s has not taken the last lines of %s in %g s", _name(sink), run_dir, PATIENCE_S)
+                log.warning("%s did not export the last lines of %s within %g s", _name(sink), run_dir, PATIENCE_S)
 
 
 def copy(run_dir: str | os.PathLike, *, tensorboard: str = "", wandb: str = "") -> None:
-    """Gives the metrics of a run, which may be over, to sinks.
+    """Exports the metrics of a run, finished or not.
 
     Args:
-      tensorboard: folder for event files; those in it are removed.
+      tensorboard: folder for event files; existing ones are removed.
       wandb: project.
     """
     check(Sinks(tensorboard=bool(tensorboard), wandb=wandb))
     path = pathlib.Path(run_dir) / tracker.METRICS
     if not path.is_file():
-        raise ValueError(f"report: a run directory holds {tracker.METRICS}, got {run_dir} without it")
+        raise ValueError(f"report: a run directory must contain {tracker.METRICS}, got {run_dir} without it")
     found: list[Sink] = [boards.TensorBoard(pathlib.Path(tensorboard))] if tensorboard else []
     found += [accounts.Wandb(wandb, pathlib.Path(run_dir))] if wandb else []
     for sink in found:
@@ -152,11 +152,11 @@ def _follow(path: pathlib.Path, sink: Sink, ended: threading.Event, every_s: flo
         with contextlib.closing(sink), contextlib.closing(Tail(path, sink.mark)) as tail:
             last = False
             while not last:
-                last = ended.is_set()  # before the look: what was logged until then is in the file
+                last = ended.is_set()  # checked before reading: all earlier lines are in the file
                 _hand(tail, sink)
                 ended.wait(every_s)
-    except Exception as error:  # whatever a sink raises: it must not end the run
-        log.warning("%s gets nothing more of %s: %s: %s", _name(sink), path, type(error).__name__, error)
+    except Exception as error:  # a sink must never fail the run
+        log.warning("%s stopped following %s: %s: %s", _name(sink), path, type(error).__name__, error)
 
 
 def _hand(tail: Tail, sink: Sink) -> None:

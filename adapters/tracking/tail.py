@@ -1,4 +1,4 @@
-"""The lines of a file of JSON lines as they come, also where the file is cut, or another takes its place."""
+"""Follows a JSON Lines file, also if it is truncated or replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import run_dir
 
 
 class Mark(NamedTuple):
-    """A place in a file: behind so many bytes, and what their xxh3-128 is."""
+    """A position in a file: number of bytes read, and their xxh3-128."""
 
     bytes: int = 0
     xxh3_128: str = ""
@@ -22,30 +22,30 @@ START = Mark()
 
 
 class Tail:
-    """Reads what was appended since the last look. The file may not be there yet.
+    """Reads lines appended since the last call. The file need not exist yet.
 
     Attributes:
-      mark: what was read so far.
+      mark: position up to which the file was read.
     """
 
     def __init__(self, path: str | os.PathLike, mark: Mark = START):
         """
         Args:
-          mark: where to go on; where the file no longer begins with what was read then, it is read from its beginning.
+          mark: where to continue; if the file no longer starts with these bytes, it is read from the start.
         """
         self.path, self.mark = pathlib.Path(path), mark
         self._file: BinaryIO | None = None
         self._hash, self._lines = xxhash.xxh3_128(), 0
 
     def look(self) -> tuple[bool, list[dict]]:
-        """(whether all that was read before is void, the new lines: then those from the beginning).
+        """(whether earlier lines are void, the new lines); if they are void, new lines are all from the start.
 
         Raises ValueError for a line that is not a JSON object.
         """
         void = self._file is None and self.mark.bytes == 0
         if self._file is None or self._is_another():
             try:
-                file = open(self.path, "rb")  # noqa: SIM115 - it stays open: its inode is then nobody else's
+                file = open(self.path, "rb")  # noqa: SIM115 - kept open, so that its inode is not reused
             except FileNotFoundError:
                 return False, []
             self.close()
@@ -64,17 +64,17 @@ class Tail:
             self._file.close()
 
     def _is_another(self) -> bool:
-        """Whether the file's name stands for another one now, or it is shorter than what was read of it."""
+        """Whether the file was replaced, or truncated below what was read."""
         assert self._file
-        own = os.fstat(self._file.fileno())
+        opened = os.fstat(self._file.fileno())
         try:
-            there = self.path.stat()
+            current = self.path.stat()
         except FileNotFoundError:
-            return False  # what is open is all there is
-        return (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino) or there.st_size < self.mark.bytes
+            return False  # removed; nothing newer to read
+        return (opened.st_dev, opened.st_ino) != (current.st_dev, current.st_ino) or current.st_size < self.mark.bytes
 
     def _goes_on(self) -> bool:
-        """Places the new file behind what was read, if it begins with that, else at its beginning."""
+        """Whether the new file starts with what was read before; seeks after that, else to the start."""
         assert self._file
         before, self.mark, self._hash = self.mark, START, xxhash.xxh3_128()
         start = self._file.read(before.bytes)

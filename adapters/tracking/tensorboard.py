@@ -1,4 +1,4 @@
-"""TensorBoard as a sink of a run's metrics: scalars and histograms by `kind/name`, in an event file."""
+"""TensorBoard sink: a run's scalars and histograms as `kind/name`, in an event file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .tail import START, Mark
 
 
 class TensorBoard:
-    """An event file in a folder of its own: each process replaces it by another, from the first line of the metrics on.
+    """An event file in a separate folder; each process rewrites it from the first line of the metrics.
 
-    So it holds what they hold, whatever became of the one before.
+    It therefore always has the same content as metrics.jsonl.
     """
 
     mark = START
@@ -25,7 +25,7 @@ class TensorBoard:
         self._began: float | None = None  # time of day at second 0 of the run
 
     def begin(self) -> None:
-        """What was written so far is void."""
+        """Starts over with a new event file."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -34,14 +34,14 @@ class TensorBoard:
         for old in self.folder.glob("events.out.tfevents.*"):
             old.unlink()
         self._writer = EventsWriter(str(self.folder / "events"), f".{uuid.uuid4().hex[:8]}")
-        # A TensorBoard that is running drops what it has read.
+        # Makes a running TensorBoard drop what it has read.
         self._writer.write_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
         self._began = None
 
     def take(self, lines: list[dict], mark: Mark) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
-        if self._began is None:  # the axis of time is that of the lines: it stands still between two processes
+        if self._began is None:  # wall times follow the lines' seconds, without the time between processes
             self._began = time.time() - lines[-1].get("seconds", 0.0)
         for line in lines:
             at = self._began + line.get("seconds", 0.0)

@@ -1,4 +1,4 @@
-"""Weights & Biases as a sink of a run's metrics: numbers and histograms by `kind/name` over `kind/step`."""
+"""Weights & Biases sink: a run's numbers and histograms as `kind/name` over `kind/step`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from . import run_dir as tracker
 from .tail import START, Mark
 
-STATE = "wandb.json"  # in the run's directory: the wandb run, its project, and what of metrics.jsonl it has
-ANSWER_S = 60.0  # to begin a run, and for the last uploads
+STATE = "wandb.json"  # in the run directory: wandb run, project, and the position in metrics.jsonl
+ANSWER_S = 60.0  # timeout of starting a run, and of the last uploads
 
 
 class Wandb:
-    """A wandb run, which goes on where the run does.
+    """A wandb run, resumed when the run resumes.
 
-    What was sent cannot be taken back: where lines that were sent have been cut from the file since, another wandb run
-    begins, in the same group, and gets all that is in the file.
+    Sent lines cannot be removed: if some have since been removed from the file, a new wandb run in the same group gets
+    the whole file.
     """
 
     def __init__(self, project: str, run_dir: pathlib.Path):
@@ -35,14 +35,14 @@ class Wandb:
                 self.mark = Mark(state["bytes"], state["xxh3_128"])
 
     def begin(self) -> None:
-        """What was sent so far is void."""
+        """Starts over with a new wandb run."""
         self.close()
         self._id, self._run, self._sent = uuid.uuid4().hex[:12], None, 0
 
     def take(self, lines: list[dict], mark: Mark) -> None:
         import wandb
 
-        with _told():
+        with _errors():
             self._run = self._run or self._open()
             for number, line in enumerate(lines, self._sent):
                 kind = line.get("kind", "run")
@@ -60,7 +60,7 @@ class Wandb:
 
     def close(self) -> None:
         if self._run:
-            with _told():
+            with _errors():
                 self._run.finish()
 
     def _open(self) -> Any:
@@ -77,17 +77,17 @@ class Wandb:
 
 
 def check() -> None:
-    """Raises ValueError where nobody is logged in."""
+    """Raises ValueError if wandb has no login."""
     import wandb
 
-    with _told():
+    with _errors():
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError("--track.wandb needs an account, got no key; `wandb login`, or set WANDB_MODE=offline")
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What wandb raises, as a RuntimeError."""
+def _errors() -> Iterator[None]:
+    """Turns wandb's errors into RuntimeError."""
     import wandb
 
     try:

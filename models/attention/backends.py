@@ -1,4 +1,4 @@
-"""Which code computes attention: the chunked reference, or the kernel of a platform that honours all it is asked."""
+"""Attention backends: chooses the chunked reference or a platform's kernel by what a call needs."""
 
 import importlib
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ Name = Literal["auto", "chunked", "splash", "cudnn", "triton"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a call asks for.
+    """Features that an attention call needs.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      dtype: of queries, keys and values.
+      dtype: dtype of queries, keys and values.
       length: positions of a row on one device.
       head_dim: size of a head.
       packing: rows may hold several sequences, or padding.
-      other_keys: keys are not the queries' own, as where rows are gathered over cp.
-      window: most tokens that one sees; None = no limit.
-      chunk: queries a chunk, where they are to come in chunks of that size.
-      softcap: scores are cap x tanh(score / cap) (arXiv:2408.00118); None = as they are.
-      sinks: each head has a learnt logit that no value belongs to (arXiv:2309.17453).
+      other_keys: keys differ from the queries' tokens, as when rows are gathered over cp.
+      window: sliding window: a token attends to at most this many tokens; None = no limit.
+      chunk: queries per chunk, if a chunk size is requested.
+      softcap: scores are cap x tanh(score / cap) (arXiv:2408.00118); None = off.
+      sinks: each head has a learnt logit without a value (attention sinks, arXiv:2309.17453).
     """
 
     platform: str
@@ -42,13 +42,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class Supports:
-    """What a backend honours; the names are those of `Needs`.
+    """Features that a backend supports, named as in `Needs`.
 
     Attributes:
       platforms, dtypes: None = any.
-      length: rows must be a multiple of it.
-      head_dim: sizes of a head must be a multiple of it,
-      most_head_dim: and no more than this.
+      length: row length must be a multiple of it.
+      head_dim: head size must be a multiple of it.
+      most_head_dim: maximum head size.
     """
 
     platforms: tuple[str, ...] | None = None
@@ -66,7 +66,7 @@ class Supports:
 
 HALF = "bfloat16", "float16"
 FLOAT = *HALF, "float32"
-# By the file of this folder that has them, in the order in which "auto" looks for one that honours everything.
+# Keyed by file name in this folder, in the order in which "auto" tries them.
 BACKENDS: dict[str, Supports] = {
     "splash": Supports(("tpu",), length=128, packing=True, window=True),
     "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True),
@@ -76,9 +76,9 @@ BACKENDS: dict[str, Supports] = {
 
 
 def refusals(name: str, needs: Needs) -> list[str]:
-    """What the backend cannot honour: features with their values, none if it serves."""
+    """Features with their values that the backend does not support; empty if it supports all needs."""
     has = BACKENDS[name]
-    honoured = {
+    supported = {
         "platform": has.platforms is None or needs.platform in has.platforms,
         "dtype": has.dtypes is None or needs.dtype in has.dtypes,
         "length": needs.length % has.length == 0,
@@ -90,14 +90,14 @@ def refusals(name: str, needs: Needs) -> list[str]:
         "softcap": has.softcap or needs.softcap is None,
         "sinks": has.sinks or not needs.sinks,
     }
-    return [f"{feature} {getattr(needs, feature)}" for feature, kept in honoured.items() if not kept]
+    return [f"{feature} {getattr(needs, feature)}" for feature, ok in supported.items() if not ok]
 
 
 def choose(name: Name, needs: Needs) -> str:
-    """The backend that computes: the named one, or for "auto" the first of BACKENDS that honours everything.
+    """Returns the named backend, or for "auto" the first of BACKENDS that supports all needs.
 
     Raises:
-      ValueError: it does not honour something; the message says what does.
+      ValueError: the backend lacks a feature; the message names backends that have it.
     """
     able = [other for other in BACKENDS if not refusals(other, needs)]
     if name == "auto" and able:
@@ -105,8 +105,8 @@ def choose(name: Name, needs: Needs) -> str:
     name = "chunked" if name == "auto" else name
     if name not in able:
         raise ValueError(
-            f"attention {name}: {' and '.join(refusals(name, needs))} cannot be honoured; "
-            f"{'take ' + ' or '.join(able) if able else 'no backend does'}"
+            f"attention {name}: {' and '.join(refusals(name, needs))} not supported; "
+            f"{'use ' + ' or '.join(able) if able else 'no backend supports this'}"
         )
     return name
 
@@ -115,10 +115,10 @@ def causal(
     q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, *, backend: Name, packing: bool = True, window: int | None = None,
     chunk: int | None = None, key_segment_BS=None, key_index_BS=None,
 ):  # fmt: skip
-    """`attention.causal` by a backend. Raises as `choose`.
+    """`chunked.causal`, computed by a backend. Raises as `choose`.
 
     Args:
-      packing: False = each row is one sequence from end to end.
+      packing: False = each row is one sequence without padding.
     """
     needs = Needs(
         jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], packing,
@@ -128,17 +128,17 @@ def causal(
     if name == "chunked":
         keys = dict(key_segment_BS=key_segment_BS, key_index_BS=key_index_BS)
         return chunked.causal(q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, window=window, chunk=chunk, **keys)
-    kernel = importlib.import_module(f".{name}", __package__)  # loaded where it is used
+    kernel = importlib.import_module(f".{name}", __package__)  # lazy: kernels import platform libraries
     more = {} if window is None else {"window": window}
     return kernel.causal(q_BTNH, k_BSKH, v_BSKH, segment_BT, **more)
 
 
 def ring(*rows, backend: Name, **more):
-    """`attention.ring`, which works on blocks of the chunked reference.
+    """`chunked.ring`; no other backend implements it.
 
     Raises:
-      ValueError: another backend.
+      ValueError: another backend is requested.
     """
     if backend not in ("auto", "chunked"):
-        raise ValueError(f"attention {backend}: ring over cp cannot be honoured; take chunked, or ulysses over cp")
+        raise ValueError(f"attention {backend}: ring over cp not supported; use chunked, or ulysses over cp")
     return chunked.ring(*rows, **more)

@@ -1,4 +1,4 @@
-"""Causal attention over packed rows: query chunks over only the keys they may see; no [T, T] array is held."""
+"""Chunked causal attention over packed rows: each query chunk reads only keys it may attend to; no [T, T] array."""
 
 from functools import partial
 
@@ -9,14 +9,15 @@ from jax.ad_checkpoint import checkpoint_name
 from ...core.shapes import shaped
 from ...parallel import ring as rings
 
-OUTPUT = "attention"  # name of what the backward pass needs of the forward pass, for rematerialisation policies
-CHUNK = 64, 128  # queries: a quarter of the row, no fewer and no more than these
-RUNS = 16  # of a row at most: each is compiled for the keys before its end, its chunks are a loop
-# Where its sequences allow, a chunk looks back so many chunks, in longer rows so many 32nds of the row, else to the
-# row's beginning. To choose costs some percent of a step, so a run chooses only where it can leave out half its keys:
-# rows of 768 tokens gain nothing by it, a step on 64 sequences of 180 tokens in rows of 4,096 takes 0.55 of the time.
+OUTPUT = "attention"  # checkpoint name of the residuals of the backward pass, for rematerialisation policies
+CHUNK = 64, 128  # min and max queries per chunk; between them a quarter of the row
+RUNS = 16  # max runs of a row: each is compiled for the keys up to its end and loops over its chunks
+# If its sequences are short enough, a chunk looks back only this many chunks, in longer rows this many 32nds of the
+# row, otherwise to the start of the row. Choosing costs a few percent of a step, so a run does so only where it can
+# skip half its keys: rows of 768 tokens gain nothing; a step on 64 sequences of 180 tokens in rows of 4,096 takes 0.55
+# of the time.
 NEAR = 2, 5
-ELSEWHERE = (512, 512), 4, ()  # the same three without a cache to be kept to, where each product takes long to compile
+ELSEWHERE = (512, 512), 4, ()  # CHUNK, RUNS and NEAR off the CPU: no cache to fit, and every matmul is slow to compile
 FITS = 1 << 19  # scores: 2 MB in fp32
 
 
@@ -25,17 +26,19 @@ def causal(
     q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, *, key_segment_BS=None, key_index_BS=None,
     window: int | None = None, chunk: int | None = None,
 ):  # fmt: skip
-    """Grouped-query attention in which a token sees the tokens of its own segment up to itself.
+    """Causal grouped-query attention within segments.
 
-    Tokens of a segment stand next to each other in order, so a chunk of queries needs no key behind it, nor any before
-    the sequence of its first query. Memory is linear in T: the backward pass computes the scores of a chunk again from
-    the log-sum-exp of each row (FlashAttention-2, arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in
+    The tokens of a segment are contiguous and in order, so a chunk of queries needs no key after it or before the start
+    of its first query's sequence. Memory is linear in T: the backward pass recomputes the scores of a chunk from the
+    log-sum-exp of each row (FlashAttention-2, arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in
     fp32 or wider; scores are scaled by H^-1/2. Differentiable once, in reverse mode.
 
     Args:
-      key_segment_BS, key_index_BS: of keys that are not the queries' own; every query must find itself among them.
-      window: most tokens that one sees, itself and the window - 1 before it; None = no limit (arXiv:2004.05150).
-      chunk: queries a chunk; None = 64 to 128 on a CPU, 512 elsewhere.
+      key_segment_BS, key_index_BS: segments and indices of the keys if they differ from the queries'; must include
+        every query's own token.
+      window: sliding window: a token attends to itself and the window - 1 tokens before it; None = no limit
+        (arXiv:2004.05150).
+      chunk: queries per chunk; None = 64 to 128 on a CPU, 512 elsewhere.
 
     Returns:
       out_BTNH, in q's dtype.
@@ -50,15 +53,15 @@ def causal(
 def ring(
     q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, axis: str, window: int | None = None, chunk: int | None = None
 ):
-    """`causal` over rows whose positions are split over the devices of a mesh axis, in the order of `ring.order`."""
+    """`causal` over rows whose positions are sharded over a mesh axis, in the order of `ring.order`."""
     keep = partial(checkpoint_name, name=OUTPUT)
     how = dict(window=window, chunk=chunk)
-    whole = rings.attention(partial(forward, **how), partial(backward, **how), keep, axis)
-    return _heads_last(whole(*_heads_first(q_BTNH, k_BTKH, v_BTKH), (segment_BT, index_BT)))
+    attend = rings.attention(partial(forward, **how), partial(backward, **how), keep, axis)
+    return _heads_last(attend(*_heads_first(q_BTNH, k_BTKH, v_BTKH), (segment_BT, index_BT)))
 
 
 def _heads_first(q_BTNH, k_BSKH, v_BSKH):
-    """(batch, head)-major operands make plain batched matmuls; queries are scaled."""
+    """Transposes to (batch, head)-major for plain batched matmuls, and scales the queries."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * H**-0.5
@@ -71,23 +74,23 @@ def _heads_last(out_BKGTH):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own):
-    return _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own)[0]
+def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned):
+    return _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned)[0]
 
 
-def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, own):
+def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned):
     block = q_BKGTH, k_BKSH, v_BKSH, here, there
-    made = _by_rows(partial(forward, window=window, chunk=chunk, own=own), chunk, *block)
+    made = _by_rows(partial(forward, window=window, chunk=chunk, aligned=aligned), chunk, *block)
     out_BKGTH, lse_BKGT1 = (checkpoint_name(x, OUTPUT) for x in made)
     return out_BKGTH, (*block, out_BKGTH, lse_BKGT1)
 
 
-def _causal_backward(window, chunk, own, kept, dout_BKGTH):
+def _causal_backward(window, chunk, aligned, kept, dout_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, here, there, out_BKGTH, lse_BKGT1 = kept
     inner_BKGT1 = jnp.sum(dout_BKGTH.astype(lse_BKGT1.dtype) * out_BKGTH, -1, keepdims=True)
     block = q_BKGTH, k_BKSH, v_BKSH, here, there
     more = lse_BKGT1, inner_BKGT1, dout_BKGTH
-    grads = _by_rows(partial(backward, window=window, chunk=chunk, own=own), chunk, *block, *more)
+    grads = _by_rows(partial(backward, window=window, chunk=chunk, aligned=aligned), chunk, *block, *more)
     return *(dx.astype(x.dtype) for dx, x in zip(grads, kept, strict=False)), None, None
 
 
@@ -95,11 +98,11 @@ _causal.defvjp(_causal_forward, _causal_backward)
 
 
 def _by_rows(fn, chunk, *block):
-    """fn(*block), on a CPU a few rows at a time: the scores of a chunk then stay in a core's own cache, and the keys
-    that it needs are those of these rows."""
+    """fn(*block), on a CPU a few rows at a time, so that a chunk's scores stay in the core's cache and the keys to read
+    depend on these rows only."""
     (B, K, G, T, _), S = block[0].shape, block[1].shape[2]
-    most = FITS // (K * G * _size(T, chunk) * S) if jax.default_backend() == "cpu" else B
-    rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(most, 1))
+    limit = FITS // (K * G * _size(T, chunk) * S) if jax.default_backend() == "cpu" else B
+    rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(limit, 1))
     if rows == B:
         return fn(*block)
     parts = jax.tree.map(lambda x: x.reshape(B // rows, rows, *x.shape[1:]), block)
@@ -107,13 +110,12 @@ def _by_rows(fn, chunk, *block):
     return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), made)
 
 
-def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
+def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, aligned):
     """One block: (out_BKGTH, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
 
     Args:
-      own: the keys are the queries' own and in order, so that a chunk needs no key behind it, nor any before the window
-        or the sequence of its first query. Places may lie closer together than the tokens that stand there, never
-        further apart.
+      aligned: queries and keys are the same tokens, in order, so a chunk needs no key after it or before the window or
+        the sequence of its first query. Indices may have gaps between adjacent slots.
     """
     size = _size(q_BKGTH.shape[3], chunk)
 
@@ -134,13 +136,13 @@ def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, own):
         return _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)[1]
 
     made = [
-        _over_needed(partial(run, queries), ways, queries, here, size)
-        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, own)
+        _with_fewest_keys(partial(run, queries), ways, queries, here, size)
+        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, aligned)
     ]
     return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
 
-def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, window, chunk, own):
+def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, window, chunk, aligned):
     """Gradients (dq, dk, dv) of one block, in fp32 or wider.
 
     Args:
@@ -151,7 +153,7 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
     product = partial(jnp.einsum, preferred_element_type=wide)
     size = _size(q_BKGTH.shape[3], chunk)
 
-    # Sums over queries are taken as [head, key]: products that read both factors as they lie are twice as fast on CPUs.
+    # Sums over queries are [head, key]: matmuls without transposed operands are twice as fast on CPUs.
     q_BKHGT, dout_BKHGT = (x_BKGTH.transpose(0, 1, 4, 2, 3) for x_BKGTH in (q_BKGTH, dout_BKGTH))
 
     def run(queries, seen, keys, reach):
@@ -179,52 +181,52 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
     dq = []
     B, K, S, H = k_BKSH.shape
     dk_BKHS, dv_BKHS = jnp.zeros((2, B, K, H, S), wide)
-    for queries, ways in _runs(q_BKGTH.shape[3], S, window, size, own):
+    for queries, ways in _runs(q_BKGTH.shape[3], S, window, size, aligned):
         seen = ways[0][0]
-        dq_BKGQH, *more = _over_needed(partial(run, queries, seen), ways, queries, here, size)
+        dq_BKGQH, *more = _with_fewest_keys(partial(run, queries, seen), ways, queries, here, size)
         dk_BKHS, dv_BKHS = (x.at[..., seen].add(new) for x, new in zip((dk_BKHS, dv_BKHS), more, strict=True))
         dq.append(dq_BKGQH)
     return jnp.concatenate(dq, 3), dk_BKHS.swapaxes(2, 3), dv_BKHS.swapaxes(2, 3)
 
 
 def _size(T, chunk):
-    """Queries a chunk."""
-    (least, most), _, _ = _cuts()
-    return min(chunk or max(least, min(most, T // 4)), T)
+    """Queries per chunk."""
+    (low, high), _, _ = _platform_sizes()
+    return min(chunk or max(low, min(high, T // 4)), T)
 
 
-def _cuts():
-    """Queries a chunk, runs, and how near keys are looked for."""
+def _platform_sizes():
+    """(range of queries per chunk, max runs, reaches to try) of this platform."""
     return (CHUNK, RUNS, NEAR) if jax.default_backend() == "cpu" else ELSEWHERE
 
 
-def _runs(T, S, window, size, own):
-    """(queries, ways) of each run of whole chunks, and of what is left of the last chunk.
+def _runs(T, S, window, size, aligned):
+    """(queries, ways) of each run of full chunks, and of the remainder.
 
-    A way is (keys, reach), most keys first: a chunk of the run looks at those of the keys that stand up to `reach`
-    before it and at its own, or, where `reach` is None, at all of them.
+    Ways are (keys, reach), most keys first: each chunk of the run attends to its own keys and the `reach` keys before
+    it, or to all `keys` if `reach` is None.
     """
-    _, runs, nears = _cuts()
+    _, runs, nears = _platform_sizes()
     length = size * -(-T // (size * runs))
     bounds = sorted({*range(0, T, length), T // size * size, T})
     queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
-    if not own:
+    if not aligned:
         return [(each, [(slice(0, S), None)]) for each in queries]
-    most = T if window is None else window - 1
+    limit = T if window is None else window - 1
     reaches = sorted((near * max(size, T // 32) for near in nears), reverse=True)
 
     def ways(each):
-        widest = (slice(0, each.stop), None) if most >= each.start else (slice(each.start - most, each.stop), most)
-        near = [reach for reach in reaches if 2 * reach <= min(most, each.start)]
+        widest = (slice(0, each.stop), None) if limit >= each.start else (slice(each.start - limit, each.stop), limit)
+        near = [reach for reach in reaches if 2 * reach <= min(limit, each.start)]
         return [widest, *((slice(each.start - reach, each.stop), reach) for reach in near)]
 
     return [(each, ways(each)) for each in queries]
 
 
 def _by_chunks(attend, length, size, keys, reach):
-    """(sums, outs) over the chunks of a run: of `attend(cut, look)` the first are added up where the keys that they are
-    of stand, the others laid side by side on axis 3. `cut(x, axis)` is the chunk's part of what queries have,
-    `look(x, axis)` of what keys have, of which the run has so many."""
+    """Loops `attend(cut, look) -> (sums, outs)` over the chunks of a run: sums are added up at their keys' positions,
+    outs concatenated on axis 3. `cut(x, axis)` slices the chunk's queries, `look(x, axis)` its keys; the run has `keys`
+    keys."""
     if length <= size:
         return attend(lambda x, axis: x, lambda x, axis: x)
     count = keys if reach is None else reach + size
@@ -242,24 +244,24 @@ def _by_chunks(attend, length, size, keys, reach):
     return sums, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], length, x.shape[5]), outs)
 
 
-def _over_needed(attend, ways, queries, here, size):
-    """`attend(*way)` by the way of fewest keys in which every chunk of the run has all those of its sequences."""
+def _with_fewest_keys(attend, ways, queries, here, size):
+    """`attend(*way)` with the fewest keys that still cover the sequences of every chunk of the run."""
     branches = [partial(attend, *way) for way in ways]
     if len(ways) == 1:
         return branches[0]()
     _, index_BT = here
-    before = index_BT[:, queries.start : queries.stop : size].max()  # keys that a chunk needs before its own
+    before = index_BT[:, queries.start : queries.stop : size].max()  # most keys that a chunk needs before its own
     return jax.lax.switch(sum((before <= reach).astype(jnp.int32) for _, reach in ways[1:]), branches)
 
 
 def _rows(x_BKGCX):
-    """Query heads of one kv head are further rows of the same matmul."""
+    """Merges the query heads of a kv head into the rows of one matmul."""
     B, K, G, C, X = x_BKGCX.shape
     return x_BKGCX.reshape(B, K, G * C, X)
 
 
 def _scores(q_BKGCH, k_BKXH, here, there, window):
-    """Of a chunk of queries and the keys that it may see, with -1e30 added where a query may not look."""
+    """Scores of a chunk of queries over its keys, with -1e30 added where masked."""
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
     segment_BC1, index_BC1 = (x[:, :, None] for x in here)
     segment_B1X, index_B1X = (x[:, None, :] for x in there)

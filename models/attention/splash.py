@@ -1,6 +1,6 @@
-"""Splash attention, the kernel for TPUs that comes with JAX: packed rows, grouped queries, windows.
+"""Splash attention, JAX's TPU kernel: packed rows, grouped queries, sliding windows.
 
-It skips blocks of keys that lie outside the triangle, or the window, as a whole (arXiv:2307.08691 in blocks).
+Skips blocks of keys that lie entirely outside the causal mask or the window (blocks as in arXiv:2307.08691).
 """
 
 import jax
@@ -10,15 +10,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from .chunked import OUTPUT
 
-LANES = 128  # rows must be a multiple of it; heads are filled up with zeros to one
+LANES = 128  # row length must be a multiple of it; heads are zero-padded to one
 BLOCKS = 512, 256, 128
 
 
 def causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int | None = None, interpret: bool = False):
-    """`attention.causal` where keys are the queries' own, T a multiple of 128.
+    """`chunked.causal` without separate keys, for T a multiple of 128.
 
     Args:
-      interpret: compute step by step on any platform, for tests.
+      interpret: runs in interpret mode on any platform, for tests.
     """
     B, T, N, H = q_BTNH.shape
     block = next(size for size in BLOCKS if T % size == 0)

@@ -1,7 +1,7 @@
-"""Flash attention (arXiv:2205.14135, 2307.08691) of packed rows for GPUs, written in Pallas for Triton.
+"""Flash attention (arXiv:2205.14135, 2307.08691) over packed rows for GPUs, in Pallas for Triton.
 
-All that a kernel knows of segments and windows is the first key that each query sees. Along a row it never falls, so
-that blocks of keys before it, and blocks of queries behind the last that sees a key, are left out as a whole.
+Segments and windows are encoded as the first key that each query attends to. It never decreases along a row, so blocks
+of keys before it, and blocks of queries after the last that attends to a key, are skipped.
 """
 
 from functools import partial
@@ -18,12 +18,12 @@ from ...core.segments import segment_index
 from .chunked import OUTPUT
 
 UNSEEN = -1e30
-LEAST = 16  # in each dimension of a product
-ROWS = 128  # they are filled up to a multiple of it, which all blocks divide
+LEAST = 16  # minimum size of each dimension of a matmul
+ROWS = 128  # rows are padded to a multiple of it; all block sizes divide it
 
 
 class Block(NamedTuple):
-    """What a program works on at a time, on how many warps, loading how many blocks ahead."""
+    """Block sizes, warps and pipeline stages of a kernel."""
 
     queries: int
     keys: int
@@ -32,10 +32,10 @@ class Block(NamedTuple):
 
 
 def causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int | None = None, interpret: bool = False):
-    """`attention.causal` where keys are the queries' own; padding sees itself alone.
+    """`chunked.causal` without separate keys; a padding token attends only to itself.
 
     Args:
-      interpret: compute step by step on any platform, for tests.
+      interpret: runs in interpret mode on any platform, for tests.
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     rows, columns = -T % ROWS, max(LEAST, pl.next_power_of_2(H)) - H
@@ -46,14 +46,14 @@ def causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, *, window: int | None = None, int
 
 
 def _first(segment_BT, window):
-    """The first key that each query sees."""
+    """Index of the first key that each query attends to."""
     at_BT = jnp.broadcast_to(jnp.arange(segment_BT.shape[1], dtype=jnp.int32), segment_BT.shape)
     first_BT = jnp.where(segment_BT > 0, at_BT - segment_index(segment_BT), at_BT)
     return first_BT if window is None else jnp.maximum(first_BT, at_BT - (window - 1))
 
 
 def _blocks(x_BTNH):
-    """Of the forward pass, and of the gradients of queries and of keys: as much as a Hopper's registers hold well."""
+    """Blocks of the forward, dq and dkv kernels, sized for Hopper's registers."""
     if x_BTNH.shape[3] * x_BTNH.dtype.itemsize > 256:
         return Block(64, 32, 4, 2), Block(32, 32, 4, 2), Block(32, 32, 4, 2)
     return Block(64, 64, 4, 3), Block(64, 64, 4, 2), Block(64, 64, 4, 2)
@@ -67,11 +67,12 @@ def _causal(q_BTNH, k_BTKH, v_BTKH, first_BT, scale, interpret):
 def _forward(q_BTNH, k_BTKH, v_BTKH, first_BT, scale, interpret):
     B, T, N, H = q_BTNH.shape
     block, _, _ = _blocks(q_BTNH)
-    own, row, whole, places = _by_queries(block, T, H, N // k_BTKH.shape[2])
+    tile, row, full, places = _by_queries(block, T, H, N // k_BTKH.shape[2])
     out_BTNH, lse_BNT = pl.pallas_call(
         partial(_forward_kernel, block=block, scale=scale),
-        grid=(T // block.queries, B, N), in_specs=[own, whole, whole, *places], out_specs=[own, row],
-        out_shape=[_like(q_BTNH), jax.ShapeDtypeStruct((B, N, T), jnp.float32)], **_how("forward", block, interpret),
+        grid=(T // block.queries, B, N), in_specs=[tile, full, full, *places], out_specs=[tile, row],
+        out_shape=[_like(q_BTNH), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+        **_options("forward", block, interpret),
     )(q_BTNH, k_BTKH, v_BTKH, first_BT, *_keys(first_BT, block))  # fmt: skip
     out_BTNH, lse_BNT = (checkpoint_name(x, OUTPUT) for x in (out_BTNH, lse_BNT))
     return out_BTNH, (q_BTNH, k_BTKH, v_BTKH, first_BT, out_BTNH, lse_BNT)
@@ -85,17 +86,17 @@ def _backward(scale, interpret, kept, dout_BTNH):
     inner_BNT = jnp.einsum("BTNH,BTNH->BNT", dout_BTNH, out_BTNH, preferred_element_type=jnp.float32)
     inputs += dout_BTNH, lse_BNT, inner_BNT, first_BT
     _, of_queries, of_keys = _blocks(q_BTNH)
-    own, row, whole, places = _by_queries(of_queries, T, H, N // K)
+    tile, row, full, places = _by_queries(of_queries, T, H, N // K)
     dq_BTNH = pl.pallas_call(
         partial(_dq_kernel, block=of_queries, scale=scale),
-        grid=(T // of_queries.queries, B, N), in_specs=[own, whole, whole, own, row, row, *places], out_specs=own,
-        out_shape=_like(q_BTNH), **_how("dq", of_queries, interpret),
+        grid=(T // of_queries.queries, B, N), in_specs=[tile, full, full, tile, row, row, *places], out_specs=tile,
+        out_shape=_like(q_BTNH), **_options("dq", of_queries, interpret),
     )(*inputs, *_keys(first_BT, of_queries))  # fmt: skip
-    own, row, group, places = _by_keys(of_keys, T, H, N // K)
+    tile, row, group, places = _by_keys(of_keys, T, H, N // K)
     dk_BTKH, dv_BTKH = pl.pallas_call(
         partial(_dkv_kernel, block=of_keys, scale=scale),
-        grid=(T // of_keys.keys, B, K), in_specs=[group, own, own, group, row, row, *places], out_specs=[own, own],
-        out_shape=[_like(k_BTKH), _like(v_BTKH)], **_how("dkv", of_keys, interpret),
+        grid=(T // of_keys.keys, B, K), in_specs=[group, tile, tile, group, row, row, *places], out_specs=[tile, tile],
+        out_shape=[_like(k_BTKH), _like(v_BTKH)], **_options("dkv", of_keys, interpret),
     )(*inputs, *_queries(first_BT, of_keys))  # fmt: skip
     return dq_BTNH, dk_BTKH, dv_BTKH, None
 
@@ -113,7 +114,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, begin_ref, end_ref, out_ref,
         seen_QS = _seen(first_Q[:, None], row_Q[:, None], _at(j, block.keys)[None, :])
         score_QS = jnp.where(seen_QS, _dot(q_QH, k_ref[at, :].T) * (scale * log2(e)), UNSEEN)
         new_Q = jnp.maximum(top_Q, score_QS.max(1))
-        # Of a row that sees nothing yet this is 1, which the block with its first key multiplies with 0.
+        # 1 while a row has seen no key yet; the block with its first key multiplies that by 0.
         prob_QS, shrink_Q = jnp.exp2(score_QS - new_Q[:, None]), jnp.exp2(top_Q - new_Q)
         more_QH = _dot(prob_QS.astype(v_ref.dtype), v_ref[at, :])
         return out_QH * shrink_Q[:, None] + more_QH, new_Q, sum_Q * shrink_Q + prob_QS.sum(1)
@@ -184,14 +185,14 @@ def _seen(first, row, column):
 
 
 def _keys(first_BT, block):
-    """[B, blocks of queries]: the first block of keys that is seen, and the one behind the last."""
+    """Range [begin, end) of key blocks for each block of queries, each [B, blocks of queries]."""
     ends_I = jnp.arange(block.queries, first_BT.shape[1] + 1, block.queries, dtype=jnp.int32)
     begin_BI = first_BT[:, :: block.queries] // block.keys
     return begin_BI, jnp.broadcast_to(-(-ends_I // block.keys), begin_BI.shape)
 
 
 def _queries(first_BT, block):
-    """[B, blocks of keys]: the first block of queries that sees any, and the one behind the last."""
+    """Range [begin, end) of query blocks for each block of keys, each [B, blocks of keys]."""
     begins_J = jnp.arange(0, first_BT.shape[1], block.keys, dtype=jnp.int32)
     last_BJ = (first_BT[:, None, :] < (begins_J + block.keys)[None, :, None]).sum(-1, dtype=jnp.int32)
     end_BJ = -(-last_BJ // block.queries)
@@ -199,26 +200,26 @@ def _queries(first_BT, block):
 
 
 def _by_queries(block, T, H, group):
-    """What a program for a block of queries of one head gets: of its own, of all keys, and the places of both."""
-    own = pl.BlockSpec((None, block.queries, None, H), lambda i, b, n: (b, i, n, 0))
+    """Block specs of a program for one head's block of queries: its queries, its rows, all keys, and the bounds."""
+    tile = pl.BlockSpec((None, block.queries, None, H), lambda i, b, n: (b, i, n, 0))
     row = pl.BlockSpec((None, None, block.queries), lambda i, b, n: (b, n, i))
-    whole = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, jax.lax.div(n, group), 0))
+    full = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, jax.lax.div(n, group), 0))
     first = pl.BlockSpec((None, block.queries), lambda i, b, n: (b, i))
     bound = pl.BlockSpec((None, T // block.queries), lambda i, b, n: (b, 0))
-    return own, row, whole, (first, bound, bound)
+    return tile, row, full, (first, bound, bound)
 
 
 def _by_keys(block, T, H, group):
-    """What a program for a block of keys of one head gets: of its own, of all queries of its heads, and the places."""
-    own = pl.BlockSpec((None, block.keys, None, H), lambda j, b, k: (b, j, k, 0))
+    """Block specs of a program for one kv head's block of keys: its keys, rows, all its queries, and the bounds."""
+    tile = pl.BlockSpec((None, block.keys, None, H), lambda j, b, k: (b, j, k, 0))
     row = pl.BlockSpec((None, group, T), lambda j, b, k: (b, k, 0))
     queries = pl.BlockSpec((None, T, group, H), lambda j, b, k: (b, 0, k, 0))
     first = pl.BlockSpec((None, T), lambda j, b, k: (b, 0))
     bound = pl.BlockSpec((None, T // block.keys), lambda j, b, k: (b, 0))
-    return own, row, queries, (first, bound, bound)
+    return tile, row, queries, (first, bound, bound)
 
 
-def _how(name, block, interpret):
+def _options(name, block, interpret):
     params = triton.CompilerParams(num_warps=block.warps, num_stages=block.stages)
     return {"compiler_params": params, "interpret": interpret, "name": f"attention_{name}"}
 

@@ -1,1 +1,1 @@
-"""Layers that families share: linear, norm, rotary embedding, MLP, mixture of experts, grouped matmuls."""
+"""Layers shared by all families: linear, norm, rotary embedding, MLP, mixture of experts, grouped matmuls."""

@@ -1,8 +1,8 @@
-"""The gated MLPs of experts, a block of an expert's tokens at a time: three matmuls forward, six backward.
+"""Fused gated MLPs of experts, one block of an expert's tokens at a time: three matmuls forward, six backward.
 
-What lies between the matmuls stays in a core's cache, and tokens are read where they are: neither their copies, K for
-each, nor hidden layers after the activation are held. The backward pass keeps the two halves of the hidden layer before
-it. The gradient of a token's weight comes from the hidden layer, so that nobody keeps what experts gave.
+Intermediates stay in the core's cache, and tokens are gathered per block: neither their K copies nor the activated
+hidden layers are stored. Only the two halves of the hidden layer before the activation are saved for the backward pass;
+the gradient of a routing weight is computed from the hidden layer, so expert outputs need not be saved.
 """
 
 import jax
@@ -17,8 +17,7 @@ from . import grouped
 @shaped
 def mlps(x_AD, weight_AK, gate_EFD, up_EFD, down_EDF, plan: grouped.Plan):
     """Sum over a token's experts of weight * (silu(x @ gate^T) * (x @ up^T)) @ down^T, [A, D], in x's dtype; sums over
-    experts, and over the tokens of a matrix's gradient, are in fp32 or wider. Pairs that the plan leaves out give
-    nothing."""
+    experts, and over tokens in weight gradients, are in fp32 or wider. Pairs outside the plan contribute nothing."""
     return _forward(x_AD, weight_AK, gate_EFD, up_EFD, down_EDF, plan)[0]
 
 
@@ -58,7 +57,7 @@ def _backward(kept, dout_AD):
         x_CD, dout_CD = grouped.take(x_AD, pair_C // K), grouped.take(dout_AD, pair_C // K)
         weight_C1 = grouped.take(weight_AK.reshape(-1, 1), pair_C)
         hidden_CF, activation = jax.vjp(_activate, gate_SCF[s], up_SCF[s])
-        dhidden_CF = dout_CD @ down_EDF[e]  # but for the token's weight
+        dhidden_CF = dout_CD @ down_EDF[e]  # without the routing weight
         dweight_C = jnp.einsum("CF,CF->C", dhidden_CF, hidden_CF, preferred_element_type=wide)
         dgate_CF, dup_CF = activation(dhidden_CF * weight_C1)
         return (

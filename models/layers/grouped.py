@@ -1,10 +1,9 @@
-"""Matmuls of which each row has its own matrix: rows are sorted by matrix, each group is padded to whole blocks.
+"""Grouped matmul: rows sorted by expert, each group padded to whole blocks.
 
-Four ways to compute them, of which the first is the reference. "blocked" runs anywhere and computes only blocks in use,
-so that the work is that of the rows plus at most one block a matrix. "triton" is our kernel for GPUs. "megablox" is the
-Pallas kernel that JAX ships for TPUs. "ragged_dot" is XLA's own, for GPUs and TPUs; on a CPU, and backward on a GPU, it
-costs as much as all matrices for every row. "auto" is megablox on a TPU, else blocked: triton was lowered for GPUs and
-interpreted, but not yet run on one.
+Kernels: "blocked", the reference, runs anywhere and computes only blocks in use, at most one extra block per expert.
+"triton" is our GPU kernel. "megablox" is JAX's Pallas kernel for TPUs. "ragged_dot" is XLA's, for GPUs and TPUs; on a
+CPU, and in the backward pass on a GPU, it costs as much as multiplying every row by every matrix. "auto" is megablox on
+a TPU, else blocked: triton has been lowered for GPUs and run in interpret mode, but not yet on a GPU.
 """
 
 from functools import partial
@@ -20,18 +19,18 @@ from . import grouped_triton
 
 Kernel = Literal["auto", "blocked", "triton", "megablox", "ragged_dot"]
 PLATFORMS = {"triton": ("gpu",), "megablox": ("tpu",), "ragged_dot": ("gpu", "tpu")}
-TILE = 128  # of megablox, in each dimension
+TILE = 128  # megablox's tile size in each dimension
 
 
 class Plan(NamedTuple):
-    """Where each pair of a token and an expert stands among the sorted rows.
+    """Permutation between (token, expert) pairs and rows sorted by expert.
 
     Attributes:
-      row_P: row of each pair; beyond the last row for pairs of experts that are elsewhere.
-      pair_R: pair of each row; beyond the last pair for padding.
-      expert_S: matrix of each block.
-      used: blocks that hold anything.
-      rows_E: rows of each matrix, padding included; they follow each other.
+      row_P: row of each pair; at least R for pairs whose expert is on another device.
+      pair_R: pair of each row; P for padding.
+      expert_S: expert of each block.
+      used: number of blocks that are not empty.
+      rows_E: rows of each expert, padding included; experts are contiguous, in order.
     """
 
     row_P: jax.Array
@@ -42,10 +41,10 @@ class Plan(NamedTuple):
 
 
 def plan(expert_P, E: int, parts: int = 1) -> Plan:
-    """Sorts pairs by expert; numbers outside [0, E) are left out.
+    """Sorts pairs by expert; pairs with an expert outside [0, E) are left out.
 
     Args:
-      parts: as of `experts.blocks`, which says how many blocks there are.
+      parts: as in `experts.blocks`, which gives the number of blocks.
     """
     P = len(expert_P)
     S, block = experts.blocks(P, E, parts)
@@ -56,7 +55,7 @@ def plan(expert_P, E: int, parts: int = 1) -> Plan:
     order_P = jnp.argsort(expert_P, stable=True)
     sorted_P = expert_P[order_P]
     begin_E = jnp.concatenate([(end_E - blocks_E) * block - (jnp.cumsum(count_E) - count_E), jnp.full(1, S * block)])
-    place_P = jnp.arange(P) + begin_E[sorted_P]  # of the sorted pairs
+    place_P = jnp.arange(P) + begin_E[sorted_P]  # row of each sorted pair
     row_P = jnp.zeros(P, jnp.int32).at[order_P].set(place_P.astype(jnp.int32))
     pair_R = jnp.full(S * block, P, jnp.int32).at[place_P].set(order_P.astype(jnp.int32), mode="drop")
     expert_S = jnp.searchsorted(end_E, jnp.arange(S), side="right").astype(jnp.int32)
@@ -66,7 +65,7 @@ def plan(expert_P, E: int, parts: int = 1) -> Plan:
 
 @shaped
 def spread(x_AD, plan: Plan, K: int):
-    """Rows of the tokens in the order of the plan, [R, D]; zeros where it pads."""
+    """Tokens gathered in the plan's row order, [R, D]; zeros in padding."""
     return _spread(x_AD, plan.pair_R, plan.row_P, K)
 
 
@@ -76,7 +75,7 @@ def _spread(x_AD, pair_R, row_P, K):
 
 
 def _collect(K, plan, dx_RD):
-    """Both permutations are known, so that nothing has to be scattered."""
+    """Backward of `_spread` as a gather: both permutations are known, so no scatter is needed."""
     wide = jnp.promote_types(dx_RD.dtype, jnp.float32)
     _, row_P = plan
     return take(dx_RD, row_P).reshape(-1, K, dx_RD.shape[1]).sum(1, dtype=wide).astype(dx_RD.dtype), None, None
@@ -86,20 +85,20 @@ _spread.defvjp(lambda x_AD, pair_R, row_P, K: (_spread(x_AD, pair_R, row_P, K), 
 
 
 def take(rows_AD, index_R):
-    """These rows, zeros where there is none."""
+    """Gathers rows; zeros for indices out of range."""
     return rows_AD.at[index_R].get(mode="fill", fill_value=0)
 
 
 @shaped
 def combine(out_RD, weight_AK, plan: Plan):
-    """Weighted sum over each token's rows, [A, D], in fp32 or wider within and out's dtype at the end."""
+    """Weighted sum over each token's rows, [A, D], accumulated in fp32 or wider, in out's dtype."""
     wide = jnp.promote_types(out_RD.dtype, jnp.float32)
     out_AKD = gather(out_RD, plan, weight_AK.shape[1])
     return jnp.einsum("AKD,AK->AD", out_AKD, weight_AK, preferred_element_type=wide).astype(out_RD.dtype)
 
 
 def gather(rows_RD, plan: Plan, K: int):
-    """The rows of each token, [A, K, D]; zeros for experts that are elsewhere."""
+    """The rows of each token, [A, K, D]; zeros for pairs outside the plan."""
     return _pairs(rows_RD, plan.row_P, plan.pair_R).reshape(-1, K, rows_RD.shape[1])
 
 
@@ -115,26 +114,26 @@ _pairs.defvjp(
 
 
 def choose(kernel: Kernel, plan: Plan, w_EFD) -> Kernel:
-    """The kernel itself, where "auto" leaves it to the platform.
+    """Resolves "auto" by platform and checks the kernel.
 
     Raises:
-      ValueError: a kernel that JAX's default backend cannot compute, or not in these sizes.
+      ValueError: the kernel does not support JAX's default backend or these sizes.
     """
     here, rows = jax.default_backend(), len(plan.pair_R) // len(plan.expert_S)
     if kernel == "auto":
         return "megablox" if here == "tpu" else "blocked"
     if here not in PLATFORMS.get(kernel, (here,)):
-        raise ValueError(f"expert_kernel: {kernel} runs on {' or '.join(PLATFORMS[kernel])}, got {here}; take blocked")
+        raise ValueError(f"expert_kernel: {kernel} runs on {' or '.join(PLATFORMS[kernel])}, got {here}; use blocked")
     if kernel == "triton" and not grouped_triton.fits(rows, *w_EFD.shape[1:]):
         raise ValueError(
             f"expert_kernel: triton needs blocks and matrices in multiples of {grouped_triton.LEAST}, "
-            f"got {rows} rows and {list(w_EFD.shape[1:])}; take blocked"
+            f"got {rows} rows and {list(w_EFD.shape[1:])}; use blocked"
         )
     return kernel
 
 
 def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
-    """x @ w[expert of the row]^T, [R, F], in x's dtype, zero in rows that no matrix has; sums in fp32 or wider.
+    """x @ w[expert of the row]^T, [R, F], in x's dtype, zero in rows of no expert; accumulates in fp32 or wider.
 
     Raises as `choose`.
     """
@@ -153,10 +152,10 @@ def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
 
 
 def megablox(x_RD, w_EFD, rows_E, *, interpret: bool = False):
-    """The same by JAX's kernel for TPUs, on any platform if it is interpreted."""
+    """The grouped matmul by JAX's TPU kernel; with `interpret` on any platform."""
     from jax.experimental.pallas.ops.tpu.megablox import ops
 
-    # In rows that no matrix has, the kernel leaves what was in memory, in its output and in the gradient of its input.
+    # In rows of no expert, the kernel leaves output and input gradient uninitialised.
     inside = lambda x: jnp.where((jnp.arange(len(x)) < jnp.sum(rows_E))[:, None], x, 0)
     padded_RD = jnp.pad(inside(x_RD), ((0, -len(x_RD) % TILE), (0, 0)))
     y_RF = ops.gmm(padded_RD, w_EFD, rows_E, x_RD.dtype, (TILE,) * 3, None, None, True, interpret)
@@ -164,7 +163,7 @@ def megablox(x_RD, w_EFD, rows_E, *, interpret: bool = False):
 
 
 def ragged_dot(x_RD, w_EFD, rows_E):
-    """The same by XLA."""
+    """The grouped matmul by XLA's ragged_dot."""
     wide = jnp.promote_types(x_RD.dtype, jnp.float32)
     y_RF = jax.lax.ragged_dot(x_RD, w_EFD.swapaxes(1, 2), rows_E, preferred_element_type=wide)
     return y_RF.astype(x_RD.dtype)

@@ -1,6 +1,6 @@
-"""Grouped matmuls for GPUs, written in Pallas for Triton: a program computes one tile, of the matrix of its rows.
+"""Grouped matmul for GPUs in Pallas for Triton; each program computes one output tile.
 
-Rows stand in whole blocks of a matrix each, as `grouped.plan` puts them, so that no tile of rows has two matrices.
+`grouped.plan` gives each expert whole blocks of rows, so no tile spans two experts.
 """
 
 from functools import partial
@@ -11,21 +11,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-ROWS, WIDTH, DEPTH = 128, 128, 64  # of a tile at most, and how much of a sum is loaded at a time
-LEAST = 16  # in each dimension of a product
+ROWS, WIDTH, DEPTH = 128, 128, 64  # maximum tile size, and contraction size per iteration
+LEAST = 16  # minimum size of each dimension of a matmul
 
 
 def fits(rows: int, *sizes: int) -> bool:
-    """Whether blocks of so many rows and matrices of these sizes can be cut into tiles."""
+    """Whether blocks of `rows` rows and matrices of these sizes can be tiled."""
     return rows % LEAST == 0 and all(size % LEAST == 0 for size in sizes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def matmul(x_RD, w_EFD, expert_S, used, rows_E, interpret: bool = False):
-    """As `grouped.matmul`; sums in fp32.
+    """`grouped.matmul`, accumulated in fp32.
 
     Args:
-      interpret: compute step by step on any platform, for tests.
+      interpret: runs in interpret mode on any platform, for tests.
     """
     return _rows(x_RD, w_EFD, expert_S, used, False, interpret)
 
@@ -45,7 +45,7 @@ matmul.defvjp(_forward, _backward)
 
 
 def _rows(x_RI, w_EFD, expert_S, used, turned, interpret):
-    """x @ w^T of each row's matrix, or turned x @ w, [R, O]."""
+    """x @ w^T with each row's matrix, [R, O]; `turned`: x @ w."""
     (R, I), O = x_RI.shape, w_EFD.shape[2 if turned else 1]
     block = R // len(expert_S)
     rows, width, depth = gcd(block, ROWS), gcd(O, WIDTH), gcd(I, DEPTH)
@@ -82,7 +82,7 @@ def _rows(x_RI, w_EFD, expert_S, used, turned, interpret):
 
 
 def _matrices(dy_RF, x_RD, w_EFD, rows_E, blocks, interpret):
-    """Sum over the rows of each matrix of dy^T x, [E, F, D], in its dtype."""
+    """Weight gradients: dy^T x summed over each expert's rows, [E, F, D], in w's dtype."""
     E, F, D = w_EFD.shape
     rows, width, depth = gcd(len(x_RD) // blocks, DEPTH), gcd(F, WIDTH), gcd(D, WIDTH)
     end_E = (jnp.cumsum(rows_E) // rows).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""The linear layer that every matmul with a weight goes through. Weights are [out, in]."""
+"""The linear layer, used for all matmuls with a weight. Weights are [out, in]."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from ...parallel import mesh
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Transposed:
-    """A weight staged as [in, out], which decoding reads faster; made once when weights are loaded for generation."""
+    """A weight stored as [in, out], which decodes faster; created once when weights are loaded for generation."""
 
     weight: Any
 
@@ -21,10 +21,10 @@ class Transposed:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MultiLoRAWeight:
-    """A weight with K LoRA adapters, of which each row of a batch uses one or none; for generation.
+    """A weight with K LoRA adapters; each row of a batch uses one or none. For generation.
 
     Attributes:
-      weight: as `linear` takes it.
+      weight: any weight that `linear` accepts.
       a: [K, rank, in]; b: [K, out, rank], scale included.
       index: i32[B], the adapter of each row; 0 = none.
     """
@@ -38,8 +38,8 @@ class MultiLoRAWeight:
 def linear(x, w, bias=None):
     """x @ w^T + bias over the last axis, in x's dtype.
 
-    Tokens are flattened first, which makes the backward pass faster, unless positions are split over devices: to
-    flatten those would gather whole rows.
+    Flattens tokens first, which makes the backward pass faster, unless positions are sharded: flattening would then
+    gather whole rows.
     """
     if isinstance(w, LoRAWeight):
         return linear(x, w.weight, bias) + linear(linear(x, w.a) * w.scale, w.b)

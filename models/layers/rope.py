@@ -11,7 +11,7 @@ from ...core.shapes import shaped
 
 @dataclass(frozen=True)
 class Rope:
-    """Base frequency and its scaling: "default", "linear" (positions / factor) or "llama3" (by wavelength)."""
+    """Base frequency and scaling: "default" (none), "linear" (positions / factor) or "llama3" (by wavelength)."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -22,10 +22,10 @@ class Rope:
 
 
 def from_hf(hf: dict) -> Rope:
-    """From a config.json, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
+    """Reads a config.json, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
 
     Raises:
-      ValueError: a kind of scaling that is not implemented, by its name.
+      ValueError: a kind of scaling that is not implemented; names it.
     """
     scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0)))
@@ -48,7 +48,7 @@ def from_hf(hf: dict) -> Rope:
 
 
 def to_hf(rope: Rope) -> dict:
-    """Both spellings, for config.json."""
+    """The rope options of a config.json, in both spellings."""
     scaling: dict = {"rope_type": rope.kind}
     if rope.kind != "default":
         scaling["factor"] = rope.factor
@@ -66,12 +66,12 @@ def to_hf(rope: Rope) -> dict:
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians a position for each pair of a head's halves, f64[head_dim / 2]."""
+    """Angular frequencies in radians per position, f64[head_dim / 2]."""
     freq = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "linear":
         return freq / rope.factor
     if rope.kind == "llama3":
-        # Long wavelengths are slowed by the factor, short ones kept, and those between blended.
+        # Long wavelengths are divided by the factor, short ones kept, those between interpolated.
         low, high = rope.low_freq_factor, rope.high_freq_factor
         turns = rope.original_context * freq / (2 * math.pi)
         keep = np.clip((turns - low) / (high - low), 0, 1)
@@ -81,7 +81,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 @shaped
 def tables(position_BT, rope: Rope, head_dim: int):
-    """(cos, sin) of each pair's angle, each f32[B, T, head_dim / 2]."""
+    """(cos, sin) of the rotation angles, each f32[B, T, head_dim / 2]."""
     freq = jnp.asarray(frequencies(rope, head_dim), jnp.float32)
     angle_BTP = position_BT[..., None].astype(jnp.float32) * freq[None, None]
     return jnp.cos(angle_BTP), jnp.sin(angle_BTP)
@@ -89,7 +89,7 @@ def tables(position_BT, rope: Rope, head_dim: int):
 
 @shaped
 def rotate(x_BTNH, cos_BTP, sin_BTP):
-    """x turned by its position, computed in fp32 or wider, in x's dtype."""
+    """Rotates x by its position, in fp32 or wider; returns x's dtype."""
     cos_BT1P, sin_BT1P = cos_BTP[..., None, :], sin_BTP[..., None, :]
     first, second = jnp.split(x_BTNH, 2, -1)
     out = jnp.concatenate([first * cos_BT1P - second * sin_BT1P, second * cos_BT1P + first * sin_BT1P], -1)

@@ -1,1 +1,1 @@
-"""Several processes as one job: joining, ending together, running in lockstep."""
+"""Multi-process jobs: joining, failing together, running in lockstep."""

@@ -1,8 +1,8 @@
-"""Who has ended: each process holds a connection to process 0, which the system closes whatever happens.
+"""Failure detection: each process holds a TCP connection to process 0, which the OS closes however the process ends.
 
-JAX's coordination service notices a dead process after a time without heartbeats, and then aborts the rest; collectives
-over TCP fail earlier, without saying whose fault it was; those of GPUs wait for ever. A connection that ends without a
-goodbye says at once who it was.
+JAX's coordination service notices a dead process only after missed heartbeats and then aborts the others; collectives
+over TCP fail earlier, without naming the culprit; those on GPUs hang forever. A connection that closes without a
+goodbye identifies the failed process immediately.
 """
 
 import os
@@ -15,28 +15,28 @@ import time
 import traceback
 from typing import Any, TextIO
 
-from jax._src.distributed import global_state  # its key-value store has no public name
+from jax._src.distributed import global_state  # its key-value store has no public API
 
-LOST = 3  # exit code of a process that ends because another one did
-GRACE_S = 25.0  # for what process 0 has to put away: servers, folders
-START_S = 300  # for all processes to be there
-LATE_S = 2  # a collective without its peer may fail that much before the end of the peer is known
-GREETING_S = 5  # for a process that has connected to say who it is
+LOST = 3  # exit code of a process that ends because another process failed
+GRACE_S = 25.0  # for process 0 to clean up: servers, folders
+START_S = 300  # for all processes to start
+LATE_S = 2  # a collective may fail this long before its peer's failure is detected
+GREETING_S = 5  # for a connected process to identify itself
 BYE = "bye"
 KEY = "areax/watch"
 
-lost = threading.Event()  # a process of this job has ended: nothing can be computed together any more
+lost = threading.Event()  # a process of this job has ended: collectives are no longer possible
 
 
 class Watch:
-    """This process's part: the first accepts the others' connections, they watch the first."""
+    """This process's connections: process 0 accepts those of all others."""
 
     def __init__(self, index: int, count: int):
         self.index, self.count = index, count
         self.name = f"process {index} of {count} (pid {os.getpid()} on {socket.gethostname()})"
         self._leaving = False
         self._first_left = threading.Event()
-        self._all_here = threading.Event()  # known to process 0
+        self._all_here = threading.Event()  # set in process 0
         self._connections: dict[int, socket.socket] = {}
         self._once = threading.Lock()
         store: Any = global_state.client
@@ -51,20 +51,20 @@ class Watch:
                 to_first = socket.create_connection((host, int(port)), timeout=START_S)
             except OSError as error:
                 print(f"{self.name}: cannot reach process 0 at {host}:{port}: {error}", file=sys.stderr, flush=True)
-                os._exit(1)  # JAX's way out waits for the others; process 0 misses the heartbeats of this one
+                os._exit(1)  # a normal exit would wait for the others; process 0 notices the missing heartbeats
             to_first.settimeout(None)
             to_first.sendall(f"{token} {index} {self.name}\n".encode())
             self._connections[0] = to_first
             threading.Thread(target=self._read, args=(_lines(to_first), first), daemon=True).start()
 
     def leave(self, error: BaseException):
-        """Ends this process for an error that it reports, unless the error is that another one has ended."""
+        """Reports an error and exits; exits with LOST, silently, if the error is due to another process's end."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # or it would leave this function by an exception
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt this function
         sys.stdout.flush()
         if not isinstance(error, SystemExit):
             lost.wait(LATE_S)
-        if not self._once.acquire(blocking=False):  # another one was first
+        if not self._once.acquire(blocking=False):  # another process failed first
             lost.wait()
             os._exit(LOST)
         words = " ".join(f"{type(error).__name__}: {error}".split())
@@ -80,38 +80,38 @@ class Watch:
         else:
             code = 1
             traceback.print_exception(error)
-        self._tell(words)
+        self._broadcast(words)
         sys.stderr.flush()
         os._exit(code)
 
     def goodbye(self) -> None:
-        """Tells that this process is done. The others then wait for the first, which may be writing files."""
+        """Announces that this process is done. Others wait for process 0, which may still be writing files."""
         if self.index == 0:
             self._all_here.wait(START_S)
             self._leaving = True
-        self._tell(BYE)
+        self._broadcast(BYE)
         if self.index:
             self._first_left.wait()
 
-    def _tell(self, line: str) -> None:
+    def _broadcast(self, line: str) -> None:
         for connection in list(self._connections.values()):
             try:
                 connection.sendall(f"{line}\n".encode())
             except OSError:
-                continue  # it has ended itself, which its own reader sees
+                continue  # it has ended too; its reader thread handles that
 
     def _accept(self, server: socket.socket, token: str) -> None:
         with server:
             while len(self._connections) < self.count - 1:
                 connection, _ = server.accept()
-                connection.settimeout(GREETING_S)  # a stranger may keep silent
+                connection.settimeout(GREETING_S)  # an unknown client may send nothing
                 lines = _lines(connection)
                 try:
                     greeting = lines.readline()
                 except OSError:
                     greeting = ""
                 word, index, name = (*greeting.strip().split(" ", 2), "", "", "")[:3]
-                if word != token:  # a stranger
+                if word != token:  # not a process of this job
                     connection.close()
                     continue
                 connection.settimeout(None)
@@ -121,13 +121,13 @@ class Watch:
 
     def _read(self, lines: TextIO, name: str) -> None:
         try:
-            said = lines.readline().strip()
-        except OSError:  # reset: as good as an end
-            said = ""
-        if said == BYE:
+            line = lines.readline().strip()
+        except OSError:  # connection reset: also ended
+            line = ""
+        if line == BYE:
             self._first_left.set()
         elif not self._leaving:
-            self._end(said if said.startswith("process ") else f"{name} ended: {said or 'it was killed, or its host'}")
+            self._end(line if line.startswith("process ") else f"{name} ended: {line or 'it was killed, or its host'}")
 
     def _end(self, line: str) -> None:
         if not self._once.acquire(blocking=False):
@@ -136,8 +136,8 @@ class Watch:
         lost.set()
         if self.index:
             os._exit(LOST)
-        self._tell(line)
-        os.kill(os.getpid(), signal.SIGINT)  # the main thread puts away what it holds, and leaves
+        self._broadcast(line)
+        os.kill(os.getpid(), signal.SIGINT)  # makes the main thread clean up and exit
         time.sleep(GRACE_S)
         os._exit(LOST)
 

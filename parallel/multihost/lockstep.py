@@ -1,14 +1,14 @@
-"""Many processes, one of which decides: the others do what it does, by name and with the same data.
+"""Lockstep execution: process 0 decides which functions all processes run, by name, with the same data.
 
-    work = {"advance": advance, "save": save}  # the same in every process
+    work = {"update": update, "save": save}  # the same in every process
     if index > 0:
-        follow.follow(work)  # until process 0 is done
+        lockstep.worker_loop(work)  # until process 0 is done
     else:
-        with follow.lead(work) as do:
-            report = do("advance", groups)  # advance(groups), here and in all other processes
+        with lockstep.leader(work) as run_on_all:
+            report = run_on_all("update", batches)  # update(batches), in all processes
 
-Each function runs the same computations over all devices in the same order, so nothing else may touch the devices of a
-job while `do` is in use. What travels is a name and data, never code.
+All processes must run the same computations in the same order, so nothing else may use the job's devices during
+`run_on_all`. Only a name and data are sent, never code.
 """
 
 import contextlib
@@ -23,42 +23,43 @@ from jax.experimental import multihost_utils
 
 from . import liveness
 
-CHUNK = 1 << 26  # bytes a broadcast; shorter ones are filled to a power of two, so that few shapes ever compile
+CHUNK = 1 << 26  # bytes per broadcast; shorter ones are padded to a power of two, so that few shapes compile
 LEAST = 1 << 16
 
 
 @contextlib.contextmanager
-def lead(work: Mapping[str, Callable]) -> Iterator[Callable]:
-    """In process 0: yields `do(name, *data)`, which calls `work[name](*data)` in all processes; returns its own result.
+def leader(work: Mapping[str, Callable]) -> Iterator[Callable]:
+    """In process 0, yields `run_on_all(name, *data)`, which runs `work[name](*data)` in all processes and returns its
+    own result.
 
-    Leaving the block lets the others return from `follow`; leaving it by an exception leaves them to `processes.job`.
-    With one process `do` is a plain call. Data are what pickle takes: numbers, texts, arrays, lists, dataclasses.
+    Leaving the block makes `worker_loop` return in the others; after an exception, `processes.job` ends them. With one
+    process, `run_on_all` is a plain call. Data must be picklable: numbers, strings, arrays, lists, dataclasses.
 
     Raises:
-      RuntimeError: by `do`, after a function has failed here, for the others may be in the midst of it, or a process
-        has ended.
+      RuntimeError: from `run_on_all`, if an earlier function failed here (others may still be in it) or a process has
+        ended.
     """
     if jax.process_count() == 1:
         yield lambda name, *data: work[name](*data)
         return
     failed: list[str] = []
 
-    def do(name: str, *data):
+    def run_on_all(name: str, *data):
         if failed or liveness.lost.is_set():
             why = f"{failed[0]} has failed" if failed else "a process has ended"
-            raise RuntimeError(f"follow: {name} cannot be done in all processes, for {why}")
+            raise RuntimeError(f"lockstep: {name} cannot be run in all processes: {why}")
         failed.append(name)  # until it is done
         _share(pickle.dumps((name, data)))
         result = work[name](*data)
         failed.clear()
         return result
 
-    yield do
+    yield run_on_all
     _share(b"")
 
 
-def follow(work: Mapping[str, Callable]) -> None:
-    """In the other processes: does what process 0 does until it is done. Signals to stop are for process 0 alone."""
+def worker_loop(work: Mapping[str, Callable]) -> None:
+    """In the other processes: runs what process 0 runs until it is done. SIGINT and SIGTERM are left to process 0."""
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
@@ -72,14 +73,14 @@ def follow(work: Mapping[str, Callable]) -> None:
 
 
 def _share(data: bytes = b"") -> bytes:
-    """Process 0's bytes, in every process."""
+    """Broadcasts process 0's bytes to all processes."""
     head = _one_to_all(np.frombuffer(len(data).to_bytes(8, "little"), np.uint8))
     size = int.from_bytes(head.tobytes(), "little")
     parts = []
     for start in range(0, size, CHUNK):
         padded = np.zeros(min(CHUNK, max(LEAST, 1 << (size - start - 1).bit_length())), np.uint8)
-        own = np.frombuffer(data[start : start + CHUNK], np.uint8)
-        padded[: len(own)] = own
+        chunk = np.frombuffer(data[start : start + CHUNK], np.uint8)
+        padded[: len(chunk)] = chunk
         parts.append(_one_to_all(padded).tobytes())
     return b"".join(parts)[:size]
 

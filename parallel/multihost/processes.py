@@ -1,15 +1,15 @@
-"""A job of several processes: joining it, agreeing in it, and ending together.
+"""Multi-process jobs: joining, checking for agreement, and ending together.
 
-    with processes.job() as index:  # 0 in the process that leads, and where there is but one
+    with processes.job() as index:  # 0 in the leading process, and in a single process
         ...
 
-Every process runs the same program and computes the same things in the same order over the devices of all. Who is who
-is told by three variables,
+Every process runs the same program and the same computations in the same order over all devices. Processes are
+configured by three variables,
 
     AREAX_COORDINATOR=host:port  AREAX_PROCESSES=4  AREAX_PROCESS=2
 
-where host is that of process 0 and port any that is free there; or by Slurm, Open MPI or a TPU pod, which JAX knows by
-itself. AREAX_PROCESSES=auto leaves it to JAX to find out (TPU virtual machines, Kubernetes).
+with process 0's host and any free port there; or by Slurm, Open MPI or a TPU pod, which JAX detects.
+AREAX_PROCESSES=auto leaves detection to JAX (TPU virtual machines, Kubernetes).
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from jax.experimental import multihost_utils
 from . import liveness
 
 COORDINATOR, COUNT, INDEX = "AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS"
-HEARTBEAT_S = 30  # JAX ends the job when a process has been silent for so long: a host without power or network
+HEARTBEAT_S = 30  # JAX ends the job if a process sends no heartbeat for this long: host or network down
 
 
 def found(environ: Mapping[str, str] = os.environ) -> dict | None:
-    """What `jax.distributed.initialize` is to be told: nothing where JAX finds out by itself; None for one process.
+    """Arguments for `jax.distributed.initialize`: {} if JAX detects the cluster; None for a single process.
 
     Raises:
-      ValueError: variables half set, or values that cannot be.
+      ValueError: only some of the variables are set, or a value is invalid.
     """
     given = {name: environ[name] for name in (COORDINATOR, COUNT, INDEX) if environ.get(name)}
     if given == {COUNT: "auto"}:
@@ -42,19 +42,19 @@ def found(environ: Mapping[str, str] = os.environ) -> dict | None:
         missing = [name for name in (COORDINATOR, COUNT, INDEX) if name not in given]
         if missing:
             raise ValueError(
-                f"processes: {COORDINATOR}, {COUNT} and {INDEX} go together, got no {' and no '.join(missing)}; "
-                "set all three, or none for one process"
+                f"processes: {COORDINATOR}, {COUNT} and {INDEX} must be set together, got no "
+                f"{' and no '.join(missing)}; set all three, or none for one process"
             )
         host, _, port = given[COORDINATOR].rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"processes: {COORDINATOR} must be host:port, got {given[COORDINATOR]!r}")
         for name in (COUNT, INDEX):
             if not given[name].isdecimal():
-                raise ValueError(f"processes: {name} must be a number from 0 on, got {given[name]!r}")
+                raise ValueError(f"processes: {name} must be an integer of at least 0, got {given[name]!r}")
         count, index = int(given[COUNT]), int(given[INDEX])
         if index >= count:
             raise ValueError(f"processes: {INDEX} must be below {COUNT} = {count}, got {index}")
-        # Not in a cluster of JAX's own finding as well, which would take its own view of the devices.
+        # Disable JAX's cluster detection, which would override the choice of devices.
         plain = {"num_processes": count, "process_id": index, "cluster_detection_method": "deactivate"}
         return {"coordinator_address": given[COORDINATOR], **plain} if count > 1 else None
     tasks = [
@@ -66,17 +66,17 @@ def found(environ: Mapping[str, str] = os.environ) -> dict | None:
 
 @contextlib.contextmanager
 def job() -> Iterator[int]:
-    """Joins the job for the block, before JAX computes anything, and yields this process's index.
+    """Joins the job, before JAX computes anything, and yields this process's index.
 
-    On the CPU the processes talk by gloo, JAX's default. When one ends badly, by an error or by a signal, the others
-    name it and end too: processes from 1 on at once, process 0 after its `finally` blocks, for at most
-    `watch.GRACE_S` seconds. An exception that leaves the block is reported on stderr and ends this process with exit
-    code 2 (ValueError, OSError), 130 (KeyboardInterrupt) or 1, without JAX's way out, which waits for the others.
+    On the CPU, processes communicate with gloo, JAX's default. When a process fails, by an error or a signal, the
+    others report its name and end too: process 0 after its `finally` blocks, within `liveness.GRACE_S` seconds, all
+    others immediately. An exception that leaves the block is printed to stderr and ends this process with exit code 2
+    (ValueError, OSError), 130 (KeyboardInterrupt) or 1, bypassing JAX's exit handlers, which wait for the others.
 
-    With one process, or inside another `job`, nothing of all this happens.
+    Does nothing in a single process or inside another `job`.
 
     Raises:
-      ValueError: as `found`; JAX finds no cluster.
+      ValueError: as `found`; JAX detects no cluster.
     """
     wanted = None if jax.distributed.is_initialized() else found()
     if wanted is None:
@@ -85,35 +85,35 @@ def job() -> Iterator[int]:
     try:
         jax.distributed.initialize(**wanted, heartbeat_timeout_seconds=HEARTBEAT_S)
     except ValueError as error:
-        raise ValueError(f"processes: JAX finds no cluster to join ({error}); set {COORDINATOR} and so on") from error
-    if threading.current_thread() is threading.main_thread():  # JAX takes SIGTERM for itself
+        raise ValueError(f"processes: JAX detects no cluster to join ({error}); set {COORDINATOR} etc.") from error
+    if threading.current_thread() is threading.main_thread():  # undo JAX's SIGTERM handler
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     index, count = jax.process_index(), jax.process_count()
     others = liveness.Watch(index, count)
     try:
         yield index
-    except BaseException as error:  # whatever it is, JAX must not wait at the exit for processes that wait for this one
+    except BaseException as error:  # always: JAX must not wait at exit for processes that wait for this one
         if not isinstance(error, SystemExit) or error.code:
             others.leave(error)
-        _part(others)
+        _disconnect(others)
         raise
-    _part(others)
+    _disconnect(others)
 
 
-def _part(others: liveness.Watch) -> None:
+def _disconnect(others: liveness.Watch) -> None:
     others.goodbye()
     jax.distributed.shutdown()
 
 
 def anyone(flag: bool) -> bool:
-    """Whether the flag is set in any process; all processes ask, and all get the same answer."""
+    """Whether the flag is set in any process; all processes must call it and get the same result."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array([flag])).any())
 
 
 def same(what: str, *values) -> None:
-    """Sees that all processes were given the same: values that print the same, sequences entry by entry.
+    """Checks that all processes have the same values, compared by their repr, lists entry by entry.
 
     Raises:
       ValueError: in every process, naming those that differ from process 0.
@@ -125,9 +125,9 @@ def same(what: str, *values) -> None:
         for entry in value if isinstance(value, list) else [value]:
             digest.update(repr(entry).encode())
     all_ = multihost_utils.process_allgather(np.frombuffer(digest.digest(), np.uint8))
-    differ = [str(i) for i, own in enumerate(all_) if (own != all_[0]).any()]
+    differ = [str(i) for i, digest_ in enumerate(all_) if (digest_ != all_[0]).any()]
     if differ:
         raise ValueError(
-            f"processes: all need the same {what}, got others in process {', '.join(differ)} than in process 0; "
-            "start all with the same command and files"
+            f"processes: all need the same {what}, got different ones in process {', '.join(differ)} than in process "
+            "0; start all with the same command and files"
         )

@@ -1,1 +1,1 @@
-"""What a run needs and costs, by formulas: memory, FLOPs, time."""
+"""Closed-form estimates of a run's memory, FLOPs and time."""

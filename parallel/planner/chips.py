@@ -1,20 +1,20 @@
-"""Chips that a plan can be made for: figures of their makers' data sheets."""
+"""Accelerators that plans support, with figures from the manufacturers' data sheets."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator, and what it stands among.
+    """An accelerator and its interconnect.
 
     Attributes:
-      platform: JAX's name of what it is: "gpu" or "tpu".
-      flops: of dense bf16 matmuls, in 1/s.
-      memory: HBM, in bytes (a data sheet's GB is 1e9).
-      bandwidth: of HBM, bytes/s.
-      near: devices that the fast links join: a host's GPUs, a TPU slice.
-      link: bytes/s that a device sends over them in one collective, in one direction.
-      network: the same to devices beyond, its share of the host's network cards.
+      platform: JAX's platform name: "gpu" or "tpu".
+      flops: dense bf16 FLOP/s.
+      memory: HBM in bytes (a data sheet's GB is 1e9).
+      bandwidth: HBM bandwidth in bytes/s.
+      near: devices connected by fast links: a host's GPUs, a TPU slice.
+      link: bytes/s that a device sends over fast links in one collective, in one direction.
+      network: the same to all other devices: its share of the host's network cards.
     """
 
     platform: str
@@ -28,17 +28,17 @@ class Chip:
 
 CHIPS = {
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s with sparsity, so half of that dense; 80 GB, 3.35 TB/s; NVLink 900 GB/s
-    # both ways together. DGX H100: 8 GPUs, each with a ConnectX-7 of 400 Gb/s.
+    # bidirectional. DGX H100: 8 GPUs, each with a ConnectX-7 of 400 Gb/s.
     "h100": Chip("gpu", 989.5e12, 80e9, 3.35e12, 8, 450e9, 50e9),
     # NVIDIA H200 data sheet, SXM: the same compute and links, 141 GB, 4.8 TB/s. DGX H200: as DGX H100.
     "h200": Chip("gpu", 989.5e12, 141e9, 4.8e12, 8, 450e9, 50e9),
-    # NVIDIA DGX B200 data sheet and user guide: 8 GPUs, 1,440 GB, 64 TB/s, NVLink 14.4 TB/s both ways together,
+    # NVIDIA DGX B200 data sheet and user guide: 8 GPUs, 1,440 GB, 64 TB/s, NVLink 14.4 TB/s bidirectional,
     # 8 ConnectX-7 of 400 Gb/s. HGX B200: 36 PFLOP/s of bf16 with sparsity for 8, so 2.25 dense each.
     "b200": Chip("gpu", 2250e12, 180e9, 8.0e12, 8, 900e9, 50e9),
     # Google Cloud "TPU v5p": 459 TFLOP/s, 95 GB, 2,765 GB/s, 4,800 Gb/s over 6 links of a 3D torus, of which a
-    # collective along one mesh axis uses 2; slices of up to 6,144 chips. 200 Gb/s a host of 4 chips.
+    # collective along one mesh axis uses 2; slices of up to 6,144 chips. 200 Gb/s per host of 4 chips.
     "v5p": Chip("tpu", 459e12, 95e9, 2.765e12, 6144, 200e9, 6.25e9),
-    # Google Cloud "TPU v6e": 918 TFLOP/s, 32 GB, 1,600 GB/s, 800 GB/s both ways over 4 links of a 2D torus, of which a
-    # collective along one mesh axis uses 2; slices of up to 256 chips. 4 x 200 Gb/s a host of 8 chips.
+    # Google Cloud "TPU v6e": 918 TFLOP/s, 32 GB, 1,600 GB/s, 800 GB/s bidirectional over 4 links of a 2D torus, of
+    # which a collective along one mesh axis uses 2; slices of up to 256 chips. 4 x 200 Gb/s per host of 8 chips.
     "v6e": Chip("tpu", 918e12, 32e9, 1.6e12, 256, 200e9, 12.5e9),
 }

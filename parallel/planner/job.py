@@ -1,4 +1,4 @@
-"""What a plan is made for: a model's table, the mesh that it lies on, and the batch of a step. Needs no devices."""
+"""Input of the planner: a model's table, its mesh layout, and the batch of a step. Needs no devices."""
 
 import functools
 import math
@@ -13,8 +13,8 @@ from ...core.optim import Optimizer
 from .. import context, rules
 from ..mesh import AXES, BATCH, Layout
 
-# Names of the values that a layer keeps on the device from its forward to its backward pass; `memory.values` says how
-# large they are. A remat policy is a line here; "attention" under "none" is among what plain differentiation keeps.
+# Values that each remat policy keeps on the device from a layer's forward to its backward pass; `memory.values` has
+# their sizes.
 KEPT = {
     "full": ("input",),
     "dots": ("input", "dots", "attention", "halves"),
@@ -24,27 +24,27 @@ KEPT = {
 
 @dataclass(frozen=True)
 class Job:
-    """A training step, described.
+    """Description of a training step.
 
     Attributes:
       table: the model's weights.
       layout: devices along each mesh axis.
       rows, length: B and T of a microbatch, over all devices.
-      microbatches: M of an optimiser step; those behind the `used` ones are empty.
-      sequence: mean tokens of a packed sequence, at most `length`.
-      dtype: of activations and matmuls; weights, moments and gradients are fp32.
+      microbatches, used: M of an optimiser step, and how many of them are not empty.
+      sequence: mean tokens per packed sequence, at most `length`.
+      dtype: dtype of activations and matmuls; weights, moments and gradients are fp32.
       remat, cp, head_chunk: as in `models.Run`.
-      top_k: experts that a token goes to; 0 without experts.
-      slots: J, segments that a row has room for.
-      reads: of the batch's arrays those that a step reads, by name (..._BT or ..._BJ), and the bytes of one entry.
+      top_k: experts per token; 0 without experts.
+      slots: J, segment slots per row.
+      reads: {array of the batch that the step reads (..._BT or ..._BJ): bytes per entry}.
       scores: forward passes without gradients over the same tokens, before the step.
-      reference: one of them is by other weights, which are held beside.
-      platform: that the devices are of, which says how many logits are computed at a time.
+      reference: one of them uses other weights, held in addition.
+      platform: platform of the devices, which determines the chunk size of logits.
       optim: as in a recipe's Config.
 
     Raises:
-      ValueError: a remat policy that `KEPT` does not know; rows, length, heads or an axis of a weight that does not
-        divide by the layout.
+      ValueError: a remat policy not in `KEPT`; rows, length, heads or an axis of a weight are not divisible by the
+        layout.
     """
 
     table: param.Table
@@ -69,7 +69,7 @@ class Job:
     def __post_init__(self):
         if self.remat not in KEPT:
             raise ValueError(
-                f"plan: --run.remat must be one of {', '.join(KEPT)}, got {self.remat!r}; plan one of them"
+                f"plan: --run.remat must be one of {', '.join(KEPT)}, got {self.remat!r}; plan with one of them"
             )
         zigzag = 2 if self.cp == "ring" and self.layout.cp > 1 else 1
         sharing = self.size("tp", *(("cp",) if self.cp == "ulysses" else ()))
@@ -91,11 +91,11 @@ class Job:
         return KEPT[self.remat]
 
     def recomputes(self, value: str) -> bool:
-        """Whether the backward pass computes a value again; without rematerialisation it computes none."""
+        """Whether the backward pass recomputes a value; without rematerialisation it recomputes none."""
         return self.remat != "none" and value not in self.kept
 
     def size(self, *axes: str) -> int:
-        """Devices along these axes together."""
+        """Product of the sizes of these axes."""
         return math.prod(getattr(self.layout, axis) for axis in axes)
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Job:
 
     @functools.cached_property
     def stacks(self) -> list[dict[str, param.Leaf]]:
-        """Weights of each run of equal layers, by name."""
+        """Weights of each run of identical layers, by name."""
         return param.leaves(self.table)["stacks"]
 
     @property
@@ -113,12 +113,12 @@ class Job:
         return [*self.top.values(), *(leaf for stack in self.stacks for leaf in stack.values())]
 
     def held(self, leaf: param.Leaf, by: rules.ShardingRules = rules.RULES) -> int:
-        """Entries of a leaf that a device holds under the rules."""
+        """Entries of a leaf that a device holds under these sharding rules."""
         spec = rules.spec(leaf.axes, by, where=leaf.path, shape=leaf.shape, mesh=self.mesh)
         return math.prod(NamedSharding(self.mesh, spec).shard_shape(leaf.shape))
 
     def whole(self, leaf: param.Leaf) -> int:
-        """Entries of one layer of a leaf that a device holds while it is used: gathered over fsdp and ep."""
+        """Entries of one layer of a leaf that a device holds while it is in use, gathered over fsdp and ep."""
         return self.held(leaf, rules.GATHERED) // (leaf.shape[0] if nested(leaf) else 1)
 
     @property
@@ -161,13 +161,13 @@ class Job:
 
     @property
     def kv_copies(self) -> int:
-        """How often kv heads are repeated so that they divide by the devices that share them."""
+        """How often kv heads are repeated to be divisible by the devices that share them."""
         sharing = self.size("tp", *(("cp",) if self.cp == "ulysses" else ()))
         return math.lcm(self.kv_heads, sharing) // self.kv_heads
 
     @property
     def vocab(self) -> int:
-        """Columns of logits on one device."""
+        """Vocabulary entries (columns of logits) on one device."""
         return self.table.dims["vocab"] // self.layout.tp
 
     @property
@@ -176,12 +176,12 @@ class Job:
 
 
 def depth(stack: Mapping[str, param.Leaf]) -> int:
-    """Layers of a run."""
+    """Number of layers of a run."""
     return next(iter(stack.values())).shape[0]
 
 
 def bytes_of(leaf: param.Leaf) -> int:
-    """Of one entry: masters are fp32 unless the table says otherwise."""
+    """Bytes per entry of the master weights: fp32 unless the table says otherwise."""
     return jnp.dtype(leaf.param.dtype or "float32").itemsize
 
 
@@ -190,7 +190,7 @@ def entries(leaf: param.Leaf) -> int:
 
 
 def nested(leaf: param.Leaf) -> bool:
-    """The leaf belongs to a layer, not to the top level."""
+    """Whether the leaf belongs to a layer rather than the top level."""
     return leaf.layers is not None
 
 

@@ -1,8 +1,8 @@
-"""What each device holds during a training step, in bytes, by closed formulas.
+"""Closed-form memory of a training step, in bytes per device.
 
-State, gradients and batch follow from the table of weights and the sharding rules, and are exact. What layers keep for
-the backward pass is counted value by value: `job.KEPT` says which values a remat policy keeps, `values` how large they
-are.
+State, gradients and batch follow from the parameter table and the sharding rules, and are exact. Activations saved for
+the backward pass are counted value by value: `job.KEPT` lists the values that a remat policy keeps, `values` their
+sizes.
 """
 
 import math
@@ -16,9 +16,9 @@ from ...core.param import Leaf
 from .. import experts, rules
 from .job import KEPT, Job, bytes_of, depth, matrix
 
-STEP = 4  # bytes of the count of steps
-WIDE = 4  # bytes of what is computed in fp32 whatever the compute dtype
-GATES = {"gate": "ffn", "shared_gate": "shared_ffn"}  # gated MLPs that every token goes through, and their widths
+STEP = 4  # bytes of the step counter
+WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
+GATES = {"gate": "ffn", "shared_gate": "shared_ffn"}  # gated MLPs applied to every token, and their widths
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      params: fp32 masters.
-      moments: the optimiser's state: moments, averaged weights and counters, that of steps included.
-      gradients: the sum over microbatches, and with several of them those of the one at work.
-      reference: weights that only score.
-      batch: of the batch's arrays those that a step reads, all microbatches.
-      saved: what layers keep for the backward pass of a microbatch.
-      logits: of one chunk, or of all tokens where the backward pass finds them kept.
-      working: the larger of what one layer and the head need while their gradients are computed.
+      params: fp32 master weights.
+      moments: optimiser state: moments, averaged weights and counters, including the step counter.
+      gradients: the accumulated gradients, plus with several microbatches those of the current one.
+      reference: weights of the reference model.
+      batch: the batch's arrays that a step reads, all microbatches.
+      saved: activations that layers save for the backward pass of a microbatch.
+      logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
+      working: temporaries of the backward pass of one layer or of the head, whichever is larger.
     """
 
     params: int
@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def arguments(self) -> int:
-        """What the compiled step is given."""
+        """Arguments of the compiled step."""
         return self.params + self.moments + self.batch
 
     @property
@@ -56,7 +56,7 @@ class Memory:
 
 
 def memory(job: Job) -> Memory:
-    """Of a device in a training step."""
+    """Memory of a device during a training step."""
     params = sum(job.held(leaf) * bytes_of(leaf) for leaf in job.leaves)
     return Memory(
         params=params,
@@ -71,34 +71,34 @@ def memory(job: Job) -> Memory:
 
 
 def moments(job: Job) -> int:
-    """What training carries besides the weights: each array of the optimiser's state where the rules put it."""
+    """Optimiser state on a device, sharded according to the rules, plus the step counter."""
     optimizer = optim.make_optimizer(job.optim, job.table)
     shapes = jax.eval_shape(optimizer.init, param.abstract(job.table))
     where = rules.of_state(optimizer, job.table, job.mesh).opt_state
-    held = lambda x, its: math.prod(its.shard_shape(x.shape)) * x.dtype.itemsize
+    held = lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return STEP + sum(jax.tree.leaves(jax.tree.map(held, shapes, where)))
 
 
 def batch(job: Job) -> int:
-    """Of the batch's arrays those that a step reads; segments lie with their rows."""
+    """The batch's arrays that a step reads; segment arrays are sharded like rows."""
     width = lambda name: job.length // job.layout.cp if name.endswith("_BT") else job.slots
     return job.microbatches * job.local_rows * sum(size * width(name) for name, size in job.reads.items())
 
 
 def saved(job: Job) -> int:
-    """What the scans over layers stack up for the backward pass of a microbatch, besides the weights themselves."""
+    """Activations that the scans over layers stack for the backward pass of a microbatch."""
     kept = lambda stack: sum(size for name, size in values(job, stack).items() if name in job.kept)
     return round(sum(depth(stack) * kept(stack) for stack in job.stacks))
 
 
 def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
-    """Bytes on a device, of one layer and microbatch, of each value that a policy may keep.
+    """Bytes per device, for one layer and microbatch, of each value that a remat policy may keep.
 
-    input: what the layer is given. dots: results of matmuls with weights. attention: its result and log-sum-exp.
-    norms: three copies in fp32 of what a norm reads. operands: what is multiplied with weights. qkv: queries, keys and
-    values as attention reads them. gates: what lies between the matmuls of a gated MLP. halves: of the hidden layer of
-    experts, before the activation. experts: all of a mixture, about. weights: as they are used, gathered and cast,
-    where that is not how they are stored.
+    input: the layer's input. dots: outputs of matmuls with weights. attention: output and log-sum-exp. norms: three
+    fp32 copies of a norm's input. operands: inputs of matmuls with weights. qkv: queries, keys and values as read by
+    attention. gates: intermediates of a gated MLP. halves: both halves of the experts' hidden layer before the
+    activation. experts: all intermediates of a mixture, approximately. weights: gathered and cast weights, if they
+    differ from the stored ones.
     """
     tokens, tp, item, D = job.local_tokens, job.layout.tp, job.itemsize, job.embed
     heads, kv_heads = job.heads / tp, job.kv_heads * job.kv_copies / tp
@@ -109,19 +109,19 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         f"{name}_norm": (width(axis), width(axis) / job.head_dim) for name, axis in (("q", "heads"), ("k", "kv_heads"))
     }
     halves = mixture = 0.0
-    if "router" in stack:  # room for all pairs of the ep group, whichever experts they choose
+    if "router" in stack:  # room for all pairs of the ep group, for any routing
         ep = job.layout.ep
         pairs = tokens * ep * job.top_k
         halves = 2 * math.prod(experts.blocks(pairs, job.table.dims["experts"] // ep, ep)) * width("expert_ffn") * item
         mixture = halves + tokens * (ep * D * item + 2 * width("router") * WIDE) + 4 * pairs * WIDE
-    own_dtype = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
+    as_stored = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))
-    # Flattened, each matmul keeps an operand of its own; with cp they are not, and attention and MLP keep one each.
+    # Each matmul keeps its own flattened operand; with cp they are not flattened, and attention and MLP keep one each.
     inputs = [into for _, into in matrices]
     read = sum(map(width, inputs)) - (D * (inputs.count("embed") - 2) if job.layout.cp > 1 else 0)
     return {
         "input": tokens * D * item,
-        # the last result only joins the residual stream, which needs no gradient of its own
+        # without the last output, which is only added to the residual stream
         "dots": tokens * item * sum(width(out) for out, into in matrices if into != "ffn"),
         "attention": tokens * heads * (job.head_dim * item + WIDE),
         "norms": sum(
@@ -134,29 +134,29 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         "gates": 5 * tokens * item * sum(width(axis) for name, axis in GATES.items() if name in stack),
         "halves": halves,
         "experts": mixture,
-        "weights": 0 if own_dtype else used * item,
+        "weights": 0 if as_stored else used * item,
     }
 
 
 def logits_kept(job: Job) -> bool:
-    """Whether the backward pass finds logits kept: the rule of `core.logprobs.from_hidden`, for a device's own."""
+    """Whether logits are saved for the backward pass: the rule of `core.logprobs.from_hidden`, per device."""
     return not job.head_chunk and job.local_tokens * job.vocab <= logprobs.KEPT
 
 
 def logits(job: Job) -> int:
-    """fp32 logits that a device holds at a time."""
+    """Bytes of fp32 logits that a device holds at a time."""
     chunk = _chunk(job)
     held = -(-job.local_tokens // chunk) * chunk if logits_kept(job) else chunk
     return held * job.vocab * WIDE
 
 
 def _chunk(job: Job) -> int:
-    """Tokens whose logits a device computes at a time."""
+    """Tokens per chunk of logits on a device."""
     return min(job.head_chunk or logprobs.chunk_size(job.vocab, job.platform), job.local_tokens)
 
 
 def _layer(job: Job) -> int:
-    """A layer at work in the backward pass: its weights whole, all its values, and the gradients of both."""
+    """Temporaries of a layer's backward pass: its gathered weights, all its values, and the gradients of both."""
 
     def at_work(stack):
         weights = sum(job.whole(leaf) * (bytes_of(leaf) + 2 * job.itemsize) for leaf in stack.values())
@@ -166,6 +166,7 @@ def _layer(job: Job) -> int:
 
 
 def _head(job: Job) -> int:
-    """The head at work: its matrix as stored, as used and its gradient, whole; softmax and gradient of the logits."""
+    """Temporaries of the head: its gathered matrix as stored and as used, their gradient; softmax and gradient of the
+    logits."""
     matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (2 * WIDE + job.itemsize)
     return matrices + 2 * _chunk(job) * job.vocab * WIDE + 3 * job.local_tokens * job.embed * WIDE

@@ -1,6 +1,6 @@
-"""A plan: whether a training step fits its devices, and what it costs; for RL also generation and weight pushes.
+"""Plans a training step: whether it fits its devices and what it costs; for RL also generation and weight pushes.
 
-Figures are exact where they follow from shapes and rules, and estimates where they rest on the assumptions below.
+Figures are exact if they follow from shapes and sharding rules, estimates if they depend on the assumptions below.
 """
 
 import math
@@ -13,19 +13,19 @@ from .chips import Chip
 from .job import Job, entries, expert
 
 # Assumptions of every estimate.
-MATMUL = 0.5  # of the data sheet's FLOP/s, reached by a step's matmuls and attention
-LINK = 0.7  # of a link's bytes/s, reached by collectives
-STREAM = 0.7  # of HBM's bytes/s, reached by the optimiser and by decoding
-FILLED = 0.7  # of a server's usable memory at most, by weights: the rest is for the cache
-USABLE = 0.92  # of HBM: the rest is for the runtime and what allocation wastes
+MATMUL = 0.5  # fraction of peak FLOP/s reached by a step's matmuls and attention
+LINK = 0.7  # fraction of a link's bytes/s reached by collectives
+STREAM = 0.7  # fraction of HBM's bytes/s reached by the optimiser and by decoding
+FILLED = 0.7  # largest fraction of a server's usable memory for weights: the rest is for the KV cache
+USABLE = 0.92  # usable fraction of HBM: the rest is for the runtime and fragmentation
 HOST = 20e9  # bytes/s from a device to its host
 DISK = 2e9  # bytes/s to and from the folder of published weights
-UPDATE = 4  # passes over the fp32 weights in an optimiser step: gradient twice, weight in and out; over its state 2
+UPDATE = 4  # passes over the fp32 weights in an optimiser step: gradient twice, weight read and write; over state 2
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a plan; the end of its name is its unit."""
+    """One number of a plan; its name ends in the unit."""
 
     section: str
     name: str
@@ -36,17 +36,17 @@ class Figure:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a batch of RL asks of the servers.
+    """Generation for one training batch of RL.
 
     Attributes:
-      samples: completions a training batch.
-      prompt, new: mean tokens of a prompt, and of what is generated.
-      slots: most sequences that a server takes at a time; None = what its memory holds.
-      itemsize: bytes of a weight and a cache entry there.
-      devices: those set apart for it; 0 = as many as keep up with training.
-      steps: optimiser steps a training batch.
+      samples: completions per training batch.
+      prompt, new: mean tokens of a prompt, and of a completion.
+      slots: maximum number of concurrent sequences per server; None = what its memory holds.
+      itemsize: bytes of a weight and a cache entry on the servers.
+      devices: devices for generation; 0 = as many as keep up with training.
+      steps: optimiser steps per training batch.
       ahead: eta, batches that generation may be ahead of training.
-      embedded: by one server on one chip.
+      embedded: the recipe starts one server on one chip.
     """
 
     samples: int
@@ -69,10 +69,10 @@ class Plan:
 
 
 def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_itemsize: int = 4) -> Plan:
-    """The plan of a job on chips of one kind.
+    """Plans a job on chips of one type.
 
     Args:
-      generation: of RL; None = supervised.
+      generation: generation of an RL job; None = supervised.
       push_itemsize: bytes of a weight in an exported checkpoint.
     """
     fits = memory.memory(job).peak <= USABLE * chip.memory
@@ -97,14 +97,14 @@ def memory_figures(job: Job, chip: Chip) -> list[Figure]:
     return [
         of("params_bytes", m.params, True, "fp32 weights"),
         of("moments_bytes", m.moments, True, f"state of {job.optim.name}" + ", averaged weights" * (job.optim.ema > 0)),
-        of("batch_bytes", m.batch, True, "of the batch, what the step reads"),
-        of("argument_bytes", m.arguments, True, "these three: arguments of the compiled step"),
+        of("batch_bytes", m.batch, True, "arrays of the batch that the step reads"),
+        of("argument_bytes", m.arguments, True, "sum of these three: arguments of the compiled step"),
         of("gradients_bytes", m.gradients, True, "gradients" + (", summed and new" if job.microbatches > 1 else "")),
         of("reference_bytes", m.reference, True, "weights of the reference policy"),
-        of("saved_bytes", m.saved, not about, f"kept by layers for the backward pass, remat {job.remat}"),
-        of("logits_bytes", m.logits, True, "logits, all kept" if memory.logits_kept(job) else "logits of a chunk"),
-        of("working_bytes", m.working, False, "of the layer or head at work"),
-        of("peak_bytes", m.peak, False, "all of it"),
+        of("saved_bytes", m.saved, not about, f"activations saved for the backward pass, remat {job.remat}"),
+        of("logits_bytes", m.logits, True, "logits, all saved" if memory.logits_kept(job) else "logits of a chunk"),
+        of("working_bytes", m.working, False, "temporaries of a layer or the head"),
+        of("peak_bytes", m.peak, False, "total"),
         of("usable_bytes", USABLE * chip.memory, False, f"{USABLE:.0%} of the chip's memory"),
         of("rows_that_fit", most_rows(job, chip), False, "largest microbatch, in rows"),
     ]  # fmt: skip
@@ -131,18 +131,18 @@ def work_figures(job: Job) -> list[Figure]:
     of = lambda name, value, kind, text: Figure("work", name, value, kind, text)
     return [
         of("params", sum(map(entries, job.leaves)), "exact", "weights of the model"),
-        of("active_params", flops.active(job), "exact", "weights that a token is multiplied with"),
-        of("tokens", job.tokens, "estimate", "of an optimiser step, padding included"),
+        of("active_params", flops.active(job), "exact", "active weights per token"),
+        of("tokens", job.tokens, "estimate", "per optimiser step, padding included"),
         of("matmul_flops", f.matmuls, "estimate", "matmuls with weights, forward and backward"),
         of("attention_flops", f.attention, "estimate", f"causal attention in sequences of {job.sequence:g} tokens"),
-        of("score_flops", f.scores, "estimate", "passes that only score"),
-        of("model_flops", f.model, "estimate", "these three: what MFU counts"),
-        of("recomputed_flops", f.recomputed, "estimate", f"computed again for the backward pass, remat {job.remat}"),
+        of("score_flops", f.scores, "estimate", "scoring passes without gradients"),
+        of("model_flops", f.model, "estimate", "sum of these three, used for MFU"),
+        of("recomputed_flops", f.recomputed, "estimate", f"recomputed in the backward pass, remat {job.remat}"),
     ]
 
 
 def traffic_figures(job: Job) -> list[Figure]:
-    """Bytes that a device sends in an optimiser step, collective by collective."""
+    """Bytes sent by a device in an optimiser step, per collective."""
     return [
         Figure("traffic", f"{t.name}_bytes", t.sent(job), "estimate", f"over {' x '.join(split(job, t.axes))}")
         for t in flops.transfers(job)
@@ -154,58 +154,58 @@ def split(job: Job, axes: tuple[str, ...]) -> list[str]:
 
 
 def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
-    """(seconds of an optimiser step, the figures): collectives of weights and gradients run beside the computing."""
+    """(seconds per optimiser step, figures); collectives of weights and gradients overlap with computation."""
     devices = job.layout.devices
     f = flops.flops(job, flops.pairs(job))
     compute = f.hardware / devices / (MATMUL * chip.flops)
     moving = flops.transfers(job)
     waits = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if not t.overlaps)
-    beside = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
+    overlapped = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
     m = memory.memory(job)
     update = (UPDATE * m.params + 2 * m.moments) / (STREAM * chip.bandwidth)
-    total = max(compute, beside) + waits + update
+    total = max(compute, overlapped) + waits + update
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [
         of("compute_s", compute, f"at {MATMUL:.0%} of the chip's peak"),
-        of("beside_s", beside, "collectives of weights and gradients, beside the computing"),
+        of("beside_s", overlapped, "collectives of weights and gradients, overlapped with computation"),
         of("waiting_s", waits, "collectives that layers wait for"),
         of("update_s", update, "optimiser"),
-        of("step_s", total, "an optimiser step"),
+        of("step_s", total, "optimiser step"),
         of("tokens_per_device_per_s", job.tokens / total / devices, "speed"),
         of("mfu", f.model / (devices * chip.flops * total), "model FLOPs over the chips' peak"),
-        of("hardware_utilisation", f.hardware / (devices * chip.flops * total), "the same with what is computed again"),
+        of("hardware_utilisation", f.hardware / (devices * chip.flops * total), "the same including recomputation"),
     ]
 
 
 def link(job: Job, chip: Chip, axes: tuple[str, ...]) -> float:
-    """Bytes/s that a device sends in a collective over these axes: the network's where the group leaves a host."""
+    """Bytes/s that a device sends in a collective over these axes; the network's rate if the group spans hosts."""
     outermost = min((axis for axis in axes if job.size(axis) > 1), key=AXES.index)
     span = job.size(*AXES[AXES.index(outermost) :])
     return LINK * (chip.link if span <= chip.near else chip.network)
 
 
 def push_figures(job: Job, itemsize: int) -> list[Figure]:
-    """A push of weights to the servers: device to host, host to a shared folder, folder to the servers."""
+    """A weight push: device to host, host to a shared folder, folder to the servers."""
     size = sum(map(entries, job.leaves)) * itemsize
     return [
-        Figure("push", "push_bytes", size, "exact", f"weights of {itemsize} bytes, as exported"),
+        Figure("push", "push_bytes", size, "exact", f"exported weights, {itemsize} bytes each"),
         Figure("push", "push_s", size / HOST + 2 * size / DISK, "estimate", "to the host, to a folder, to the servers"),
     ]
 
 
 def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure]:
-    """Generation on chips of the same kind: memory for the cache, speed by what decoding has to read."""
+    """Generation on chips of the same type: KV cache memory, and decoding speed limited by memory bandwidth."""
     usable, cache = USABLE * chip.memory, 2 * job.layers * job.kv_heads * job.head_dim * g.itemsize
     sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
     weights = (sum(map(entries, job.leaves)) + (entries(job.top["embed"]) if job.tied else 0)) * g.itemsize
     server = 1 << max(0, math.ceil(math.log2(weights / (FILLED * usable))))
     if g.embedded and server > 1:
         raise ValueError(
-            f"plan: the server that the recipe starts has one chip, too small for weights of {weights:,} bytes and a "
-            "cache; name servers"
+            f"plan: the recipe's server has one chip, too small for weights of {weights:,} bytes and a cache; set "
+            "--servers"
         )
     budget = (server * usable - weights) / cache
-    context = g.prompt + g.new / 2  # of a sequence on average while it grows
+    context = g.prompt + g.new / 2  # mean length of a sequence while it grows
 
     def batch_s(servers: int) -> float:
         flying = g.samples * (g.ahead + 1) / servers
@@ -221,22 +221,22 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
     elif g.devices:
         if g.devices < server:
             raise ValueError(
-                f"plan: --rollout-chips must be at least the {server} that a server's weights need, got {g.devices}"
+                f"plan: --rollout-chips must be at least {server}, as needed for a server's weights, got {g.devices}"
             )
         servers = g.devices // server
     of = lambda name, value, kind, text: Figure("generation", name, value, kind, text)
-    wanted = "chips that keep up with training, if any can"
+    wanted = "chips needed to keep up with training, if possible"
     if g.embedded:
-        wanted = "the chip of the server that the recipe starts"
+        wanted = "chip of the recipe's server"
     elif g.devices:
-        wanted = "chips set apart for generation"
+        wanted = "chips reserved for generation"
     return [
-        of("server_weights_bytes", weights, "exact", "weights as a server holds them"),
-        of("cache_bytes_per_token", cache, "exact", "keys and values of a token"),
-        of("server_devices", server, "estimate", "chips that a server needs"),
-        of("cache_tokens", budget, "estimate", "tokens of context that a server holds"),
-        of("generated_tokens", g.samples * g.new, "estimate", "of a training batch"),
+        of("server_weights_bytes", weights, "exact", "weights on a server"),
+        of("cache_bytes_per_token", cache, "exact", "KV cache per token"),
+        of("server_devices", server, "estimate", "chips per server"),
+        of("cache_tokens", budget, "estimate", "tokens in a server's KV cache"),
+        of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
         of("train_batch_s", train_s, "estimate", "training on a batch"),
         of("rollout_devices", servers * server, "estimate", wanted),
-        of("generate_batch_s", batch_s(servers), "estimate", f"a batch on them, {g.ahead + 1} in flight"),
+        of("generate_batch_s", batch_s(servers), "estimate", f"generating a batch on them, {g.ahead + 1} in flight"),
     ]

@@ -1,7 +1,8 @@
-"""What every recipe needs: memory that is kept, a mesh, a model and rows from a path, a stop that waits for a step."""
+"""Helpers of every recipe: devices and memory, models and rows from paths, clean stops, generation servers."""
 
 import asyncio
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -20,6 +21,7 @@ from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
 from areax.rollout import client, object_path
+from areax.rollout.chat import template
 from areax.rollout.engine import in_process
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
@@ -28,19 +30,19 @@ merge = jax.jit(metrics.merge_trees)  # one computation instead of five a metric
 
 
 def share_devices() -> None:
-    """Lets this process and servers that it starts give GPU memory back; to be called before JAX computes anything.
+    """Makes this process and servers that it starts return freed GPU memory; call it before JAX computes anything.
 
-    By default JAX reserves most of a GPU and keeps what it once had; its "platform" allocator takes what a computation
-    needs and frees it afterwards. What the environment says already is left as it is.
+    By default JAX reserves most of a GPU and keeps it; its "platform" allocator allocates what a computation needs and
+    frees it afterwards. An allocator set in the environment is kept.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 
 def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:
-    """The mesh of a layout.
+    """Makes the mesh of a layout.
 
     Raises:
-      ValueError: it does not fit the devices, or microbatches of `rows` rows of `length` tokens do not divide by it.
+      ValueError: it does not fit the devices, or does not divide microbatches of `rows` rows of `length` tokens.
     """
     batch = math.prod(getattr(layout, axis) for axis in mesh.BATCH)
     for option, value, axes, over in (
@@ -54,10 +56,10 @@ def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Me
 def open_model(
     path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32"
 ):
-    """(config, weights over the mesh) of a Hugging Face directory; "random" needs its config.json alone.
+    """(config, sharded weights) of a Hugging Face directory, of which "random" needs only config.json.
 
     Args:
-      dtype: of the weights: fp32 for masters; None = as they are stored, for those that do not train.
+      dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
     """
     if init == "checkpoint":
         return hf.load(path, dtype=dtype, mesh=on)
@@ -66,7 +68,10 @@ def open_model(
 
 
 def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
-    """(config, weights over the mesh) of a model that teaches one with these tokens, in the dtype that it computes in.
+    """(config, sharded weights) of a teacher, in the dtype of its computation.
+
+    Args:
+      tokens: the student's tokenizer.
 
     Raises:
       ValueError: a token of the student has another id in the teacher's tokenizer, or none.
@@ -82,17 +87,17 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
 
 
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
-    """New fp32 weights over the mesh."""
+    """New random fp32 weights, sharded over the mesh."""
     return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
 
 
 def read_rows(source: str, row: str = "", limit: int = 0, *, quiet: bool = False) -> list[dict]:
-    """The rows of a file, folder or hub name, each through the function that `row` names, if any.
+    """Reads rows from a file, a folder or the hub, converted by the function that `row` names.
 
     Args:
-      row: gives None for a record to be left out.
+      row: `module:function` that returns a row, or None to leave a record out; "" = records are rows.
       limit: records to read; 0 = all.
-      quiet: how many are left out is not said.
+      quiet: does not print how many are left out.
     """
     records = datasets.rows(source, limit=limit or None)
     if not row:
@@ -102,10 +107,10 @@ def read_rows(source: str, row: str = "", limit: int = 0, *, quiet: bool = False
 
 
 def keep(rows: list, fits: Callable[[dict], bool], why: str, *, quiet: bool = False) -> list[dict]:
-    """The rows that fit; a line on stderr says how many are left out, and why.
+    """The rows that fit; prints to stderr how many are left out, and why.
 
     Raises:
-      ValueError: none is left.
+      ValueError: no row is left.
     """
     kept = [row for row in rows if fits(row)]
     if rows and not kept:
@@ -116,14 +121,14 @@ def keep(rows: list, fits: Callable[[dict], bool], why: str, *, quiet: bool = Fa
 
 
 def keep_short(rows: list[dict], tokens, most: int) -> list[dict]:
-    """The rows whose prompt has at most so many tokens, as `keep`; 0 = all of them."""
-    fits = lambda row: len(tokenizer.prompt(tokens, row)) <= most
+    """The rows whose prompt has at most `most` tokens, as `keep`; 0 = no limit."""
+    fits = lambda row: len(template.prompt(tokens, row)) <= most
     return keep(rows, fits, f"longer than --max-prompt {most}") if most else rows
 
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets, to be looked at between steps; a second Ctrl-C interrupts at once."""
+    """Yields an event that Ctrl-C or SIGTERM sets, to be checked between steps; a second Ctrl-C interrupts at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -143,7 +148,7 @@ def stop_signal() -> Iterator[threading.Event]:
 
 
 async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Its result, or None if SIGINT or SIGTERM stopped it, after it has saved what it has."""
+    """Awaits the coroutine; SIGINT or SIGTERM cancels it. Returns its result, or None if it was cancelled that way."""
     task = asyncio.ensure_future(coroutine)
     asked: list[int] = []
 
@@ -166,10 +171,10 @@ async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def out_directory(out: str) -> Path:
-    """The run's directory, made if it is not there.
+    """Creates the run's directory if it does not exist.
 
     Raises:
-      ValueError: something else than a directory has that name.
+      ValueError: the path is not a directory.
     """
     path = Path(out)
     if path.exists() and not path.is_dir():
@@ -189,27 +194,31 @@ async def fleet(
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
+    experts_per_token: int = 0,
 ) -> AsyncIterator[client.Fleet]:
-    """The servers at `urls`; without any, new ones of the checkpoint `path` on this machine, restarted if they die.
+    """Connects to the servers at `urls`; without any, starts servers of checkpoint `path` here and restarts those that
+    die.
 
     Args:
-      first: gives label and weights that a server inside this process begins with, in place of the checkpoint's.
+      first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
+      experts_per_token: as `client.connect`.
     """
     prepare = None
+    connect = functools.partial(client.connect, concurrency=concurrency, experts_per_token=experts_per_token)
     async with contextlib.AsyncExitStack() as stack:
         if urls:
-            reached = client.connect(urls, concurrency=concurrency, stagers=stagers, handover=handover)
+            reached = connect(urls, stagers=stagers, handover=handover)
         elif serve.inside:
             one = in_process.serving(
                 os.fspath(path), first, slots=serve.slots, context=serve.context, dtype=serve.dtype
             )
             url, own = stack.enter_context(one)
             handover, prepare = own, own.stage
-            reached = client.connect([url], concurrency=concurrency, handover=handover)
+            reached = connect([url], handover=handover)
         else:
             started = await stack.enter_async_context(local.servers(path, serve, log))
-            reached = client.connect(started.urls, concurrency=concurrency, restart=started.restart)
+            reached = connect(started.urls, restart=started.restart)
         fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
-            server.handover, server.prepare = handover, prepare
+            server.handover, server.prepare, server.fresh = handover, prepare, not urls
         yield fleet

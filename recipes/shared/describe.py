@@ -1,4 +1,4 @@
-"""What is reported of the samples of a batch: rewards, lengths, ages, agreement of trainer and sampler, texts."""
+"""Metrics of a batch's samples: rewards, lengths, staleness, trainer-sampler agreement; sample texts."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ LENGTH_BINS = 32
 
 
 def shuffled(groups: list[list[Sample]], seed) -> list[list[Sample]]:
-    """The same samples, each rollout with the rewards of another one drawn at random from the batch."""
+    """Permutes the rewards among the rollouts of a batch at random; a control experiment."""
     flat = episodes.one_a_rollout([s for group in groups for s in group])
     order = np.random.default_rng(seed).permutation(len(flat))
     others = {s.rollout: flat[i] for s, i in zip(flat, order, strict=True)}
@@ -20,7 +20,7 @@ def shuffled(groups: list[list[Sample]], seed) -> list[list[Sample]]:
 
 
 def agreement(samples: list[Sample], logps: list[np.ndarray], version: int) -> dict[str, float]:
-    """How far trainer and sampler differ on tokens that the current version sampled: max |d logp| and mean k3, float64.
+    """Max |d logp| and mean k3 between trainer and sampler on tokens of the current version, in float64.
 
     k3 = exp(d) - 1 - d with d = trainer - sampler estimates KL(sampler || trainer).
     """
@@ -34,7 +34,7 @@ def agreement(samples: list[Sample], logps: list[np.ndarray], version: int) -> d
 
 
 def batch(samples: list[Sample], version: int) -> dict:
-    """Rewards and lengths of a batch's rollouts, ends and ages of its rows."""
+    """Rewards and lengths of a batch's rollouts; finish reasons, repetition and staleness of its samples."""
     whole = episodes.one_a_rollout(samples)
     reward = np.array([episodes.outcome(s) for s in whole])
     learnt: dict[int, int] = {}
@@ -75,14 +75,14 @@ def batch(samples: list[Sample], version: int) -> dict:
 
 
 def _components(samples: list[Sample]) -> dict[str, float]:
-    """The mean of each part of the reward, over the samples that have it."""
+    """Mean of each reward component over the samples that have it."""
     names = sorted({name for s in samples for name in s.components})
     own = {name: [s.components[name] for s in samples if name in s.components] for name in names}
     return {f"reward_{name}": float(np.nanmean(x)) for name, x in own.items() if not np.isnan(x).all()}
 
 
 def _ages(samples: list[Sample], version: int) -> dict:
-    """Versions between the sampling of a token and its training; `span`: between the tokens of one sample."""
+    """Staleness: versions between sampling a token and training on it; `span`: within one sample."""
     learnt = [s.version[s.mask] for s in samples if s.mask.any()]
     age = np.maximum(np.concatenate([version - x for x in learnt]), 0) if learnt else np.zeros(1, int)
     span = np.array([np.ptp(x) for x in learnt] or [0])
@@ -100,7 +100,7 @@ def _correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _repeated(tokens: np.ndarray, n: int = 4) -> float:
-    """Share of the runs of n tokens that stood there before; 0 for what is too short to have any."""
+    """Share of n-grams that occurred before in the sequence; 0 below 2 n tokens."""
     if len(tokens) < 2 * n:
         return 0.0
     runs = np.lib.stride_tricks.sliding_window_view(tokens, n)
@@ -108,7 +108,7 @@ def _repeated(tokens: np.ndarray, n: int = 4) -> float:
 
 
 def show(run: run_dir.Run, tokens, v: int, traced: list[tuple[Sample, np.ndarray | None]]) -> None:
-    """Writes a group to samples.jsonl, token by token, with the trainer's log-probabilities where it has some."""
+    """Writes a group to samples.jsonl, token by token, with the trainer's log-probabilities if there are any."""
     for sample, logp in traced:
         new = sample.mask
         run.sample(

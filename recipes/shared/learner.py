@@ -1,4 +1,4 @@
-"""A model in training: its state, and the compiled functions that move all its weights or adapters beside them."""
+"""A model in training: its state, and the compiled functions that score it and update its weights or adapters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ from areax.recipes.shared import common
 
 @dataclass
 class Learner:
-    """What `make` made.
+    """A model, its training state and its compiled functions, as `make` returns them.
 
     Attributes:
-      objective: without terms of balance; `prepare` and `step` have them.
-      state: of the weights that train: all of them, or the adapters.
-      frozen: further arguments of `score`, `scores` and `step`: the weights under adapters first, if there are any.
-      score: `score(params, microbatch, *frozen)`, to be compiled; `scores`, `prepare`, `step` are.
-      needs_scores: `prepare` needs scores of the current weights.
+      objective: the objective without load-balancing terms, which `prepare` and `step` include.
+      state: training state of the trainable weights: all of them, or the adapters.
+      frozen: further arguments of `score`, `scores` and `step`: the base weights first if adapters train.
+      score: `score(params, microbatch, *frozen)`, not compiled; `scores`, `prepare` and `step` are.
+      needs_scores: whether `prepare` needs scores of the current weights.
     """
 
     settings: Any
@@ -45,15 +45,15 @@ def make(
     balance: Balance | None = None, adapters: Lora | None = None, frozen: tuple = (), plain: Callable | None = None,
     seed: int = 0,
 ) -> Learner:  # fmt: skip
-    """A learner of an objective.
+    """Builds a learner for an objective.
 
     Args:
       score: `score(params, microbatch, *frozen)`.
-      updates: optimiser steps, the length of a schedule that has none of its own.
-      adapters: with a rank, these train, and `params` stay.
-      frozen: weights that take part, such as a teacher's.
-      plain: `score` for `scores`, without what a loss alone needs.
-      seed: of new adapters.
+      updates: optimiser steps of the run; the length of the schedule if `spec` gives none.
+      adapters: with rank > 0 these train and `params` are frozen.
+      frozen: weights that are used but not trained, such as a teacher's.
+      plain: replaces `score` in `scores`, without what only the loss needs.
+      seed: random seed of new adapters.
     """
     adapters = adapters if adapters and adapters.rank else None
     table = models.table(settings)
@@ -72,42 +72,42 @@ def make(
 
 
 def dtype(adapters: Lora) -> str | None:
-    """Of the weights to load: fp32 for masters, as they are stored for those under adapters."""
+    """The dtype to load weights in: fp32 for master weights; None, as stored, for base weights under adapters."""
     return None if adapters.rank else "float32"
 
 
 def computed(run: models.Run) -> models.Run:
-    """In fp32 where no other dtype is asked for, whatever that of weights which do not train."""
+    """`run` with dtype float32 if it names none, whatever the dtype of frozen weights."""
     return replace(run, dtype=run.dtype or "float32")
 
 
 def scored(own: Learner, batch):
     """The scores of a batch [M, B, T] at the current weights."""
-    # One computation at a time: gloo, which connects processes on the CPU, hangs when many wait.
+    # One computation at a time: gloo, which connects processes on the CPU, hangs if many are queued.
     return jax.block_until_ready(own.scores(own.state.params, batch, *own.frozen))
 
 
-def take(own: Learner, batch):
-    """One optimiser step on a batch [M, B, T], which changes the state; returns its metrics."""
+def train_step(own: Learner, batch):
+    """Takes one optimiser step on a batch [M, B, T], updating the state; returns the metrics."""
     seen = scored(own, batch) if own.needs_scores else None
     own.state, report = own.step(own.state, own.prepare(batch, seen), *own.frozen)
     return report
 
 
 def weights(own: Learner, state: step.State | None = None):
-    """The whole model's weights, adapters joined to those under them, as `adapters.hf` takes them."""
+    """The full model's weights as `adapters.hf` expects them; adapters are joined with their base weights."""
     params = (state or own.state).params
     return lora.join(own.frozen[0], params, own.adapters) if own.adapters else params
 
 
 def export(own: Learner, out, *, tokenizer, base: str):
-    """Writes `out`/model, with `ema` of averaged weights, and the adapters if there are any to `out`/adapter.
+    """Writes the model to `out`/model (the averaged weights if `ema` is set), and adapters to `out`/adapter.
 
     Args:
-      base: the model that the adapters belong to.
+      base: path of the adapters' base model.
 
     Returns:
-      The path of the model.
+      The model's path.
     """
     state = replace(own.state, params=optim.averaged(own.state.params, own.state.opt_state))
     if own.adapters:

@@ -1,6 +1,6 @@
-"""What recipes that learn from given rows share: samples from texts, and the loop over batches of them.
+"""Training on given rows, for sft, distill and preference: samples from rows, and the training loop.
 
-A run writes its state, metrics, checkpoint and summary to `config.out`, and goes on there where it stopped.
+A run writes its state, metrics, checkpoint and summary to `config.out`, and resumes from there.
 """
 
 import functools
@@ -20,13 +20,13 @@ from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
 from areax.recipes.shared import common, learner
-from areax.recipes.shared.learner import Learner, take
+from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
 
 
 def demonstrations(tokens, learn: chat_sft.Learn) -> Callable[[dict], Sample]:
-    """f(row) -> the sample that learns what the assistant says in it; a row seen before is not tokenised again."""
+    """Makes f(row) -> a sample that trains on the assistant's turns; repeated rows are tokenised once."""
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(row: str) -> Sample:
@@ -37,8 +37,8 @@ def demonstrations(tokens, learn: chat_sft.Learn) -> Callable[[dict], Sample]:
 
 
 def sampler(tokens) -> Callable[[dict, str], Sample]:
-    """f(row, completion) -> the sample that learns this completion of the row's prompt; a text seen before is not
-    tokenised again."""
+    """Makes f(row, completion) -> a sample that trains on this completion of the row's prompt; repeated texts are
+    tokenised once."""
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(prompt: str, completion: str) -> Sample:
@@ -50,7 +50,7 @@ def sampler(tokens) -> Callable[[dict, str], Sample]:
 
 
 def run(train: Callable, config) -> dict:
-    """`train(config, quiet=)` in every process of the job; its summary in the first, in the others, quiet ones, {}."""
+    """Runs `train(config, quiet=)` in every process of the job; returns its summary in process 0, {} in the others."""
     common.keep_memory()
     compile_cache.keep()
     with processes.job() as index:
@@ -61,7 +61,7 @@ def run(train: Callable, config) -> dict:
 
 
 def read(config, quiet: bool = False) -> tuple[list[dict], list[dict]]:
-    """The rows of `config.data` and of `config.heldout`, if there are any, the same in every process."""
+    """Reads the rows of `config.data` and `config.heldout`, and checks that all processes have the same."""
     rows = common.read_rows(config.data, config.row, config.limit, quiet=quiet)
     heldout = common.read_rows(config.heldout, config.row, quiet=quiet) if config.heldout else []
     processes.same("options and rows", config, rows, heldout)
@@ -69,9 +69,9 @@ def read(config, quiet: bool = False) -> tuple[list[dict], list[dict]]:
 
 
 def fitting(config, rows: list[dict], samples: Callable, quiet: bool = False) -> list[dict]:
-    """The rows, without those that a row of `config.length` tokens cannot hold if `config.too_long` is "drop".
+    """Drops rows longer than `config.length` tokens if `config.too_long` is "drop".
 
-    Otherwise packing refuses them, once their batch comes.
+    Otherwise packing refuses them when their batch comes.
     """
     if config.too_long == "refuse":
         return rows
@@ -100,16 +100,16 @@ def fit(
     began: float,
     quiet: bool = False,
 ) -> dict:
-    """Trains for `config.steps` batches of `config.batch` rows, and returns what `out`/summary.json says.
+    """Trains for `config.steps` batches of `config.batch` rows; returns the content of `out`/summary.json.
 
-    Of several processes all call it with the same arguments; `quiet` keeps reports from being shown and written.
+    All processes of a job call it with the same arguments; `quiet` ones neither print nor write.
 
     Args:
-      kind: of the lines in metrics.jsonl.
+      kind: `kind` of the lines in metrics.jsonl.
       config: model, out, steps, batch, length, rows, save_every, evaluate_every, track and seed are read.
       samples: f(rows) -> the samples of a batch.
-      beside: f(batch) -> the batch with what its objective needs of other weights.
-      began: `time.monotonic()` when the run did, for its seconds.
+      beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
+      began: `time.monotonic()` at the start of the run, for the summary's seconds.
     """
     prompts = Prompts(rows, seed=config.seed)
     out = common.out_directory(config.out)
@@ -150,7 +150,7 @@ def fit(
                 if processes.anyone(stop.is_set()):  # of several processes each waits here for the step before
                     break
                 count = int(np.sum(batch.segment_BT > 0))
-                now = take(own, beside(batches.batch(batch, mesh)))
+                now = train_step(own, beside(batches.batch(batch, mesh)))
                 if pending:  # one step behind, so that the host prepares while the device computes
                     report(*pending)
                 done, pending = i + 1, (i + 1, now, count)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a fixed prompt, which pushes compare with the servers' own (rollout/weights/verify.py)."""
+"""Computes log-probabilities of a fixed prompt, to compare with the servers' (rollout/weights/verify.py)."""
 
 import functools
 import math
@@ -8,31 +8,33 @@ import jax
 import numpy as np
 
 from areax import models
-from areax.adapters import tokenizer
 from areax.core import packing, step
 from areax.models import lora
 from areax.parallel import batches
 from areax.parallel.mesh import BATCH
 from areax.recipes.shared import learner
+from areax.rollout.chat import template
 from areax.rollout.types import Sample
 
-TOKENS = 64  # of the prompt, about
+TOKENS = 64  # largest length of the prompt
 
 
 def prompt(tokens, rows: Sequence[dict], length: int) -> tuple[int, ...]:
-    """The first prompts, one after the other, up to TOKENS; () where rows have none or one token."""
+    """The first prompts, one after the other, up to TOKENS; () where rows have no clear prompt or one token."""
     ids: list[int] = []
     for row in rows:
-        if not (row.get("messages") or isinstance(row.get("prompt"), str)) or len(ids) >= TOKENS:
+        if bool(row.get("messages")) == isinstance(row.get("prompt"), str) or len(ids) >= TOKENS:
             break
-        ids += tokenizer.prompt(tokens, row)
+        ids += template.prompt(tokens, row)
     ids = ids[: min(TOKENS, length)]
     return tuple(ids) if len(ids) > 1 else ()
 
 
 def make(policy: learner.Learner, run: models.Run, mesh: jax.sharding.Mesh) -> Callable[[Sequence[int]], list[float]]:
-    """f(ids) -> log-probability of each but the first under the current weights, at temperature 1; all processes call
-    it together."""
+    """Makes f(ids) -> log-probability of each token but the first under the current weights, at temperature 1.
+
+    All processes of the job must call f together.
+    """
     score = functools.partial(models.score, config=policy.settings, run=learner.computed(run), temperature=1.0)
     scores = step.make_scores(lora.over_base(score, policy.adapters) if policy.adapters else score)
     rows, cp = math.prod(mesh.shape[axis] for axis in BATCH), mesh.shape["cp"]

@@ -1,4 +1,4 @@
-"""What a run publishes as a version, the whole model or adapters by name, and how that gets to the servers."""
+"""Weight sync of a run: writes each version, a full model or named adapters, and pushes it to the servers."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from areax.models.lora import Lora
 from areax.recipes.shared import learner
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import Serving
-from areax.rollout import client
+from areax.rollout import client, loop
 from areax.rollout.engine import in_process
 from areax.rollout.fleet.push import Push, push_weights
 from areax.rollout.servers import local
@@ -36,12 +36,13 @@ BASE = "base"  # folder of the published base, beside those of versions
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the versions of a run get to its servers.
+class WeightSync:
+    """How a run's weights get to its servers.
 
     Attributes:
-      settings: of the model.
+      settings: the model's config.
       options: `--push`.
+      run_on_all: calls a function in all processes of the job; of these `host_copy` and `probe`.
       path: the checkpoint that servers start from.
       root: folder of published versions; None where nothing is written.
       write: `write(v, host)` -> the published directory.
@@ -52,6 +53,7 @@ class Way:
 
     settings: Any
     options: Push
+    run_on_all: Callable
     path: Path
     root: Path | None = None
     write: Callable[[int, Any], Path] | None = None
@@ -61,33 +63,55 @@ class Way:
 
 
 @contextlib.asynccontextmanager
-async def opened(model: str, options: Serving, policy: Learner, do: Callable, tokens, start: int) -> AsyncIterator[Way]:
-    """The way of weights to these servers, from version `start` on, which is written, if anything is; `do` does work in
-    all processes."""
+async def opened(
+    model: str, options: Serving, policy: Learner, run_on_all: Callable, tokens, start: int
+) -> AsyncIterator[WeightSync]:
+    """Sets up weight sync to these servers and writes version `start`, if versions are written at all.
+
+    Args:
+      run_on_all: calls a function in all processes of the job (`lockstep.leader`).
+    """
     settings = policy.settings
     if options.serve.inside:
-        first = lambda: in_memory(settings, start, do("host_copy", None))
-        yield Way(settings, options.push, Path(model), first=first)
+        first = lambda: in_memory(settings, start, run_on_all("host_copy", None))
+        yield WeightSync(settings, options.push, run_on_all, Path(model), first=first)
         return
     adapters = await by_name(policy, options)
     with folder(options.published, policy) as root:
-        path = do("publish_base", root) if adapters else do("publish", root, start)
-        write = writer(policy, root, tokens, adapters)
-        yield Way(settings, options.push, path, root, write, adapters, handover=handover(options.push, settings))
+        path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)
+        write = writer(policy, root, tokens, adapters, written={path})
+        yield WeightSync(
+            settings, options.push, run_on_all, path, root, write, adapters, handover=handover(options.push, settings)
+        )
 
 
-async def push(way: Way, fleet: client.Fleet, v: int, host, known: Probe | None) -> None:
-    """Brings version v, of which `host` is what `host_copy` gave, to the servers; older versions go."""
-    if way.root is None or way.write is None:
-        label, weights = await asyncio.to_thread(in_memory, way.settings, v, host)
-        await push_weights(fleet, "", label, mode=way.options.mode, arrays=weights, probe=known)
-        return
-    directory = await store.written(functools.partial(way.write, v, host), way.root, lambda: fleet.labels)
-    await push_weights(
-        fleet, directory, read_label(directory / hf.MANIFEST), mode=way.options.mode,
-        parallel_servers=way.options.parallel_servers, arrays=host if way.handover else None, probe=known,
-    )  # fmt: skip
-    await asyncio.to_thread(store.prune, way.root, 2, fleet.labels)
+def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int], v: int) -> loop.Push:
+    """Copies version v to the host, so that the next update may overwrite it; returns the coroutine function that
+    writes the copy, pushes it to the servers and removes older versions.
+
+    Args:
+      probe_ids: a prompt for servers to prove with that they hold the weights; () = none.
+    """
+    options, root, write = sync.options, sync.root, sync.write
+    host = sync.run_on_all("host_copy", sync.adapters)
+    known = (
+        Probe(tuple(probe_ids), tuple(sync.run_on_all("probe", probe_ids)), options.tolerance) if probe_ids else None
+    )
+
+    async def push() -> None:
+        if root is None or write is None:  # the engine of this process takes the arrays
+            label, weights = await asyncio.to_thread(in_memory, sync.settings, v, host)
+            await push_weights(fleet, "", label, mode=options.mode, arrays=weights, probe=known)
+            return
+        directory = await store.written(lambda: write(v, host), root, lambda: fleet.labels)
+        label = read_label(directory / hf.MANIFEST)
+        await push_weights(
+            fleet, directory, label, mode=options.mode, parallel_servers=options.parallel_servers,
+            arrays=host if sync.handover else None, probe=known,
+        )  # fmt: skip
+        await asyncio.to_thread(store.prune, root, 2, fleet.labels)
+
+    return push
 
 
 def in_memory(settings, version: int, params) -> tuple[str, in_process.Weights]:
@@ -101,7 +125,7 @@ def in_memory(settings, version: int, params) -> tuple[str, in_process.Weights]:
 
 
 def handover(options: Push, settings) -> Handover | None:
-    """What gives servers the weights without files, if they are to get them so."""
+    """The function that sends weights to servers without files; None if they read files."""
     if options.way == "disk":
         return None
     from areax.adapters import torch
@@ -111,7 +135,7 @@ def handover(options: Push, settings) -> Handover | None:
 
 @contextlib.contextmanager
 def folder(published: str, policy: Learner) -> Iterator[Path]:
-    """The folder for published versions; one made here is removed at the end."""
+    """Yields the folder for published versions; a temporary one is removed at the end."""
     if published:
         root = Path(published)
         root.mkdir(parents=True, exist_ok=True)
@@ -126,11 +150,10 @@ def folder(published: str, policy: Learner) -> Iterator[Path]:
 
 
 async def by_name(policy: Learner, options: Serving) -> Lora | None:
-    """What versions are: adapters by name, as `--push.lora` says, or where the servers can have them, as those can that
-    a run starts itself; None = the whole model.
+    """The adapters to publish by name, if `--push.lora` and the servers allow it; None = publish the full model.
 
     Raises:
-      ValueError: `--push.lora` asks for what cannot be, with the reason.
+      ValueError: `--push.lora adapter` is not possible, with the reason.
     """
     wanted = options.push.lora
     if wanted == "merged" or policy.adapters is None:
@@ -139,48 +162,53 @@ async def by_name(policy: Learner, options: Serving) -> Lora | None:
     if experts := [name for name in targets if name.startswith("expert_")]:
         why = f"servers have no adapters by name for {', '.join(experts)} (--lora.targets)"
     elif options.colocated or options.push.way == "tensors":
-        why = "servers that rest, or get tensors, need the whole model (--colocated, --push.way tensors)"
+        why = "servers that are offloaded, or get tensors, need the full model (--colocated, --push.way tensors)"
     else:
         modules = peft.modules(policy.settings, policy.adapters)
         why = await named.refusal(options.servers, policy.adapters.rank, modules)
     if why and wanted == "adapter":
-        raise ValueError(f"--push.lora adapter: {why}; or take --push.lora merged")
+        raise ValueError(f"--push.lora adapter: {why}; use --push.lora merged")
     if why:
         log.warning("versions are published merged: %s", why)
     return None if why else policy.adapters
 
 
 def publish_base(policy: Learner, root: Path, tokens) -> Path:
-    """The directory of the base, for servers to start from and for adapters to name; all processes call it."""
+    """Publishes the base model, which servers start from and adapters name; all processes must call it."""
     return hf.write_published(root / BASE, 0, policy.settings, policy.frozen[0], tokenizer=tokens)
 
 
 def host_copy(policy: Learner, adapters: Lora | None):
-    """What a version holds, as numpy arrays; all processes call it."""
+    """Copies the weights of a version to numpy arrays; all processes must call it."""
     if adapters:
         return peft.host_copy(policy.settings, policy.state.params, adapters)
     return hf.host_copy(policy.settings, learner.weights(policy))
 
 
-def writer(policy: Learner, root: Path, tokens, adapters: Lora | None) -> Callable[[int, object], Path]:
-    """`write(v, host)` -> the published directory `root/v`, of what `host_copy` gave; one that is there is kept if it
-    is whole."""
+def writer(
+    policy: Learner, root: Path, tokens, adapters: Lora | None, written: Collection[Path]
+) -> Callable[[int, object], Path]:
+    """Makes `write(v, host)`, which publishes a host copy as `root/v` and returns the directory; an intact one that
+    exists is kept."""
     if adapters:
         base = (root / BASE / "0").absolute()
         label = read_label(base / hf.MANIFEST)
         once = functools.partial(
             peft.write_published, root, config=policy.settings, spec=adapters, base=base, base_label=label
         )
-        return lambda v, host: whole(root / str(v), lambda: once(v, adapters=host))
+        return lambda v, host: ensure_published(root / str(v), lambda: once(v, adapters=host), written)
     all_of_it = functools.partial(hf.write_published, root, config=policy.settings, tokenizer=tokens)
-    return lambda v, host: whole(root / str(v), lambda: all_of_it(v, params=host))
+    return lambda v, host: ensure_published(root / str(v), lambda: all_of_it(v, params=host), written)
 
 
-def whole(directory: Path, write: Callable[[], object]) -> Path:
-    """The published directory, once its files are what its manifest says; one that is damaged is written again.
+def ensure_published(directory: Path, write: Callable[[], object], written: Collection[Path] = ()) -> Path:
+    """Returns the published directory of a version; one from an earlier run is verified, and rewritten if damaged.
 
-    Raises ValueError if that did not help.
+    Args:
+      written: directories that this process wrote, hashing their tensors while it did.
     """
+    if directory in written:
+        return directory
     if directory.exists():
         try:
             verify(directory)
@@ -189,10 +217,9 @@ def whole(directory: Path, write: Callable[[], object]) -> Path:
             log.warning("%s", error)
             shutil.rmtree(directory)
     write()
-    verify(directory)
     return directory
 
 
 def verify(directory: str | os.PathLike) -> None:
-    """Raises ValueError if a published directory is not what its manifest says."""
+    """Raises ValueError if a published directory does not match its manifest."""
     (peft if (Path(directory) / peft.CONFIG).is_file() else hf).verify(directory)

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning reports: metrics of each step and evaluation, samples, and progress."""
+"""Logging of a reinforcement learning run: metrics of each step and evaluation, samples, progress."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class Log:
 
     Attributes:
       accuracy: version -> accuracy on the held-out rows.
-      offload_s: seconds the servers took to offload before the last update; None = they do not offload.
+      offload_s: seconds that offloading the servers took before the last update; None = no offloading.
     """
 
     def __init__(self, run: run_dir.Run, track: sinks.Followed, tick, tokens, saving: Saving):
@@ -31,7 +31,7 @@ class Log:
 
     @contextlib.contextmanager
     def watching(self, fleet: Fleet, rollout: Executor, pool: rewards.Pool) -> Iterator[None]:
-        """Adds what servers, executor and reward workers do to the metrics of every step."""
+        """Adds metrics of servers, executor and reward workers to every step."""
         counts = lambda: {
             **{name: rollout.counts[name] for name in COUNTED}, "reward_retries": pool.counts["retried"]
         }  # fmt: skip
@@ -41,7 +41,7 @@ class Log:
             yield
 
     def step(self, v: int, report: dict, seconds: dict[str, float]) -> None:
-        """The metrics of the update that made version v, as `loop.run` calls `on_step`."""
+        """Logs the update that made version v; the `on_step` of `loop.run`."""
         groups = report.pop("groups")
         report |= self._figures.step(seconds) | {"tokens_per_second": report["tokens"] / seconds["step_s"]}
         report |= self._rollout.lengths() | {"limit": min(self._fleet.room(server) for server in self._fleet.servers)}
@@ -55,14 +55,14 @@ class Log:
             describe.show(self._run, self._tokens, v, groups[0])
 
     def evaluation(self, v: int, accuracy: float, rows: int) -> None:
-        """The accuracy of version v on the held-out rows."""
+        """Logs the accuracy of version v on the held-out rows."""
         self.accuracy[v] = accuracy
         self._run.log("eval", v, accuracy=accuracy, rows=rows, server_version=self._fleet.version)
 
 
 @contextlib.contextmanager
 def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
-    """The log of a run in `config.out`, from version `start` on; what it had logged beyond that is dropped."""
+    """Opens the log of a run in `config.out` at version `start`; drops what was logged beyond it."""
     out = Path(config.out)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context

@@ -1,4 +1,4 @@
-"""The options of reinforcement learning, in groups, and which of them exclude each other."""
+"""Options of reinforcement learning, by group, and the combinations that are refused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Prompts:
     Attributes:
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
         `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
-      limit: records of `data` to read; 0 = all. Of a data set on the hub no more are fetched.
-      max_prompt: longest prompt in tokens; rows with longer ones are left out, and counted. 0 = no limit.
+      limit: records of `data` to read, and to fetch from the hub; 0 = all.
+      max_prompt: longest prompt in tokens; rows with longer ones are left out and counted; 0 = no limit.
       curriculum: the order of the rows.
     """
 
@@ -42,16 +42,15 @@ class Rollout:
     """How completions are sampled.
 
     Attributes:
-      workflow: an episode: `module:function` that takes `generate` and a row, or an agent
-        (`rollout.workflows.resolve.bind`).
-      workflow_options: a JSON object of further arguments of the workflow.
-      agent: how agents are served that talk to the model as to OpenAI or Anthropic.
+      workflow: an episode: `module:function` of `generate` and a row, or an agent (`rollout.workflows.resolve.bind`).
+      workflow_options: further arguments of the workflow, a JSON object.
+      agent: serving agents that use the OpenAI or Anthropic API.
       groups: prompts per batch.
-      group_size: completions per prompt (TRL: num_generations; verl: rollout.n).
-      eta: largest staleness: versions between the admission of a group and its training; 0 = synchronous.
-      max_concurrent: most groups in flight.
-      oversample: groups started beyond those of a batch, which takes the first to finish; the others are stopped, and
-        run again in a batch of their own. With eta 0, so that a batch does not wait for its slowest groups.
+      group_size: completions per prompt (num_generations in TRL).
+      eta: maximum staleness: versions between admitting a group and training on it; 0 = synchronous.
+      max_concurrent: maximum number of groups in flight.
+      oversample: extra groups per batch: it takes the first groups to finish; the others are stopped and run again in a
+        later batch. For eta 0, so that a batch does not wait for its slowest groups.
     """
 
     workflow: str = "areax.rollout.workflows:single_turn"
@@ -70,11 +69,10 @@ class Rewards:
     """How rewards are computed.
 
     Attributes:
-      reward_workers: processes that compute rewards.
-      reward_timeout_s: seconds a reward may take.
+      reward_workers: number of processes that compute rewards.
+      reward_timeout_s: time limit of one reward, in seconds.
       reward_failed: the score of a completion whose reward raised, hung or crashed twice.
-      shuffle_rewards: a control experiment: permutes rewards among the completions of a batch, so that they carry no
-        signal.
+      shuffle_rewards: permutes the rewards within a batch, so that they carry no signal: a control experiment.
     """
 
     reward_workers: int = 1
@@ -89,7 +87,7 @@ class CriticOptions:
 
     Attributes:
       model: directory of the initial weights, for example a reward model; "" = the policy's, with a new head.
-      warmup: first batches, in which the critic alone trains.
+      warmup: number of first batches in which only the critic trains.
     """
 
     model: str = ""
@@ -103,21 +101,21 @@ class Training:
     """Optimisation.
 
     Attributes:
-      length: longest prompt and completion together, and tokens per packed row.
+      length: longest prompt and completion together; also tokens per packed row.
       rows: packed rows per microbatch.
-      minibatches: optimiser steps per batch, over equal parts of its groups.
-      epochs: passes over these.
-      lora: trains adapters in place of all weights; the model without them is the reference. Rank 0 = all weights.
+      minibatches: optimiser steps per batch, each on an equal share of its groups.
+      epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
+      lora: trains adapters instead of all weights, with the base model as the reference; rank 0 = all weights.
       critic: for objectives that have one, such as PPO.
-      balance: terms that keep the experts of a mixture evenly used.
+      balance: load balancing of mixture-of-experts models.
       teacher: directory of a teacher, for `objective.advantage.teacher` or `distill_coef`.
-      teachers: instead, addresses of servers that serve teachers: `http://...`, or `name=http://...` where rows name
-        theirs in "teacher".
+      teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
+        "teacher".
       distill: the divergence from the teacher that is added to the objective.
-      distill_coef: its weight; 0 = none.
-      reference_every: batches between updates of the reference of a KL term; 0 = it stays as it is.
-      reference_mix: how far an update moves the reference: 1 = it becomes the policy.
-      mesh: devices along each axis; all of them together must be the machine's, or one.
+      distill_coef: weight of that divergence; 0 = none.
+      reference_every: batches between updates of the KL term's reference (ref_model); 0 = it is fixed.
+      reference_mix: how far an update moves the reference towards the policy; 1 = all the way.
+      mesh: devices along each axis; their product must be 1 or the number of devices.
     """
 
     length: int = 1024
@@ -144,14 +142,14 @@ class Serving:
     """Generation servers, and how weights reach them.
 
     Attributes:
-      servers: addresses of generation servers; none = the run starts its own on this machine.
-      serve: for servers that the run starts.
-      push: how versions of the weights reach the servers.
-      published: folder for versions of the weights; "" = a new one, in memory if there is room.
-      stagers: where servers do not see `published`, the address of a stager beside each of them, in their order
-        (docs/servers.md); none = they see it.
-      colocated: servers and trainer take turns on the same devices: servers release their memory while the trainer
-        updates, and take it again with the next version. Needs eta 0 (docs/colocated.md).
+      servers: addresses of generation servers; none = starts its own on this machine.
+      serve: options of servers that the run starts.
+      push: how new weights reach the servers (weight sync).
+      published: folder for published weights; "" = a temporary one, in memory if there is room.
+      stagers: address of a stager next to each server, in their order, if the servers cannot read `published`
+        (docs/servers.md).
+      colocated: servers and trainer share devices: servers release their memory during updates and resume with the next
+        version. Needs eta 0 (docs/colocated.md).
     """
 
     servers: tuple[str, ...] = ()
@@ -177,12 +175,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Saving:
-    """What a run writes, beside metrics.jsonl.
+    """Checkpoints, samples and metric trackers.
 
     Attributes:
       save_every: batches between checkpoints; 0 = at the end only.
       samples_every: batches between groups written to samples.jsonl; 0 = none.
-      track: where else the numbers of metrics.jsonl go: TensorBoard, wandb, Prometheus.
+      track: where else metrics go: TensorBoard, wandb, Prometheus.
     """
 
     save_every: int = 0

@@ -39,11 +39,11 @@ class Episodes:
 async def opened(
     reward: str, options: Rewards, rollout: Rollout, training: Training, tokens, *, vocabulary: int, greedy: bool
 ) -> AsyncIterator[Episodes]:
-    """The run's episodes, with reward workers and connections to teachers that are closed at the end.
+    """Sets up the run's episodes, with reward workers and teacher connections, which are closed at the end.
 
     Args:
       reward: `module:function` or `file.py:function`.
-      vocabulary: of the policy.
+      vocabulary: size of the policy's vocabulary.
       greedy: whether the greedy workflow is needed.
     """
     async with contextlib.AsyncExitStack() as stack:
@@ -69,7 +69,7 @@ async def opened(
 
 
 def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
-    """The episode without samples longer than a packed row, which are counted and logged.
+    """Wraps an episode to leave out samples longer than a packed row, which are counted and logged.
 
     The workflow raises ValueError after TOO_LONG consecutive samples that do not fit, and for samples at a temperature
     other than `rollout.sampling.temperature`.
@@ -82,7 +82,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
         kept = [s for s in samples if len(s.tokens) <= length]
         for n in (len(s.tokens) for s in samples if len(s.tokens) > length):
             too_long.append(n)
-            events.note("left_out", tokens=n)
+            events.emit("left_out", tokens=n)
             log.warning("a row of %d tokens is left out: longer than --length; %s", n, object_path.row(row))
         if kept:
             too_long.clear()
@@ -105,7 +105,7 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
 def scheduler(
     own: Episodes, generate, prompts, rollout: Rollout, objective, *, steps: int, seed: int | None, cursor
 ) -> Executor:
-    """The executor that runs these episodes and hands out the batches of `steps` updates, from `cursor` on."""
+    """Makes the executor that runs these episodes and returns the batches of `steps` updates, from `cursor` on."""
     return executor.Executor(
         own.train, generate, prompts,
         group_size=rollout.group_size, groups_per_batch=rollout.groups, eta=rollout.eta,
@@ -119,7 +119,7 @@ async def accuracy(
     episode: Workflow, generate: Generate, rows: list[dict], *, max_concurrent: int
 ) -> tuple[float, int]:
     """(mean reward, number of episodes) of an evaluation; unscorable episodes are left out of the mean."""
-    with events.about(of="evaluation"):
+    with events.context(of="evaluation"):
         groups = await executor.rollouts(episode, generate, rows, max_concurrent=max_concurrent)
     values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
     return float(np.nanmean(values)), len(values)

@@ -1,4 +1,4 @@
-"""The half of reinforcement learning that runs on the devices: groups of samples in, optimiser steps, metrics out."""
+"""The training side of reinforcement learning: groups of samples in, optimiser steps, metrics out."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from areax import models
 from areax.adapters import hf, orbax, tokenizer
 from areax.core import packing, signals, step
+from areax.core.batch import Batch
 from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
@@ -23,7 +24,7 @@ from areax.rollout.types import Sample
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that does not learn, and the function that scores by it: scores(params, batch)."""
+    """A model that is not trained, and its compiled scoring function: scores(params, batch)."""
 
     settings: models.dense.Config
     params: Any
@@ -32,14 +33,14 @@ class FrozenModel:
 
 @dataclass
 class Trainer:
-    """The state of training: models, optimisers, and how many batches they have consumed.
+    """Training state: models, optimisers, and the number of batches consumed.
 
     Attributes:
       version: batches consumed.
-      shuffle_seed: shuffles the rewards of every batch, a control experiment; None = does not.
-      reference, teacher: models that the policy is held to, or taught by, where the objective asks for them.
-      control: coefficients that move from batch to batch.
-      report: extremes of the whole run, for its summary.
+      shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
+      reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
+      control: coefficients that adapt from batch to batch.
+      report: extremes over the whole run, for the summary.
     """
 
     options: Training
@@ -58,14 +59,14 @@ def build(
     options: Training, *, model: str, steps: int, init: Literal["checkpoint", "random"] = "checkpoint", seed: int = 0,
     temperature: float = 1.0, shuffle_rewards: bool = False,
 ) -> Trainer:  # fmt: skip
-    """A trainer with its models, optimisers and compiled functions.
+    """Builds a trainer: models, optimisers and compiled functions.
 
     Args:
       model: Hugging Face directory of the policy.
-      steps: batches of the whole run, for the schedule of the learning rate.
-      init: "random" = new weights, drawn with `seed`.
-      temperature: of sampling, at which log-probabilities are computed.
-      shuffle_rewards: as `rl_options.Rewards` says.
+      steps: batches of the whole run, for the learning rate schedule.
+      init: "random" = new weights from `seed`.
+      temperature: sampling temperature, at which log-probabilities are computed.
+      shuffle_rewards: see `rl_options.Rewards`.
     """
     mesh = common.open_mesh(options.mesh, rows=options.rows, length=options.length)
     load = lambda dtype: common.open_model(model, init, seed, mesh, dtype)
@@ -106,7 +107,7 @@ def build(
 
 
 def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, updates: int) -> Learner:
-    """A model of values: the weights without their output head, and a scalar one, which if new says 0 everywhere."""
+    """Builds a critic: the backbone with a scalar head in place of the output head; a new head is all zeros."""
     if options.model:
         vocab = settings.vocab
         settings, params = hf.load(options.model, mesh=mesh, init_missing=("head",))
@@ -119,13 +120,13 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
     own = {name: jax.tree.map(_own, x) for name, x in params.items() if name != "head"}
     if "score" not in own:
         own["score"] = jax.jit(lambda: jnp.zeros((1, settings.embed)), out_shardings=shardings["score"])()
-    # What the batch brings of experts is the policy's choice.
+    # Routed experts recorded in the batch are the policy's, not the critic's.
     value = lambda params, batch: models.value(params, batch.replace(input={}), config=settings, run=run)
     return learner.make(settings, own, value, options.objective, options.optim, mesh, updates=updates)
 
 
 def _own(x):
-    """A copy, as an fp32 master."""
+    """Copies an array to fp32, as a master weight."""
     return jnp.array(x, jnp.float32, copy=True)
 
 
@@ -136,7 +137,7 @@ def _teacher(directory: str, student: str, run: models.Run, mesh, temperature: f
 
 
 def saved(trainer: Trainer) -> dict:
-    """The pytrees of a checkpoint."""
+    """The pytrees that a checkpoint stores."""
     parts = {"policy": trainer.policy.state}
     if trainer.critic:
         parts["critic"] = trainer.critic.state
@@ -146,7 +147,7 @@ def saved(trainer: Trainer) -> dict:
 
 
 def restore(trainer: Trainer, store: orbax.Store):
-    """Restores the newest checkpoint, if there is one; returns the position in the data that was saved with it."""
+    """Restores the latest checkpoint, if any; returns the data position saved with it."""
     if store.latest is None:
         return None
     parts, cursor = store.restore(saved(trainer))
@@ -160,8 +161,15 @@ def restore(trainer: Trainer, store: orbax.Store):
     return cursor["rollout"]
 
 
-def train_on_batch(trainer: Trainer, groups: list[list[Sample]]) -> dict:
-    """Scores a batch at the current weights, then takes its optimiser steps. Returns metrics, and "groups" to show."""
+def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable | None = None) -> dict:
+    """Packs a batch, scores it at the current weights and takes its optimiser steps.
+
+    Returns metrics, and "groups" to show.
+
+    Args:
+      run: calls `train_packed` with the arguments behind the trainer, in all processes of the job. The groups are known
+        to process 0 alone.
+    """
     options, version = trainer.options, trainer.version
     if trainer.shuffle_seed is not None:
         groups = describe.shuffled(groups, seed=(trainer.shuffle_seed, version))
@@ -169,16 +177,12 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]]) -> dict:
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
     needs = options.objective.advantage.needs
     batches = [packing.pack(part, options.length, rows=options.rows, components=needs) for part in samples]
-    if told := trainer.control | (
-        {"version": version} if options.objective.correction.proximal == "interpolate" else {}
-    ):
-        batches = [batch.tell(**told) for batch in batches]
-    with jax.set_mesh(trainer.mesh):
-        report, scored = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
-        trainer.version += 1
-        refresh(trainer)
+    scalars = {**trainer.control}
+    if options.objective.correction.proximal == "interpolate":
+        scalars["version"] = version
+    report, scored = (run or functools.partial(train_packed, trainer))(batches, scalars)
     flat = [s for part in samples for s in part]
-    values = {**signals.told(report), **describe.batch(flat, version), **trainer.control}
+    values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
         values["effective_samples"] = float(report["effective_fraction"].sum) / options.epochs
     logps: list = [None] * len(flat)
@@ -195,15 +199,31 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]]) -> dict:
     return {**values, "groups": [traced]}
 
 
+def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, float]) -> tuple[dict, list]:
+    """The part of `train_on_batch` that every process of a job runs, with the same arrays; returns as `learn`.
+
+    Args:
+      batches: packed minibatches [M, B, T] on the host.
+      scalars: values for `Batch.scalars`.
+    """
+    if scalars:
+        batches = [batch.with_scalars(**scalars) for batch in batches]
+    with jax.set_mesh(trainer.mesh):
+        result = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
+        trainer.version += 1
+        refresh(trainer)
+    return result
+
+
 def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
-    """The optimiser steps of a batch, in `epochs` passes over its minibatches.
+    """Takes a batch's optimiser steps, in `epochs` passes over its minibatches.
 
     Returns:
-      Merged metrics, a critic's under "critic_..." where the policy has the same; log-probabilities of each minibatch
-      before the first step, none where the objective needs no scores.
+      (metrics, logps): merged metrics, with the critic's prefixed "critic_" if the policy has the same name; the
+      log-probabilities of each minibatch before the first step, empty if the objective needs no scores.
     """
     policy, critic, options = trainer.policy, trainer.critic, trainer.options
-    # One at a time: gloo, which connects processes on the CPU, hangs when many computations wait.
+    # One at a time: gloo, which connects processes on the CPU, hangs if many computations are queued.
     ask = lambda scores, params, batch: jax.block_until_ready(scores(params, batch))
     if critic:
         batches = [b.replace(value_BT=learner.scored(critic, b).value_BT) for b in batches]
@@ -230,7 +250,7 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
 
 
 def refresh(trainer: Trainer) -> None:
-    """The reference moves towards the policy every `reference_every` batches (TR-DPO, arXiv:2404.09656)."""
+    """Moves the reference towards the policy every `reference_every` batches (TR-DPO, arXiv:2404.09656)."""
     every, mix = trainer.options.reference_every, trainer.options.reference_mix
     if trainer.reference and every and trainer.version % every == 0:
         moved = _mixed(trainer.reference.params, trainer.policy.state.params, mix)

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: conversations to text, and whether one goes on from where another stopped.
+"""A tokenizer's chat template: rows and conversations to prompts, and whether one continues another.
 
 A turn that was sampled is never tokenised again: what follows it is appended to its tokens. That is right where the
 template writes the longer conversation as the shorter one and more; where it rewrites what was said (reasoning that is
@@ -12,7 +12,52 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .. import object_path
+
 Message = Mapping[str, Any]
+
+
+def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+    """The ids that a completion of `row` follows, the same wherever a row is used.
+
+    They are the row's `conversation` by the chat template, up to where the assistant is to speak; without a template a
+    "prompt" is plain text, to be continued.
+
+    Raises:
+      ValueError: the row has no clear prompt, the template refuses it, or the tokenizer has no token for some of it.
+    """
+    messages = conversation(row)
+    if not tokenizer.chat_template and row.get("prompt") is not None:
+        return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
+    check(messages)
+    ids = tokenizer.encode(render(tokenizer, messages, (), {}, ask=True), add_special_tokens=False)
+    return known(tokenizer, ids, *texts(messages))
+
+
+def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The row's messages, or its prompt as what a user says; a list of its own.
+
+    Raises:
+      ValueError: the row has neither, or both.
+    """
+    given = [name for name in ("prompt", "messages") if row.get(name) is not None]
+    if len(given) != 1 or row[given[0]] == []:
+        raise ValueError(
+            f"a row needs either 'prompt' or 'messages', got the fields {sorted(row)}; {object_path.row(row)}"
+        )
+    return list(row["messages"]) if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
+
+
+def check(messages: Sequence[Message]) -> None:
+    """Raises ValueError unless each message has a role and a content, or calls of tools."""
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+            raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
+
+
+def texts(messages: Sequence[Message]) -> list[str]:
+    """What a chat template shows of the messages, for `known`."""
+    return [str(message[field]) for message in messages for field in ("role", "content") if message.get(field)]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options: Mapping, *, ask: bool) -> str:
@@ -120,7 +165,18 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     Raises:
       ValueError: the tokenizer has no token for some of it.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-        raise ValueError(f"messages: the tokenizer has no token for some of {text[-80:]!r}")
+    return known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
+
+
+def known(tokenizer: Any, ids: list[int], *texts: str) -> list[int]:
+    """`ids` of the texts, unless some of these have become the unknown token, which decodes to something else."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in ids:
+        return ids
+    is_unknown = lambda text: unknown in tokenizer.encode(text, add_special_tokens=False)
+    for text in filter(is_unknown, texts):
+        lost = "".join(dict.fromkeys(filter(is_unknown, text)))
+        raise ValueError(
+            f"the tokenizer has no token for {lost or tokenizer.unk_token!r} in {text[:80]!r}; add it to its alphabet"
+        )
     return ids

@@ -164,7 +164,7 @@ def _routed(chain: Sequence[Interaction]) -> np.ndarray:
     """Experts of each token when its successor was sampled; -1 for the last token, which the sampler never read."""
     leaf = chain[-1].completion.routed
     assert leaf is not None
-    routed = np.pad(leaf, ((0, 1), (0, 0)), constant_values=-1)
+    routed = np.pad(leaf, ((0, 1), (0, 0), (0, 0)), constant_values=-1)
     for x in reversed(chain[:-1]):
         if x.completion.routed is not None:
             routed[: len(x.completion.routed)] = x.completion.routed

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...adapters import peft
+from ..chat import fields
 from . import request_parsing, sglang_api
 
 
@@ -33,7 +34,7 @@ class Adapters:
     async def load(self, http: HTTPRequest) -> Response:
         """Loads a PEFT directory under a name, after checking it completely (and its hashes, if it has a manifest)."""
         body = await sglang_api.read(http)
-        request_parsing.refuse(body, {"pinned": request_parsing.NOTHING}, "/load_lora_adapter")
+        fields.refuse(body, {"pinned": request_parsing.NOTHING})
         name, path = _text(body, "lora_name"), _text(body, "lora_path")
 
         def load() -> None:
@@ -59,5 +60,5 @@ class Adapters:
 
 def _text(body: dict, name: str) -> str:
     value: Any = body.get(name)
-    request_parsing.rule(isinstance(value, str) and value, name, "must be a non-empty string", value)
+    fields.rule(isinstance(value, str) and value, name, "must be a string that is not empty", value)
     return value

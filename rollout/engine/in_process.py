@@ -16,6 +16,7 @@ from typing import Any
 
 from ... import models
 from ...core import param
+from .. import http_process
 from . import server as http
 
 
@@ -59,12 +60,12 @@ def serving(
       ValueError: the folder cannot be loaded.
       RuntimeError: the server ended before it was ready.
     """
-    with contextlib.closing(http.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
+    with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
         service = http.prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
-        uvicorn = http.listener(http.app(service))
+        uvicorn = http_process.server(http.app(service), **http.OPTIONS)
         serve = lambda: asyncio.run(uvicorn.serve(sockets=[sock]))
         thread = threading.Thread(target=serve, name="areax-http", daemon=True)
         thread.start()

@@ -11,48 +11,37 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...adapters import tokenizer as tokenizers
+from ..chat import fields, openai, template
+from ..chat.detokenizer import UNFINISHED
 from . import request_parsing, sglang_api
 from .request import Progress
 from .request_parsing import Ask
 
-RENAMED = {  # OpenAI's names -> those of sampling_params
-    "temperature": "temperature",
-    "top_p": "top_p",
+RENAMED = {  # further fields -> those of sampling_params
     "n": "n",
-    "stop": "stop",
     "seed": "sampling_seed",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "logit_bias": "logit_bias",
-    # SGLang's additions
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "min_tokens": "min_new_tokens",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
-    "repetition_penalty": "repetition_penalty",
-    "regex": "regex",
-    "ebnf": "ebnf",
-    "json_schema": "json_schema",
-    "stop_regex": "stop_regex",
-    "no_stop_trim": "no_stop_trim",
-    "skip_special_tokens": "skip_special_tokens",
-    "custom_params": "custom_params",
-    "watermark": "watermark",
 }
+# Fields of OpenAI, and of SGLang, that the engine does not implement, with the values that ask for nothing.
 REFUSED = {
+    **{name: values for name, values in openai.NEUTRAL.items() if name not in ("top_logprobs", "parallel_tool_calls")},
+    **{
+        name: request_parsing.SAMPLING_REFUSED[name]
+        for name in (
+            "repetition_penalty", "regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "skip_special_tokens",
+            "custom_params", "watermark",
+        )
+    },
     **dict.fromkeys(
-        ("lora_path", "session_params", "custom_logit_processor", "return_hidden_states", "return_routed_experts"),
+        (
+            "lora_path", "session_params", "custom_logit_processor", "return_hidden_states", "return_routed_experts",
+            "tools", "chat_template_kwargs", "continue_final_message", "audio",
+        ),
         request_parsing.NOTHING,
     ),
-    "response_format": (None, {"type": "text"}),
-}
-COMPLETION_REFUSED = REFUSED | {"suffix": (None, ""), "best_of": (None, 1)}
-CHAT_REFUSED = REFUSED | dict.fromkeys(
-    ("tools", "functions", "chat_template_kwargs", "continue_final_message", "audio", "prediction"),
-    request_parsing.NOTHING,
-)
+    "response_format": ({"type": "text"},),
+}  # fmt: skip
 
 
 class OpenAI:
@@ -92,13 +81,12 @@ class OpenAI:
 
     async def completions(self, http: HTTPRequest) -> Response:
         body = await sglang_api.read(http)
-        request_parsing.refuse(body, COMPLETION_REFUSED, "/v1/completions")
-        prompts = self._prompts(body.get("prompt"))
-        top, echo = body.get("logprobs"), request_parsing.boolean(body, "echo")
-        request_parsing.rule(
-            top is None or type(top) is int and top >= 0, "logprobs", "must be a number from 0 on", top
-        )
-        ask = self._ask(body, prompts, body.get("max_tokens", 16), top, 0 if echo and top is not None else None)
+        fields.refuse(body, REFUSED)
+        prompts = openai.prompts(body, self.service.tokenizer)
+        echo = fields.boolean(body, "echo")
+        top = None if body.get("logprobs") is None else fields.integer(body, "logprobs", least=0)
+        budget = {"max_new_tokens": openai.COMPLETION_TOKENS, **fields.sampling(body, most=["max_tokens"], stop="stop")}
+        ask = self._ask(body, prompts, budget, top, 0 if echo and top is not None else None)
 
         def choice(i: int, part: Progress, first: bool) -> dict:
             prompt = ask.requests[i].prompt if echo and first else ()
@@ -118,11 +106,11 @@ class OpenAI:
 
     async def chat(self, http: HTTPRequest) -> Response:
         body = await sglang_api.read(http)
-        request_parsing.refuse(body, CHAT_REFUSED, "/v1/chat/completions")
-        prompt = self._conversation(body.get("messages"))
-        wanted, top = request_parsing.boolean(body, "logprobs"), body.get("top_logprobs") or 0
-        request_parsing.rule(type(top) is int and top >= 0, "top_logprobs", "must be a number from 0 on", top)
-        budget = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
+        fields.refuse(body, REFUSED)
+        prompt = self._prompt(openai.messages(body))
+        wanted = fields.boolean(body, "logprobs")
+        top = 0 if body.get("top_logprobs") is None else fields.integer(body, "top_logprobs", least=0)
+        budget = {"max_new_tokens": None, **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop")}
         ask = self._ask(body, [prompt], budget, top if wanted else None)
 
         def choice(i: int, part: Progress, first: bool) -> dict:
@@ -138,42 +126,28 @@ class OpenAI:
 
     # -- the prompt ------------------------------------------------------------------------------
 
-    def _prompts(self, given: Any) -> list[tuple[int, ...]]:
-        """A prompt is a string or a list of ids; or there is a list of either."""
-        if isinstance(given, str):
-            return [request_parsing.encode(self.service.tokenizer, given)]
-        request_parsing.rule(
-            isinstance(given, list) and given, "prompt", "must be text, token ids, or a list of either", given
-        )
-        if isinstance(given[0], str | list):
-            return [prompt for one in given for prompt in self._prompts(one)]
-        return [request_parsing.ids(given, "prompt")]
-
-    def _conversation(self, messages: Any) -> tuple[int, ...]:
+    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         if self.service.tokenizer is None:
-            raise ValueError("messages: this server has no tokenizer; send token ids to /generate")
-        request_parsing.rule(
-            isinstance(messages, list) and messages, "messages", "must be a list that is not empty", messages
-        )
-        return tuple(tokenizers.encode_chat(self.service.tokenizer, [_plain(message) for message in messages]))
+            raise fields.Refused("messages", "this server has no tokenizer; send token ids to /generate")
+        return template.prompt(self.service.tokenizer, {"messages": messages})
 
     def _ask(
-        self, body: dict, prompts: list[tuple[int, ...]], budget: Any, top: int | None, inputs: int | None = None
+        self, body: dict, prompts: list[list[int]], sampling: dict, top: int | None, inputs: int | None = None
     ) -> Ask:
-        given = {name: body[theirs] for theirs, name in RENAMED.items() if body.get(theirs) is not None}
-        given["max_new_tokens"] = budget
+        openai.include_usage(body)
+        given = {theirs: body[name] for name, theirs in RENAMED.items() if body.get(name) is not None} | sampling
         chosen = [request_parsing.sampling(given, self.service.engine.context - len(prompt)) for prompt in prompts]
         names = request_parsing.rids(body.get("rid"), len(prompts), len(prompts) == 1, chosen[0][1])
         requests = [
             request
             for prompt, (one, _), rid in zip(prompts, chosen, names, strict=True)
-            for request in request_parsing.samples(prompt, one, rid, inputs, top or 0)
+            for request in request_parsing.samples(tuple(prompt), one, rid, inputs, top or 0)
         ]
         return Ask(
             requests=tuple(requests),
             n=chosen[0][1],
             single=len(requests) == 1,
-            stream=request_parsing.boolean(body, "stream"),
+            stream=fields.boolean(body, "stream"),
             logprobs=(top is not None,) * len(requests),
             texts=True,
         )
@@ -215,7 +189,7 @@ class OpenAI:
                 part = _since(progress, last.get(i))
                 yield frame | {"choices": [whole(i, progress, part, i not in last)]}
                 last[i] = progress
-            if (body.get("stream_options") or {}).get("include_usage"):
+            if openai.include_usage(body):
                 yield frame | {"choices": [], "usage": _usage(ask, last.values())}
 
         return sglang_api.events(chunks())
@@ -226,22 +200,12 @@ class OpenAI:
     def _name(self, id: int) -> str:
         """A token's text; of a part of a character its name in the vocabulary, since such parts all look the same."""
         piece = self.service.piece(id)
-        return self.service.tokenizer.convert_ids_to_tokens(id) if tokenizers.REPLACEMENT in piece else piece
+        return self.service.tokenizer.convert_ids_to_tokens(id) if UNFINISHED in piece else piece
 
     def _token(self, logp: float, id: int) -> dict:
         piece = self.service.piece(id)
-        whole = tokenizers.REPLACEMENT not in piece  # else part of a character, whose bytes are not those of the text
+        whole = UNFINISHED not in piece  # else part of a character, whose bytes are not those of the text
         return {"token": piece, "bytes": list(piece.encode()) if whole else None, "logprob": logp}
-
-
-def _plain(message: Any) -> Any:
-    """A message whose content is a string; parts of text are joined."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return message
-    texts = [str(part.get("text")) for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    request_parsing.rule(len(texts) == len(content), "messages", "content may only have parts of text", content)
-    return message | {"content": "".join(texts)}
 
 
 def _since(progress: Progress, last: Progress | None) -> Progress:

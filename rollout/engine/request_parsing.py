@@ -6,12 +6,13 @@ change the result (priorities, logging, routing) are passed over, as SGLang does
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..chat import fields, openai
+from ..chat.fields import rule, shown
 from .request import Request, Sampling
 
 SAMPLING = {
@@ -84,7 +85,7 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
     """
     if not isinstance(body, Mapping):
         raise ValueError(f"/generate: the body must be a JSON object, got {shown(body)}")
-    refuse(body, GENERATE_REFUSED, "/generate")
+    fields.refuse(body, GENERATE_REFUSED)
     prompts, single = _prompts(body, tokenizer)
     P = len(prompts)
     params = _each(body, "sampling_params", P, Mapping, {})
@@ -108,9 +109,9 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
         requests=tuple(requests),
         n=n,
         single=single and n == 1,
-        stream=boolean(body, "stream"),
+        stream=fields.boolean(body, "stream"),
         logprobs=tuple(logprob for logprob in wanted for _ in range(n)),
-        texts=boolean(body, "return_text_in_logprobs"),
+        texts=fields.boolean(body, "return_text_in_logprobs"),
     )
 
 
@@ -123,7 +124,7 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     Raises:
       ValueError: a field that is unknown, out of range or cannot be honoured.
     """
-    refuse(given, SAMPLING_REFUSED, "sampling_params")
+    fields.refuse(given, SAMPLING_REFUSED)
     if not given.keys() <= KNOWN:
         unknown = min(given.keys() - KNOWN)
         raise ValueError(f"sampling_params: unknown field {unknown!r}; known are {', '.join(sorted(SAMPLING))}")
@@ -144,9 +145,7 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     rule(0 <= least <= most, "min_new_tokens", f"must be from 0 to max_new_tokens, which is {most}", least)
     rule(n >= 1, "n", "must be at least 1", n)
     rule(seed is None or seed in SEEDS, "sampling_seed", "must be in [-2**63, 2**63)", seed)
-    stop = given.get("stop")
-    stop = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    rule(_all(stop, str) and all(stop), "stop", "must be a string or a list of strings, none empty", stop)
+    stop = fields.stops(given, "stop")
     stop_ids = given.get("stop_token_ids")
     stop_ids = () if stop_ids is None else stop_ids
     rule(_all(stop_ids, int), "stop_token_ids", "must be a list of token ids", stop_ids)
@@ -157,9 +156,9 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
         min_p=min_p,
         max_new_tokens=most,
         min_new_tokens=least,
-        stop=tuple(stop),
+        stop=stop,
         stop_token_ids=tuple(stop_ids),
-        ignore_eos=boolean(given, "ignore_eos"),
+        ignore_eos=fields.boolean(given, "ignore_eos"),
         seed=None if seed is None else seed % 2**64,
     )
     return chosen, n
@@ -199,25 +198,6 @@ def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:
     return [[name] if n == 1 else [f"{name}_{k}" for k in range(n)] for name in names]
 
 
-def refuse(given: Mapping[str, Any], refused: Mapping[str, Sequence], where: str) -> None:
-    """Raises ValueError if one of the `refused` fields has another value than those that ask for nothing."""
-    for name in given:
-        if name in refused and given[name] not in refused[name]:
-            raise ValueError(
-                f"{where}: {name} is not implemented by this engine, got {shown(given[name])}; leave it out"
-            )
-
-
-def encode(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The ids of a text prompt, with what the tokenizer puts around a text."""
-    if tokenizer is None:
-        raise ValueError("text: this server has no tokenizer; send token ids, or serve a model folder with a tokenizer")
-    ids = tuple(tokenizer.encode(text))
-    lost = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
-    rule(not lost, "text", "must have characters that the tokenizer has tokens for", text)
-    return ids
-
-
 def ids(given: Any, name: str) -> tuple[int, ...]:
     """A prompt of token ids; whether they are in the vocabulary is the engine's to say."""
     rule(_all(given, int), name, "must be a list of token ids", given)
@@ -236,7 +216,8 @@ def _prompts(body, tokenizer):
     if text is None:
         raise ValueError("/generate: give the prompt as text or as input_ids")
     rule(isinstance(text, str) or (_all(text, str) and text != []), "text", "must be a string or a list of them", text)
-    return ([encode(tokenizer, text)], True) if isinstance(text, str) else ([encode(tokenizer, t) for t in text], False)
+    words = [text] if isinstance(text, str) else text
+    return [tuple(openai.encode(tokenizer, word, "text")) for word in words], isinstance(text, str)
 
 
 def _each(body, name, P, kind, default):
@@ -257,37 +238,12 @@ KINDS = {bool: "true or false", int: "a whole number", Mapping: "an object", str
 
 
 def _number(given, name, default):
-    value = given.get(name)
-    if value is None:
-        return default
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    rule(number, name, "must be a finite number", value)
-    return float(value)
+    return default if given.get(name) is None else fields.number(given, name)
 
 
 def _integer(given, name, default):
-    value = given.get(name)
-    if value is None:
-        return default
-    rule(isinstance(value, int) and not isinstance(value, bool), name, "must be a whole number", value)
-    return value
-
-
-def boolean(given, name):
-    value = given.get(name)
-    rule(value is None or isinstance(value, bool), name, "must be true or false", value)
-    return bool(value)
+    return default if given.get(name) is None else fields.integer(given, name)
 
 
 def _all(values, kind):
     return isinstance(values, list | tuple) and set(map(type, values)) <= {kind}
-
-
-def rule(held, name, rule, value):
-    if not held:
-        raise ValueError(f"{name}: {rule}, got {shown(value)}")
-
-
-def shown(value):
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

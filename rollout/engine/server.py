@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
 import functools
 import hmac
 import logging
-import signal
-import socket
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
+from .. import http_process
+from ..servers.labels import read_label
 from .adapters_api import Adapters
 from .engine import Engine
 from .openai_api import OpenAI
@@ -28,7 +26,9 @@ from .sglang_api import Service, read_weights
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 5  # for responses in progress at shutdown
+OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for answers under way when the server is told to end
+    "loop": "auto", "lifespan": "on", "timeout_graceful_shutdown": 5
+}  # fmt: skip
 UNGUARDED = ("/health", "/health_generate", "/ready")  # answered without the key
 
 
@@ -40,7 +40,7 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     dtype: str = "float32",
-    version: str = "default",
+    version: str | None = None,
     seed: int = 0,
     api_key: str | None = None,
 ) -> None:
@@ -49,31 +49,38 @@ def serve(
     Args:
       port: 0 = any free port.
       slots: sequences generated at the same time; further requests wait.
-      context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
-      version: label of the weights until the first update.
-      seed: from which requests without a seed get theirs.
-      api_key: key that requests must send as `Authorization: Bearer KEY`.
+      context: longest sequence, prompt and generated tokens; the model's own limit if that is lower.
+      version: label of the weights until the first update; None = of a published version its own, else "default".
+      seed: of requests that bring none.
+      api_key: requests must carry it, as `Authorization: Bearer KEY`.
 
     Raises:
       ValueError: the address is not available, or the folder cannot be loaded; nothing is served then.
     """
-    with contextlib.closing(bind(host, port)) as sock:
-        service = prepare(
-            path, *read_weights(path, dtype), slots=slots, context=context, dtype=dtype, version=version, seed=seed
-        )
+    with contextlib.closing(http_process.bind(host, port)) as sock:
+        weights, label = read_weights(path, dtype), version or published_label(path)
+        service = prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label, seed=seed)
+        del weights  # the engine has its own
         engine = service.engine
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{sock.getsockname()[1]}"
+        url = http_process.address((host, sock.getsockname()[1]))
         ready = f"{url} serves {engine.config.family} {path}, {slots} slots of {engine.context} tokens"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
-        if api_key is None and not _local(host):
-            ready += "; WARNING: anyone who reaches this address can use it and replace its weights; set an api_key"
+        if api_key is None and not http_process.loopback(host):
+            ready += "; WARNING: whoever reaches this address can use it and replace its weights; give an api_key"
         engine.start()
         try:
-            run(app(service, api_key), sock, lambda: print(ready, flush=True), engine.abort_all)
+            http_process.serve(app(service, api_key), sock, ready, ending=engine.abort_all, **OPTIONS)
         finally:
             engine.close()
+
+
+def published_label(path: str) -> str:
+    """The label of the published version in the folder `path`; "default" if it is another checkpoint."""
+    manifest = Path(path) / hf.MANIFEST
+    if not manifest.is_file() or hf.read_json(manifest).get("version") is None:
+        return "default"
+    return read_label(manifest)
 
 
 def prepare(
@@ -88,33 +95,6 @@ def prepare(
     context = min(context, config.context)
     engine = Engine(config, params, slots=slots, context=context, version=version, decode=decode, seed=seed)
     return Service(engine, tokenizer, str(path), checksums, dtype)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Binds a socket, to reserve the address while weights are read; it does not listen yet.
-
-    Raises:
-      ValueError: the address is in use, or does not belong to this machine.
-    """
-    if not 0 <= port < 2**16:
-        raise ValueError(f"serve: port must be from 0 (any free port) to 65535, got {port}")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError as error:
-        raise ValueError(f"serve: {host}:{port} is not an address of this machine ({error})") from error
-    # asyncio sets TCP_NODELAY only if the protocol is given; without it each answer waits 40 ms for the one before.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"serve: port {port} of {host} is in use; choose another, or 0 for any free port"
-            ) from error
-        raise ValueError(f"serve: cannot use {host}:{port} ({error.strerror})") from error
-    return sock
 
 
 def app(service: Service, api_key: str | None = None) -> ASGIApp:
@@ -155,43 +135,3 @@ def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
         await inner(scope, receive, send)
 
     return guarded
-
-
-def listener(application: ASGIApp) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            application,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            lifespan="on",
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
-
-
-def run(application: ASGIApp, sock: socket.socket, started: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Serves on `sock` until a signal; calls `started` once it answers, and `ended` when it is asked to stop."""
-    # uvicorn re-raises the signal that ended it: these handlers turn that into a normal return.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    server = listener(application)
-
-    async def watched() -> None:
-        running = asyncio.create_task(server.serve(sockets=[sock]))
-        while not (server.started or running.done()):
-            await asyncio.sleep(0.01)
-        if server.started:
-            started()
-        while not (server.should_exit or running.done()):
-            await asyncio.sleep(0.1)
-        ended()
-        await running
-
-    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(watched())
-
-
-def _local(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

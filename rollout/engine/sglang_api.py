@@ -27,6 +27,7 @@ from starlette.routing import Route
 
 from ... import __version__
 from ...adapters import hf
+from ..chat import fields
 from . import request_parsing
 from .async_bridge import Bridge
 from .engine import RELEASABLE
@@ -254,8 +255,8 @@ class Service:
     async def abort_request(self, http: HTTPRequest) -> Response:
         body = await read(http)
         rid = body.get("rid") or ""
-        request_parsing.rule(isinstance(rid, str), "rid", "must be a string", rid)
-        if request_parsing.boolean(body, "abort_all"):
+        fields.rule(isinstance(rid, str), "rid", "must be a string", rid)
+        if fields.boolean(body, "abort_all"):
             self.engine.abort_all()
         elif rid:
             self.bridge.abort(rid)
@@ -299,15 +300,15 @@ class Service:
         body = await read(http)
         async with self._updating:
             try:
-                await self._stage(body, "/stage_weights_from_disk")
+                await self._stage(body)
             except ValueError as error:
                 return Answer({"success": False, "message": str(error)}, 400)
         return Answer({"success": True, "message": "Staged model weights."})
 
-    async def _stage(self, body: dict, route: str) -> Staged:
+    async def _stage(self, body: dict) -> Staged:
         path: Any = body.get("model_path")
-        request_parsing.rule(isinstance(path, str), "model_path", "must name a checkpoint folder", path)
-        request_parsing.refuse(body, {"load_format": (None, "auto", "safetensors")}, route)
+        fields.rule(isinstance(path, str), "model_path", "must name a checkpoint folder", path)
+        fields.refuse(body, {"load_format": ("auto", "safetensors")})
         files = await asyncio.to_thread(state_of, path)
         if self._staged is None or (self._staged.path, self._staged.files) != (path, files):
             self._staged = None  # never three versions in memory
@@ -324,13 +325,13 @@ class Service:
 
     async def _update(self, body: dict) -> str:
         version: Any = body.get("weight_version")
-        flush = request_parsing.boolean({"flush_cache": True, **body}, "flush_cache")
+        flush = fields.boolean({"flush_cache": True, **body}, "flush_cache")
         named = version is None or isinstance(version, str) and version
-        request_parsing.rule(named, "weight_version", "must be a string that is not empty", version)
-        staged = await self._stage(body, "/update_weights_from_disk")
-        # Tokens must not get the old weights' label.
+        fields.rule(named, "weight_version", "must be a string that is not empty", version)
+        staged = await self._stage(body)
+        # Tokens must not carry the old weights' label.
         version = version or f"unnamed-{together(staged.checksums)[:8]}"
-        if request_parsing.boolean(body, "abort_all_requests"):
+        if fields.boolean(body, "abort_all_requests"):
             self.engine.abort_all()
         await asyncio.to_thread(self.engine.swap, staged.weights, version, flush=flush)  # waits for running requests
         self.path, self.checksums, self._staged = staged.path, staged.checksums, None
@@ -345,10 +346,8 @@ class Service:
     async def update_weight_version(self, http: HTTPRequest) -> Response:
         body = await read(http)
         version = body.get("new_version")
-        request_parsing.rule(
-            isinstance(version, str) and version, "new_version", "must be a string that is not empty", version
-        )
-        if request_parsing.boolean({"abort_all_requests": True, **body}, "abort_all_requests"):
+        fields.rule(isinstance(version, str) and version, "new_version", "must be a string that is not empty", version)
+        if fields.boolean({"abort_all_requests": True, **body}, "abort_all_requests"):
             self.engine.abort_all()
         await asyncio.to_thread(self.engine.set_version, version)
         message = f"Weight version updated to {version}"
@@ -407,8 +406,8 @@ def together(checksums: dict[str, str]) -> str:
 def tags(body: dict) -> Sequence[str]:
     """The kinds of memory that a request names; all of them if it names none."""
     named = body.get("tags") or RELEASABLE
-    request_parsing.rule(isinstance(named, list | tuple) and all(isinstance(tag, str) for tag in named), "tags",
-                "must be a list of strings", named)  # fmt: skip
+    right = isinstance(named, list | tuple) and all(isinstance(tag, str) for tag in named)
+    fields.rule(right, "tags", "must be a list of strings", named)
     return named
 
 

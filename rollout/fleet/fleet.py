@@ -114,12 +114,14 @@ class Fleet:
         timeout_s: float = 600.0,
         restart: Restart | None = None,
         timeouts: Timeouts = TIMEOUTS,
+        experts_per_token: int = 0,
     ):
         """
         Args:
           recover: returns once a server is healthy again; run as a task for each unhealthy server.
           concurrency: most requests on one server at a time; the others wait here, in order.
           timeout_s: deadline of a `generate` call, including waits, retries, pauses and resumptions.
+          experts_per_token: of the model, for `routed_experts`.
         """
         self.servers = list(servers)
         self.published: Published | None = None
@@ -130,6 +132,7 @@ class Fleet:
         self.counts: collections.Counter[str] = collections.Counter()
         self.waits = gauges.Waits()
         self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
+        self._experts_per_token = experts_per_token
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
@@ -207,6 +210,11 @@ class Fleet:
                 f"generate: seed needs servers that honour it, got {seed}; start SGLang with "
                 "--enable-deterministic-inference, or leave the seed out"
             )
+        if routed_experts and not self._experts_per_token:
+            raise ValueError(
+                "generate: routed_experts needs a model with experts, got experts_per_token 0; say how many a token "
+                "goes to, as in connect(..., experts_per_token=8)"
+            )
         if seed is None and self.seeded:  # such servers give every request without a seed the same
             seed = random.getrandbits(63)
         sampling = {
@@ -273,7 +281,8 @@ class Fleet:
             }
             so_far = tuple(tokens)
             on_new = (lambda new, so_far=so_far: on_tokens([*so_far, *new])) if on_tokens else None
-            attempt = functools.partial(_attempt, [*prompt, *tokens], sampling | left, experts, on_new)
+            wanted = self._experts_per_token if experts else 0
+            attempt = functools.partial(_attempt, [*prompt, *tokens], sampling | left, wanted, on_new)
             server, part = await self._send([*prompt, *tokens], attempt, trouble, labels[-1] if labels else "")
             if experts:
                 routed = _joined(routed, part, len(prompt) + len(tokens))
@@ -296,7 +305,7 @@ class Fleet:
         self.counts["tokens"] += len(tokens)
         version = [version_of(label) for label in labels]
         finish: Finish = "length" if part.finish == "abort" else part.finish
-        events.note(
+        events.emit(
             "call", begun=begun, url=server.url, prompt_tokens=len(prompt), tokens=len(tokens),
             versions=events.runs(version), finish=finish, resumed=resumed,
         )  # fmt: skip
@@ -328,7 +337,7 @@ class Fleet:
             name = lora.choose(server, begun)
             try:
                 with lora.using(server, name):
-                    part = await self.on(server, self._verified(server, attempt(server, name)))
+                    part = await self.on(server, self._verified(server, attempt, name))
                 part = lora.stamped(server, name, part)
             except Busy as error:
                 trouble.append(str(error))
@@ -376,9 +385,9 @@ class Fleet:
             await asyncio.sleep(backoff(busy))
             busy += 1
 
-    async def _verified(self, server: Server, answer: Awaitable[Part]) -> Part:
-        """The answer, held back until the weights the server had loaded by then are verified."""
-        part = await answer
+    async def _verified(self, server: Server, attempt: Attempt, adapter: str) -> Part:
+        """The attempt's answer, held back until the weights the server had loaded by then are verified."""
+        part = await attempt(server, adapter)  # called here: the task may be cancelled before it begins
         await server.weights_verified.wait()
         return part
 
@@ -484,7 +493,7 @@ class Fleet:
                 log.warning("a server is %s: %s", state, why)
             server.why = why
         if state != server.state:
-            events.note("server", url=server.url, state=state, why=why)
+            events.emit("server", url=server.url, state=state, why=why)
         server.state = state
         if state not in (*SOUND, "suspect", "leaving"):
             server.cached.clear()
@@ -566,7 +575,7 @@ def _stop(tasks: Iterable[asyncio.Task]) -> None:
 async def _attempt(tokens, sampling, experts, on_tokens, server: Server, adapter: str) -> Part:
     # The cache key is the version: a push `in_place` leaves prefixes of the old weights behind.
     return await server.api.generate(
-        tokens, sampling, routed_experts=experts, adapter=adapter, cache_key=server.label, on_tokens=on_tokens
+        tokens, sampling, experts_per_token=experts, adapter=adapter, cache_key=server.label, on_tokens=on_tokens
     )
 
 

@@ -16,7 +16,7 @@ import logging
 from ..errors import ServerError
 from ..servers.concurrency import Limit
 from ..servers.server import Server
-from ..weights import lora
+from ..weights import load, lora
 from .fleet import Fleet, Restart
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,10 @@ async def _reload(fleet: Fleet, server: Server) -> bool:
     if weights:
         if not server.released:  # a failed push may have left it paused, and paused SGLang does not abort requests
             await server.api.resume()
-        await lora.load(server, weights, "abort")
+        if weights.base:
+            await lora.load(server, weights, weights.base, "abort")
+        else:
+            await load.load(server, weights, "abort")
     elif (
         server.state == "weights_unknown"
         or await server.api.weight_label(timeout_s=fleet.timeouts.lost_s) != server.label

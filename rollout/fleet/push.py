@@ -18,7 +18,7 @@ from ..servers.endpoint import Unreached
 from ..servers.labels import version_of
 from ..servers.server import Server
 from ..servers.types import SOUND, Loaded, Probe, Published
-from ..weights import lora
+from ..weights import load, lora
 from .fleet import Fleet, Rerouted
 
 log = logging.getLogger(__name__)
@@ -111,11 +111,11 @@ async def push_weights(
     """Gives every healthy or offloaded server the weights in `directory` as version `label`. A directory of adapters is
     loaded beside its base, without a pause (lora.py).
 
-    Each server by itself: stage, pause, load, compare the reported label, resume, verify the weights (proof.py). If a
-    step fails or is cancelled half-way the server becomes `weights_unknown`: its requests move to other servers, and
-    it gets none before it has loaded a published version in full. One that cannot be reached becomes `suspect`. The
-    version counts as published once one server has it. If none does, all go back to the previous version and the push
-    is repeated, `Timeouts.push_attempts` times in all.
+    Each server by itself: stage, pause, load, compare the reported label, resume, verify the weights
+    (weights/load.py). If a step fails or is cancelled half-way the server becomes `weights_unknown`: its requests move
+    to other servers, and it gets none before it has loaded a published version in full. One that cannot be reached
+    becomes `suspect`. The version counts as published once one server has it. If none does, all go back to the previous
+    version and the push is repeated, `Timeouts.push_attempts` times in all.
 
     Args:
       directory: a path that the servers see too (same machine or shared file system), unless they have stagers.
@@ -142,7 +142,17 @@ async def push_weights(
     weights = replace(weights, arrays=arrays, probe=probe)
     attempts = fleet.timeouts.push_attempts
     for attempt in itertools.count(1):
-        loaded, failed = await _push_to_all(fleet, weights, mode, parallel_servers)
+        fleet.not_offloaded.set()
+        await _wait_for_servers(fleet)
+        async with fleet.publishing:
+            servers = [server for server in fleet.servers if server.state in SOUND]
+            slots = asyncio.Semaphore(parallel_servers or len(servers))
+            results = await asyncio.gather(*(_push_to_one(fleet, server, weights, mode, slots) for server in servers))
+            by_url = list(zip((server.url for server in servers), results, strict=True))
+            loaded = {url: result for url, result in by_url if not isinstance(result, str)}
+            failed = {url: result for url, result in by_url if isinstance(result, str)}
+            if loaded:  # with files there is no use for the arrays any more
+                fleet.published = replace(weights, arrays=None) if weights.directory else weights
         if loaded:
             break
         fleet.counts["undone"] += 1
@@ -163,25 +173,8 @@ async def push_weights(
         total_s=now() - start,
     )
     log.info("pushed %s to %d servers, paused %.3f s", report.label, len(loaded), report.pause_s)
-    events.note("push", begun=start, **asdict(report))
+    events.emit("push", begun=start, **asdict(report))
     return report
-
-
-async def _push_to_all(
-    fleet: Fleet, weights: Published, mode: str, parallel_servers: int
-) -> tuple[dict[str, PushTiming], dict[str, str]]:
-    """The timings of the servers that loaded the weights, and why the others did not, by address."""
-    fleet.not_offloaded.set()
-    await _wait_for_servers(fleet)
-    async with fleet.publishing:
-        servers = [server for server in fleet.servers if server.state in SOUND]
-        slots = asyncio.Semaphore(parallel_servers or len(servers))
-        results = await asyncio.gather(*(_push_to_one(fleet, server, weights, mode, slots) for server in servers))
-        by_url = list(zip((server.url for server in servers), results, strict=True))
-        loaded = {url: result for url, result in by_url if not isinstance(result, str)}
-        if loaded:  # with files there is no use for the arrays any more
-            fleet.published = replace(weights, arrays=None) if weights.directory else weights
-        return loaded, {url: result for url, result in by_url if isinstance(result, str)}
 
 
 async def _wait_for_servers(fleet: Fleet) -> None:
@@ -197,8 +190,10 @@ async def _push_to_one(
     """The timing, or why the server did not load the weights."""
     now = asyncio.get_running_loop().time
     begun = now()
+    fetched = 0
     try:
-        staged = await fleet.on(server, server.stage(weights))
+        if server.stager:
+            fetched = (await fleet.on(server, server.stager.stage(weights))).bytes
     except (ValueError, ServerError) as error:
         why = f"the version {weights.label} did not get there: {error}"
         if server.state in SOUND:  # the server is fine, but lacks the version
@@ -206,32 +201,29 @@ async def _push_to_one(
         return why
     stage_s = now() - begun
     drain = mode == "drain" and server.state == "healthy"  # an offloaded server's requests wait for this very push
+    mode = "retract" if mode == "drain" else mode
     async with slots, fleet.drained(server) if drain and not weights.base else contextlib.nullcontext():
-        loaded = await _load(fleet, server, weights, "retract" if mode == "drain" else mode)
-    if isinstance(loaded, str):
-        return loaded
-    if weights.base:
-        await lora.unload(server)
-    return PushTiming(staged.bytes, stage_s, loaded)
-
-
-async def _load(fleet: Fleet, server: Server, weights: Published, mode: str) -> Loaded | str:
-    if server.state not in SOUND:  # it was taken out of traffic while the weights were on their way
-        return server.why
-    try:
-        loaded = await fleet.on(server, lora.load(server, weights, mode))
+        if server.state not in SOUND:  # it was taken out of traffic while the weights were on their way
+            return server.why
+        base = weights.base
+        try:
+            loaded = await fleet.on(
+                server, lora.load(server, weights, base, mode) if base else load.load(server, weights, mode)
+            )
+        except asyncio.CancelledError:
+            fleet.fail(server, "weights_unknown", f"{server.url}: the push of {weights.label} was interrupted")
+            raise
+        except Rerouted as error:  # it hung, and is being recovered already
+            return str(error)
+        except Unreached as error:
+            fleet.mark_suspect(server, str(error))
+            return str(error)
+        except (ValueError, ServerError) as error:
+            why = f"the push of {weights.label} failed: {error}"
+            fleet.fail(server, "weights_unknown", why)
+            return why
         if server.state == "offloaded":
             fleet.set_state(server, "healthy", "")
-        return loaded
-    except asyncio.CancelledError:
-        fleet.fail(server, "weights_unknown", f"{server.url}: the push of {weights.label} was interrupted")
-        raise
-    except Rerouted as error:  # it hung, and is being recovered already
-        return str(error)
-    except Unreached as error:
-        fleet.mark_suspect(server, str(error))
-        return str(error)
-    except (ValueError, ServerError) as error:
-        why = f"the push of {weights.label} failed: {error}"
-        fleet.fail(server, "weights_unknown", why)
-        return why
+    if base:
+        await lora.unload(server)
+    return PushTiming(fetched, stage_s, loaded)

@@ -30,7 +30,7 @@ class Figures:
     def __init__(self, fleet: Fleet, counts: Callable[[], Mapping[str, int]]):
         """
         Args:
-          counts: counts so far, by the name under which their growth in a step is told.
+          counts: counts so far, by the name under which their growth in a step is reported.
         """
         self._fleet, self._counts = fleet, counts
         self._events: collections.deque[dict] = collections.deque()
@@ -64,16 +64,16 @@ class Figures:
         of = lambda kind: [event for event in events if event["kind"] == kind]
         now, before = self._count(), self._counted
         self._counted = now
-        told: dict[str, Any] = {name: now[name] - before[name] for name in now}
-        told["too_long"] = len(of("left_out"))
-        told["generated_tokens"] = sum(call["tokens"] for call in of("call"))
+        metrics: dict[str, Any] = {name: now[name] - before[name] for name in now}
+        metrics["too_long"] = len(of("left_out"))
+        metrics["generated_tokens"] = sum(call["tokens"] for call in of("call"))
         if seconds["step_s"] > 0:
-            told["trainer_idle"] = 1 - sum(seconds[part] for part in WORK) / seconds["step_s"]
-            told["rollout_tokens_per_second"] = told["generated_tokens"] / seconds["step_s"]
+            metrics["trainer_idle"] = 1 - sum(seconds[part] for part in WORK) / seconds["step_s"]
+            metrics["rollout_tokens_per_second"] = metrics["generated_tokens"] / seconds["step_s"]
         waits = self._fleet.waits.take()
         if waits.times:
-            told |= {"request_wait_s": waits.sum / waits.times, "request_wait_s_max": waits.max}
-        return {**told, **self._servers(), **self._groups(of("group"), of("batch")), **_pushes(of("push"))}
+            metrics |= {"request_wait_s": waits.sum / waits.times, "request_wait_s_max": waits.max}
+        return {**metrics, **self._servers(), **self._groups(of("group"), of("batch")), **_pushes(of("push"))}
 
     def live(self) -> dict[str, int]:
         """What the fleet is and did so far, of which names end in _total; from any thread."""
@@ -98,10 +98,10 @@ class Figures:
             return {}
         total = sum(self._held[server].total - then.total for server, then in zip(servers, since, strict=True))
         busy = sum(self._held[server].busy - then.busy for server, then in zip(servers, since, strict=True))
-        told = {"server_busy": busy / sum(spent), "requests_in_flight": total / max(spent)}
+        metrics = {"server_busy": busy / sum(spent), "requests_in_flight": total / max(spent)}
         if all(server.slots for server in servers):
-            told["slot_load"] = total / sum(server.slots * s for server, s in zip(servers, spent, strict=True))
-        return told
+            metrics["slot_load"] = total / sum(server.slots * s for server, s in zip(servers, spent, strict=True))
+        return metrics
 
     def _groups(self, ended: Iterable[dict], batches: Iterable[dict]) -> dict[str, Any]:
         self._ended |= {one["prompt"]: (one["at"], one["admitted"]) for one in ended if one["outcome"] == "accepted"}
@@ -125,7 +125,7 @@ class Figures:
 def _pushes(ended: list[dict]) -> dict[str, float]:
     if not ended:
         return {}
-    told = {name: sum(push[name] for push in ended) for name in PUSHED}
+    metrics = {name: sum(push[name] for push in ended) for name in PUSHED}
     if probed := [push["probe_diff"] for push in ended if push["probe_diff"] is not None]:
-        told["probe_diff"] = max(probed)
-    return {f"push_{name}": value for name, value in told.items()}
+        metrics["probe_diff"] = max(probed)
+    return {f"push_{name}": value for name, value in metrics.items()}

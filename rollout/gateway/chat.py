@@ -10,56 +10,46 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..chat import fields, openai
+from ..chat.fields import Refused, rule
 from ..chat.parsers import Piece, Style, Text
 from ..chat.trajectory import Interaction
-from . import fields
-from .fields import Ask, Refused, rule
+from .ask import Ask
 
 Event = tuple[str, Any]  # name of a server-sent event, or "", and its data
 
-PASSED = {
-    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "prediction",
-}  # fmt: skip
 TAKEN = {
     "messages", "model", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "seed", "response_format",
     "max_tokens", "max_completion_tokens", "logprobs", "chat_template_kwargs", *fields.SAMPLING,
 }  # fmt: skip
-NEUTRAL = {
-    "frequency_penalty": [0],
-    "presence_penalty": [0],
-    "logit_bias": [{}],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "modalities": [["text"]],
-    "top_logprobs": [0],
-    "parallel_tool_calls": [True],
-}
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def read(body: Mapping[str, Any], style: Style) -> Ask:
     """Parses a request. Raises Refused."""
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
-    neutral = NEUTRAL if tools else {**NEUTRAL, "parallel_tool_calls": [True, False]}
-    fields.known(body, TAKEN, PASSED, neutral)
-    options = fields.mapping(body, "stream_options")
-    fields.known(options, ["include_usage", "include_obfuscation"], [])
-    messages = [_message(one) for one in fields.objects(body.get("messages"), "messages")]
-    rule(bool(messages), "messages", "must not be empty", messages)
+    neutral = openai.NEUTRAL if tools else {**openai.NEUTRAL, "parallel_tool_calls": [True, False]}
+    fields.known(body, TAKEN, openai.PASSED, neutral)
+    openai.include_usage(body)
+    refuse_seed(body)
     fields.boolean(body, "logprobs")
     return Ask(
         body=body,
-        messages=messages,
+        messages=openai.messages(body),
         tools=chosen(body.get("tool_choice"), tools),
         template=fields.mapping(body, "chat_template_kwargs"),
         sampling={
-            **fields.sampling(body, most=("max_completion_tokens", "max_tokens"), stop="stop"),
+            **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop"),
             **fields.schema(body.get("response_format"), "response_format"),
         },
         n=fields.several(body),
         stream=fields.boolean(body, "stream"),
     )
+
+
+def refuse_seed(body: Mapping[str, Any]) -> None:
+    """Refuses a seed unless the temperature is 0, where nothing is drawn."""
+    if body.get("seed") is not None and body.get("temperature") != 0:
+        raise Refused("seed", "cannot be honoured by this server; leave it out, or ask for temperature 0")
 
 
 def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,7 +105,7 @@ class Stream:
     def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
         for i, x in enumerate(done):
             yield self._chunk(i, {}, finish_reason=finish(x), logprobs=_logprobs(self._ask, x, self._tokenizer))
-        if fields.mapping(self._ask.body, "stream_options").get("include_usage"):
+        if openai.include_usage(self._ask.body):
             yield "", {**self._frame, "choices": [], "usage": usage(self._ask, done)}
         yield "", "[DONE]"
 
@@ -162,39 +152,6 @@ def _logprobs(ask: Ask, x: Interaction, tokenizer: Any) -> dict[str, Any] | None
         bytes_ = list(shown.encode()) if whole else None
         content.append({"token": shown, "logprob": logp, "bytes": bytes_, "top_logprobs": []})
     return {"content": content, "refusal": None}
-
-
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    role = str(given.get("role"))
-    rule(role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}", role)
-    taken = ["role", "content", "name"]
-    taken += {"assistant": ["tool_calls", "reasoning_content", "reasoning"], "tool": ["tool_call_id"]}.get(role, [])
-    fields.known(
-        given, taken, ["annotations", "id"], {"refusal": [""], "function_call": [], "audio": [], "tool_calls": [[]]}
-    )
-    message: dict[str, Any] = {
-        "role": ROLES[role],
-        "content": fields.text(given.get("content"), "messages", ("text", "refusal")),
-    }
-    if given.get("name") is not None:
-        rule(isinstance(given["name"], str), "messages", "a name must be text", given["name"])
-        message["name"] = given["name"]
-    if role == "tool":
-        rule(isinstance(given.get("tool_call_id"), str), "messages", "a result needs a tool_call_id", given)
-        message["tool_call_id"] = given["tool_call_id"]
-    if role == "assistant":
-        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
-            rule(isinstance(reasoning, str), "messages", "reasoning must be text", reasoning)
-            message["reasoning_content"] = reasoning
-        if calls := given.get("tool_calls"):
-            message["tool_calls"] = [_call(one) for one in fields.objects(calls, "messages")]
-    return message
-
-
-def _call(given: Mapping[str, Any]) -> dict[str, Any]:
-    rule(given.get("type", "function") == "function", "messages", "a call must be of a function", given.get("type"))
-    function = fields.mapping(given, "function")
-    return fields.call(given.get("id"), function.get("name"), function.get("arguments"), "messages")
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,36 +11,30 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..chat import fields, openai
+from ..chat.fields import Refused, rule
 from ..chat.parsers import Piece, Text
 from ..chat.trajectory import Interaction
-from . import fields
-from .chat import Event, error, usage
-from .fields import Ask, Refused, rule
+from .ask import Ask
+from .chat import Event, error, refuse_seed, usage
 
-PASSED = {"user", "metadata", "store", "service_tier"}
 TAKEN = {
     "prompt", "model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "logprobs", "echo",
     *fields.SAMPLING,
 }  # fmt: skip
-NEUTRAL = {
-    "frequency_penalty": [0],
-    "presence_penalty": [0],
-    "logit_bias": [{}],
-    "suffix": [""],
-    "best_of": [1],
-}
-TOP = 20  # most likeliest tokens per position that a request may ask for
-Reading = Sequence[tuple[int, float | None, Mapping[int, float]]]  # token, its log-probability, {likeliest token: logp}
+TOP = 20  # the most of the likeliest tokens that may be asked for
+Reading = Sequence[tuple[int, float | None, Mapping[int, float]]]  # token, its log-probability, those of the likeliest
 
 
 def read(body: Mapping[str, Any], tokenizer: Any) -> Ask:
-    """Parses a request. Raises Refused."""
-    fields.known(body, TAKEN, PASSED, NEUTRAL)
-    fields.known(fields.mapping(body, "stream_options"), ["include_usage", "include_obfuscation"], [])
+    """What a request asks. Raises Refused."""
+    fields.known(body, TAKEN, openai.PASSED, openai.NEUTRAL)
+    openai.include_usage(body)
+    refuse_seed(body)
     echo = fields.boolean(body, "echo")
     if body.get("logprobs") is not None:
         fields.integer(body, "logprobs", least=0, most=TOP)
-    sampling = {"max_new_tokens": 16, **fields.sampling(body, most=["max_tokens"], stop="stop")}
+    sampling = {"max_new_tokens": openai.COMPLETION_TOKENS, **fields.sampling(body, most=["max_tokens"], stop="stop")}
     if not echo and not sampling["max_new_tokens"]:
         raise Refused("max_tokens", "must be at least 1 without echo, got 0")
     ask = Ask(
@@ -48,7 +42,7 @@ def read(body: Mapping[str, Any], tokenizer: Any) -> Ask:
         sampling=sampling,
         n=fields.several(body),
         stream=fields.boolean(body, "stream"),
-        prompts=_prompts(body.get("prompt"), tokenizer),
+        prompts=openai.prompts(body, tokenizer, len(tokenizer)),
     )
     rule(len(ask.prompts) * ask.n <= fields.MOST, "prompt", f"answers must be at most {fields.MOST}", len(ask.prompts))
     return ask
@@ -99,7 +93,7 @@ class Stream:
     def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
         for i, x in enumerate(done):
             yield self._chunk(i, "", "stop" if x.completion.finish == "stop" else "length")
-        if fields.mapping(self._ask.body, "stream_options").get("include_usage"):
+        if openai.include_usage(self._ask.body):
             yield "", {**self._frame, "choices": [], "usage": usage(self._ask, done)}
         yield "", "[DONE]"
 
@@ -109,22 +103,6 @@ class Stream:
     def _chunk(self, i: int, text: str, finish: str | None) -> Event:
         choice = {"index": i, "text": text, "finish_reason": finish, "logprobs": None, "interaction": self._ids[i]}
         return "", {**self._frame, "choices": [choice]}
-
-
-def _prompts(given: Any, tokenizer: Any) -> list[list[int]]:
-    """Token ids of each prompt; a prompt is a string or a list of ids, and `given` is one or a list of them."""
-    if isinstance(given, str):
-        ids = tokenizer.encode(given)
-        rule(bool(ids), "prompt", "must have at least one token", given)
-        return [ids]
-    rule(isinstance(given, list) and given != [], "prompt", "must be text, token ids, or a list of either", given)
-    if all(isinstance(one, str) for one in given):
-        return [prompt for one in given for prompt in _prompts(one, tokenizer)]
-    prompts = given if isinstance(given[0], list) else [given]
-    in_range = lambda id: type(id) is int and 0 <= id < len(tokenizer)
-    right = lambda prompt: isinstance(prompt, list) and prompt != [] and all(map(in_range, prompt))
-    rule(all(map(right, prompts)), "prompt", f"token ids must be numbers from 0 to {len(tokenizer) - 1}", given)
-    return prompts
 
 
 def _shown(ask: Ask, x: Interaction, tokenizer: Any) -> str:

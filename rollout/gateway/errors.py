@@ -8,8 +8,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from ..chat.fields import Refused
 from . import chat, messages
-from .fields import Refused
 
 log = logging.getLogger(__name__)
 

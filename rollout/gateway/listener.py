@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import json
 import logging
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
-import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .fields import Refused
+from .. import http_process
+from ..chat.fields import Refused
 from .sessions import Limits
 
 log = logging.getLogger(__name__)
@@ -33,45 +32,21 @@ async def listen(app: ASGIApp, host: str, port: int, limits: Limits) -> AsyncIte
     Raises:
       ValueError: the address is not available.
     """
-    if not 0 <= port < 2**16:
-        raise ValueError(f"serve: port must be from 0 (any free port) to 65535, got {port}")
-    try:
-        sock = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise ValueError(f"serve: cannot listen at {host}:{port} ({error}); choose another address") from error
-    config = uvicorn.Config(
-        app,
-        http=_protocol(limits),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        h11_max_incomplete_event_size=limits.header_bytes,
-        limit_concurrency=limits.connections,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    server = _Server(config)
-    running = asyncio.create_task(server.serve(sockets=[sock]))
-    try:
-        while not (server.started or running.done()):
-            await asyncio.sleep(0.005)
-        if not server.started:
-            await running
-            raise RuntimeError(f"serve: the server at {host}:{port} did not start")
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await running
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # signals are left to the program
+    with contextlib.closing(http_process.bind(host, port)) as sock:
+        server = http_process.server(
+            app,
+            http=_protocol(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=None,
+            h11_max_incomplete_event_size=limits.header_bytes,
+            limit_concurrency=limits.connections,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        async with http_process.running(server, sock):
+            yield http_process.address((host, sock.getsockname()[1]))
 
 
 def _protocol(limits: Limits) -> type[asyncio.Protocol]:

@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..chat import fields
+from ..chat.fields import Refused, rule
 from ..chat.parsers import Piece, Style, ToolCall
 from ..chat.trajectory import Interaction
-from . import fields
+from .ask import Ask
 from .chat import Event
-from .fields import Ask, Refused, rule
 
 PASSED = {
     "metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id", "inference_geo", "diagnostics",
@@ -24,8 +25,8 @@ TAKEN = {
     "messages", "model", "system", "tools", "tool_choice", "thinking", "output_config", "stream", "stop_sequences",
     "max_tokens", "temperature", "top_p", "top_k",
 }  # fmt: skip
-NEUTRAL = {"mcp_servers": [[]], "betas": [[]], "context_management": [{}]}
-SIGNATURE = "unsigned"  # of thinking blocks; never checked here
+NEUTRAL: dict[str, list] = {"mcp_servers": [[]], "betas": [[]], "context_management": [{}]}
+SIGNATURE = "unsigned"  # of thinking blocks, which nothing checks here
 
 
 def read(body: Mapping[str, Any], style: Style) -> Ask:

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..chat.fields import Refused
 from ..chat.session import Session
 from ..types import Sample
-from .fields import Refused
 from .listener import read_json
 from .sessions import Entry, Limits, Sessions
 

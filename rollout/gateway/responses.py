@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..chat import fields
+from ..chat.fields import rule
+from ..chat.openai import ROLES
 from ..chat.parsers import Piece, Style, ToolCall
 from ..chat.trajectory import Interaction
-from . import fields
-from .chat import ROLES, Event, chosen, error
-from .fields import Ask, rule
+from .ask import Ask
+from .chat import Event, chosen, error
 
 PASSED = {
     "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -24,7 +26,7 @@ TAKEN = {
     "input", "instructions", "model", "tools", "tool_choice", "stream", "text", "max_output_tokens", "temperature",
     "top_p",
 }  # fmt: skip
-NEUTRAL = {
+NEUTRAL: dict[str, list] = {
     "background": [False],
     "truncation": ["disabled"],
     "reasoning": [{}],

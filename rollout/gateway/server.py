@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..chat import parsers, template
+from ..chat.fields import Refused
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
@@ -29,7 +30,7 @@ from ..http_process import loopback
 from ..servers.types import Part
 from ..types import Completion
 from . import chat, completions, errors, messages, responses, work
-from .fields import Ask, Refused
+from .ask import Ask
 from .listener import CLOSE, listen, read_json
 from .online import End, Online, Start
 from .sessions import Entry, Limits, Sessions

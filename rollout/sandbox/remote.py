@@ -173,7 +173,7 @@ def serve(*, host: str = "127.0.0.1", port: int = 8080, places: int = 4, key: st
     """
     if places < 1:
         raise ValueError(f"sandbox: places must be at least 1, got {places}")
-    with http_process.listening(host, port, key=key, variable=KEY, what="sandbox") as sock:
+    with http_process.bind_guarded(host, port, key=key, variable=KEY, what="sandbox") as sock:
         ready = f"{http_process.address(sock.getsockname())} runs {places} programs at a time, {sandbox.isolation()}"
         http_process.serve(app(places=places, key=key), sock, ready)
 

@@ -101,9 +101,9 @@ async def group(
 async def _episode(workflow, generate, row, *, prompt, index, seed, on_retry) -> list[Sample]:
     """The samples of one episode; its events carry the prompt and the episode's index."""
     begun = asyncio.get_running_loop().time()
-    with events.about(prompt=prompt, episode=index):
+    with events.context(prompt=prompt, episode=index):
         samples = await _played(workflow, generate, row, prompt=prompt, index=index, seed=seed, on_retry=on_retry)
-        events.note("episode", begun=begun, rows=samples)
+        events.emit("episode", begun=begun, rows=samples)
     return samples
 
 

@@ -169,7 +169,7 @@ class Executor:
                     self._stop(self._late(v, left))
                 self._observe(groups)
                 self._lengths.train(map(_length, groups.values()))
-                events.note("batch", version=v, prompts=oldest)
+                events.emit("batch", version=v, prompts=oldest)
                 return list(groups.values())
             self._changed.clear()
             await self._changed.wait()
@@ -267,7 +267,7 @@ class Executor:
                 task.cancel()
                 self._ending.add(task)
             self._lengths.stop(prompt, now)
-            events.note("group", prompt=prompt, admitted=version, outcome="stopped")
+            events.emit("group", prompt=prompt, admitted=version, outcome="stopped")
         self._total["stopped"] += len(prompts)
         self._retrying -= set(prompts)
         self._deferred += prompts
@@ -337,7 +337,7 @@ class Executor:
         samples, accepted = ([], False) if error is not None else task.result()
         declined = "refused" if samples else "rejected"
         outcome = "accepted" if accepted else declined if error is None else "failed"
-        events.note("group", prompt=prompt, admitted=running[0], outcome=outcome)
+        events.emit("group", prompt=prompt, admitted=running[0], outcome=outcome)
         tokens = _length(samples) if samples else None
         self._lengths.end(prompt, asyncio.get_running_loop().time(), tokens)
         if not accepted:

@@ -7,8 +7,9 @@ Anything else is left to the caller.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import aiohttp
@@ -49,11 +50,23 @@ class Endpoint:
     reach_s: float = 5.0
 
     async def call(
-        self, method: str, path: str, body: dict | None = None, *, timeout_s: float, reach_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict | None = None,
+        *,
+        timeout_s: float | None = None,
+        reach_s: float | None = None,
+        must_succeed: bool = False,
+        on_event: Callable[[dict], None] | None = None,
     ) -> dict:
-        """Makes one call, retried until `timeout_s` seconds have passed while it cannot be delivered.
+        """Makes one call; with `timeout_s` it is retried for so many seconds while it cannot be delivered.
 
         A GET changes nothing, so it is also retried after a broken connection.
+
+        Args:
+          must_succeed: for routes that answer 200 to a failure too: the answer has to say `success`.
+          on_event: the answer is streamed: each event is passed to this function, the last one is returned.
 
         Raises:
           ValueError: a 4xx answer, with the server's message.
@@ -66,11 +79,14 @@ class Endpoint:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    delay = backoff(attempt)
+                    where, delay = f"{self.url}{path}", backoff(attempt)  # a restart moves the server
                     try:
-                        return await self.once(method, path, body)
+                        with _connection_errors(where):
+                            async with self.http.request(method, where, json=body) as reply:
+                                answer = await _answer(where, reply, on_event)
+                        break
                     except (Unreached, Broken) as error:
-                        if isinstance(error, Broken) and method != "GET":
+                        if timeout_s is None or (isinstance(error, Broken) and method != "GET"):
                             raise
                         if reach_s is not None and clock() - began + delay > reach_s:
                             raise
@@ -78,38 +94,46 @@ class Endpoint:
                     await asyncio.sleep(delay)
                     attempt += 1
         except TimeoutError:
+            if timeout_s is None:
+                raise
             raise ServerError(f"{last}; gave up after {timeout_s:g} s") from None
-
-    async def once(
-        self, method: str, path: str, body: dict | None = None, on_event: Callable[[dict], None] | None = None
-    ) -> dict:
-        """Makes one attempt. With `on_event` the answer is streamed: each event is passed to it, the last returned."""
-        where = f"{self.url}{path}"
-        try:
-            async with self.http.request(method, where, json=body) as reply:
-                status = reply.status
-                if on_event and status == 200:
-                    return await _last_event(where, reply, on_event)
-                text = await reply.text()
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Unreached(f"{where}: cannot connect ({error})") from error
-        except aiohttp.ClientError as error:
-            raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
-        if status == 503:
-            raise Busy(f"{where}: HTTP 503: {text[:200]}")
-        if 400 <= status < 500:
-            raise ValueError(f"{where}: HTTP {status}: {_message(text)}")
-        if status != 200:
-            raise ServerError(f"{where}: HTTP {status}: {text[:200]}")
-        try:
-            answer = json.loads(text)
-        except ValueError:  # some routes answer with plain text
-            return {"message": text}
-        if answer is None:  # others with nothing
-            return {}
-        if not isinstance(answer, dict):
-            raise ServerError(f"{where}: the answer must be a JSON object, got {text[:200]}")
+        if must_succeed and answer.get("success") is not True:
+            raise ServerError(f"{where}: {answer.get('error_message') or answer.get('message') or answer}")
         return answer
+
+
+@contextlib.contextmanager
+def _connection_errors(where: str) -> Iterator[None]:
+    """Raises Unreached or Broken for what aiohttp raises."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise Unreached(f"{where}: cannot connect ({error})") from error
+    except aiohttp.ClientError as error:
+        raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
+
+
+async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None] | None) -> dict:
+    """The object in an answer; raises as `Endpoint.call`."""
+    status = reply.status
+    if on_event and status == 200:
+        return await _last_event(where, reply, on_event)
+    text = await reply.text()
+    if status == 503:
+        raise Busy(f"{where}: HTTP 503: {text[:200]}")
+    if 400 <= status < 500:
+        raise ValueError(f"{where}: HTTP {status}: {_message(text)}")
+    if status != 200:
+        raise ServerError(f"{where}: HTTP {status}: {text[:200]}")
+    try:
+        answer = json.loads(text)
+    except ValueError:  # some routes answer with plain text
+        return {"message": text}
+    if answer is None:  # others with nothing
+        return {}
+    if not isinstance(answer, dict):
+        raise ServerError(f"{where}: the answer must be a JSON object, got {text[:200]}")
+    return answer
 
 
 async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None]) -> dict:

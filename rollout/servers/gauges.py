@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .. import events
 
 
-class Held(NamedTuple):
+class LevelSnapshot(NamedTuple):
     """What a level was until `at`, in seconds of the loop's clock since it was made: differences say of an interval.
 
     Attributes:
@@ -33,18 +33,18 @@ class Level:
 
     def __init__(self):
         self.value = 0
-        self.made = self._held = Held(events.now(), 0.0, 0.0)
+        self.made = self._held = LevelSnapshot(events.now(), 0.0, 0.0)
 
     def set(self, value: int) -> None:
         self._held, self.value = self.read(), value
 
-    def read(self) -> Held:
+    def read(self) -> LevelSnapshot:
         now, since = events.now(), self._held
         spent = now - since.at
-        return Held(now, since.busy + spent * (self.value > 0), since.total + spent * self.value)
+        return LevelSnapshot(now, since.busy + spent * (self.value > 0), since.total + spent * self.value)
 
 
-class Took(NamedTuple):
+class Durations(NamedTuple):
     """How long things took, in seconds."""
 
     times: int = 0
@@ -56,7 +56,7 @@ class Waits:
     """How long things took that ended since they were asked for last."""
 
     def __init__(self):
-        self._took = Took()
+        self._took = Durations()
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -64,8 +64,8 @@ class Waits:
         begun = events.now()
         yield
         took, so_far = events.now() - begun, self._took
-        self._took = Took(so_far.times + 1, so_far.sum + took, max(so_far.max, took))
+        self._took = Durations(so_far.times + 1, so_far.sum + took, max(so_far.max, took))
 
-    def take(self) -> Took:
-        taken, self._took = self._took, Took()
+    def take(self) -> Durations:
+        taken, self._took = self._took, Durations()
         return taken

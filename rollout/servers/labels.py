@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from typing import Any
 import xxhash
 
 from ..errors import ServerError
+
+MANIFEST = "manifest.json"  # of a checkpoint: its version, and a hash of every tensor
 
 _LABEL = re.compile(r"(\d+)-[0-9a-f]{8}")
 
@@ -32,6 +35,7 @@ def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
     return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
 
 
+@functools.cache  # asked for every token
 def version_of(label: str) -> int:
     """The policy version in `label`; -1 for any other word.
 

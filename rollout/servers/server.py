@@ -48,6 +48,7 @@ class Server:
       handover: hands it the arrays of a version that has some; None = it reads the directory.
       prepare: stages such arrays beside the current weights, before generation is paused.
       has_checksums: it may report checksums of its weights.
+      fresh: this run started it, with the weights of `label`, and has given it none since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.
       state: healthy; offloaded (released its memory until the next push); suspect (a connection failed);
         weights_unknown (a push failed half-way); stale (serves other weights); dead (does not answer); restarting;
@@ -77,6 +78,7 @@ class Server:
     handover: Handover | None = None
     prepare: Callable[[Published], Awaitable[None]] | None = None
     has_checksums: bool = True
+    fresh: bool = False
     weights_verified: asyncio.Event = field(default_factory=_set)
     state: State = "healthy"
     why: str = ""
@@ -113,10 +115,6 @@ class Server:
         """The labels it may report while number `oldest` is the oldest in use."""
         return self.labels[oldest:] + ([self.base] if self.base else [])
 
-    async def stage(self, weights: Published) -> Staged:
-        """Brings `weights` to where this server can read them, while it keeps serving."""
-        return await self.stager.stage(weights) if self.stager else Staged(weights.directory)
-
     async def release_memory(self) -> None:
         """Pauses it and frees its memory; it must load weights before it generates again.
 
@@ -146,9 +144,9 @@ async def connect(
 ) -> Server:
     """The server at `url`, once it has described itself; raises as `SGLang.describe`."""
     api = SGLang(url, http, reach_s)
-    said = await api.describe(timeout_s=ready_s)
+    info = await api.describe(timeout_s=ready_s)
     return Server(
-        api, [said.label], seeded=said.seeded, stages=said.stages, ranks=said.ranks, layout=said.layout,
-        slots=said.slots, handover=handover, released=said.released,
-        cached=prefix_routing.Cached(said.capacity) if said.capacity else prefix_routing.Cached(),
+        api, [info.label], seeded=info.seeded, stages=info.stages, ranks=info.ranks, layout=info.layout,
+        slots=info.slots, handover=handover, released=info.released,
+        cached=prefix_routing.Cached(info.capacity) if info.capacity else prefix_routing.Cached(),
     )  # fmt: skip

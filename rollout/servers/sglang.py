@@ -82,9 +82,6 @@ class SGLang(Endpoint):
             return False
         return True
 
-    async def model_info(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> dict:
-        return await self.call("GET", "/model_info", timeout_s=timeout_s, reach_s=reach_s)
-
     async def server_info(self, *, timeout_s: float = 60.0) -> dict:
         return await self.call("GET", "/server_info", timeout_s=timeout_s)
 
@@ -97,7 +94,8 @@ class SGLang(Endpoint):
 
     async def weight_label(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> str:
         """The label of the weights that it reports to serve."""
-        label = (await self.model_info(timeout_s=timeout_s, reach_s=reach_s)).get("weight_version")
+        answer = await self.call("GET", "/model_info", timeout_s=timeout_s, reach_s=reach_s)
+        label = answer.get("weight_version")
         if not isinstance(label, str):
             raise ServerError(f"{self.url}/model_info: no weight_version in the answer")
         return label
@@ -115,7 +113,9 @@ class SGLang(Endpoint):
     ) -> None:
         """Loads the checkpoint directory `path`, as the server sees it, as version `label`."""
         body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
-        await self._succeed("/update_weights_from_disk", body, timeout_s=timeout_s)
+        await self.call(
+            "POST", "/update_weights_from_disk", body, timeout_s=timeout_s, reach_s=self.reach_s, must_succeed=True
+        )
 
     async def stage_weights_from_disk(self, path: str, *, timeout_s: float = 600.0) -> None:
         """Reads the checkpoint directory `path` into memory beside the current weights, ahead of an update."""
@@ -127,7 +127,9 @@ class SGLang(Endpoint):
         """Opens a session of `update_weights_from_tensor`; one that was left open is closed first."""
         with contextlib.suppress(ValueError):  # the normal case: there was none to close
             await self.call("POST", "/end_weight_update", {}, timeout_s=timeout_s, reach_s=self.reach_s)
-        await self._succeed("/begin_weight_update", {}, timeout_s=timeout_s)
+        await self.call(
+            "POST", "/begin_weight_update", {}, timeout_s=timeout_s, reach_s=self.reach_s, must_succeed=True
+        )
 
     async def update_weights_from_tensor(
         self, parts: Sequence[str], *, label: str = "", flush_cache: bool = True, timeout_s: float = 600.0
@@ -135,10 +137,12 @@ class SGLang(Endpoint):
         """Sends serialised tensors, one string per rank; the last message of a version carries its label."""
         body = {"serialized_named_tensors": list(parts), "flush_cache": flush_cache}
         body |= {"weight_version": label} if label else {}
-        await self._succeed("/update_weights_from_tensor", body, timeout_s=timeout_s)
+        await self.call(
+            "POST", "/update_weights_from_tensor", body, timeout_s=timeout_s, reach_s=self.reach_s, must_succeed=True
+        )
 
     async def end_weight_update(self, *, timeout_s: float = 60.0) -> None:
-        await self._succeed("/end_weight_update", {}, timeout_s=timeout_s)
+        await self.call("POST", "/end_weight_update", {}, timeout_s=timeout_s, reach_s=self.reach_s, must_succeed=True)
 
     async def release_memory(self, *, timeout_s: float = 120.0) -> None:
         """Frees the memory of weights and caches; generation must be paused."""
@@ -166,7 +170,9 @@ class SGLang(Endpoint):
 
     async def load_adapter(self, name: str, directory: str, *, timeout_s: float = 600.0) -> None:
         body = {"lora_name": name, "lora_path": directory}
-        await self._succeed("/load_lora_adapter", body, timeout_s=timeout_s)
+        await self.call(
+            "POST", "/load_lora_adapter", body, timeout_s=timeout_s, reach_s=self.reach_s, must_succeed=True
+        )
 
     async def unload_adapter(self, name: str, *, timeout_s: float = 60.0) -> None:
         await self.call("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
@@ -188,7 +194,7 @@ class SGLang(Endpoint):
         tokens: Sequence[int],
         sampling: Mapping[str, Any],
         *,
-        routed_experts: bool = False,
+        experts_per_token: int = 0,
         adapter: str = "",
         cache_key: str = "",
         on_tokens: Callable[[list[int]], None] | None = None,
@@ -197,26 +203,27 @@ class SGLang(Endpoint):
 
         Args:
           sampling: temperature, top_p, ... as `Fleet.generate` takes them; `seed` and empty values may be missing.
-          routed_experts: also report the experts of each token.
+          experts_per_token: of the model, to report the experts of each token as well; 0 = do not. SGLang sends them
+            without their shape.
           adapter: the adapter to use; "" = none.
           cache_key: requests with different keys share no cached prefix.
           on_tokens: called with all ids so far whenever there are new ones; the answer is then streamed.
 
         Raises:
-          Unreached, Broken: as `Endpoint.once`.
+          Unreached, Broken: as `Endpoint.call`.
           ServerError: an answer that breaks the contract.
           ValueError: the server refused the request.
         """
         body = _body(tokens, sampling, adapter, cache_key)
-        if routed_experts:
+        if experts_per_token:
             body["return_routed_experts"] = True
         if on_tokens is None:
-            answer = await self.once("POST", "/generate", body)
+            answer = await self.call("POST", "/generate", body)
         else:
             on_event = lambda event: on_tokens(event["output_ids"])
-            answer = await self.once("POST", "/generate", body | {"stream": True}, on_event)
-        part = self._part(answer)
-        if routed_experts and part.tokens and part.routed is None:
+            answer = await self.call("POST", "/generate", body | {"stream": True}, on_event=on_event)
+        part = self._part(answer, experts_per_token)
+        if experts_per_token and part.tokens and part.routed is None:
             raise ServerError(
                 f"{self.url}/generate: routed experts were asked for, got none; start SGLang with "
                 "--enable-return-routed-experts"
@@ -232,30 +239,23 @@ class SGLang(Endpoint):
         cache_key: str = "",
         timeout_s: float | None = None,
     ) -> Part:
-        """Computes the log-probabilities of `tokens` themselves, at temperature 1, in one attempt; generates nothing.
+        """Computes the log-probabilities of `tokens` themselves, at temperature 1; generates nothing.
 
         Args:
           top_k: also report this many of the most likely tokens at each position.
-          timeout_s: retry until so many seconds have passed.
+          timeout_s: as in `Endpoint.call`.
 
         Raises as `generate`.
         """
         body = _body(tokens, {"temperature": 1.0, "max_new_tokens": 0}, adapter, cache_key) | {"logprob_start_len": 0}
         if top_k:
             body["top_logprobs_num"] = int(top_k)
-        if timeout_s is None:
-            return self._part(await self.once("POST", "/generate", body))
-        return self._part(await self.call("POST", "/generate", body, timeout_s=timeout_s))
+        answer = await self.call("POST", "/generate", body, timeout_s=timeout_s)
+        return self._part(answer, generated=False)
 
-    async def _succeed(self, path: str, body: dict, *, timeout_s: float) -> None:
-        """A call whose answer says whether it succeeded."""
-        answer = await self.call("POST", path, body, timeout_s=timeout_s, reach_s=self.reach_s)
-        if answer.get("success") is not True:
-            raise ServerError(f"{self.url}{path}: {answer.get('error_message') or answer.get('message') or answer}")
-
-    def _part(self, answer: Mapping[str, Any]) -> Part:
+    def _part(self, answer: Mapping[str, Any], experts_per_token: int = 0, *, generated: bool = True) -> Part:
         try:
-            return _parse(answer)
+            return _parse(answer, experts_per_token, generated)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(
                 f"{self.url}/generate: the answer lacks what a single request returns ({type(error).__name__}: {error})"
@@ -275,9 +275,10 @@ def _body(tokens: Sequence[int], sampling: Mapping[str, Any], adapter: str, cach
     }
 
 
-def _parse(answer: Mapping[str, Any]) -> Part:
+def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -> Part:
     tokens, meta = answer["output_ids"], answer["meta_info"]
-    rows = meta["output_token_logprobs"]
+    # Prefilled beside requests that generate, one that does not gets a log-probability from SGLang, but no token.
+    rows = meta["output_token_logprobs"] if generated else []
     if [row[1] for row in rows] != tokens:
         raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
     logp = [row[0] for row in rows]
@@ -289,9 +290,15 @@ def _parse(answer: Mapping[str, Any]) -> Part:
             "use a server that reports them (SGLang 0.5.23 does)"
         )
     routed = None
-    if meta.get("routed_experts"):  # base64 of i32[read, layers, top_k]
+    if experts_per_token and meta.get("routed_experts"):  # base64 of i32[read, layers, experts a token]
         read = meta["prompt_tokens"] + len(tokens) - 1
-        routed = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(read, -1)
+        sent = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+        if not read or len(sent) % (read * experts_per_token):
+            raise ServerError(
+                f"{len(sent)} experts are not {experts_per_token} in each layer for {read} tokens; the server has "
+                "another model"
+            )
+        routed = sent.reshape(read, -1, experts_per_token)
     return Part(
         tokens=tokens,
         logp=logp,

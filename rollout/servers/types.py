@@ -24,7 +24,7 @@ class Part:
       tokens, logp: generated ids and their log-probabilities in nats.
       labels: weight label of each generated token.
       info: the rest of the server's report.
-      routed: i32[tokens read, layers x top_k], the experts of each token, if requested.
+      routed: i32[tokens read, layers, experts a token], the experts of each token, if requested.
       inputs: [logp, id, text] of each prompt token, if requested; the first has no logp.
       input_top: the most likely tokens at each prompt position, if requested.
       adapter: the adapter that the server says it used; "" if it does not say.

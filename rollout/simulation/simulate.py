@@ -213,7 +213,7 @@ async def play(
         spend(float(read / (config.train_tokens_s * config.trainers)))
         return groups
 
-    def publish(v: int) -> loop.Push:
+    def prepare_push(v: int) -> loop.Push:
         spend(config.publish_s)
         return functools.partial(push_weights, fleet, folder, label(v), mode=config.push)
 
@@ -235,7 +235,7 @@ async def play(
             eta=eta, max_concurrent=config.max_concurrent, oversample=oversample, seed=None,
         ) as rollout:  # fmt: skip
             await loop.run(
-                rollout.batch, update, publish, eta=eta, steps=config.steps, admit=rollout.admit, on_step=on_step
+                rollout.batch, update, prepare_push, eta=eta, steps=config.steps, admit=rollout.admit, on_step=on_step
             )
             stopped, bias = rollout.counts["stopped"], rollout.lengths()["length_bias"]
     total = sum(step["step_s"] for step in steps)

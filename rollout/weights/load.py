@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import Iterator
 
 from ..errors import ServerError
 from ..servers.server import Server
 from ..servers.types import Loaded, Published
 from . import verify
 
+PROBE_S = 60.0  # for the answer to a probe
+
 
 async def load(server: Server, weights: Published, mode: str) -> Loaded:
     """Gives `server` the weights; generation is paused only while they are loaded.
 
+    A fresh server that was started with these weights is only verified.
+
     Args:
-      mode: what happens to running requests, as in `SGLang.pause`.
+      mode: what happens to running requests, as in `SGLang.pause`; where the server has adapters they are aborted: what
+        began with an adapter must not continue on other weights.
 
     Raises:
       Unreached: a call could not be delivered; the server is unchanged unless it is `released` or unverified.
@@ -23,41 +29,55 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         answers are held back.
     """
     now = asyncio.get_running_loop().time
-    directory = (await server.stage(weights)).directory
-    files = not (server.handover and weights.arrays is not None)
-    if not files and server.prepare:
-        await _in_process(server, server.prepare(weights))
-    elif files and server.stages and not server.released:
-        await server.api.stage_weights_from_disk(directory)
+    holds, server.fresh = server.fresh and not server.released and server.label == weights.label, False
+    pause_s = load_s = 0.0
+    if not holds:
+        directory = (await server.stager.stage(weights)).directory if server.stager else weights.directory
+        files = not (server.handover and weights.arrays is not None)
+        if not files and server.prepare:
+            with _engine_errors(server):
+                await server.prepare(weights)
+        elif files and server.stages and not server.released:
+            await server.api.stage_weights_from_disk(directory)
 
-    paused = now()
-    await server.api.pause(mode, reach_s=server.api.reach_s)
-    server.pauses += 1
-    await server.reclaim_memory()
-    server.weights_verified.clear()
-    server.labels.append(weights.label)  # tokens sampled from here on may carry it
-    loading = now()
-    if files:
-        await server.api.update_weights_from_disk(directory, weights.label, flush_cache=mode != "in_place")
-    elif server.handover:
-        await _in_process(server, server.handover(server, weights, mode != "in_place"))
-    server.cached.clear()  # prefixes computed with the old weights are flushed or keyed differently
-    load_s = now() - loading
-    reported = await server.api.weight_label(reach_s=server.api.reach_s)
-    if reported != weights.label:
-        raise ServerError(f"{server.url}: reports weights {reported!r} instead of {weights.label!r}")
-    server.admitted = len(server.labels) - 1
-    await server.api.resume()
-    pause_s, resumed = now() - paused, now()
+        paused = now()
+        mode = "abort" if server.adapters else mode
+        await server.api.pause(mode, reach_s=server.api.reach_s)
+        server.pauses += 1
+        await server.reclaim_memory()
+        server.weights_verified.clear()
+        server.labels.append(weights.label)  # tokens sampled from here on may carry it
+        server.adapters = []
+        loading = now()
+        if files:
+            await server.api.update_weights_from_disk(directory, weights.label, flush_cache=mode != "in_place")
+        elif server.handover:
+            with _engine_errors(server):
+                await server.handover(server, weights, mode != "in_place")
+        server.cached.clear()  # prefixes computed with the old weights are flushed or keyed differently
+        load_s = now() - loading
+        reported = await server.api.weight_label(reach_s=server.api.reach_s)
+        if reported != weights.label:
+            raise ServerError(f"{server.url}: reports weights {reported!r} instead of {weights.label!r}")
+        server.base, server.admitted = "", len(server.labels) - 1
+        await server.api.resume()
+        pause_s = now() - paused
 
-    difference = await verify.verify(server, weights)
+    resumed = now()
+    difference = None
+    if weights.probe:
+        answer = await server.api.read(weights.probe.tokens, timeout_s=PROBE_S)
+        difference = verify.probe_difference(server, weights.probe, answer)
+    if server.has_checksums:
+        verify.compare_checksums(server, weights, await server.api.checksums())
     server.weights_verified.set()
     return Loaded(pause_s, load_s, now() - resumed, difference)
 
 
-async def _in_process(server: Server, work: Awaitable[None]) -> None:
-    """Awaits code that may run an engine in this process, whose RuntimeErrors (a full device) are the server's."""
+@contextlib.contextmanager
+def _engine_errors(server: Server) -> Iterator[None]:
+    """For code that may run an engine in this process, whose RuntimeErrors (a full device) are the server's."""
     try:
-        await work
+        yield
     except RuntimeError as error:
         raise error if isinstance(error, ServerError) else ServerError(f"{server.url}: {error}") from error

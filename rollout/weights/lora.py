@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from ..errors import ServerError
-from ..servers.labels import read_label, version_of
+from ..servers.labels import MANIFEST, read_label, version_of
 from ..servers.server import Server
 from ..servers.sglang import ADAPTERS, SGLang
 from ..servers.types import Loaded, Part, Published
@@ -42,8 +42,8 @@ def published(directory: Path, label: str) -> Published:
         return Published(str(directory), label)
     try:
         base = str(json.loads((directory / CONFIG).read_bytes())["base_model_name_or_path"])
-        wanted = str(json.loads((directory / "manifest.json").read_bytes())["base"])
-        found = read_label(Path(base) / "manifest.json")
+        wanted = str(json.loads((directory / MANIFEST).read_bytes())["base"])
+        found = read_label(Path(base) / MANIFEST)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{directory}: adapters to push need a manifest and a published base (peft.write_published), got {error!r}"
@@ -53,24 +53,19 @@ def published(directory: Path, label: str) -> Published:
     return Published(str(directory), label, Published(base, wanted))
 
 
-async def load(server: Server, weights: Published, mode: str) -> Loaded:
-    """As `load.load`, for adapters too: the base first, in full, if the server has another one, then the adapter by
-    name, which the server must list with this directory and pass the probe with.
+async def load(server: Server, weights: Published, base: Published, mode: str) -> Loaded:
+    """As `load.load`, for adapters over `base`: the base first, in full, if the server has another one, then the
+    adapter by name, which the server must list with this directory and pass the probe with.
 
     Raises as `load.load`.
     """
-    if weights.base is None:  # requests that began with an adapter must not continue on other weights
-        took = await whole.load(server, weights, "abort" if server.adapters else mode)
-        server.base, server.adapters = "", []
-        return took
     below = Loaded(0.0, 0.0, 0.0, None)
-    held = server.base == weights.base.label and not server.released
+    held = server.base == base.label and not server.released
     if not held or await server.api.weight_label(reach_s=server.api.reach_s) != server.base:
-        mode = "abort" if server.adapters else mode
-        server.adapters = []
-        below = await whole.load(server, weights.base, mode)
-        server.base = weights.base.label
-    directory, label = (await server.stage(weights)).directory, weights.label
+        below = await whole.load(server, base, mode)
+        server.base = base.label
+    directory = (await server.stager.stage(weights)).directory if server.stager else weights.directory
+    label = weights.label
     now = asyncio.get_running_loop().time
     begun = now()
     if label not in await server.api.adapters():
@@ -78,7 +73,10 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
         if (where := (await server.api.adapters()).get(label)) != directory:
             raise ServerError(f"{server.url}: lists {where!r} for adapter {label}, which was loaded from {directory}")
     loaded = now()
-    difference = await verify.probe(server, weights.probe, label) if weights.probe else None
+    difference = None
+    if weights.probe:
+        answer = await server.api.read(weights.probe.tokens, adapter=label, timeout_s=whole.PROBE_S)
+        difference = verify.probe_difference(server, weights.probe, answer)
     if label not in server.adapters:
         server.adapters.append(label)
     server.labels.append(label)
@@ -122,8 +120,8 @@ def stamped(server: Server, name: str, part: Part) -> Part:
     one that the server says it used."""
     if not name:
         return part
-    said = part.adapter or name
-    return dataclasses.replace(part, labels=[said if label == server.base else label for label in part.labels])
+    used = part.adapter or name
+    return dataclasses.replace(part, labels=[used if label == server.base else label for label in part.labels])
 
 
 async def refusal(urls: Iterable[str], rank: int, modules: Collection[str]) -> str:

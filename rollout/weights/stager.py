@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import aiohttp
 
 from .. import http_process
-from ..servers.labels import version_of
+from ..servers.labels import MANIFEST, version_of
 from . import delta
 from .file_server import KEY, described
 
@@ -154,7 +154,7 @@ def _checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
             str(name): {"bytes": int(told["bytes"]), "xxh3_128": str(told["xxh3_128"])}
             for name, told in listing["files"].items()
         }
-        manifest = files["manifest.json"]["xxh3_128"]
+        manifest = files[MANIFEST]["xxh3_128"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RuntimeError(f"stager: the listing of {label} is not one ({error!r})") from error
     if not all(Path(name).name == name and not name.startswith(".") for name in files):
@@ -267,7 +267,7 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"stager: {folder} cannot be made ({error})") from error
-    with http_process.listening(host, port, key=key, variable=KEY, what="stager") as sock:
+    with http_process.bind_guarded(host, port, key=key, variable=KEY, what="stager") as sock:
         http_process.serve(
             app(folder, key=key), sock, f"{http_process.address(sock.getsockname())} stages versions in {folder}"
         )

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from ..servers.labels import read_label, version_of
+from ..servers.labels import MANIFEST, read_label, version_of
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ def prune(root: str | os.PathLike, keep: int = 2, in_use: Collection[str] = ()) 
     for rest in root.glob(".*.removing"):  # of a run that ended in between
         shutil.rmtree(rest)
     found = [
-        (read_label(path / "manifest.json"), path)
+        (read_label(path / MANIFEST), path)
         for path in root.iterdir()
-        if not path.name.startswith(".") and (path / "manifest.json").is_file()
+        if not path.name.startswith(".") and (path / MANIFEST).is_file()
     ]
     found.sort(key=lambda pair: version_of(pair[0]))
     removed = [path for label, path in found[:-keep] if label not in in_use]

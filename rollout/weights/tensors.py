@@ -1,6 +1,6 @@
 """Pushes tensors over HTTP to servers that neither see the trainer's files nor have a stager beside them.
 
-SGLang answers "success" to names that it does not know, so what it holds afterwards has to be verified (proof.py).
+SGLang answers "success" to names that it does not know, so what it holds afterwards has to be verified (verify.py).
 """
 
 from __future__ import annotations

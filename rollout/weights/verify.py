@@ -11,28 +11,20 @@ import math
 from pathlib import Path
 
 from ..errors import ServerError
+from ..servers.labels import MANIFEST
 from ..servers.server import Server
-from ..servers.types import Probe, Published
-
-PROBE_S = 60.0
+from ..servers.types import Part, Probe, Published
 
 
-async def verify(server: Server, weights: Published) -> float | None:
-    """Compares what `server` holds with `weights`; returns the mean absolute difference on the probe, if there is one.
-
-    Raises ServerError if it holds something else or does not answer.
-    """
-    difference = await probe(server, weights.probe) if weights.probe else None
-    await _compare_checksums(server, weights)
-    return difference
-
-
-async def _compare_checksums(server: Server, weights: Published) -> None:
+def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, str]]) -> None:
     """Compares the server's checksums with the manifest's if they cover the same tensors, else with those of the first
-    verified server of the same layout. A server that reports none passes."""
-    if not server.has_checksums:
-        return
-    ranks = await server.api.checksums()
+    verified server of the same layout. A server that reports none passes.
+
+    Args:
+      ranks: what `SGLang.checksums` returned.
+
+    Raises ServerError if they differ.
+    """
     if not ranks:
         server.has_checksums = False
         return
@@ -54,17 +46,19 @@ async def _compare_checksums(server: Server, weights: Published) -> None:
 
 
 def _manifest(directory: str) -> dict[str, str]:
-    path = Path(directory) / "manifest.json"
+    path = Path(directory) / MANIFEST
     manifest = json.loads(path.read_bytes()) if directory and path.exists() else {}
     return {name: entry["xxh3_128"] for name, entry in manifest.get("tensors", {}).items()}
 
 
-async def probe(server: Server, known: Probe, adapter: str = "") -> float:
+def probe_difference(server: Server, known: Probe, part: Part) -> float:
     """The mean absolute difference between the server's and the trainer's log-probabilities of a known prompt.
 
-    Raises ServerError if it exceeds the tolerance or the server does not answer.
+    Args:
+      part: what `SGLang.read` returned for that prompt.
+
+    Raises ServerError if it exceeds the tolerance.
     """
-    part = await server.api.read(known.tokens, adapter=adapter, timeout_s=PROBE_S)
     theirs = [row[0] for row in part.inputs][1:]
     if len(theirs) != len(known.logp) or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
         raise ServerError(f"{server.url}: gives no log-probabilities of a known prompt of {len(known.tokens)} tokens")

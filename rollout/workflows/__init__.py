@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from .. import object_path, rewards
+from ..chat import template
 from ..types import Generate, Sample, Sampling, sampled
 
 
@@ -27,8 +28,8 @@ async def single_turn(
 
     Args:
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}).
-      tokenizer: a Hugging Face tokenizer with a chat template.
-      reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens,
+      tokenizer: a Hugging Face tokenizer; without a chat template it continues "prompt" as plain text.
+      reward: `rewards.pool`'s, or any coroutine function of (text, row, **context); text is without special tokens,
         and the context is prompt (as templated), prompt_ids and completion_ids.
 
     Returns:
@@ -37,8 +38,10 @@ async def single_turn(
     Raises:
       ValueError: the row has no prompt, or the server refuses it (for example, too long for the context).
     """
-    prompt, shown = _templated(tokenizer, json.dumps(conversation(row)))
+    template.conversation(row)
+    asked = {name: row[name] for name in ("prompt", "messages") if row.get(name) is not None}
     try:
+        prompt, shown = _templated(tokenizer, json.dumps(asked))
         done = await generate(list(prompt), **sampling.arguments())
     except ValueError as error:
         raise ValueError(f"single_turn: {error}; {object_path.row(row)}") from error
@@ -55,27 +58,7 @@ async def single_turn(
     )
 
 
-def prompt_tokens(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
-    """Token ids of the row's prompt in the chat template, with the generation prompt."""
-    return tokenizer.apply_chat_template(
-        conversation(row), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-
-
-def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A new list of the row's messages, or with its prompt as a user message.
-
-    Raises:
-      ValueError: the row has neither, or both.
-    """
-    if ("prompt" in row) == ("messages" in row):
-        raise ValueError(
-            f"a row needs either 'prompt' or 'messages', got the fields {sorted(row)}; {object_path.row(row)}"
-        )
-    return list(row["messages"]) if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-
-
-@functools.lru_cache(maxsize=4096)  # the episodes of a group share a prompt, and templates are slow
-def _templated(tokenizer: Any, messages: str) -> tuple[tuple[int, ...], str]:
-    prompt = prompt_tokens(tokenizer, {"messages": json.loads(messages)})
+@functools.lru_cache(maxsize=4096)  # the episodes of a group ask for the same prompt, and templates are slow
+def _templated(tokenizer: Any, row: str) -> tuple[tuple[int, ...], str]:
+    prompt = template.prompt(tokenizer, json.loads(row))
     return tuple(prompt), tokenizer.decode(prompt)

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from .. import object_path, rewards
 from ..chat import parsers, template
 from ..chat.session import Session
+from ..chat.template import conversation
 from ..chat.trajectory import Interaction
 from ..types import Generate, Sample, Sampling
-from . import conversation
 from . import tools as toolbox
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ async def tool_loop(
 
 @functools.cache
 def _kit(named: tuple[str, ...]) -> tuple[toolbox.Tool, ...]:
-    found = map(object_path.thing, named)
+    found = map(object_path.load_object, named)
     return tuple(one if isinstance(one, toolbox.Tool) else toolbox.tool(one) for one in found)
 
 

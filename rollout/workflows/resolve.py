@@ -94,7 +94,7 @@ def find(name: str) -> Any:
     """
     if name == ONLINE or name.startswith(COMMAND):
         return None
-    found = object_path.thing(name)
+    found = object_path.load_object(name)
     takes = {} if inspect.isclass(found) or not callable(found) else _parameters(found)
     if not ({"generate", "base_url"} & takes.keys() or hasattr(found, "run") or hasattr(found, "arun_episode")):
         raise ValueError(

@@ -78,6 +78,15 @@ def test_a_seed_is_dropped_without_deterministic_inference(real):
     assert draw() != draw()
 
 
+def test_a_prompt_read_beside_generation_gets_a_logprob_but_no_token(real):
+    """The one that the others in its prefill are given; alone it gets none."""
+    read, generate = {"max_new_tokens": 0}, {"max_new_tokens": 2, "ignore_eos": True}
+    body = {"input_ids": [PROMPT, [*PROMPT, 7]], "return_logprob": True}
+    for params, rows in (([read, generate], 1), ([read, read], 0)):
+        answer = real.ok("/generate", {**body, "sampling_params": params})[0]
+        assert answer["output_ids"] == [] and len(answer["meta_info"]["output_token_logprobs"]) == rows
+
+
 def test_unknown_fields_of_a_body_are_dropped(real):
     assert real.generate(PROMPT, fields={"no_such_field": 1})["output_ids"] == real.generate(PROMPT)["output_ids"]
 

@@ -1,11 +1,10 @@
-"""Validation of request fields, shared by the gateway's APIs."""
+"""The fields of requests, checked by name: rules that the gateway's APIs and the engine's server have in common."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 SAMPLING = {  # names in requests -> names of `Fleet.generate`
@@ -27,52 +26,41 @@ class Refused(ValueError):
         self.name = name
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A parsed request: for `Session.ask` if it has messages, for `Session.complete` if it has prompts.
-
-    Attributes:
-      body: the request's body.
-      n: answers per prompt.
-      prompts: token ids, if there are no messages.
-    """
-
-    body: Mapping[str, Any]
-    messages: Sequence[Mapping[str, Any]] = ()
-    tools: Sequence[Mapping[str, Any]] = ()
-    template: Mapping[str, Any] = field(default_factory=dict)
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    n: int = 1
-    stream: bool = False
-    prompts: Sequence[Sequence[int]] = ()
-
-
-def rule(held: bool, name: str, text: str, value: Any) -> None:
+def rule(held: Any, name: str, text: str, value: Any) -> None:
     """Raises Refused unless the rule `held`."""
     if not held:
-        shown = repr(value)
-        raise Refused(name, f"{text}, got {shown if len(shown) <= 80 else shown[:77] + '...'}")
+        raise Refused(name, f"{text}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def known(
     body: Mapping[str, Any],
     taken: Collection[str],
     passed: Collection[str],
-    neutral: Mapping[str, Any] | None = None,
+    neutral: Mapping[str, Collection] | None = None,
 ) -> None:
     """Raises Refused for fields that are not `taken`, unless they are null, in `passed` (ignored: they cannot change an
     answer), or have a `neutral` value, which has no effect."""
     neutral = neutral or {}
-    for name, value in body.items():
-        if value is None or name in taken or name in passed or any(value == other for other in neutral.get(name, ())):
-            continue
-        raise Refused(name, "cannot be honoured by this server; leave it out")
+    for name in body:
+        if name not in taken and name not in passed:
+            refuse(body, {name: neutral.get(name, ())})
+
+
+def refuse(body: Mapping[str, Any], neutral: Mapping[str, Collection]) -> None:
+    """Refuses the fields of `neutral`, unless they are null or have a value that is there: it asks for nothing."""
+    for name, values in neutral.items():
+        value = body.get(name)
+        if value is not None and not any(value == other for other in values):
+            raise Refused(name, f"cannot be honoured by this server, got {shown(value)}; leave it out")
 
 
 def sampling(body: Mapping[str, Any], *, most: Iterable[str], stop: str) -> dict[str, Any]:
-    """The keyword arguments of `generate`.
-
-    A seed is refused unless the temperature is 0, where it has no effect.
+    """The arguments of `generate`, but for the seed.
 
     Args:
       most: field names for the token limit, in order of precedence.
@@ -85,15 +73,18 @@ def sampling(body: Mapping[str, Any], *, most: Iterable[str], stop: str) -> dict
     given = next((name for name in most if body.get(name) is not None), None)
     if given:
         found["max_new_tokens"] = integer(body, given, least=0)
-    words = body.get(stop)
-    words = [words] if isinstance(words, str) else words or []
-    right = isinstance(words, list) and all(isinstance(word, str) and word for word in words)
-    rule(right, stop, "must be a string or a list of strings, none empty", words)
-    if words:
-        found["stop"] = tuple(words)
-    if body.get("seed") is not None and body.get("temperature") != 0:
-        raise Refused("seed", "cannot be honoured by this server; leave it out, or ask for temperature 0")
+    if words := stops(body, stop):
+        found["stop"] = words
     return found
+
+
+def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The strings to stop at."""
+    value = body.get(name)
+    words = () if value is None else (value,) if isinstance(value, str) else value
+    right = isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words)
+    rule(right, name, "must be a string or a list of strings, none empty", value)
+    return tuple(words)
 
 
 def schema(form: Any, name: str) -> dict[str, Any]:

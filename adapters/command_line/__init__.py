@@ -1,0 +1,1 @@
+"""Options of a command: groups, files of options, help, and errors in one line."""

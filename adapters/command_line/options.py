@@ -1,0 +1,56 @@
+"""A recipe's options in groups: nested dataclasses in Python and in config.json, flat names on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import tyro
+
+Config = TypeVar("Config")
+
+UNPREFIXED = tyro.conf.arg(name="")
+"""Marks a dataclass field as a group: with `rollout: Annotated[Rollout, UNPREFIXED]` the option of `Rollout.groups` is
+`--groups`. The options of any other dataclass field begin with its name: `--sampling.temperature`."""
+
+
+def groups(config: type) -> dict[str, type]:
+    """{field: dataclass} of the groups of a Config, in order."""
+    hints = get_type_hints(config, include_extras=True)
+    return {
+        field.name: get_args(hints[field.name])[0]
+        for field in dataclasses.fields(config)
+        if UNPREFIXED in getattr(hints[field.name], "__metadata__", ())
+    }
+
+
+def flat(config: Any) -> SimpleNamespace:
+    """The values of all options by their names on the command line: those of groups beside the Config's own."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for group in groups(type(config)):
+        values |= vars(flat(values.pop(group)))
+    return SimpleNamespace(**values)
+
+
+def replaced(config: Config, **values: Any) -> Config:
+    """`dataclasses.replace` by option names, whichever group an option is in.
+
+    Raises:
+      TypeError: there is no such option.
+    """
+    own = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    changes = {name: values.pop(name) for name in own & set(values)}
+    for group in groups(type(config)):
+        part = getattr(config, group)
+        inside = {field.name for field in dataclasses.fields(part)} & set(values)
+        if inside:
+            changes[group] = dataclasses.replace(part, **{name: values.pop(name) for name in inside})
+    if values:
+        raise TypeError(f"{type(config).__name__}: there is no option {', '.join(sorted(values))}")
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+
+
+def dataclasses_of(hint: Any) -> tuple[type, ...]:
+    """The dataclasses of a field's type: one, the members of a union of them, or none."""
+    return tuple(t for t in (hint, *get_args(hint)) if isinstance(t, type) and dataclasses.is_dataclass(t))

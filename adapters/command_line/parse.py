@@ -1,0 +1,122 @@
+"""Options by tyro, with its complaints as one line that names the nearest option, and `--config FILE` before them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from . import config_file, help, options
+
+
+def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first: Sequence[str] = ()):
+    """`target`, a dataclass or a function, called with the arguments.
+
+    `--config FILE` stands for the options in a file; those of the command line win.
+
+    Args:
+      given: an instance of a dataclass `target` whose values are the defaults.
+      first: options that `--help` shows, by their fields (`sampling.max_new_tokens`); `--help-all` then shows all.
+
+    Raises:
+      ValueError: the arguments are wrong, in one line.
+    """
+    arguments = list(arguments)
+    if first and (wanted := {"-h", "--help", "--help-all"} & set(arguments)):
+        everything = "--help-all" in wanted
+        print(help.all_options(target, prog, given) if everything else help.first_screen(target, first, prog, given))
+        raise SystemExit(0)
+    if isinstance(target, type) and "config" not in {field.name for field in dataclasses.fields(target)}:
+        arguments, given = _with_files(target, arguments, prog, given)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            values = _quietly(target, arguments, prog, given)
+    except SystemExit as exit:
+        if not exit.code:
+            raise
+        sentence = _one_line(captured.getvalue(), arguments, _help(target, prog, given))
+        raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
+    return values() if callable(values) else values
+
+
+def instance(config: type, values: dict[str, Any], required: Callable = lambda field: tyro.MISSING) -> Any:
+    """A Config with these values of its options; fields without a default are what `required(field)` says."""
+    fields = [f for f in dataclasses.fields(config) if f.default is f.default_factory is dataclasses.MISSING]
+    return options.replaced(config(**{f.name: required(f) for f in fields}), **values)
+
+
+def _with_files(target: type, arguments: list[str], prog: str, given: Any) -> tuple[list[str], Any]:
+    """(arguments with those of `--config` files in front, defaults)."""
+    words: list[str] = []
+    rest: list[str] = []
+    remaining = iter(arguments)
+    for word in remaining:
+        name, equals, path = word.partition("=")
+        if name != "--config":
+            rest.append(word)
+            continue
+        path = path if equals else next(remaining, "")
+        if not path or path.startswith("--"):
+            raise ValueError(f"{prog}: --config needs a YAML or JSON file, got {path or 'nothing'}")
+        more, choices = config_file.read(path, target)
+        words += more
+        if choices:
+            given = instance(target, choices) if given is None else options.replaced(given, **choices)
+    return words + rest, given
+
+
+def _quietly(target, arguments, prog, given=None):
+    """The parsed Config, or for a command a call that is yet to be made (so that its own output is not caught)."""
+    if isinstance(target, type):
+        # Of a choice of dataclasses the default says which it is.
+        plain = {"config": (tyro.conf.AvoidSubcommands,), **({} if given is None else {"default": given})}
+        return tyro.cli(target, args=list(arguments), prog=prog, **plain)
+    call: dict = {}
+
+    def keep(**kwargs):
+        call.update(kwargs)
+
+    keep.__doc__, keep.__annotations__ = target.__doc__, target.__annotations__
+    setattr(keep, "__signature__", inspect.signature(target))  # noqa: B010 - functions have it without declaring it
+    tyro.cli(keep, args=list(arguments), prog=prog)
+    return lambda: target(**call)
+
+
+def _help(target, prog: str, given=None) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        _quietly(target, ["--help"], prog, given)
+    return text.getvalue()
+
+
+def _one_line(message: str, arguments: Sequence[str], help_text: str) -> str:
+    """tyro's complaint in one line: options that do not exist, with the nearest that does, or what else is wrong."""
+    known = sorted(set(re.findall(r"--[a-z][\w.-]*", help_text)))
+    unknown = [
+        a.split("=")[0] for a in arguments if a.startswith("--") and a.split("=")[0].replace("_", "-") not in known
+    ]
+    if unknown:
+        near = [difflib.get_close_matches(name, known, 1) for name in unknown]
+        hints = [f"; did you mean {match[0]}?" for match in near if match]
+        return f"unrecognized options: {' '.join(unknown)}{''.join(hints)}"
+    lines = [line.strip("─╭╮╰╯│ ") for line in message.splitlines()]
+    body = [line for line in lines[1:] if not set(line) <= {"-"}]
+    cut = next((i for i, line in enumerate(body) if re.match(r"(Perhaps|Argument helptext|For full)", line)), len(body))
+    if body and body[0].startswith("Missing"):
+        return f"needs {', '.join(line.split()[0] for line in body[1:cut] if line.startswith('--'))}"
+    sentence = " ".join(body[:cut]).rstrip(".")
+    for theirs, ours in (
+        ("Error parsing ", ""),
+        (": invalid literal for int() with base 10:", " must be a whole number, got"),
+        (": could not convert string to float:", " must be a number, got"),
+    ):
+        sentence = sentence.replace(theirs, ours)
+    return sentence

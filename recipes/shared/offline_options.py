@@ -1,0 +1,62 @@
+"""The options that sft, distill and preference share; their Configs inherit them and state what differs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areax import models
+from areax.adapters.tracking.sinks import Sinks
+from areax.core.balance import Balance
+from areax.core.optim import Optimizer
+from areax.models.lora import Lora
+from areax.parallel.mesh import Layout
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of training on given rows. A Config may override a field's default and its help text.
+
+    Attributes:
+      model: Hugging Face directory: weights, config.json and tokenizer.
+      data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub.
+      out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
+        state, metrics, report.
+      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
+        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      limit: records of `data` to read, and to fetch from the hub; 0 = all.
+      init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
+      heldout: rows to evaluate the loss on, never trained on; "" = none.
+      steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
+      batch: rows per optimiser step.
+      length: longest sequence; also tokens per packed row.
+      too_long: rows longer than that: "refuse" ends the run at the first, "drop" leaves them out and prints how many.
+      rows: packed rows per microbatch.
+      lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
+      balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
+      mesh: devices along each axis; their product must be 1 or the number of devices.
+      save_every: steps between checkpoints; 0 = only at the end.
+      evaluate_every: steps between evaluations; 0 = only at the end.
+      track: where else metrics go: TensorBoard, wandb, Prometheus.
+      seed: random seed of new weights and row order.
+    """
+
+    model: str
+    data: str
+    out: str = ""
+    row: str = ""
+    limit: int = 0
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    heldout: str = ""
+    steps: int = 100
+    batch: int = 64
+    length: int = 1024
+    too_long: Literal["refuse", "drop"] = "refuse"
+    rows: int = 8
+    optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
+    lora: Lora = Lora()
+    balance: Balance = Balance()
+    run: models.Run = models.Run()
+    mesh: Layout = Layout()
+    save_every: int = 0
+    evaluate_every: int = 0
+    track: Sinks = Sinks()
+    seed: int = 0

@@ -1,0 +1,109 @@
+"""Bodies of OpenAI's `/v1/completions` and `/v1/chat/completions`: fields and rules, for the gateway and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import fields
+from .fields import Refused, rule
+
+PASSED = {  # fields that cannot change an answer
+    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "prediction",
+}  # fmt: skip
+NEUTRAL: dict[str, list] = {  # of fields that a server may not have, the values that ask for nothing
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "logit_bias": [{}],
+    "suffix": [""],
+    "best_of": [1],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "modalities": [["text"]],
+    "top_logprobs": [0],
+    "parallel_tool_calls": [True],
+}
+COMPLETION_TOKENS = 16  # the most of a completion that asks for no other number
+CHAT_BUDGET = ("max_completion_tokens", "max_tokens")  # the first that is given counts
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def include_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a streamed answer ends with how many tokens it took."""
+    options = fields.mapping(body, "stream_options")
+    fields.known(options, ["include_usage", "include_obfuscation"], [])
+    return fields.boolean(options, "include_usage")
+
+
+def prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int | None = None) -> list[list[int]]:
+    """The prompts of a completion: one, text or a list of ids, or a list of either.
+
+    Args:
+      vocabulary: how many ids there are; None = another says so.
+    """
+    given: Any = body.get("prompt")
+    if isinstance(given, str):
+        return [encode(tokenizer, given, "prompt")]
+    rule(isinstance(given, list) and given != [], "prompt", "must be text, token ids, or a list of either", given)
+    if all(isinstance(one, str) for one in given):
+        return [encode(tokenizer, one, "prompt") for one in given]
+    lists = given if isinstance(given[0], list) else [given]
+    in_range = lambda id: type(id) is int and 0 <= id and (vocabulary is None or id < vocabulary)
+    right = lambda prompt: isinstance(prompt, list) and prompt != [] and all(map(in_range, prompt))
+    most = "on" if vocabulary is None else f"to {vocabulary - 1}"
+    rule(all(map(right, lists)), "prompt", f"token ids must be numbers from 0 {most}", given)
+    return lists
+
+
+def encode(tokenizer: Any, text: str, name: str) -> list[int]:
+    """The ids of the field `name`, a text to be continued, with what the tokenizer puts around a text."""
+    if tokenizer is None:
+        raise Refused(name, "this server has no tokenizer; send token ids, or serve a model folder with a tokenizer")
+    ids = tokenizer.encode(text)
+    lost = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
+    rule(not lost, name, "must have characters that the tokenizer has tokens for", text)
+    rule(ids, name, "must have at least one token", text)
+    return ids
+
+
+def messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversation, as chat templates read it."""
+    found = [_message(one) for one in fields.objects(body.get("messages"), "messages")]
+    rule(found, "messages", "must not be empty", found)
+    return found
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    role = str(given.get("role"))
+    rule(role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}", role)
+    taken = ["role", "content", "name"]
+    taken += {"assistant": ["tool_calls", "reasoning_content", "reasoning"], "tool": ["tool_call_id"]}.get(role, [])
+    fields.known(
+        given, taken, ["annotations", "id"], {"refusal": [""], "function_call": [], "audio": [], "tool_calls": [[]]}
+    )
+    right = given.get("content") is not None or role in ("assistant", "tool")
+    rule(right, "messages", f"a message of the {role} needs a content", given)
+    message: dict[str, Any] = {
+        "role": ROLES[role],
+        "content": fields.text(given.get("content"), "messages", ("text", "refusal")),
+    }
+    if given.get("name") is not None:
+        rule(isinstance(given["name"], str), "messages", "a name must be text", given["name"])
+        message["name"] = given["name"]
+    if role == "tool":
+        rule(isinstance(given.get("tool_call_id"), str), "messages", "a result needs a tool_call_id", given)
+        message["tool_call_id"] = given["tool_call_id"]
+    if role == "assistant":
+        if reasoning := given.get("reasoning_content") or given.get("reasoning"):
+            rule(isinstance(reasoning, str), "messages", "reasoning must be text", reasoning)
+            message["reasoning_content"] = reasoning
+        if calls := given.get("tool_calls"):
+            message["tool_calls"] = [_call(one) for one in fields.objects(calls, "messages")]
+    return message
+
+
+def _call(given: Mapping[str, Any]) -> dict[str, Any]:
+    rule(given.get("type", "function") == "function", "messages", "a call must be of a function", given.get("type"))
+    function = fields.mapping(given, "function")
+    return fields.call(given.get("id"), function.get("name"), function.get("arguments"), "messages")

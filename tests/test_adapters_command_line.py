@@ -1,0 +1,165 @@
+"""Options of recipes: files of options, the two help screens, and complaints in one line."""
+
+import dataclasses
+import importlib
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from areax import models
+from areax.adapters import cli
+from areax.adapters.command_line import config_file, help, parse
+from areax.adapters.command_line.options import flat, replaced
+from areax.adapters.tracking import run_dir
+from areax.core import losses
+from areax.core.optim import Optimizer
+from areax.core.shaping import Shaping
+from areax.recipes import grpo, preference, sft
+from areax.rollout.types import Sampling
+
+RECIPES = {name: importlib.import_module(f"areax.recipes.{name}") for name in cli.RECIPES}
+REQUIRED = {"model": "m", "data": "d", "reward": "r"}
+
+
+def read(config, *arguments, given=None):
+    return parse.parse(config, arguments, "areax train x", given)
+
+
+def required(config):
+    return {name: value for name, value in REQUIRED.items() if name in {f.name for f in dataclasses.fields(config)}}
+
+
+def written(config, path):
+    with run_dir.open_run(path, config=config):
+        return str(path / run_dir.CONFIG)
+
+
+@pytest.mark.parametrize("name", [*losses.POLICIES, *losses.PREFERENCES])
+def test_a_runs_config_is_read_as_the_same_options(tmp_path, name):
+    recipe = grpo if name in losses.POLICIES else preference
+    objective = (losses.POLICIES | losses.PREFERENCES)[name]()
+    own = replaced(recipe.Config(**required(recipe.Config)), objective=objective, steps=7, out="runs/-x y")
+    # By the recipe's own name, too: the file says which objective it was.
+    assert read(recipe.Config, "--config", written(own, tmp_path)) == own
+
+
+def test_every_kind_of_value_is_read_as_it_was(tmp_path):
+    own = replaced(
+        grpo.Config("m", "d", "r"), servers=("http://a", "http://b"), colocated=True, eta=0, seed=3,
+        sampling=Sampling(temperature=0.7, stop=("\n", "end"), stop_token_ids=(1, 2)),
+        run=models.Run(remat=(("qkv", "save"), ("mlp_gate_up", "offload")), dtype="bfloat16", head_chunk=5),
+        objective=losses.VESPO(shaping=Shaping(low=-1.5), vespo_pos=(1.0, 1e-9)), workflow_options='{"a": [1, "b"]}',
+        optim=Optimizer(lr=3e-7, decay=("norm",)),
+    )  # fmt: skip
+    path = written(own, tmp_path)
+    assert read(grpo.Config, f"--config={path}") == own
+    more = read(grpo.Config, "--steps", "9", "--config", path, "--servers", "http://c", "--no-colocated")
+    assert more == replaced(own, steps=9, servers=("http://c",), colocated=False)
+
+
+def test_a_file_by_hand_has_sections_or_names_of_the_command_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: m\ndata: d\nreward: r\ngroup-size: 4\nsampling.max_new_tokens: 5\noptim:\n  lr: 1e-5\n"
+        "training:\n  length: 64\n  run: {dtype: null}\nservers: [a, b]\ncolocated: true\neta: 0\n"
+    )
+    got = flat(read(grpo.Config, "--config", str(path), "--length", "32"))
+    assert (got.group_size, got.sampling.max_new_tokens, got.optim.lr, got.length) == (4, 5, 1e-5, 32)
+    assert (got.run.dtype, got.servers, got.colocated) == (None, ("a", "b"), True)
+    path.write_text(yaml.safe_dump({"model": "m", "data": "d", "objective": {"desirable_weight": 2.0}}))
+    assert read(preference.Config, "--config", str(path)).objective == losses.KTO(desirable_weight=2.0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("grups: 4", "there is no option grups; did you mean groups?"),
+        ("sampling: {temprature: 1}", "there is no option sampling.temprature; did you mean sampling.temperature?"),
+        ("rollout: 4", "rollout must hold options by name, got 4"),
+        ("colocated: 1", "colocated must be true or false, got 1"),
+        ("steps: {a: 1}", "steps must be one value, got {'a': 1}"),
+        ("[1, 2]", "must hold options by name, got list"),
+        ("a: [", "must be YAML or JSON, got: "),
+        ("", "must hold options by name, got NoneType"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_one_line_with_its_name(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"--config {path}: {message}")):
+        config_file.read(path, grpo.Config)
+
+
+def test_complaints_are_one_line(capsys, tmp_path):
+    for arguments, message in (
+        (["--config"], "--config needs a YAML or JSON file, got nothing"),
+        (["--config", "--steps"], "--config needs a YAML or JSON file, got --steps"),
+        (["--config", str(tmp_path / "no.yaml")], f"{tmp_path / 'no.yaml'}: No such file or directory"),
+        (["--steps", "3"], "needs --model, --data; see areax train sft --help-all"),
+        (["--stpes", "3"], "unrecognized options: --stpes; did you mean --steps?"),
+        (["--model", "m", "--data", "d", "--steps", "x"], "--steps must be a whole number, got 'x'"),
+        (["--model", "m", "--data", "d", "--optim.lr", "x"], "--optim.lr must be a number, got 'x'"),
+        (["--model", "m", "--data", "d", "--init", "x"], "invalid choice 'x'"),
+    ):
+        assert cli.main(["train", "sft", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [*RECIPES, *map(str.lower, losses.POLICIES | losses.PREFERENCES)])
+def test_the_first_screen_is_one(capsys, command):
+    for kind in ("train", "plan"):
+        with pytest.raises(SystemExit):
+            cli.main([kind, command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 24 and max(map(len, lines)) <= help.WIDTH, "\n".join(
+            line for line in lines if len(line) > help.WIDTH
+        )
+        assert sum(line.startswith(" --") for line in lines) == 15
+        assert "--help-all" in lines[-1]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_options_are_shown_with_their_defaults(name):
+    config = RECIPES[name].Config
+    text = help.all_options(config, "x")
+    shown = set(re.findall(r"^  --([\w.-]+)", text, re.M))
+    known = {n for n in re.findall(r"^[ │]+--([a-z][\w.-]*)", parse._help(config, "x"), re.M) if ".no-" not in n}
+    assert shown == known
+    assert max(map(len, text.splitlines())) <= help.WIDTH
+    for option in (o for group in help._groups(config, None) for o in group.options):
+        assert option.text, f"--{option.name} has no help text"
+
+
+def test_help_shows_the_algorithms_own_defaults(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "dapo", "--help-all"])
+    assert re.search(
+        r"--objective.shaping.dynamic-sampling, --no-...\n.*\(default:\s+true\)", capsys.readouterr().out, re.S
+    )
+
+
+def test_a_recipe_with_an_option_named_config_keeps_it():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        config: str = ""
+
+    assert read(Config, "--config", "a").config == "a"
+
+
+def test_options_are_replaced_by_name():
+    own = grpo.Config("m", "d", "r")
+    assert replaced(own, eta=0).rollout == replace(own.rollout, eta=0)
+    with pytest.raises(TypeError, match="there is no option etta"):
+        replaced(own, etta=0)
+    assert replaced(sft.Config("m", "d"), steps=3).steps == 3
+
+
+def test_config_json_is_standard_json(tmp_path):
+    path = written(grpo.Config("m", "d", "r"), tmp_path)
+    with open(path) as file:
+        values = json.load(file, parse_constant=pytest.fail)
+    assert values["training"]["objective"]["shaping"]["high"] == "inf"

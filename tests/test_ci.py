@@ -1,0 +1,63 @@
+""".ci/run with a `make` that only says its target, and a clock that only `make` moves."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).resolve().parents[1] / ".ci" / "run"
+PARTS = "lint test demo demo-holds test-mesh test-wheel test-kernels test-slow test-sglang demo-controls".split()
+MAKE = """#!/usr/bin/env bash
+echo "making $1"
+echo "$1" >> made
+echo $(($(cat clock) + 100)) > clock
+echo "7 passed in 1.23s"
+[ "$1" != "${FAILS:-}" ]
+"""
+
+
+@pytest.fixture
+def ci(tmp_path):
+    """Runs it in a folder of its own, where every part takes 100 s: (exit code, parts made, lines after the last)."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(RUN, tmp_path / ".ci")
+    (tmp_path / "bin").mkdir()
+    for name, program in {"make": MAKE, "date": "#!/usr/bin/env bash\ncat clock\n"}.items():
+        (tmp_path / "bin" / name).write_text(program)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def run(**environ):
+        (tmp_path / "clock").write_text("1700000000\n")
+        (tmp_path / "made").unlink(missing_ok=True)
+        environ = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"} | environ
+        done = subprocess.run([".ci/run"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+        assert not done.stderr
+        each, _, summary = done.stdout.rpartition("\n\n")
+        made = (tmp_path / "made").read_text().split()
+        summary = summary.splitlines()
+        assert [line.removeprefix("== ") for line in each.splitlines() if " s, " in line] == summary[: len(made)]
+        return done.returncode, made, summary
+
+    return run
+
+
+def test_runs_every_part_in_order_and_says_how_long_each_took(ci):
+    code, made, summary = ci()
+    assert code == 0 and made == PARTS
+    assert summary == [f"ok: make {part}, 100 s, 7 passed in 1.23s" for part in PARTS]
+
+
+def test_goes_on_after_a_failure_and_then_fails(ci):
+    code, made, summary = ci(FAILS="test")
+    assert code == 1 and made == PARTS
+    assert [line.split(":")[0] for line in summary] == ["ok", "FAILED", *["ok"] * 8]
+
+
+@pytest.mark.parametrize("limit, parts", [("300", 3), ("301", 4)])
+def test_starts_no_part_after_the_limit_and_names_what_it_left_out(ci, limit, parts):
+    code, made, summary = ci(AREAX_CI_SECONDS=limit)
+    assert code == 0 and made == PARTS[:parts]
+    assert summary[parts:] == [f"left out, {limit} s are over: make {part}" for part in PARTS[parts:]]
+    assert ci(AREAX_CI_SECONDS=limit, FAILS="lint")[0] == 1

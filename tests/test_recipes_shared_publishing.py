@@ -1,0 +1,165 @@
+"""How a version gets from the loop to the servers: what is written, pushed and removed, through how many functions."""
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import sys
+from pathlib import Path
+
+import aiohttp
+import aiohttp.web
+import pytest
+import tiny
+from scripted import answers, reply, run, serving
+
+from areax import models
+from areax.adapters import hf, peft
+from areax.models import lora
+from areax.recipes.shared import publishing
+from areax.rollout import client, loop
+from areax.rollout.fleet import offload
+from areax.rollout.fleet.push import Push
+from areax.rollout.servers.labels import read_label
+from areax.rollout.servers.types import Probe
+from areax.rollout.weights import tensors
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST = 8  # functions of ours from the loop to an HTTP request
+ABOVE = contextvars.ContextVar("functions of ours that started the task", default=())
+
+
+def functions():
+    """Functions of ours that are running, the outermost first, those that wait for the tasks below them included."""
+    frame, found = sys._getframe(1), []
+    while frame:
+        path = Path(frame.f_code.co_filename).resolve()
+        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ("recipes", "rollout", "adapters"):
+            found.append(f"{path.relative_to(ROOT)}:{frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return (*ABOVE.get(), *reversed(found))
+
+
+def followed(own, coroutine, context=None):
+    """A task factory that remembers which functions started the task."""
+    context = context or contextvars.copy_context()
+    context.run(ABOVE.set, functions())
+    return asyncio.Task(coroutine, loop=own, context=context)
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """{path of the request: the functions below the loop that made it}, of the deepest of each path."""
+    found = {}
+    request = aiohttp.ClientSession.request
+
+    def noted(self, method, url, **options):
+        chain = functions()
+        below = [i for i, name in enumerate(chain) if name.startswith("rollout/loop.py:")]
+        if below:
+            chain = chain[below[-1] + 1 :]
+            path = url.removeprefix("http://").partition("/")[2]
+            found[path] = max(found.get(path, ()), chain, key=len)
+        return request(self, method, url, **options)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "request", noted)
+    return found
+
+
+CONFIG = models.config_from_hf({**tiny.HF, "vocab_size": 16})
+TABLE = models.table(CONFIG)
+SPEC = lora.Lora(rank=2)
+PROBE = (1, 2, 3)
+
+
+def sync(root, way):
+    """A WeightSync of a small model, whose versions are all the same, and of adapters one where asked for."""
+    params, adapters = tiny.weights(TABLE, 0.2), None
+    write = lambda v, host: hf.write_published(root, v, CONFIG, host)
+    if way == "adapters":
+        params, adapters = tiny.weights(lora.table(TABLE, SPEC), 0.2), SPEC
+        base = hf.write_published(root / "base", 0, CONFIG, tiny.weights(TABLE, 0.2))
+        label = read_label(base / "manifest.json")
+        write = lambda v, host: peft.write_published(root, v, CONFIG, host, SPEC, base, label)
+    work = {"host_copy": lambda spec: params, "probe": lambda ids: [-0.5] * (len(ids) - 1)}
+    run_on_all = lambda name, *given: work[name](*given)
+    parts = tensors.handover(lambda arrays: iter([("a part", False), ("the rest", True)]))
+    handover = parts if way == "tensors" else None
+    return publishing.WeightSync(CONFIG, Push(), run_on_all, root, root, write, adapters, handover=handover)
+
+
+async def probed(request, body):
+    rows = [[None, body["input_ids"][0], None], *([-0.5, i, None] for i in body["input_ids"][1:])]
+    answer = reply([], [], [], "length")
+    answer["meta_info"]["input_token_logprobs"] = rows
+    return aiohttp.web.json_response(answer)
+
+
+@contextlib.asynccontextmanager
+async def server():
+    """A server that takes tensors and adapters too, and knows the probe."""
+    async with serving() as own:
+        adapters = {}
+
+        async def load(request, body):
+            adapters[body["lora_name"]] = body["lora_path"]
+            return aiohttp.web.json_response({"success": True})
+
+        async def listed(request, body):
+            cards = [{"id": name, "root": path, "parent": "base"} for name, path in adapters.items()]
+            return aiohttp.web.json_response({"data": cards})
+
+        async def tensor(request, body):
+            own.label = body.get("weight_version", own.label)
+            return aiohttp.web.json_response({"success": True})
+
+        succeeded = answers(200, {"success": True})
+        own.refuse = {
+            "/load_lora_adapter": load, "/v1/models": listed, "/update_weights_from_tensor": tensor,
+            "/begin_weight_update": succeeded, "/end_weight_update": succeeded,
+        }  # fmt: skip
+        own.script = [probed] * 4
+        yield own
+
+
+WAYS = {  # a request that only this way makes
+    "files": "update_weights_from_disk",
+    "offloaded": "resume_memory_occupation",
+    "tensors": "update_weights_from_tensor",
+    "adapters": "load_lora_adapter",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_few_functions_lie_between_the_loop_and_a_request(tmp_path, chains, way):
+    async def main():
+        asyncio.get_running_loop().set_task_factory(followed)
+        own = sync(tmp_path, way)
+        async with server() as a, client.connect([a.url], handover=own.handover) as fleet:
+            if way == "offloaded":
+                await offload.offload(fleet)
+            publish = functools.partial(publishing.prepare_push, own, fleet, PROBE)
+            await loop.run(None, None, publish, eta=0, steps=0)
+            assert fleet.healthy[0].label == read_label(tmp_path / "0/manifest.json")
+
+    run(main)
+    assert {WAYS[way], "generate", "model_info", "weights_checker"} <= chains.keys()
+    assert all(chain[0].startswith("recipes/shared/publishing.py:prepare_push") for chain in chains.values())
+    assert {path: chain for path, chain in chains.items() if len(chain) > MOST} == {}
+
+
+def test_a_push_writes_the_version_and_removes_older_ones(tmp_path):
+    async def main():
+        own, pushed = sync(tmp_path, "files"), []
+        async with server() as a, client.connect([a.url]) as fleet:
+            for v in range(4):
+                push = publishing.prepare_push(own, fleet, PROBE, v)
+                assert not (tmp_path / str(v)).exists()  # a copy so far
+                await push()
+                pushed.append((fleet.published.label, fleet.published.probe))
+        labels = [read_label(tmp_path / name / "manifest.json") for name in ("2", "3")]
+        assert [label for label, _ in pushed[2:]] == labels
+        assert {probe for _, probe in pushed} == {Probe(PROBE, (-0.5, -0.5), Push().tolerance)}
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+    run(main)

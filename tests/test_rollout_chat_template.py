@@ -1,0 +1,94 @@
+"""Rows to prompts: the same ids wherever a row is used, with a chat template or without."""
+
+import asyncio
+
+import pytest
+
+from areax.adapters import tokenizer
+from areax.recipes.shared import common, probe
+from areax.rollout.chat import template
+from areax.rollout.types import Completion, Sampling
+from areax.rollout.workflows import single_turn
+
+CHAT = tokenizer.byte_level()
+PLAIN = tokenizer.byte_level()
+PLAIN.chat_template = None
+SAID = {"messages": [{"role": "user", "content": "2 + 3 = é"}]}
+ROW = {"prompt": "2 + 3 = é"}
+
+
+def rollout(tokens, row):
+    """The ids that the workflow sends to a server."""
+    asked = []
+
+    async def generate(ids, **sampling):
+        asked.append(ids)
+        return Completion([1], [-0.5], [0], "stop")
+
+    async def reward(text, row, **context):
+        assert context["prompt_ids"] == asked[0] and context["prompt"] == tokens.decode(asked[0])
+        return 0.0
+
+    asyncio.run(single_turn(generate, row, tokenizer=tokens, reward=reward, sampling=Sampling()))
+    return asked[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "row", "text"),
+    [
+        (PLAIN, ROW, "2 + 3 = é"),
+        (CHAT, ROW, "<|im_start|>user\n2 + 3 = é<|im_end|>\n<|im_start|>assistant\n"),
+        (CHAT, SAID, "<|im_start|>user\n2 + 3 = é<|im_end|>\n<|im_start|>assistant\n"),
+        (CHAT, {**ROW, "messages": None}, "<|im_start|>user\n2 + 3 = é<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_a_row_has_the_same_ids_everywhere(tokens, row, text):
+    ids = template.prompt(tokens, row)
+    assert tokens.decode(ids) == text
+    assert rollout(tokens, row) == ids
+    assert tokenizer.supervised(tokens, {**row, "completion": "5"})[0] == ids
+    assert common.keep_short([row], tokens, len(ids)) == [row]
+    with pytest.raises(ValueError, match="all 1 are left out"):
+        common.keep_short([row], tokens, len(ids) - 1)
+    assert list(probe.prompt(tokens, [row], 1024)) == ids[: probe.TOKENS]
+
+
+def test_what_a_tokenizer_puts_around_a_text_is_part_of_a_plain_prompt():
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = tokenizer.byte_level()
+    tokens.chat_template = None
+    start = tokens.convert_tokens_to_ids("<|im_start|>")
+    tokens.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    assert rollout(tokens, {"prompt": "a"})[0] == start
+    assert tokenizer.supervised(tokens, {"prompt": "a", "completion": "b"})[0] == rollout(tokens, {"prompt": "a"})
+
+
+def test_messages_need_a_template():
+    for use in (rollout, template.prompt, lambda tokens, row: tokenizer.supervised(tokens, {**row, "completion": "5"})):
+        with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+            use(PLAIN, SAID)
+
+
+def test_a_row_with_two_prompts_is_refused_but_as_a_demonstration():
+    row = {**SAID, "prompt": "another", "completion": "5"}
+    for use in (rollout, template.prompt, lambda tokens, row: common.keep_short([row], tokens, 99)):
+        with pytest.raises(ValueError, match="needs either 'prompt' or 'messages'"):
+            use(CHAT, row)
+    assert probe.prompt(CHAT, [row], 1024) == ()
+    assert tokenizer.supervised(CHAT, row) == tokenizer.supervised(CHAT, {**SAID, "completion": "5"})
+
+
+def test_a_character_without_a_token_is_refused_everywhere():
+    sums = tokenizer.character("0123456789+")
+    for use in (rollout, template.prompt, lambda tokens, row: tokenizer.supervised(tokens, {**row, "completion": "5"})):
+        with pytest.raises(ValueError, match="no token for 'é' in '2é'"):
+            use(sums, {"prompt": "2é"})
+
+
+def test_calls_of_tools_may_stand_in_for_a_content():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    messages = [*SAID["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    assert CHAT.decode(template.prompt(CHAT, {"messages": messages})).count("<|im_start|>") == 4
