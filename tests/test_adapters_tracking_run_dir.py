@@ -182,7 +182,7 @@ class Config:
 def test_json_files_are_written_atomically(tmp_path):
     path = tmp_path / "config.json"
     run_dir.write_json(path, Config(Path("runs/demo")))
-    want = {"model": "runs/demo", "optim": {"learning_rate": 1e-3, "betas": [0.9, 0.99]}, "limit": None}
+    want = {"model": "runs/demo", "optim": {"learning_rate": 1e-3, "betas": [0.9, 0.99]}, "limit": "inf"}
     assert json.loads(path.read_text()) == want
     with pytest.raises(ValueError, match="values must be text, numbers, lists, mappings or dataclasses, got <object"):
         run_dir.write_json(path, {"a": 1, "b": object()})
