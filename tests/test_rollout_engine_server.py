@@ -506,5 +506,5 @@ def test_a_server_that_runs_keeps_its_memory(server):
     with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": LONG}) as events:
         next(events)
         status, answer = server.post("/release_memory_occupation", {})
-        assert status == 400 and "nothing may run" in answer["message"]
+        assert status == 400 and "no requests may be running" in answer["message"]
         assert state(server)["released"] == [] and len(next(events)["output_ids"]) > 0
