@@ -190,12 +190,12 @@ class Fleet:
 
         Args:
           json_schema: JSON text of a schema for constrained decoding, if the server supports it.
-          routed_experts: also report the experts that tokens went to; those of a token stay what they were when its
-            successor was sampled, whatever weights a resumption reads it with.
-          seed: the sampling stream of this completion: the same on a repeat or a resumption, for
-            servers draw token i by (seed, absolute index). Needs `fleet.seeded`.
-          on_tokens: called with the tokens so far as they come. After a repeat, or a resumption with stop strings, they
-            may be others than before; what it raises ends the request.
+          routed_experts: also report the experts of each token, as they were when its successor was sampled, even if
+            a resumption recomputes them with other weights.
+          seed: the random stream of this completion; retries and resumptions continue it, because servers draw token i
+            with (seed, absolute index). Needs `fleet.seeded`.
+          on_tokens: called with all tokens so far as they arrive. After a retry, or a resumption with stop strings,
+            they may differ from before; an exception in it ends the request.
 
         Raises:
           ValueError: the server refused the request (prompt too long, a bad parameter), or does

@@ -25,7 +25,7 @@ class Stager(Protocol):
     def beside(self, url: str) -> Stager: ...
 
 
-# Hands a version's arrays to a server; the last argument says whether the server drops its prefix cache.
+# Passes a version's arrays to a server; the last argument: whether the server drops its prefix cache.
 Handover = Callable[["Server", Published, bool], Awaitable[None]]
 
 
@@ -46,7 +46,7 @@ class Server:
       seeded, stages, ranks, layout, slots: as `sglang.Description`.
       stager: fetches versions to where the server can read them; None if it sees the trainer's files.
       handover: passes it the arrays of a version, if that has any; None = it reads the directory.
-      prepare: stages such arrays beside the current weights, before generation is paused.
+      prepare: stages such arrays next to the current weights, before generation is paused.
       has_checksums: it may report checksums of its weights.
       fresh: this run started it with the weights of `label` and has not pushed to it since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.

@@ -27,7 +27,7 @@ BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
     "routed_experts",
 )  # fmt: skip
-ADAPTERS = 2  # adapters that stay loaded on a server, besides those in use
+ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _body(tokens: Sequence[int], sampling: Mapping[str, Any], adapter: str, cach
 
 def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -> Part:
     tokens, meta = answer["output_ids"], answer["meta_info"]
-    # Prefilled beside requests that generate, one that does not gets a log-probability from SGLang, but no token.
+    # SGLang may return an output log-probability without a token for a prompt that was prefilled in a decoding batch.
     rows = meta["output_token_logprobs"] if generated else []
     if [row[1] for row in rows] != tokens:
         raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")

@@ -123,7 +123,7 @@ def _pack(base: Path, new: Path, start: int, size: int) -> bytes:
 
 
 def _unpack(base: Path, new: int, start: int, size: int, frame: bytes) -> int:
-    """Unpacks a block and writes it in place, in the worker: with a file in memory page faults take most of the time."""
+    """Unpacks a block and writes it in place, in the worker: page faults of a file in memory take most of the time."""
     try:
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame, max_output_size=size), np.uint8)
     except zstandard.ZstdError as error:
