@@ -23,7 +23,7 @@ from ..servers.labels import MANIFEST, read_label, version_of
 from ..servers.server import Server
 from ..servers.sglang import ADAPTERS, SGLang
 from ..servers.types import Loaded, Part, Published
-from . import load as whole
+from . import load as full_load
 from . import verify
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     below = Loaded(0.0, 0.0, 0.0, None)
     held = server.base == base.label and not server.released
     if not held or await server.api.weight_label(reach_s=server.api.reach_s) != server.base:
-        below = await whole.load(server, base, mode)
+        below = await full_load.load(server, base, mode)
         server.base = base.label
     directory = (await server.stager.stage(weights)).directory if server.stager else weights.directory
     label = weights.label
@@ -75,7 +75,7 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     loaded = now()
     difference = None
     if weights.probe:
-        answer = await server.api.read(weights.probe.tokens, adapter=label, timeout_s=whole.PROBE_S)
+        answer = await server.api.read(weights.probe.tokens, adapter=label, timeout_s=full_load.PROBE_S)
         difference = verify.probe_difference(server, weights.probe, answer)
     if label not in server.adapters:
         server.adapters.append(label)
