@@ -163,7 +163,7 @@ def alone(concurrency, *urls, rate=None):
     return client.assemble(servers, concurrency=concurrency, timeout_s=float("inf"))
 
 
-SECONDS = dict.fromkeys((*loop.PARTS, *loop.BESIDE), 0.0)
+SECONDS = dict.fromkeys((*loop.PARTS, *loop.BACKGROUND), 0.0)
 
 
 def test_time_that_requests_wait_for_a_server():

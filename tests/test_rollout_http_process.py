@@ -39,10 +39,10 @@ def test_all_servers_give_the_same_errors_for_an_unusable_address(tmp_path, name
     what = name if name in ("stager", "sandbox") else "serve"
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        words = f"^{what}: port {port} of 127.0.0.1 is in use; choose another, or 0 for any that is free$"
+        words = f"^{what}: port {port} of 127.0.0.1 is in use; choose another, or 0 for any free port$"
         with pytest.raises(ValueError, match=words):
             SERVERS[name](tmp_path, port)
-    with pytest.raises(ValueError, match=f"^{what}: port must be from 0 .any that is free. to 65535, got 70000$"):
+    with pytest.raises(ValueError, match=f"^{what}: port must be from 0 .any free port. to 65535, got 70000$"):
         SERVERS[name](tmp_path, 70000)
 
 

@@ -255,7 +255,7 @@ def lives(pid):
         (["--host", "0.0.0.0"], f"0.0.0.0 can be reached from other machines; set {KEY}"),
         (["--host", "::"], "can be reached"),
         (["--host", "127.0.0.1.example.com"], "can be reached"),
-        (["--port", "99999"], "port must be from 0 (any that is free) to 65535, got 99999"),
+        (["--port", "99999"], "port must be from 0 (any free port) to 65535, got 99999"),
         (["--places", "0"], "places must be at least 1"),
     ],
 )

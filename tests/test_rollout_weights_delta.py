@@ -60,7 +60,7 @@ def test_mismatched_or_damaged_deltas_are_refused(folders):
     base, new, out = folders
     path, _ = write(folders, {"w": (b"0" * 99, b"1" * 99)})
     whole = path.read_bytes()
-    with pytest.raises(ValueError, match="a delta of version 1-aaaaaaaa, the base here is 1-cccccccc"):
+    with pytest.raises(ValueError, match="the delta needs the base 1-aaaaaaaa, got 1-cccccccc"):
         delta.apply(path, base, out, "1-cccccccc")
     (base / "w").write_bytes(b"0" * 98)
     with pytest.raises(ValueError, match="'w' must be a file of 99 bytes"):
@@ -86,7 +86,7 @@ def test_mismatched_or_damaged_deltas_are_refused(folders):
 
 
 def test_files_of_another_size_have_no_delta(folders):
-    with pytest.raises(ValueError, match="w must be of one size in both versions, got 3 and 4 bytes"):
+    with pytest.raises(ValueError, match="w must have the same size in both versions, got 3 and 4 bytes"):
         write(folders, {"w": (b"123", b"1234")})
     with pytest.raises(ValueError, match="got None and None"):
         delta.write(folders[0].parent / "d", folders[0], folders[1], ["v"], ("1", "2"))

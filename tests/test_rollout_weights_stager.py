@@ -173,9 +173,9 @@ def test_the_stager_gives_up_on_an_unreachable_file_server(place, weights, monke
             one = published(place / "trainer", 1, weights[0])
             here.offer(one)
             async with between(here, cut=[0] * 99) as (url, _):
-                with pytest.raises(RuntimeError, match="5 attempts in a row brought nothing; the last: ClientPayload"):
+                with pytest.raises(RuntimeError, match="5 attempts in a row without progress; the last: ClientPayload"):
                     await stager.fetch_version(place / "server", one.label, url, here.key)
-            with pytest.raises(RuntimeError, match="5 attempts in a row brought nothing; the last: ClientConnector"):
+            with pytest.raises(RuntimeError, match="5 attempts in a row without progress; the last: ClientConnector"):
                 await stager.fetch_version(place / "server", one.label, url, here.key)
             assert [name for name in os.listdir(place / "server") if not name.startswith(".")] == []
 
@@ -197,7 +197,7 @@ def test_a_damaged_file_is_fetched_again(place, weights):
             three = published(place / "trainer", 3, weights[3])
             here.offer(three)
             async with between(here, damage=[99, 99]) as (url, _):
-                with pytest.raises(RuntimeError, match="model.safetensors: came damaged twice"):
+                with pytest.raises(RuntimeError, match="model.safetensors: arrived damaged twice"):
                     await stager.fetch_version(place / "server", three.label, url, here.key)
 
     run(main)
@@ -266,9 +266,9 @@ def test_answers_of_the_file_server_are_verified(place, weights):
             here.offer(Published(one.directory, "1-00000000"))
             with pytest.raises(RuntimeError, match="1-00000000 is the name of another manifest"):
                 await fetch(here, "1-00000000")
-            with pytest.raises(RuntimeError, match="names files outside"):
+            with pytest.raises(RuntimeError, match="must name files without folders"):
                 await fetch(here, one.label, good | {"../x": good["config.json"]})
-            with pytest.raises(RuntimeError, match="is not one"):
+            with pytest.raises(RuntimeError, match="is malformed"):
                 await fetch(here, one.label, {"config.json": good["config.json"]})
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {here.key}"}) as http:
                 for name in ("../secret", "%2e%2e%2fsecret", "other"):
@@ -321,7 +321,7 @@ def test_a_fleet_pushes_to_servers_that_do_not_see_our_files(place, weights, mon
                     own.kill()
                     three = published(place / "trainer", 3, weights[3])
                     report = await push_weights(fleet, three.directory, three.label)
-                    assert report.loaded == (a.url,) and "did not get there" in report.failed[b.url]
+                    assert report.loaded == (a.url,) and "staging version" in report.failed[b.url]
                     assert states(fleet) == ["healthy", "stale"] and b.label == labels[1]
                     with process(place / "b", port=second.rpartition(":")[2]):
                         await until(lambda: states(fleet) == ["healthy", "healthy"])
@@ -373,7 +373,7 @@ def test_invalid_addresses_and_options(place):
         assert url  # no key is needed on loopback
     for arguments, words in (
         (["--root", str(place / "x"), "--host", "0.0.0.0"], "can be reached from other machines"),
-        (["--root", "/proc/none"], "cannot be made"),
+        (["--root", "/proc/none"], "cannot create"),
         (["--root", str(place / "x"), "--port", "99999"], "port must be from 0"),
     ):
         environment = {name: value for name, value in os.environ.items() if name != file_server.KEY}
