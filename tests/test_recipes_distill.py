@@ -40,14 +40,14 @@ def config(place, out, **changes):
 
 def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(place):
     held = str(place / "rows.jsonl")
-    whole = distill.main(config(place, "whole", heldout=held))
+    whole = distill.main(config(place, "whole", heldout=held, save_every=6))
     lines = [line for line in run_dir.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
     assert whole["complete"] and len(lines) == 12
     assert lines[-1]["divergence"] < 0.5 * lines[0]["divergence"]
     assert whole["heldout_divergence"] < 0.5 * lines[0]["divergence"]
     np.testing.assert_allclose(lines[-1]["loss"], lines[-1]["divergence"], rtol=1e-5)
     assert lines[-1]["unusable_fraction"] == 0
-    assert distill.main(config(place, "parts", steps=5))["steps"] == 5
+    tiny.cut_off(place / "whole", place / "parts", 6)
     distill.main(config(place, "parts"))
     a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):

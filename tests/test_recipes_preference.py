@@ -56,13 +56,13 @@ def scorer(place):
 
 
 def test_dpo_learns_and_resumed_equals_uninterrupted(place):
-    whole = preference.main(config(place, "whole"))
+    whole = preference.main(config(place, "whole", save_every=4))
     assert whole["complete"] and whole["heldout_preference_accuracy"] >= 0.95 and whole["heldout_loss"] < 0.5
     first = next(run_dir.read_lines(place / "whole/metrics.jsonl"))
     np.testing.assert_allclose(first["loss"], np.log(2), rtol=1e-5)  # the policy is the reference
     assert first["left_out"] == 0  # two programs round scores of some nats each in their way
     np.testing.assert_allclose([first["reward_chosen"], first["reward_rejected"]], 0, atol=1e-6)
-    preference.main(config(place, "parts", steps=3, heldout=""))
+    tiny.cut_off(place / "whole", place / "parts", 4)
     preference.main(config(place, "parts", heldout=""))
     a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
@@ -72,10 +72,10 @@ def test_dpo_learns_and_resumed_equals_uninterrupted(place):
 
 
 def test_pairs_that_do_not_fit_are_left_out(place, capsys):
-    rows = [{"prompt": "1+", "chosen": "2" * n, "rejected": "3" * m} for n, m in ((1, 1), (40, 1), (1, 40), (2, 2))]
-    long = config(place, "long", data=str(tiny.rows(place / "long.jsonl", rows)), heldout="", length=32, steps=1)
+    rows = [{"prompt": "1+", "chosen": "2" * n, "rejected": "3" * m} for n, m in ((1, 1), (70, 1), (1, 70), (2, 2))]
+    long = config(place, "long", data=str(tiny.rows(place / "long.jsonl", rows)), heldout="", steps=1)
     assert preference.main(replace(long, too_long="drop"))["complete"]
-    assert capsys.readouterr().err.splitlines()[0] == "2 of 4 rows are left out, longer than --length 32"
+    assert capsys.readouterr().err.splitlines()[0] == "2 of 4 rows are left out, longer than --length 64"
 
 
 @pytest.mark.slow

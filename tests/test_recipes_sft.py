@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from areax.adapters import cli, hf, orbax, peft
+from areax.adapters import cli, hf, orbax, peft, tokenizer
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
 from areax.core.balance import Balance
@@ -26,7 +27,7 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import distill, preference, sft
-from areax.recipes.shared import common, offline_options
+from areax.recipes.shared import common, learner, offline, offline_options
 from areax.rollout.tasks import arithmetic
 
 
@@ -71,16 +72,34 @@ def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
     assert help_of(preference.Config if recipe is preference else offline_options.Options, "batch") in text
 
 
-def test_resumed_equals_uninterrupted(place):
-    whole = sft.main(config(place, "whole", heldout=str(place / "rows.jsonl")))
-    assert whole["complete"] and whole["heldout_nll"] > 0
-    losses = [line["loss"] for line in run_dir.read_lines(place / "whole/metrics.jsonl") if "loss" in line]
-    assert len(losses) == 6 and losses[-1] < losses[0]
-    first = sft.main(config(place, "parts", steps=3, track=Sinks(tensorboard=True)))
-    assert first["steps"] == 3
-    sft.main(config(place, "parts", track=Sinks(tensorboard=True)))
-    a, b = hf.load(place / "whole/model")[1], hf.load(place / "parts/model")[1]
-    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+def losses(out):
+    return [line["loss"] for line in run_dir.read_lines(out / "metrics.jsonl") if "loss" in line]
+
+
+def weights(path):
+    return [np.asarray(x) for x in jax.tree.leaves(hf.load(path)[1])]
+
+
+@pytest.fixture(scope="module")
+def runs(place):
+    """A run of two steps, "parts"; one of six steps from its config.json, "whole"; and the first one taken up, to six.
+
+    "two" is the model of the two steps, and what the recipe said of them.
+    """
+    own = config(place, "parts", steps=2, heldout=str(place / "rows.jsonl"), track=Sinks(tensorboard=True))
+    said, after = sft.main(own), losses(place / "parts")
+    shutil.copytree(place / "parts/model", place / "two")
+    again = ["train", "sft", "--config", str(place / "parts/config.json"), "--steps", "6"]
+    assert cli.main([*again, "--out", str(place / "whole")]) == 0
+    assert cli.main(again) == 0
+    return said, after
+
+
+def test_resumed_equals_uninterrupted(place, runs):
+    whole = json.loads((place / "whole/summary.json").read_text())
+    assert whole["complete"] and whole["heldout_nll"] > 0 and runs[0]["steps"] == 2
+    assert len(losses(place / "whole")) == 6 and losses(place / "whole")[-1] < losses(place / "whole")[0]
+    for x, y in zip(weights(place / "whole/model"), weights(place / "parts/model"), strict=True):
         np.testing.assert_array_equal(x, y)
     steps = [line["step"] for line in run_dir.read_lines(place / "parts/metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -88,30 +107,31 @@ def test_resumed_equals_uninterrupted(place):
     assert [e.step for e in board.Scalars("sft/loss")] == steps
 
 
-def test_a_runs_own_config_starts_the_same_run(place):
+def test_a_runs_own_config_starts_the_same_run(place, runs):
     """Options over it change what they name; the run that wrote it goes on where it stopped."""
-    own = config(place, "own", steps=2)
-    sft.main(own)
-    again = ["train", "sft", "--config", str(place / "own/config.json")]
-    assert cli.main([*again, "--out", str(place / "again")]) == 0
-    assert cli.main([*again, "--steps", "3"]) == 0
-    losses = lambda out: [line["loss"] for line in run_dir.read_lines(place / out / "metrics.jsonl") if "loss" in line]
-    assert losses("again") == losses("own")[:2] and len(losses("own")) == 3
-    assert json.loads((place / "own/config.json").read_text())["steps"] == 3
+    assert losses(place / "whole")[:2] == runs[1] == losses(place / "parts")[:2] and len(losses(place / "parts")) == 6
+    assert json.loads((place / "parts/config.json").read_text())["steps"] == 6
 
 
-def test_a_run_with_an_average_exports_it(place):
+def test_a_run_with_an_average_exports_it(place, runs, monkeypatch):
     """And goes on from the weights themselves."""
-    load = lambda out: jax.tree.leaves(hf.load(place / out)[1])
-    for out, ema in (("raw", 0.0), ("average", 0.75)):
-        sft.main(config(place, out, steps=1, optim=Optimizer(lr=1e-2, ema=ema)))
-    once = [0.75 * a + 0.25 * b for a, b in zip(load("model"), load("raw/model"), strict=True)]
-    for wanted, got in zip(once, load("average/model"), strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-6)
-    for out, ema in (("raw", 0.0), ("average", 0.75)):
-        sft.main(config(place, out, steps=2, optim=Optimizer(lr=1e-2, ema=ema)))
-    for a, b, got in zip(once, load("raw/model"), load("average/model"), strict=True):
-        np.testing.assert_allclose(got, 0.75 * a + 0.25 * b, atol=1e-6)
+    trained, export = [], learner.export
+
+    def seen(own, *args, **more):
+        trained.append([np.asarray(x) for x in jax.tree.leaves(learner.weights(own))])
+        return export(own, *args, **more)
+
+    monkeypatch.setattr(learner, "export", seen)
+    averages = [weights(place / "model")]
+    for steps in (1, 2):
+        sft.main(config(place, "average", steps=steps, optim=Optimizer(lr=1e-2, ema=0.75)))
+        averages.append(weights(place / "average/model"))
+    for old, new, raw in zip(averages, averages[1:], trained, strict=False):
+        for a, b, got in zip(old, raw, new, strict=True):
+            np.testing.assert_allclose(got, 0.75 * a + 0.25 * b, atol=1e-6)
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(averages[0], trained[0], strict=True))
+    for a, b in zip(trained[1], weights(place / "two"), strict=True):  # of a run without an average
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.mesh
@@ -146,11 +166,10 @@ def test_adapters_train_over_weights_that_stay(place):
     tiny.model(place / "half", torch_dtype="bfloat16")
     spec = Lora(rank=4, alpha=8, targets=("q", "down"))
     heldout = str(place / "rows.jsonl")
-    adapting = config(place, "adapted", model=str(place / "half"), steps=4, lora=spec, heldout=heldout)
+    adapting = config(place, "adapted", model=str(place / "half"), steps=4, lora=spec, heldout=heldout, save_every=2)
     whole = sft.main(adapting)
-    losses = [line["loss"] for line in run_dir.read_lines(place / "adapted/metrics.jsonl") if "loss" in line]
-    assert losses[-1] < losses[0] and whole["heldout_nll"] > 0
-    sft.main(replace(adapting, out=str(place / "halves"), steps=2))
+    assert losses(place / "adapted")[-1] < losses(place / "adapted")[0] and whole["heldout_nll"] > 0
+    tiny.cut_off(place / "adapted", place / "halves", 2)
     sft.main(replace(adapting, out=str(place / "halves")))
     settings, base = hf.load(place / "half", dtype=None)
     assert {x.dtype.name for x in jax.tree.leaves(base)} == {"bfloat16"}
@@ -198,13 +217,16 @@ def test_all_turns_of_a_conversation_are_learnt(place):
     parts = [{"messages": talk[:i]} for talk in talks for i in range(2, len(talk) + 1, 2)]
     tiny.rows(place / "turns.jsonl", parts)
     runs = {}
-    for name, learn in (("talks", "all"), ("turns", "last"), ("talks", "last")):
+    for name, learn in (("talks", "all"), ("turns", "last")):
         data = str(place / f"{name}.jsonl")
-        run = config(place, f"{name}-{learn}", data=data, heldout=data, learn=learn, steps=1, batch=6, length=128)
+        run = config(place, f"{name}-{learn}", data=data, heldout=data, learn=learn, steps=1)
         runs[name, learn] = sft.main(replace(run, optim=Optimizer(lr=0.0)))["heldout_nll"]
     # 6 answers, of as many tokens either way; answers that are not the last count for nothing under "last"
     assert runs["talks", "all"] == pytest.approx(runs["turns", "last"], rel=1e-5)
-    assert abs(runs["talks", "last"] - runs["talks", "all"]) > 1e-3
+    tokens = tokenizer.load(place / "model")
+    learnt = lambda learn, talk: offline.demonstrations(tokens, learn)({"messages": talk}).mask.sum()
+    assert [learnt("last", talk) for talk in talks] == [learnt("last", talk[-2:]) for talk in talks]
+    assert [learnt("all", talk) // learnt("last", talk) for talk in talks] == [2, 3, 1]
 
 
 def test_rows_that_do_not_fit_are_refused_or_left_out(place, capsys):

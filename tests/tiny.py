@@ -1,6 +1,7 @@
 """Small real inputs that several tests share: a model directory with a tokenizer, and rows to train on."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -30,6 +31,17 @@ def weights(table: param.Table, std: float, seed: int = 0) -> dict:
     rng = np.random.default_rng(seed)
     draw = lambda leaf: jnp.asarray(std * rng.normal(size=leaf.shape) + ("norm" in leaf.path), jnp.float32)
     return param.tree_map(draw, table)
+
+
+def cut_off(run: Path, out: Path, step: int) -> None:
+    """Copies a finished run as it would be if it had been killed while it made the step after the saved `step`."""
+    shutil.copytree(run, out)
+    shutil.rmtree(out / "model")
+    (out / "summary.json").unlink()
+    later = [path for path in (out / "state").iterdir() if path.name.isdigit() and int(path.name) > step]
+    assert later and (out / "state" / str(step)).is_dir()
+    for path in later:
+        shutil.rmtree(path)
 
 
 def rows(path: Path, rows: list[dict]) -> Path:
