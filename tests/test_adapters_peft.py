@@ -7,7 +7,6 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
 import tiny
 import torch
@@ -85,6 +84,8 @@ def same(got, wanted):
 
 @pytest.mark.parametrize("family", CASES)
 def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
+    import peft  # takes longer than all other imports of the tests: not in workers without these tests
+
     config, params = base(family)
     spec = lora.Lora(rank=3, alpha=5, targets=ALL, rslora=family == "qwen3_moe")
     adapters = drawn(config, spec)
@@ -120,6 +121,8 @@ MADE = {  # what users pass to PEFT
 
 def trained(family, options):
     """PEFT adapters with both factors non-zero."""
+    import peft
+
     model = peft.get_peft_model(torch_model(family), peft.LoraConfig(r=2, lora_alpha=3, **options)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -145,6 +148,8 @@ def test_adapters_saved_by_peft_give_the_same_outputs(name, base, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_gradients_equal_those_of_torch(family, base, tmp_path):
+    import peft
+
     config, params = base(family)
     spec = lora.Lora(rank=3, alpha=5)
     adapters = drawn(config, spec)

@@ -133,14 +133,14 @@ def test_fp32_keeps_its_precision_where_probabilities_underflow():
     """Logits far apart, and a teacher whose named tokens leave less to the tail than fp32 can tell."""
     student, teachers = both(scale=60.0)
     for kind in KINDS:
-        got, grad = ours(partial(divergence.full, teacher_CV=jnp.asarray(teachers, jnp.float32), kind=kind),
-                         student.astype(np.float32))  # fmt: skip
+        full = partial(divergence.full, teacher_CV=jnp.asarray(teachers, jnp.float32), kind=kind)
+        got, grad = ours(jax.jit(full), student.astype(np.float32))
         wanted, slope = by_hand(student, teachers, kind=kind, beta=0.5, temperature=1.0)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(grad, slope, rtol=1e-4, atol=1e-4)
         ids_CK, logp_CK = divergence.teacher_top(jnp.asarray(teachers, jnp.float32), 3)
         top = partial(divergence.top, ids_CK=ids_CK, logp_CK=logp_CK, kind=kind)
-        for x in ours(top, student.astype(np.float32)):
+        for x in ours(jax.jit(top), student.astype(np.float32)):
             assert np.isfinite(x).all()
 
 
