@@ -1,4 +1,4 @@
-"""The whole way on one machine: a new model, SFT on flawed demonstrations, asynchronous GRPO, a checkpoint, a page.
+"""End-to-end demo on one machine: a new model, SFT on flawed demonstrations, asynchronous GRPO, checkpoint, report.
 
 The task is two-digit addition. The teacher of the SFT stage forgets the carry in 70 % of its demonstrations; three
 quarters of the problems have one. GRPO sees only right or wrong. No pair of operands of a held-out row occurs in
@@ -36,20 +36,20 @@ DEMONSTRATIONS = 1 << 16
 
 @dataclass(frozen=True)
 class Config:
-    """The demo.
+    """Options of the demo.
 
     Attributes:
-      out: directory of everything: data, both stages, `model/`, report.html, summary.json.
-      seed: of weights, demonstrations, order and sampling.
-      split: of the operands into training, development and held-out pairs.
-      rows: "heldout", or "dev" when settings are being chosen.
-      eta: most versions between the admission of a group of samples and its training; 0 = synchronous.
-      sft_steps: steps of the first stage.
-      rl_steps: batches of the second.
-      sft_lr: learning rate of the first stage.
-      rl_lr: learning rate of the second.
+      out: directory for data, both stages, `model/`, report.html and summary.json.
+      seed: random seed of weights, demonstrations, order and sampling.
+      split: seed of the split of operands into training, development and held-out pairs.
+      rows: rows to evaluate: "heldout", or "dev" while choosing settings.
+      eta: maximum staleness: versions between admitting a group and training on it; 0 = synchronous.
+      sft_steps: steps of the SFT stage.
+      rl_steps: batches of the GRPO stage.
+      sft_lr: learning rate of the SFT stage.
+      rl_lr: learning rate of the GRPO stage.
       error_rate: share of demonstrations in which the teacher forgets the carry.
-      controls: run instead, from the checkpoint of the SFT stage, GRPO with shuffled rewards and with learning rate 0.
+      controls: instead runs two controls from the SFT checkpoint: shuffled rewards, and learning rate 0.
     """
 
     out: str = "runs/demo"
@@ -66,7 +66,7 @@ class Config:
 
 
 def main(config: Config) -> int:
-    """Runs the stages, prints what came out, and returns the exit code: 1 if a control improved."""
+    """Runs the stages and prints the results; returns the exit code, 1 if a control improved."""
     began = time.monotonic()
     out = common.out_directory(config.out)
     heldout = write_data(config, out)
@@ -105,7 +105,7 @@ def main(config: Config) -> int:
 
 
 def controls(config: Config, out: Path) -> int:
-    """GRPO with rewards permuted among completions, and with learning rate 0: neither may reach 60 %.
+    """Runs GRPO with shuffled rewards and with learning rate 0: neither may reach 60 %.
 
     Half as many steps as with rewards, by when those have taken the model to nearly 100 %.
     """
@@ -123,7 +123,7 @@ def controls(config: Config, out: Path) -> int:
 
 
 def sft_config(config: Config, out: Path) -> sft.Config:
-    """The first stage."""
+    """Options of the SFT stage."""
     return sft.Config(
         model=str(out / "base"), data=str(out / "data/demonstrations.jsonl"), out=str(out / "sft"), init="random",
         steps=config.sft_steps, batch=256, length=64, rows=28, seed=config.seed,
@@ -132,7 +132,7 @@ def sft_config(config: Config, out: Path) -> sft.Config:
 
 
 def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
-    """The second stage."""
+    """Options of the GRPO stage."""
     optim = Optimizer(lr=config.rl_lr, b2=0.99, warmup=10)
     return grpo.Config(
         model=str(out / "sft/model"), data=str(out / "data/train.jsonl"), out=str(out / name),
@@ -147,7 +147,7 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
 
 
 def write_data(config: Config, out: Path) -> int:
-    """Data, tokenizer and config.json of the new model; returns the number of rows to be evaluated."""
+    """Writes data, tokenizer and config.json of the new model; returns the number of rows to evaluate."""
     splits = arithmetic.splits(arithmetic.Task(seed=config.split))
     teacher = arithmetic.demonstrations(splits["train"], error_rate=config.error_rate, seed=config.seed)
     files = {
@@ -167,7 +167,7 @@ def write_data(config: Config, out: Path) -> int:
 
 
 def _join(out: Path) -> None:
-    """Both stages' lines in one run directory, for one report."""
+    """Joins the metrics of both stages in one run directory, for one report."""
     for name in (run_dir.METRICS, run_dir.SAMPLES):
         lines, before = [], 0.0
         for stage in ("sft", "grpo"):

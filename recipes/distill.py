@@ -1,4 +1,4 @@
-"""Distillation: a student learns a teacher's next-token distributions on rows with a prompt and a completion.
+"""Distillation: trains a student on a teacher's next-token distributions, on rows with prompt and completion.
 
 The teacher is a local model, or models behind generation servers of which each row names one. Run it again with the
 same `out` and it goes on where it stopped.
@@ -32,13 +32,13 @@ class Config(offline_options.Options):
     """Distillation.
 
     Attributes:
-      model: Hugging Face directory of the student, with weights and tokenizer.
-      data: rows with "prompt" (or "messages") and "completion": a JSONL or Parquet file, a folder, or a hub name.
+      model: Hugging Face directory of the student: weights, config.json and tokenizer.
+      data: rows with "prompt" (or "messages") and "completion": a JSONL or Parquet file, a folder, or a hub data set.
       teacher: Hugging Face directory of a local teacher, with the student's tokenizer.
-      teachers: instead, addresses of servers that serve teachers: `http://...`, or `name=http://...` where rows name
-        theirs in "teacher"; equal names share the work. They need --objective.top-k.
-      objective: the divergence, on what it is computed, and what goes beside it.
-      heldout: rows whose divergence is reported, never trained on; "" = none.
+      teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
+        "teacher"; servers of one name share the load. Needs --objective.top-k.
+      objective: the divergence, its temperature and top-k, and the weight of an SFT term.
+      heldout: rows to evaluate the divergence on, never trained on; "" = none.
       run: how student and local teacher are computed; the teacher's weights are kept in `run.dtype`.
     """
 
@@ -87,7 +87,7 @@ def train(config: Config, quiet: bool = False) -> dict:
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for options that do not go together."""
+    """Raises ValueError for options that exclude each other."""
     spec = config.objective
     if bool(config.teacher) == bool(config.teachers):
         both = "both" if config.teacher else "none"
@@ -109,7 +109,7 @@ def check(config: Config) -> None:
 
 @contextlib.contextmanager
 def served_teachers(config: Config, vocabulary: int) -> Iterator[Callable[[list[Sample]], list[Sample]]]:
-    """A function from samples to those with what `config.teachers` say of them; without any they stay as they are."""
+    """Yields a function that adds the log-probabilities of `config.teachers` to samples; without any, the identity."""
     urls = served.named(config.teachers)
     if not urls:
         yield lambda samples: samples

@@ -21,25 +21,24 @@ class Config:
     """Evaluation of a checkpoint.
 
     Attributes:
-      model: Hugging Face directory with weights and tokenizer; with `servers`, the tokenizer alone is read.
-      data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a hub name.
+      model: Hugging Face directory: weights, config.json and tokenizer; with `servers` only the tokenizer is read.
+      data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a data set on the hub.
       row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
         `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
-      workflow: an episode: `module:function` that takes `generate` and a row, or an agent
-        (`rollout.workflows.resolve.bind`).
-      workflow_options: a JSON object of further arguments of the workflow.
-      agent: how agents are served that talk to the model as to OpenAI or Anthropic.
-      servers: addresses of generation servers; none = one is started on this machine with `model`.
-      serve: of the servers started here.
-      samples: completions a row.
+      workflow: an episode: `module:function` of `generate` and a row, or an agent (`rollout.workflows.resolve.bind`).
+      workflow_options: further arguments of the workflow, a JSON object.
+      agent: serving agents that use the OpenAI or Anthropic API.
+      servers: addresses of generation servers; none = starts one with `model` on this machine.
+      serve: options of servers that are started here.
+      samples: completions per row.
       limit: records to read; 0 = all.
-      max_prompt: most tokens of a prompt; rows with longer ones are left out, and counted. 0 = no limit.
-      max_concurrent: most rows in flight.
-      sampling: greedy unless told otherwise.
-      reward_workers: processes that compute rewards.
-      reward_timeout_s: seconds that one may take; after a second attempt the completion is unscorable.
-      seed: of sampling.
+      max_prompt: longest prompt in tokens; rows with longer ones are left out and counted; 0 = no limit.
+      max_concurrent: maximum number of rows in flight.
+      sampling: sampling parameters; greedy by default.
+      reward_workers: number of processes that compute rewards.
+      reward_timeout_s: time limit of one reward, in seconds; after a second attempt the completion is unscorable.
+      seed: random seed of sampling.
     """
 
     model: str

@@ -1,7 +1,7 @@
-"""Learning from preferences: pairs of completions, or single ones called good or bad -> a Hugging Face checkpoint.
+"""Preference learning: pairs of completions, or single ones labelled good or bad -> a Hugging Face checkpoint.
 
-The objective says which: DPO, IPO, SimPO and ORPO and KTO train a policy, RewardModel a scalar head that scores
-completions. Run it again with the same `out` and it goes on where it stopped.
+DPO, IPO, SimPO, ORPO and KTO train a policy, RewardModel a scalar head that scores completions. Running it again with
+the same `out` resumes the run.
 """
 
 import functools
@@ -31,20 +31,20 @@ FIRST_OPTIONS = (
 
 @dataclass(frozen=True)
 class Config(offline_options.Options):
-    """Learning from preferences.
+    """Preference learning: DPO, IPO, SimPO, ORPO, KTO, reward models.
 
     Attributes:
-      model: Hugging Face directory with weights and tokenizer, also the reference of objectives that have one.
-      data: rows with "prompt" (or "messages"), "chosen" and "rejected", for KTO "completion" and a "label" true or
-        false: a JSONL or Parquet file, a folder, or a hub name.
-      out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics; "" = runs/ and
-        the objective's name.
-      heldout: rows of which loss and accuracy are reported, never trained on; "" = none.
-      batch: rows a step; each is two sequences.
-      too_long: what becomes of rows longer than that: "refuse" ends the run when one comes, "drop" leaves them out of
-        data and held-out rows, and says how many. KTO's completions also stand beside the prompt of another row.
-      lora: adapters to train in place of all weights; the model without them is the reference. Rank 0 = none. A reward
-        model has none: its new head has to train.
+      model: Hugging Face directory: weights, config.json and tokenizer; also the reference model (ref_model), if any.
+      data: rows with "prompt" (or "messages"), "chosen" and "rejected"; for KTO with "completion" and a boolean
+        "label". A JSONL or Parquet file, a folder, or a data set on the hub.
+      out: the run's directory: checkpoint in `model/`, adapters in `adapter/`, state, metrics; "" = runs/ and the
+        objective's name.
+      heldout: rows to evaluate loss and accuracy on, never trained on; "" = none.
+      batch: rows per optimiser step; each has two sequences.
+      too_long: rows longer than that: "refuse" ends the run at the first, "drop" leaves them out and prints how many.
+        KTO also pairs each completion with the prompt of another row.
+      lora: trains adapters instead of all weights, with the base model as the reference; rank 0 = all weights. Not for
+        reward models, whose new head must train.
     """
 
     batch: int = 32
@@ -94,7 +94,7 @@ def train(config: Config, quiet: bool = False) -> dict:
 
 
 def check(row: dict, objective: Objective) -> None:
-    """Raises for a row that the objective cannot learn from."""
+    """Raises ValueError for a row that lacks what the objective needs."""
     kto, fields = isinstance(objective, losses.KTO), f"got the fields {sorted(row)}"
     wanted = ("completion",) if kto else ("chosen", "rejected")
     if not (isinstance(row.get("prompt"), str) or row.get("messages")):
@@ -111,9 +111,9 @@ def check(row: dict, objective: Objective) -> None:
 
 
 def pairs(sample: Callable[[dict, str], Sample], objective: Objective, rows: list[dict]) -> list[Sample]:
-    """The samples of a batch: chosen and rejected of each row, the margin as the chosen one's reward.
+    """Makes a batch's samples: chosen and rejected of each row, with the margin as the chosen one's reward.
 
-    For KTO each row's completion, and for the baseline its prompt with the completion of the row before, in a circle.
+    For KTO: each row's completion, and for the baseline its prompt with the completion of the previous row (cyclic).
     """
     if isinstance(objective, losses.KTO):
         others = [rows[i - 1]["completion"] for i in range(len(rows))] if len(rows) > 1 else []
@@ -132,7 +132,7 @@ def pairs(sample: Callable[[dict, str], Sample], objective: Objective, rows: lis
 
 
 def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
-    """(config, weights) to start from; of a reward model with a score head, new if there is none, and no other."""
+    """(config, weights) to start from; a reward model gets a score head, new if it has none, and no output head."""
     if not isinstance(config.objective, losses.RewardModel):
         return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     if config.init == "random":
@@ -145,9 +145,9 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
 
 
 def pad_id(tokens) -> int:
-    """The token that fills up sequences, also set in the tokenizer.
+    """Returns the padding token, and sets it in the tokenizer.
 
-    transformers reads a score at the last token that is not this one, so it must not be the end of turn.
+    transformers reads a score at the last token that is not padding, so padding must not be the end of turn.
 
     Raises:
       ValueError: there is no other special token.

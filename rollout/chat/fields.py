@@ -179,5 +179,5 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def several(body: Mapping[str, Any]) -> int:
-    """The field `n`."""
+    """Answers per prompt: the field `n`, 1 by default."""
     return 1 if body.get("n") is None else integer(body, "n", least=1, most=MOST)
