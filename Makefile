@@ -68,7 +68,7 @@ test: $(dev) ## run the tests, under 10 minutes on two cores
 
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
-test-slow: $(dev) ## test every algorithm from the command line, three steps each; full comparisons with TRL and PEFT
+test-slow: $(dev) ## test every algorithm from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`
 	$(py) -m pytest -q $(call marked,slow) $(both)
 
 .PHONY: test-mesh
@@ -143,9 +143,9 @@ $(peers)/.done: benchmarks/requirements.txt
 	@$(peers)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-.PHONY: bench-chip
-bench-chip: $(dev) ## benchmark training steps on this machine's GPU or TPU, against transformers and the plan
-	$(py) benchmarks/chip.py
+.PHONY: chip # installs nothing: uses .venv if it exists, else the JAX and packages of $(PYTHON)
+chip: ## benchmark on this machine's GPU or TPU, 9 minutes a call; repeat to complete benchmarks/CHIPS.md
+	$(or $(wildcard $(py)),$(PYTHON)) benchmarks/chip.py
 
 .PHONY: lint
 lint: $(dev) .dev/areax ## run ruff and mypy

@@ -1,4 +1,4 @@
-"""HTTP servers of ours: the socket that they listen on, how they run, and how those that are processes end."""
+"""Runs HTTP servers: binding their socket, starting uvicorn, and shutting down on signals."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def bind(host: str, port: int, what: str = "serve") -> socket.socket:
-    """A socket that holds host:port (0 = any port that is free), so that nobody else gets it; it does not listen yet.
+    """Binds a socket to host:port (0 = any free port), to reserve the address; it does not listen yet.
 
     Args:
-      what: the server's name, for complaints.
+      what: the server's name in errors.
 
     Raises:
-      ValueError: the address is taken, or is none of this machine.
+      ValueError: the address is in use, or does not belong to this machine.
     """
     if not 0 <= port < 2**16:
-        raise ValueError(f"{what}: port must be from 0 (any that is free) to 65535, got {port}")
+        raise ValueError(f"{what}: port must be from 0 (any free port) to 65535, got {port}")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise ValueError(f"{what}: {host}:{port} is not an address of this machine ({error})") from error
-    # By its protocol asyncio knows that answers are to be sent at once: each would otherwise wait 40 ms for the last.
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it each answer waits 40 ms for the one before.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -40,31 +40,31 @@ def bind(host: str, port: int, what: str = "serve") -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ValueError(
-                f"{what}: port {port} of {host} is in use; choose another, or 0 for any that is free"
+                f"{what}: port {port} of {host} is in use; choose another, or 0 for any free port"
             ) from error
         raise ValueError(f"{what}: cannot use {host}:{port} ({error.strerror})") from error
     return sock
 
 
 def bind_guarded(host: str, port: int, *, key: str | None, variable: str, what: str) -> socket.socket:
-    """As `bind`, for a server whose callers need a key unless only this machine may reach it.
+    """Like `bind`, but requires a key unless the address is reachable only from this machine.
 
     Args:
-      key: what callers need; without one only this machine may reach the address.
-      variable: the environment variable that holds the key, for complaints.
+      key: the key that callers need; None = none, for loopback addresses only.
+      variable: the environment variable that holds the key, for errors.
 
     Raises:
-      ValueError: as `bind`; the address can be reached from elsewhere without a key, or the key is empty.
+      ValueError: as `bind`; the address is reachable from other machines without a key, or the key is empty.
     """
     if key == "":
-        raise ValueError(f"{what}: the key must not be empty; set {variable}, or unset it on this machine alone")
+        raise ValueError(f"{what}: the key must not be empty; set {variable}, or unset it to serve only this machine")
     if key is None and not loopback(host):
         raise ValueError(f"{what}: {host} can be reached from other machines; set {variable}")
     return bind(host, port, what)
 
 
 def loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Whether the address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -72,13 +72,13 @@ def loopback(host: str) -> bool:
 
 
 def address(place: tuple) -> str:
-    """The URL of a host and a port, such as `getsockname` gives."""
+    """The URL of an address as returned by `getsockname`."""
     host, port = place[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server(app: ASGIApp, **options: Any) -> uvicorn.Server:
-    """A uvicorn server that leaves signals to the program; `options` are further ones of `uvicorn.Config`."""
+    """Makes a uvicorn server that leaves signals to the program; `options` are passed to `uvicorn.Config`."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -92,7 +92,7 @@ def server(app: ASGIApp, **options: Any) -> uvicorn.Server:
 
 @contextlib.asynccontextmanager
 async def running(server: uvicorn.Server, sock: socket.socket) -> AsyncIterator[asyncio.Task]:
-    """Runs a `server` on `sock` while the block runs, which begins once requests are answered; yields its task.
+    """Runs a `server` on `sock` during the block, which is entered once requests are answered; yields its task.
 
     Raises RuntimeError if it did not start.
     """
@@ -115,8 +115,8 @@ def serve(
     """Serves until SIGTERM or SIGINT; prints the line `ready` once requests are answered.
 
     Args:
-      ending: called when it is told to end, before it waits for answers under way.
-      options: as `server`.
+      ending: called on shutdown, before it waits for responses in progress.
+      options: as for `server`.
     """
     made = server(app, **({"loop": "asyncio", "timeout_graceful_shutdown": 1} | options))
     ends = (signal.SIGINT, signal.SIGTERM)
@@ -130,7 +130,7 @@ def serve(
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
             ending()
-        for number in ends:  # what follows is the way out already
+        for number in ends:  # shutting down already
             signal.signal(number, lambda *_: None)
 
     with asyncio.Runner(loop_factory=made.config.get_loop_factory()) as runner:

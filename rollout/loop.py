@@ -18,7 +18,7 @@ from . import events
 
 Push = Callable[[], Awaitable[Any]]
 PARTS = ("publish_s", "save_s", "wait_s", "rollout_s", "update_s")  # of a step, sequential
-BESIDE = ("push_s", "evaluate_s")
+BACKGROUND = ("push_s", "evaluate_s")
 
 
 async def run(
@@ -65,7 +65,7 @@ async def run(
     """
     if not 0 <= start <= steps:
         raise ValueError(f"loop.run: start must lie in 0..steps = {steps}, got {start}")
-    seconds, total = (dict.fromkeys((*PARTS, *BESIDE, "step_s"), 0.0) for _ in range(2))
+    seconds, total = (dict.fromkeys((*PARTS, *BACKGROUND, "step_s"), 0.0) for _ in range(2))
     current: int | None = start  # the version of the state; None while an update consumes it
     saved, position = start, cursor()  # newest saved version; the data position that matches `current`
     background: asyncio.Task | None = None

@@ -1,4 +1,4 @@
-"""Two workflows in AReaL's shape, with its imports changed to ours and nothing else."""
+"""Two AReaL workflows; only their imports were changed to ours."""
 
 import uuid
 
@@ -16,7 +16,7 @@ from areax.rollout.workflows.areal import (
 
 
 class SingleTurn(RolloutWorkflow):
-    """One answer a sample, `n_samples` of them."""
+    """A single turn with `n_samples` answers."""
 
     def __init__(self, reward_fn, gconfig: GenerationHyperparameters, tokenizer, n_samples: int = 1):
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer).new(n_samples=n_samples)
@@ -57,7 +57,7 @@ class SingleTurn(RolloutWorkflow):
 
 
 class Retry(RolloutWorkflow):
-    """Answers until the reward is not 0; later rewards are worth less."""
+    """Retries until the reward is not 0, discounting later rewards."""
 
     def __init__(self, reward_fn, gconfig, tokenizer, max_turns: int = 3, turn_discount: float = 0.5):
         self.gconfig, self.tokenizer = gconfig, tokenizer

@@ -1,9 +1,9 @@
 """Compares two checkouts of areax: python tests/compare_trees.py OLD NEW [--out FOLDER]
 
-The same commands run in both, with the Python that runs this program: a seeded SFT run, a GRPO run at eta 0 with
-servers of its own, the printed objectives, and the options of every recipe. What must agree: each number of
-metrics.jsonl that two runs of OLD agree on, the hashes of the exported weights, and what every preset prints. Options
-that were added, renamed or given another default are listed, public addresses that are gone are named.
+Runs the same commands in both, with the Python that runs this program: a seeded SFT run, a GRPO run at eta 0 with its
+own servers, the printed objectives, and the options of every recipe. These must agree: each number of metrics.jsonl
+that two runs of OLD agree on, the hashes of the exported weights, and the printed presets. Lists options that were
+added, renamed or given another default, and public addresses that no longer exist.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def environment(tree: Path) -> dict[str, str]:
 
 
 def described(tree: Path) -> dict:
-    """Presets, options of the recipes, and public addresses that cannot be imported."""
+    """Presets, options of the recipes, and public addresses that cannot be imported, of a checkout."""
     arguments = [json.dumps(PUBLIC), json.dumps(["sft", "grpo", "preference", "distill", "eval"])]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], env=environment(tree), capture_output=True, text=True, check=True
@@ -83,7 +83,7 @@ def described(tree: Path) -> dict:
 
 
 def ran(tree: Path, out: Path, place: Path) -> dict:
-    """{run: (metrics lines, hashes of what was exported)} of all runs in a checkout."""
+    """{run: (metrics lines, hashes of exported weights)} of all runs in a checkout."""
     results = {}
     for name, options in RUNS.items():
         print(f"{tree}: {name}", file=sys.stderr)
@@ -100,14 +100,14 @@ def ran(tree: Path, out: Path, place: Path) -> dict:
 
 
 def same(name: str, old, new) -> bool:
-    """Whether a metric is the same: bit for bit, but for sums over requests in the order in which they end."""
+    """Whether a metric is bitwise the same; sums in order of request completion may differ by rounding."""
     if name in ("length_begun", "length_bias") and isinstance(new, float):
         return math.isclose(old, new, rel_tol=1e-12, abs_tol=1e-12)
     return old == new
 
 
 def differences(first: list[dict], again: list[dict], new: list[dict]) -> list[str]:
-    """Values that two runs of the old checkout agree on and a run of the new one does not."""
+    """Values that two runs of the old checkout agree on but a run of the new one does not."""
     found = [] if len(first) == len(new) else [f"{len(first)} lines of metrics, now {len(new)}"]
     for a, b, c in zip(first, again, new, strict=False):
         where = f"{a['kind']} {a['step']}"

@@ -47,6 +47,7 @@ else:
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # XLA's pool has a thread a device; where devices wait for each other in all of them, nothing is left to go on with.
 os.environ["NPROC"] = "32"  # read once, when the devices are made
@@ -64,3 +65,10 @@ del os.environ["NPROC"]  # child processes have fewer devices
 # The same examples in every run, and no deadline: the first call of a jitted function compiles it.
 hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("areax")
+
+
+def pytest_runtest_setup(item):
+    """Skips tests of an accelerator that JAX does not have here."""
+    for platform in ("gpu", "tpu"):
+        if item.get_closest_marker(platform) and jax.default_backend() != platform:
+            pytest.skip(f"needs a {platform.upper()}, JAX's backend is {jax.default_backend()}")

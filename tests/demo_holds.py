@@ -1,4 +1,4 @@
-"""Checks what `make demo` and `make demo-controls` left in runs/demo against docs/demo.md."""
+"""Checks the results of `make demo` and `make demo-controls` in runs/demo against docs/demo.md."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
-"""The RL part of the demo on a Ray cluster: two raylets here, two servers and a trainer that `areax launch` places.
+"""The RL part of the demo on a local Ray cluster: `areax launch` places two servers and a trainer on two raylets.
 
-The SFT stage is taken from runs/demo if it is there, else run first. Writes runs/demo-ray, and checks what came out.
+Uses the SFT stage of runs/demo if it exists, else runs it first. Writes runs/demo-ray, and checks the results.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ OUT = Path("runs/demo-ray")
 
 
 def words(config, default, prefix="--"):
-    """Options that make `config` of `default`."""
+    """Yields the options that turn `default` into `config`."""
     for field in dataclasses.fields(config):
         value, usual = getattr(config, field.name), getattr(default, field.name)
         name = prefix + field.name.replace("_", "-")
@@ -49,7 +49,7 @@ def main():
             sft.main(demo.sft_config(config, OUT))
     run = demo.grpo_config(config, OUT, "grpo")
     serve = run.serving.serve
-    usual = grpo.Config("", "", "", serving=run.serving)  # the servers are the launcher's
+    usual = grpo.Config("", "", "", serving=run.serving)  # the servers belong to the launcher
     began = time.monotonic()
     with raylets.cluster(["--num-cpus", "2"], ["--num-cpus", "1"]) as address:
         command = [sys.executable, "-m", "areax", "launch", "--on", "ray", "--ray.address", address, "--servers", "2"]

@@ -1,4 +1,4 @@
-"""A gateway over real sockets before an engine that says what it is told, for the tests of its parts."""
+"""A gateway on real sockets in front of a scripted engine."""
 
 import asyncio
 
@@ -38,12 +38,12 @@ INPUT, MESSAGE = {"model": "m", "input": "x"}, {"model": "m", "messages": USER, 
 
 
 class Engine:
-    """Generates what it is told, one token a byte, and keeps what it was asked."""
+    """A scripted engine with one token per byte that records its requests."""
 
     def __init__(self):
         self.script, self.prompts, self.asked = [], [], []
         self.cancelled, self.info = 0, {}
-        self.hold = None  # an event to wait for before the last token
+        self.hold = None  # an event to await before the last token
 
     def say(self, *texts, finish="stop"):
         self.script += [(TOKENS.encode(text) + [END] * (finish == "stop"), finish) for text in texts]
@@ -74,7 +74,7 @@ class Engine:
 
 
 class Place:
-    """A gateway, an engine, and a session of it with its key."""
+    """A gateway, its engine, and an open session with its key."""
 
     def __init__(self, gateway, engine):
         self.gateway, self.engine = gateway, engine
@@ -88,7 +88,7 @@ class Place:
         return anthropic.AsyncAnthropic(base_url=self.gateway.url, api_key=key or self.key, max_retries=0)
 
     async def request(self, method, path, key=None, **more):
-        """(status, body) of one request; the key is the session's unless another is given."""
+        """(status, body) of one request; `key` defaults to that of the session."""
         headers = {"authorization": f"Bearer {self.key if key is None else key}"}
         async with aiohttp.ClientSession() as http:
             async with http.request(method, self.gateway.url + path, headers=headers, **more) as reply:
@@ -96,7 +96,7 @@ class Place:
 
 
 def served(test, **options):
-    """Runs the coroutine function `test` with a Place."""
+    """Runs the coroutine function `test` on a Place."""
 
     async def run():
         engine = Engine()
@@ -107,7 +107,7 @@ def served(test, **options):
 
 
 def online(**options):
-    """Options of `serve` for sessions that are started over HTTP; those that ended are in `ended`."""
+    """(engine, ended sessions, options of `serve`) for sessions that are started over HTTP."""
     engine, ended = Engine(), []
 
     async def on_start(wanted):
@@ -124,6 +124,6 @@ def online(**options):
 
 
 def extends(place):
-    """Whether each prompt has all tokens that were read and sampled before it, as they were."""
+    """Whether each prompt starts with all tokens read and sampled before it."""
     done = place.session.interactions
     return all(y.extends and y.prompt[: len(x.tokens)] == x.tokens for x, y in zip(done, done[1:], strict=False))

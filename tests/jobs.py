@@ -1,4 +1,4 @@
-"""Several processes of a program on this machine, joined by the plain variables."""
+"""Starts several processes of a job on this machine, joined by the AREAX_ environment variables."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def start(commands, logs, *, devices=1):
-    """Starts `python COMMAND` with each command, its words; process i writes logs/i.log."""
+    """Starts `python *words` for each command; process i writes logs/i.log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -26,7 +26,7 @@ def start(commands, logs, *, devices=1):
 
 
 def run(words, count, logs, *, devices=1, timeout_s=300):
-    """Starts one command so many times and waits; what the first one printed. All must end with exit code 0."""
+    """Runs one command `count` times and returns the output of the first; all must end with exit code 0."""
     running = start([words] * count, logs, devices=devices)
     try:
         codes = [process.wait(timeout_s) for process in running]
@@ -45,7 +45,7 @@ def end(running):
 
 
 def until(condition, timeout_s=240):
-    """Waits until it holds."""
+    """Waits until `condition()` is true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -53,7 +53,7 @@ def until(condition, timeout_s=240):
 
 
 def settings(devices):
-    """As conftest.py has it, and the tests' own modules within reach."""
+    """Environment variables as in conftest.py, with the modules of tests/ importable."""
     return {
         "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

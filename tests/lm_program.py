@@ -1,6 +1,6 @@
-"""What test_lm_eval.py runs: python lm_program.py KIND MODEL ADDRESS FOLDER prints what lm-eval found, as JSON.
+"""Run by test_lm_eval.py: python lm_program.py KIND MODEL ADDRESS FOLDER prints the results of lm-eval as JSON.
 
-KIND is "hf" (transformers) or "api" (an address of OpenAI's API).
+KIND is "hf" (transformers) or "api" (the address of an OpenAI API).
 """
 
 import json

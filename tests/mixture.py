@@ -1,4 +1,4 @@
-"""A small model with experts, and a mixture in float64, one expert at a time."""
+"""A small mixture-of-experts model, and a reference in float64 that computes one expert at a time."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import tiny
 from areax import models
 from areax.core import step
 
-E, K, L = 6, 2, 2  # experts, how many of them a token goes to, layers that have experts
+E, K, L = 6, 2, 2  # experts, experts per token, layers with experts
 HF = dict(
     model_type="qwen3_moe", vocab_size=61, hidden_size=24, intermediate_size=32, num_hidden_layers=3,
     num_attention_heads=2, num_key_value_heads=1, head_dim=12, initializer_range=0.4, tie_word_embeddings=True,
@@ -28,6 +28,6 @@ def mlp(x_D, gate_FD, up_FD, down_DF):
 
 
 def mix(x_D, index_K, weight_K, gate_EFD, up_EFD, down_EDF):
-    """Of one token the weighted sum over its experts."""
+    """The weighted sum over the experts of one token."""
     each = zip(index_K, weight_K, strict=True)
     return sum(weight * mlp(x_D, gate_EFD[e], up_EFD[e], down_EDF[e]) for e, weight in each)

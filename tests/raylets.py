@@ -11,15 +11,15 @@ from pathlib import Path
 
 import jobs
 
-ADDRESSES = ("127.0.0.2", "127.0.0.3")  # Ray takes 127.0.0.1 for the machine's address in its network
-MEMORY = 80 * 2**20  # of a node's object store, the least there can be
+ADDRESSES = ("127.0.0.2", "127.0.0.3")  # Ray replaces 127.0.0.1 by the machine's network address
+MEMORY = 80 * 2**20  # object store of a node: the minimum
 
 
 @contextlib.contextmanager
 def cluster(*nodes):
-    """The address of a cluster with a raylet for each of `nodes`, words of `ray start`; they end with the block."""
+    """Yields the address of a cluster with a raylet per entry of `nodes`, which are arguments of `ray start`."""
     environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets lie in it, whose paths must be short
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # contains sockets, whose paths must be short
     with socket.create_server((ADDRESSES[0], 0)) as probe:
         address = f"{ADDRESSES[0]}:{probe.getsockname()[1]}"
     with contextlib.ExitStack() as stack:
@@ -40,7 +40,7 @@ def cluster(*nodes):
 
 
 def end(raylet):
-    """Asks it to end its processes, then waits."""
+    """Asks a raylet to end its processes, then waits for it."""
     raylet.terminate()
     try:
         raylet.wait(60)

@@ -1,4 +1,4 @@
-"""Servers of the contract on real sockets, which misbehave on cue."""
+"""Stand-in generation servers on real sockets that misbehave on cue."""
 
 import asyncio
 import contextlib
@@ -18,16 +18,16 @@ def token_at(index):
 
 
 def logp_at(index):
-    return -index / 64  # exact in binary
+    return -index / 64  # exactly representable in binary
 
 
 @contextlib.asynccontextmanager
 async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
-    """A server of the contract whose token and log-probability depend on the absolute index alone.
+    """A generation server whose tokens and log-probabilities depend on the absolute index only.
 
-    `script` holds answers for the next `/generate` calls; `refuse` maps other paths to an answer. An honest one says in
-    log-probabilities which weights it really has; `fails` names a path at which its next push goes wrong. `wrong` lists
-    what SGLang would not survive: being used while its memory is released, releasing while it runs, resuming twice.
+    `script` holds the answers of the next `/generate` calls; `refuse` maps other paths to an answer. With `honest`, the
+    log-probability is minus the version it really has; `fails` names a path at which its next push fails. `wrong` lists
+    calls that would crash SGLang: use while its memory is released, release while requests run, resuming twice.
     """
     state = types.SimpleNamespace(
         label=label, weights=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0, fails="",
@@ -157,20 +157,20 @@ async def until(condition):
 
 
 def check(done, prompt, n):
-    """`done` holds each of n tokens once, with its own log-probability."""
+    """Asserts that `done` has each of n tokens once, with its own log-probability."""
     assert done.tokens == [token_at(len(prompt) + i) for i in range(n)]
     assert done.logp == [logp_at(len(prompt) + i) for i in range(n)]
     assert len(done.version) == n
 
 
 def run(main):
-    """Ends what hangs: a test takes 6 s at most, 20 on a slow machine, and a call that nobody answers 120 or more."""
+    """Runs `main` with a timeout: tests take up to 6 s (20 s on a slow machine), an unanswered call 120 s or more."""
     asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def controls(server):
     ignored = ("/generate", "/server_info", "/health", "/v1/loads")
-    return [path for path, _ in server.calls[2:] if path not in ignored]  # after connect's two
+    return [path for path, _ in server.calls[2:] if path not in ignored]  # without the two of connect
 
 
 def states(fleet):

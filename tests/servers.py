@@ -1,4 +1,4 @@
-"""Generation servers as child processes, the embedded one and the real SGLang, and plain HTTP to talk to either."""
+"""Generation servers as child processes, embedded or real SGLang, and a plain HTTP client for both."""
 
 import contextlib
 import http.client
@@ -16,14 +16,14 @@ EMBEDDED = "import json, sys; from areax.rollout.engine import server; server.se
 
 
 class Remote:
-    """A server at an address; requests block, each on a connection of its own."""
+    """A client of one server; calls block, and each opens its own connection."""
 
     def __init__(self, port):
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.headers = {"Content-Type": "application/json"}
 
     def ask(self, method, path, body=None, timeout_s=120):
-        """(status, the JSON or text answered)."""
+        """(status, JSON or text of the answer)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         with contextlib.closing(connection):
@@ -53,7 +53,7 @@ class Remote:
 
     @contextlib.contextmanager
     def stream(self, path, body):
-        """Yields an iterator over the events of a streamed answer, [DONE] checked and left out."""
+        """Yields an iterator over the events of a streamed answer; checks the final [DONE] and leaves it out."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps({**body, "stream": True}), self.headers)
@@ -74,7 +74,7 @@ class Remote:
 
 
 class Later:
-    """What a function returns, called in a thread of its own."""
+    """The result of a function that runs in its own thread."""
 
     def __init__(self, function):
         self._result, self._error = None, None
@@ -102,7 +102,7 @@ class Later:
 
 @contextlib.contextmanager
 def embedded(path, *, environment=None, **options):
-    """`server.serve(path, **options)` in a process of its own, on a free port."""
+    """Runs `server.serve(path, **options)` in its own process, on a free port."""
     options = {"path": str(path), "port": 0, **options}
     process = subprocess.Popen(
         [sys.executable, "-c", EMBEDDED, json.dumps(options)],
@@ -120,7 +120,7 @@ def embedded(path, *, environment=None, **options):
 
 @contextlib.contextmanager
 def stager(root):
-    """The address of a stager in a process of its own, which keeps versions in `root`."""
+    """Yields the address of a stager process that keeps versions in `root`."""
     command = [sys.executable, "-m", "areax.rollout.weights.stager", "--port", "0", "--root", str(root)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -131,7 +131,7 @@ def stager(root):
 
 @contextlib.contextmanager
 def sglang(path, python, log, *options):
-    """The real SGLang server on the CPU; `python` is that of its environment, `options` words for its command line."""
+    """Runs the real SGLang server on the CPU with its environment's `python`; `options` go to its command line."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:
         port = sock.getsockname()[1]
     command = [python, str(HERE / "sglang_cpu" / "serve.py"), "--model-path", str(path), "--port", str(port)]
@@ -154,7 +154,7 @@ def sglang(path, python, log, *options):
 
 @contextlib.contextmanager
 def ended(process):
-    """Ends a process with SIGTERM when the block is left."""
+    """Ends a process with SIGTERM on leaving the block."""
     try:
         yield
     finally:

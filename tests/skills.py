@@ -9,7 +9,7 @@ DOCS, SKILLS = ROOT / "docs", ROOT / ".agents" / "skills"
 
 
 def skill(file: Path) -> str:
-    """What a SKILL.md must hold: its own front matter, and the page of its folder's name with links to the same places.
+    """The content of a SKILL.md: its own front matter, and the page named like its folder, with adjusted links.
 
     Raises:
       ValueError: it has no front matter.

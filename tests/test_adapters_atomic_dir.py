@@ -1,4 +1,4 @@
-"""A directory that is replaced whole, or stays as it was."""
+"""Atomic replacement of directories: the new directory appears whole, or the old one stays as it was."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def anything(path):
     return True
 
 
-def test_appears_when_the_block_ends(tmp_path):
+def test_the_directory_appears_when_the_block_ends(tmp_path):
     target = tmp_path / "deep" / "target"
     with atomic_dir.replacing(target, anything) as new:
         (new / "a").write_text("1")
@@ -21,7 +21,7 @@ def test_appears_when_the_block_ends(tmp_path):
     assert contents(target) == ["a"] and contents(target.parent) == ["target"]
 
 
-def test_an_old_directory_is_replaced_whole(tmp_path):
+def test_an_old_directory_is_replaced_as_a_whole(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "old").write_text("1")
     with atomic_dir.replacing(tmp_path / "t", anything) as new:
@@ -30,13 +30,13 @@ def test_an_old_directory_is_replaced_whole(tmp_path):
     assert contents(tmp_path / "t") == ["new"] and contents(tmp_path) == ["t"]
 
 
-def test_systems_without_an_exchange_replace_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_dir, "RENAME_EXCHANGE", 1 << 30)  # a flag that the kernel refuses
-    test_an_old_directory_is_replaced_whole(tmp_path)
+def test_replacing_works_without_an_atomic_exchange_of_directories(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_dir, "RENAME_EXCHANGE", 1 << 30)  # a flag that the kernel rejects
+    test_an_old_directory_is_replaced_as_a_whole(tmp_path)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_failure_leaves_what_was_there(tmp_path, error):
+def test_a_failure_leaves_the_old_directory(tmp_path, error):
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "old").write_text("1")
     with pytest.raises(error), atomic_dir.replacing(tmp_path / "t", anything) as new:
@@ -45,7 +45,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, error):
     assert contents(tmp_path / "t") == ["old"] and contents(tmp_path) == ["t"]
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_a_symlink_stays_a_symlink(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with atomic_dir.replacing(tmp_path / "link", anything) as new:

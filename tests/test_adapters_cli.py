@@ -1,4 +1,4 @@
-"""The command line as a user meets it: exit codes and single lines."""
+"""The command line as users see it: exit codes and one-line errors."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 
 
 def bad(capsys, *argv):
-    """Runs a command that must be refused, and returns its one line."""
+    """Runs a command that must be rejected, and returns its one-line error."""
     assert cli.main([str(a) for a in argv]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1, err
@@ -35,7 +35,7 @@ def test_help_names_every_command(capsys):
     assert "--api-key" in capsys.readouterr().out
 
 
-def test_unknown_things_get_the_nearest_name(capsys):
+def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     assert "did you mean train?" in bad(capsys, "trian")
     assert "did you mean grpo?" in bad(capsys, "train", "grp")
     assert "did you mean dapo?" in bad(capsys, "train", "dapoo")
@@ -46,7 +46,7 @@ def test_unknown_things_get_the_nearest_name(capsys):
     assert "needs a recipe" in bad(capsys, "train")
 
 
-def test_missing_and_half_written_checkpoints(capsys, model, tmp_path):
+def test_missing_and_truncated_checkpoints(capsys, model, tmp_path):
     assert "nowhere" in bad(capsys, "check", tmp_path / "nowhere")
     assert "nowhere" in bad(capsys, "convert", tmp_path / "nowhere", tmp_path / "out")
     half = tmp_path / "half"
@@ -89,13 +89,13 @@ def test_convert_and_check(capsys, model, tmp_path):
 
 
 def test_a_failed_check_is_exit_code_1(capsys, tmp_path):
-    """Numbers that are not finite: it loads, but it is no good."""
+    """Non-finite weights: the checkpoint loads, but fails the check."""
     assert cli.main(["check", str(tiny.model(tmp_path / "nan", initializer_range=float("nan")))]) == 1
     assert "embed_tokens" in capsys.readouterr().out
 
 
-def test_a_changed_tensor_is_told(capsys, model, tmp_path):
-    """Same names and shapes, other numbers: the manifest's hashes tell."""
+def test_a_changed_tensor_is_detected(capsys, model, tmp_path):
+    """Names and shapes are unchanged, values are not: the hashes in the manifest differ."""
     changed = tmp_path / "changed"
     changed.mkdir()
     for file in model.iterdir():
@@ -106,13 +106,13 @@ def test_a_changed_tensor_is_told(capsys, model, tmp_path):
     assert "does not match manifest.json" in bad(capsys, "check", changed)
 
 
-def test_a_recipe_needs_its_two_names(capsys, tmp_path):
+def test_a_recipe_file_must_exist_and_define_config(capsys, tmp_path):
     (tmp_path / "empty.py").write_text("")
     assert "no Config" in bad(capsys, "train", tmp_path / "empty.py")
     assert "missing.py" in bad(capsys, "train", tmp_path / "missing.py")
 
 
-def test_an_algorithm_is_grpo_with_its_objective(capsys, monkeypatch):
+def test_an_algorithm_name_runs_grpo_with_its_objective(capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(grpo, "main", lambda config: seen.append(config.training.objective))
     required = ["--model", "m", "--data", "d", "--reward", "r"]

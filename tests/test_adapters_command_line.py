@@ -1,4 +1,4 @@
-"""Options of recipes: files of options, the two help screens, and complaints in one line."""
+"""Options of recipes: config files, the two help screens, and one-line errors."""
 
 import dataclasses
 import importlib
@@ -38,15 +38,15 @@ def written(config, path):
 
 
 @pytest.mark.parametrize("name", [*losses.POLICIES, *losses.PREFERENCES])
-def test_a_runs_config_is_read_as_the_same_options(tmp_path, name):
+def test_the_saved_config_of_a_run_gives_the_same_options(tmp_path, name):
     recipe = grpo if name in losses.POLICIES else preference
     objective = (losses.POLICIES | losses.PREFERENCES)[name]()
     own = replaced(recipe.Config(**required(recipe.Config)), objective=objective, steps=7, out="runs/-x y")
-    # By the recipe's own name, too: the file says which objective it was.
+    # Also under the name of the recipe itself: the file says which objective it was.
     assert read(recipe.Config, "--config", written(own, tmp_path)) == own
 
 
-def test_every_kind_of_value_is_read_as_it_was(tmp_path):
+def test_every_type_of_value_round_trips(tmp_path):
     own = replaced(
         grpo.Config("m", "d", "r"), servers=("http://a", "http://b"), colocated=True, eta=0, seed=3,
         sampling=Sampling(temperature=0.7, stop=("\n", "end"), stop_token_ids=(1, 2)),
@@ -60,7 +60,7 @@ def test_every_kind_of_value_is_read_as_it_was(tmp_path):
     assert more == replaced(own, steps=9, servers=("http://c",), colocated=False)
 
 
-def test_a_file_by_hand_has_sections_or_names_of_the_command_line(tmp_path):
+def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: m\ndata: d\nreward: r\ngroup-size: 4\nsampling.max_new_tokens: 5\noptim:\n  lr: 1e-5\n"
@@ -86,14 +86,14 @@ def test_a_file_by_hand_has_sections_or_names_of_the_command_line(tmp_path):
         ("", "must hold options by name, got NoneType"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_one_line_with_its_name(tmp_path, text, message):
+def test_errors_in_a_config_file_name_the_file_in_one_line(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"--config {path}: {message}")):
         config_file.read(path, grpo.Config)
 
 
-def test_complaints_are_one_line(capsys, tmp_path):
+def test_errors_are_one_line(capsys, tmp_path):
     for arguments, message in (
         (["--config"], "--config needs a YAML or JSON file, got nothing"),
         (["--config", "--steps"], "--config needs a YAML or JSON file, got --steps"),
@@ -110,7 +110,7 @@ def test_complaints_are_one_line(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("command", [*RECIPES, *map(str.lower, losses.POLICIES | losses.PREFERENCES)])
-def test_the_first_screen_is_one(capsys, command):
+def test_the_short_help_fits_on_one_screen(capsys, command):
     for kind in ("train", "plan"):
         with pytest.raises(SystemExit):
             cli.main([kind, command, "--help"])
@@ -134,7 +134,7 @@ def test_all_options_are_shown_with_their_defaults(name):
         assert option.text, f"--{option.name} has no help text"
 
 
-def test_help_shows_the_algorithms_own_defaults(capsys):
+def test_help_shows_the_defaults_of_the_algorithm(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "dapo", "--help-all"])
     assert re.search(
@@ -142,7 +142,7 @@ def test_help_shows_the_algorithms_own_defaults(capsys):
     )
 
 
-def test_a_recipe_with_an_option_named_config_keeps_it():
+def test_a_recipe_may_have_its_own_option_named_config():
     @dataclasses.dataclass(frozen=True)
     class Config:
         config: str = ""

@@ -1,4 +1,4 @@
-"""`check` says what is wrong with a checkpoint, `convert` writes another one."""
+"""`areax check` reports what is wrong with a checkpoint, `areax convert` writes a converted copy."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_good_checkpoint(saved):
     assert report["logit_std"] > 1 and report["max_logit_diff"] < 1e-4 and report["max_gradient_diff"] < 1e-4
 
 
-def test_numbers_that_are_not_finite_are_named(saved):
+def test_tensors_with_non_finite_values_are_named(saved):
     tensors = {name: np.array(x) for name, x in safetensors.read(saved).items()}
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
     safetensors.write(saved, tensors, tensors.values())
@@ -41,8 +41,8 @@ def test_numbers_that_are_not_finite_are_named(saved):
     assert report["manifest"] == "none"
 
 
-def test_a_model_that_computes_otherwise_is_not_ok(saved, monkeypatch):
-    """A config.json that transformers reads and that we read wrongly: here, by another rope base."""
+def test_a_model_with_different_outputs_fails_the_check(saved, monkeypatch):
+    """A config.json that we misread and transformers does not: here, with another RoPE base."""
     honest = hf.read_config
 
     def misread(path):

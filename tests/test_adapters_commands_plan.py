@@ -1,4 +1,4 @@
-"""`areax plan` as a user meets it: figures as text and JSON, refusals on one line, and the check."""
+"""`areax plan` as users see it: figures as text and JSON, one-line errors, and --check."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_json_holds_the_same_figures_as_the_text(capsys, model):
     assert report["devices"] == 4 and "agrees" not in report
 
 
-def test_rl_adds_generation_and_scores(capsys, model):
+def test_rl_plans_include_generation_and_scoring(capsys, model):
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
     report = json.loads(run(capsys, "grpo", *options, "--json"))
     figures = {name: f["value"] for name, f in report["figures"].items()}
@@ -54,7 +54,7 @@ def test_rl_adds_generation_and_scores(capsys, model):
     with_kl = json.loads(run(capsys, "grpo", *options, "--objective.kl.coef", 0.1, "--json"))["figures"]
     assert with_kl["reference_bytes"]["value"] == figures["params_bytes"]
     assert with_kl["score_flops"]["value"] == 2 * figures["score_flops"]
-    assert figures["rollout_devices"] == figures["server_devices"] == 1  # the server that the recipe starts
+    assert figures["rollout_devices"] == figures["server_devices"] == 1  # the server started by the recipe
     fleet = [*options, "--servers", "http://127.0.0.1:1", "--rollout-chips", 2]
     assert json.loads(run(capsys, "grpo", *fleet, "--json"))["figures"]["rollout_devices"]["value"] == 2
     said = run(capsys, "grpo", *options, "--rollout-chips", 2, code=2)
@@ -63,8 +63,8 @@ def test_rl_adds_generation_and_scores(capsys, model):
     assert half["microbatches"] == report["microbatches"] / 2 == 1
 
 
-def test_a_recipe_by_path(capsys, model, tmp_path):
-    """Any file whose Config has the fields that a plan reads; others that have no default are not asked for."""
+def test_a_recipe_given_by_path(capsys, model, tmp_path):
+    """Any file whose Config has the fields that a plan reads; other required fields may be left out."""
     source = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom areax import models\n"
         "from areax.parallel.mesh import Layout\n@dataclass(frozen=True)\nclass Config:\n"
@@ -76,13 +76,13 @@ def test_a_recipe_by_path(capsys, model, tmp_path):
     bad.write_text(source.format("    run: models.Run = models.Run()\n"))
     assert json.loads(run(capsys, good, "--model", model, "--json"))["microbatches"] == 1
     assert "got no mesh" in run(capsys, bad, "--model", model, code=2)
-    some = tmp_path / "some.py"  # what generates is not taken for supervised
+    some = tmp_path / "some.py"  # a recipe that generates is not planned as supervised
     some.write_text(good.read_text().replace("    batch: int = 2\n", "    group_size: int = 2\n    groups: int = 2\n"))
     assert "got no minibatches" in run(capsys, some, "--model", model, code=2)
 
 
-def test_pairs_are_two_sequences_and_may_have_a_reference(capsys, model):
-    """Three microbatches of four rows hold as many sequences of full length as six pairs have."""
+def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsys, model):
+    """Three microbatches of four rows hold the twelve full-length sequences of six pairs."""
     options = ["--model", model, "--length", 32, "--rows", 4, "--batch", 6]
     for name, held in (("dpo", True), ("simpo", False)):
         report = json.loads(run(capsys, name, *options, "--json"))
@@ -110,7 +110,7 @@ def test_pairs_are_two_sequences_and_may_have_a_reference(capsys, model):
         (["--chp", "h100"], "did you mean --chip?"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(capsys, model, options, line):
+def test_options_that_cannot_be_planned_give_a_one_line_error(capsys, model, options, line):
     said = run(capsys, "sft", "--model", model, *options, code=2)
     assert line in said and said.count("\n") == 1
 
@@ -131,7 +131,7 @@ def test_the_check_compiles_the_real_step(capsys, model):
 
 
 def test_the_guide_shows_what_the_command_prints(capsys, tmp_path, monkeypatch):
-    """The example of docs/plan.md, to the last figure."""
+    """The example in docs/plan.md is correct to the last figure."""
     config, session = (re.search(rf"```{kind}\n(.*?)```", GUIDE, re.S).group(1) for kind in ("json", "console"))
     command, _, printed = session.partition("\n")
     assert command.startswith("$ areax plan ")
@@ -154,7 +154,7 @@ def test_the_guide_explains_every_figure(capsys, model):
     assert "ep_gather_bytes" in GUIDE and "compiled_argument_bytes" in GUIDE
 
 
-def test_what_does_not_fit_says_what_would(capsys, model):
+def test_a_plan_that_does_not_fit_suggests_what_would(capsys, model):
     big = ["--model", model, "--length", 1 << 20, "--rows", 1 << 14]
     *_, verdict, rows = run(capsys, "sft", *big).splitlines()
     assert verdict.startswith("does not fit with --rows 16384: ") and re.fullmatch(

@@ -1,4 +1,4 @@
-"""Loss masks of conversations: against pieces written out by hand, for templates of several styles."""
+"""Loss masks of conversations, compared with pieces written out by hand, for several styles of template."""
 
 import json
 
@@ -16,12 +16,12 @@ PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HEADERS = (  # in the manner of Llama 3
+HEADERS = (  # in the style of Llama 3
     "{{ '<|begin|>' }}"
     "{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}"
 )
-THINKING = (  # shows reasoning only behind what the user said last
+THINKING = (  # shows reasoning only after the last user message
     "{% set last = namespace(at=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -43,7 +43,7 @@ TOLD = [
     {"role": "assistant", "content": "<think>two</think>\né"},
     {"role": "user", "content": "Thanks"},
 ]
-CHATML = [  # (text, whether it is learnt), to the end of the last answer
+CHATML = [  # (text, whether it is trained on), up to the end of the last answer
     ("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n", False),
     ("<think>one</think> 2<|im_end|>", True),
     (
@@ -92,7 +92,7 @@ def made(template, base=None):
 
 
 def runs(tokens, ids, mask):
-    """[text, learnt] of every run of equal mask."""
+    """(text, whether it is trained on) for each run of equal mask values."""
     out: list = []
     for id, learnt in zip(ids, mask, strict=True):
         if not out or out[-1][1] != learnt:
@@ -102,7 +102,7 @@ def runs(tokens, ids, mask):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_answer_is_learnt_and_nothing_else(name):
+def test_exactly_the_answers_are_trained_on(name):
     template, wanted = CASES[name]
     tokens = made(template)
     ids, mask = chat_sft.conversation(tokens, TOLD)
@@ -111,11 +111,11 @@ def test_every_answer_is_learnt_and_nothing_else(name):
     assert ids == sum(pieces, [])
     assert mask == [learnt for piece, (_, learnt) in zip(pieces, wanted, strict=True) for _ in piece]
     whole = tokens.apply_chat_template(TOLD, return_dict=False)
-    assert whole[: len(ids)] == ids  # the rest is what the user said behind it
+    assert whole[: len(ids)] == ids  # the rest is the user message after the last answer
 
 
 @pytest.mark.parametrize("template", [tokenizer.CHAT_TEMPLATE, MARKED])
-def test_blocks_are_read_as_transformers_reads_them(template):
+def test_generation_blocks_give_the_same_mask_as_in_transformers(template):
     tokens = made(template)
     theirs = tokens.apply_chat_template(TOLD, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = chat_sft.conversation(tokens, TOLD)
@@ -123,7 +123,7 @@ def test_blocks_are_read_as_transformers_reads_them(template):
     assert theirs["assistant_masks"] == [*map(int, mask)] + [0] * (len(theirs["input_ids"]) - len(ids))
 
 
-def test_the_block_of_our_template_changes_no_text():
+def test_the_generation_block_in_our_template_changes_no_text():
     ours, plain = made(tokenizer.CHAT_TEMPLATE), made(PLAIN)
     for prompt in (True, False):
         for end in range(1, len(TOLD) + 1):
@@ -150,7 +150,7 @@ TALK = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), SAID),
 
 
 @given(TALK, st.sampled_from([tokenizer.CHAT_TEMPLATE, PLAIN]), st.sampled_from(["bytes", "merges"]))
-def test_each_answer_stands_behind_the_prompt_that_generates_it(talk, template, kind):
+def test_each_answer_follows_the_prompt_that_generates_it(talk, template, kind):
     tokens = MADE[kind]
     tokens.chat_template = template
     messages = [{"role": role, "content": said} for role, said in [("user", "?"), *talk, ("assistant", "!")]]
@@ -168,7 +168,7 @@ def test_each_answer_stands_behind_the_prompt_that_generates_it(talk, template, 
 
 
 def merges():
-    """Of bytes, two newlines and `+1` being one token each."""
+    """A byte-level tokenizer with two merges: two newlines and `+1` are one token each."""
     base = tokenizer.byte_level()
     said = json.loads(base.backend_tokenizer.to_str())
     for pair in (["Ċ", "Ċ"], ["+", "1"]):
@@ -193,11 +193,11 @@ def test_no_token_spans_a_prompt_and_an_answer(template):
     assert ids[: len(prompt)] == prompt and mask.index(True) == len(prompt)
     assert ids[len(prompt) : len(prompt) + 3] == [*tokens.encode("\n"), *tokens.encode("2"), tokens.eos_token_id]
     assert [text for text, learnt in runs(tokens, ids, mask) if learnt] == ["\n2<|im_end|>"] * 2
-    assert tokens.apply_chat_template(messages, return_dict=False)[: len(ids)] != ids  # its tokens do span
+    assert tokens.apply_chat_template(messages, return_dict=False)[: len(ids)] != ids  # these do span
 
 
-def test_an_answer_is_not_encoded_as_the_beginning_of_a_text():
-    """Tokenizers that put a mark before a text would put one before each answer, if that were encoded on its own."""
+def test_an_answer_is_not_encoded_as_the_start_of_a_text():
+    """A tokenizer that prepends a mark to each text would put one before every answer encoded separately."""
     inner = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(["<s>", *"▁abcd"])}, merges=[]))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Replace("▁", " ")
@@ -237,7 +237,7 @@ def test_rows_with_a_prompt_and_a_completion():
         (PLAIN, [{"role": "assistant"}], "a message needs a role and a content"),
     ],
 )
-def test_what_cannot_be_learnt_is_refused_in_one_line(template, messages, message):
+def test_conversations_that_cannot_be_trained_on_are_refused_in_one_line(template, messages, message):
     tokens = made(template)
     with pytest.raises(ValueError, match=message) as error:
         chat_sft.demonstration(tokens, {"messages": messages}, "all")

@@ -1,4 +1,4 @@
-"""Rows from files, folders and the hub, and one clear line for whatever is wrong with them."""
+"""Rows from files, folders and the hub, and one-line errors for bad data."""
 
 import functools
 import gzip
@@ -56,14 +56,14 @@ def test_a_folder_of_splits(tmp_path, suffix):
     assert datasets.rows(tmp_path, split="test") == ROWS[:1]
 
 
-def test_only_what_is_asked_for_is_read(tmp_path):
+def test_only_the_requested_rows_are_read(tmp_path):
     file = write(tmp_path / "rows.jsonl", ROWS)
     file.write_text(file.read_text(encoding="utf-8") + '{"half', encoding="utf-8")
     assert datasets.rows(file, limit=3) == ROWS
 
 
-def test_a_data_set_of_the_library(tmp_path):
-    """`datasets` itself takes a folder for a data set: the hub's way without the hub."""
+def test_a_name_is_loaded_by_the_datasets_library(tmp_path):
+    """`datasets` accepts a folder as a data set name: the code path of the hub, without the hub."""
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "test.jsonl", ROWS[2:])
     assert list(datasets._hub(str(tmp_path), "train", None)) == ROWS
@@ -78,8 +78,8 @@ def test_a_data_set_of_the_library(tmp_path):
         datasets._hub("a:b:c:d", "train", None)
 
 
-def test_with_a_limit_a_data_set_of_the_library_is_streamed(tmp_path):
-    """What lies behind the limit is not even opened: the second shard is no JSON, and its rows are never missed."""
+def test_a_hub_data_set_is_streamed_if_a_limit_is_given(tmp_path):
+    """Shards beyond the limit are not even opened: the second one is not JSON, which goes unnoticed."""
     write(tmp_path / "train-00000-of-00002.jsonl", ROWS)
     (tmp_path / "train-00001-of-00002.jsonl").write_text("neither JSON nor wanted")
     assert list(datasets._hub(str(tmp_path), "train", 3)) == ROWS
@@ -88,7 +88,7 @@ def test_with_a_limit_a_data_set_of_the_library_is_streamed(tmp_path):
             datasets._hub(str(tmp_path), "train", limit)
 
 
-def test_a_folder_that_the_library_saved(tmp_path):
+def test_a_folder_written_by_save_to_disk(tmp_path):
     saved = hf_datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "one")
     hf_datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "splits")
@@ -155,6 +155,6 @@ def test_a_missing_data_set_is_refused(tmp_path, monkeypatch, source, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_limit_is_positive(tmp_path):
+def test_a_limit_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         datasets.rows(write(tmp_path / "rows.jsonl", ROWS), limit=0)

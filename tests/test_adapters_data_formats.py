@@ -1,4 +1,4 @@
-"""Records of every format to rows, and one line for what is no such record."""
+"""Converts records of every format to rows; other records give a one-line error."""
 
 import pytest
 from hypothesis import given
@@ -49,17 +49,17 @@ READS = [
         {"chosen": [SYSTEM, USER, BETTER], "rejected": [SYSTEM, USER, SAID]},
         {"messages": [SYSTEM, USER], "chosen": "Hello", "rejected": "Ho"},
     ),
-    (  # the prompt on its own, as messages
+    (  # the prompt in its own field, as messages
         formats.preference,
         {"prompt": [SYSTEM, USER], "chosen": [BETTER], "rejected": [SAID]},
         {"messages": [SYSTEM, USER], "chosen": "Hello", "rejected": "Ho"},
     ),
-    (  # ... and as a text
+    (  # ... as text
         formats.preference,
         {"prompt": "Hi", "chosen": [BETTER], "rejected": [SAID]},
         {"messages": [USER], "chosen": "Hello", "rejected": "Ho"},
     ),
-    (  # ... and repeated by the conversations, as UltraFeedback has it
+    (  # ... and repeated in both conversations, as in UltraFeedback
         formats.preference,
         {"prompt": "Hi", "chosen": [USER, BETTER], "rejected": [USER, SAID], "messages": [USER, BETTER]},
         {"messages": [USER], "chosen": "Hello", "rejected": "Ho"},
@@ -97,7 +97,7 @@ def test_a_format_is_recognised_by_its_fields(read, record, row):
         }  # fmt: skip
 
 
-def test_pairs_that_do_not_fit_are_left_out_of_hh_rlhf():
+def test_unusable_hh_rlhf_pairs_are_skipped():
     same = "\n\nHuman: Hi\n\nAssistant: Ho"
     assert formats.hh_rlhf({"chosen": same, "rejected": same}) is None
     assert formats.hh_rlhf({"chosen": same, "rejected": f"{same}\n\nHuman: So?\n\nAssistant: No"}) is None
@@ -141,7 +141,7 @@ def test_pairs_that_do_not_fit_are_left_out_of_hh_rlhf():
         (formats.auto, {"problem": "a", "solution": "b", "messages": []}, "chat and prompt_answer are possible"),
     ],
 )
-def test_another_record_is_refused_in_one_line(read, record, message):
+def test_records_of_other_formats_are_refused_in_one_line(read, record, message):
     with pytest.raises(ValueError, match=message) as error:
         read(record)
     assert "\n" not in str(error.value)
@@ -154,7 +154,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES, st.none() | TEXTS)
-def test_conversations_come_back_from_sharegpt(messages, system):
+def test_conversations_round_trip_through_sharegpt(messages, system):
     spoken = {"user": "human", "assistant": "gpt", "tool": "observation"}
     turns = [{"from": spoken[message["role"]], "value": message["content"]} for message in messages]
     said = [{"role": "system", "content": system}] if system else []
@@ -163,7 +163,7 @@ def test_conversations_come_back_from_sharegpt(messages, system):
 
 
 @given(MESSAGES, TEXTS, TEXTS)
-def test_pairs_come_back_from_conversations(messages, chosen, rejected):
+def test_pairs_round_trip_through_conversations(messages, chosen, rejected):
     sides = {
         name: [*messages, {"role": "assistant", "content": text}]
         for name, text in (("chosen", chosen), ("rejected", rejected))
@@ -181,7 +181,7 @@ WORDS = st.text("ab :\n", max_size=12).map(str.strip).filter(lambda text: "\n\n"
 
 
 @given(st.lists(st.tuples(WORDS, WORDS), max_size=3), WORDS, WORDS, WORDS)
-def test_transcripts_come_back_from_hh_rlhf(turns, asked, chosen, rejected):
+def test_transcripts_round_trip_through_hh_rlhf(turns, asked, chosen, rejected):
     messages = [
         {"role": role, "content": text}
         for turn in turns

@@ -1,4 +1,4 @@
-"""The nnx module computes what the functions compute, and nnx's transformations see its weights."""
+"""The nnx module equals the functional model, and nnx transformations see its weights."""
 
 import functools
 
@@ -40,14 +40,14 @@ POSITIONS = {"position_BT": np.tile(np.arange(12), (2, 1))}
 @pytest.mark.parametrize(
     "family, more", [("qwen2", {}), ("qwen3", {}), ("qwen3", SEGMENTS), ("qwen3", SEGMENTS | POSITIONS)]
 )
-def test_same_numbers(family, more):
+def test_outputs_equal_those_of_the_functions(family, more):
     config, params = made(family)
     got = nnx.jit(lambda m, more: m(TOKENS, **more))(adapter.Model(config, params), more)
     wanted = jax.jit(lambda p, more: models.forward(p, TOKENS, config=config, **more))(params, more)
     assert np.array_equal(got, wanted)
 
 
-def test_gradients_are_those_of_the_functions():
+def test_gradients_equal_those_of_the_functions():
     config, params = made()
     got = gradient(adapter.Model(config, params))
     wanted = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(models.forward(p, TOKENS, config=config)))))(params)
@@ -56,7 +56,7 @@ def test_gradients_are_those_of_the_functions():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_parameters_go_in_and_out(family):
+def test_parameters_round_trip(family):
     config, params = made(family)
     model = adapter.Model(config, params)
     out = adapter.params(model)
@@ -68,7 +68,7 @@ def test_parameters_go_in_and_out(family):
     assert np.array_equal(adapter.params(halved)["norm"], params["norm"] / 2)
 
 
-def test_an_optimiser_of_nnx_trains_it():
+def test_an_nnx_optimiser_trains_it():
     config, params = made()
     model = adapter.Model(config, params)
     start = jax.tree.map(np.array, params)
@@ -76,4 +76,4 @@ def test_an_optimiser_of_nnx_trains_it():
     before = loss(model)
     optimizer.update(model, gradient(model))
     assert loss(model) < before
-    assert jax.tree.all(jax.tree.map(np.array_equal, params, start))  # ours are as they were
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, start))  # our own arrays are unchanged

@@ -1,4 +1,4 @@
-"""Checkpoints in and out: strict about what comes, atomic about what goes. Parity is in test_models_parity.py."""
+"""Strict loading and atomic saving of checkpoints. For parity with transformers see test_models_parity.py."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def contents(path):
 
 
 def rewritten(path, change):
-    """Puts `change(tensors)` in the place of a checkpoint's tensors."""
+    """Replaces a checkpoint's tensors with `change(tensors)`."""
     tensors = {name: np.array(x) for name, x in safetensors.read(path).items()}
     tensors = change(tensors)
     safetensors.write(path, tensors, tensors.values())
@@ -51,7 +51,7 @@ def saved(tmp_path):
     return hf.save(tmp_path / "model", config, params)
 
 
-# -- what comes in -------------------------------------------------------------------------------
+# -- loading -------------------------------------------------------------------------------------
 
 
 def refused(path, *words, **options):
@@ -95,14 +95,14 @@ def test_quantised_weights_are_refused(saved):
     refused(saved, "model.norm.weight", "int8", "quantised")
 
 
-def test_rotary_buffers_of_old_checkpoints_are_passed_over(saved):
+def test_rotary_buffers_of_old_checkpoints_are_ignored(saved):
     config, params = hf.load(saved)
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(3)}
     rewritten(saved, lambda ts: ts | buffers)
     assert equal(hf.load(saved)[1], params)
 
 
-def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path):
+def test_a_stored_head_must_equal_tied_embeddings(tmp_path):
     config, params = made(tie_word_embeddings=True)
     path = hf.save(tmp_path / "model", config, params)
     assert "lm_head.weight" not in safetensors.read(path)
@@ -112,7 +112,7 @@ def test_a_head_beside_tied_embeddings_must_equal_them(tmp_path):
     refused(path, "tie_word_embeddings is true, but lm_head.weight differs")
 
 
-def test_missing_heads_are_drawn_only_when_named(saved):
+def test_a_missing_head_is_initialised_only_on_request(saved):
     config, params = hf.load(saved, init_missing=("score",))
     assert config.value_head and params.pop("score").shape == (1, 16)
     assert equal(params, hf.load(saved)[1])
@@ -123,14 +123,14 @@ def test_missing_heads_are_drawn_only_when_named(saved):
     refused(saved, "init_missing may hold head and score, got ['norm']", init_missing=("norm",))
 
 
-def test_a_head_that_is_there_is_read_though_it_might_be_drawn(saved, tmp_path):
+def test_an_existing_head_is_loaded_even_if_initialising_is_allowed(saved, tmp_path):
     config, params = hf.load(saved, init_missing=("score",))
     hf.save(tmp_path / "scored", config, params)
     again, same = hf.load(tmp_path / "scored", init_missing=("score", "head"))
     assert again.value_head and equal(params, same)
 
 
-def test_bare_backbones_come_and_go_without_the_prefix(tmp_path):
+def test_bare_backbones_are_loaded_and_saved_without_the_prefix(tmp_path):
     torch.manual_seed(0)
     model = transformers.Qwen3Model(transformers.Qwen3Config(**CONFIG, tie_word_embeddings=True))
     model.save_pretrained(tmp_path / "theirs")
@@ -140,7 +140,7 @@ def test_bare_backbones_come_and_go_without_the_prefix(tmp_path):
     again, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info.values()) and type(again) is type(model)
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
-    # With a head it is a whole model, which servers know under the usual keys.
+    # With a head it is a full model, for which servers expect the usual keys.
     config, params = hf.load(tmp_path / "theirs", init_missing=("score",))
     hf.save(tmp_path / "scored", config, params)
     assert all(name.startswith(("model.", "score.")) for name in safetensors.read(tmp_path / "scored"))
@@ -156,7 +156,7 @@ def test_dtypes(tmp_path, dtype):
     assert equal(loaded, wanted)
 
 
-def test_stop_tokens_of_both_files_count(saved):
+def test_stop_tokens_of_both_config_files_are_used(saved):
     (saved / "generation_config.json").write_text('{"eos_token_id": [7, 3, 9]}')
     assert hf.read_config(saved).eos == (3, 7, 9)
 
@@ -171,10 +171,10 @@ def test_loading_holds_no_second_copy(tmp_path):
     loaded = hf.load(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert loaded and peak < 2.5 * largest < 0.5 * total  # JAX lets go of one leaf while the next is filled
+    assert loaded and peak < 2.5 * largest < 0.5 * total  # JAX frees one leaf while the next is filled
 
 
-def test_a_mesh_replicates(saved):
+def test_loading_onto_a_mesh_replicates(saved):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     params = hf.load(saved, mesh=mesh)[1]
     assert all(len(x.devices()) == 8 and x.is_fully_replicated for x in jax.tree.leaves(params))
@@ -188,10 +188,10 @@ def test_loaded_parameters_can_be_donated(saved):
     assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(doubled)} == pointers
 
 
-# -- what goes out -------------------------------------------------------------------------------
+# -- saving --------------------------------------------------------------------------------------
 
 
-def test_the_dtype_is_that_of_the_source(tmp_path):
+def test_weights_are_saved_in_the_dtype_of_the_source(tmp_path):
     for options, dtype, stored in (
         ({}, None, "F32"),
         ({"torch_dtype": "bfloat16"}, None, "BF16"),
@@ -220,7 +220,7 @@ def test_parameters_must_fit_the_config(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_manifest_tells_what_the_files_hold(saved):
+def test_the_manifest_describes_the_files(saved):
     manifest = hf.verify(saved)
     tensors = safetensors.read(saved)
     assert manifest["version"] is None and manifest["base"] is None
@@ -250,7 +250,7 @@ def test_tokenizer_and_generation_settings_come_from_the_base(tmp_path):
     assert json.loads((path / "config.json").read_text())["eos_token_id"] == [3, 5]
     with pytest.raises(ValueError, match="base must be a checkpoint directory"):
         hf.save(tmp_path / "other", config, params, base=tmp_path / "nowhere")
-    # Onto itself: what is taken over is read before anything is replaced.
+    # Saving over the base itself: its files are read before anything is replaced.
     before = contents(path)
     hf.save(path, config, params, base=path)
     assert contents(path) == before
@@ -265,7 +265,7 @@ def test_a_foreign_directory_is_not_overwritten(tmp_path):
     assert contents(tmp_path / "home") == {"letters.txt": b"dear"} and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_checkpoint_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatch):
+def test_a_checkpoint_is_replaced_atomically(saved, tmp_path, monkeypatch):
     config, params = made(torch_dtype="bfloat16")
     before = contents(saved)
 
@@ -300,7 +300,7 @@ def test_a_published_version_is_a_numbered_directory(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_host_copy_outlives_the_parameters(tmp_path, dtype):
+def test_a_host_copy_outlives_the_device_parameters(tmp_path, dtype):
     config, params = made()
     whole = contents(hf.save(tmp_path / "whole", config, params, dtype))
     held = hf.host_copy(config, params, dtype)
@@ -309,13 +309,13 @@ def test_a_host_copy_outlives_the_parameters(tmp_path, dtype):
     assert contents(hf.save(tmp_path / "held", config, held, dtype)) == whole
 
 
-def test_a_copy_in_the_same_dtype_is_a_copy():
+def test_a_host_copy_in_the_same_dtype_is_not_a_view():
     config, params = made()
     held = hf.host_copy(config, params)
     assert all(x.flags.owndata and x.flags.writeable for x in jax.tree.leaves(held))
 
 
-def test_sharded_parameters_are_saved_the_same(tmp_path):
+def test_sharded_parameters_give_the_same_files(tmp_path):
     config, params = made()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
@@ -324,7 +324,7 @@ def test_sharded_parameters_are_saved_the_same(tmp_path):
     assert contents(hf.save(tmp_path / "eight", config, sharded, "bfloat16")) == one
 
 
-def test_large_models_are_sharded(tmp_path, monkeypatch):
+def test_large_models_are_saved_in_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors.write, "__kwdefaults__", {"shard_bytes": 4000})
     config, params = made()
     path = hf.save(tmp_path / "model", config, params)

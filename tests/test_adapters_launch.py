@@ -1,4 +1,4 @@
-"""`areax launch`: real processes, on this machine, on a Ray cluster of two nodes, and by a batch script under bash."""
+"""`areax launch` with real processes: on this machine, on a Ray cluster of two nodes, and as a batch script in bash."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from areax.adapters.report import chrome_trace
 from areax.adapters.tracking import run_dir
 from areax.rollout.tasks import arithmetic
 
-# Answers /health as a server does; says in a file which GPUs it was given, and what it was ended by.
+# Answers /health like a server; logs to a file which GPUs it was given and which signal ended it.
 SERVER = """
 import http.server, json, os, signal, sys
 folder, host, port = sys.argv[1:]
@@ -50,7 +50,7 @@ say("began")
 server.serve_forever()
 """
 
-# A recipe that says what it was told, and ends when the file `go` is there.
+# A recipe that logs its options, and ends once the file `go` exists.
 RECIPE = """
 import dataclasses, json, os, pathlib, sys, time
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def data(tmp_path_factory):
 
 
 def grpo(data, out, steps):
-    """The words of a small run."""
+    """The command line of a small run."""
     named = {
         "model": data / "model", "data": data / "rows.jsonl", "reward": "areax.rollout.tasks.arithmetic:reward",
         "out": out, "steps": steps, "groups": 4, "group-size": 4, "max-concurrent": 8, "length": 32, "rows": 4,
@@ -104,18 +104,18 @@ SERVED = ["--servers", "2", "--server.slots", "8", "--server.context", "64"]
 
 
 def trained(out, steps):
-    """The addresses of a run's servers, if it did its steps and they have the last version."""
+    """Checks that a run did its steps and that its servers have the last version; returns their addresses."""
     summary = json.loads((out / "summary.json").read_text())
     lines = [line for line in run_dir.read_lines(out / "metrics.jsonl") if line["kind"] == "grpo"]
     assert [line["step"] for line in lines] == list(range(1, steps + 1)) and summary["complete"]
-    # the servers sample from what the trainer has pushed: it finds the same log-probabilities
+    # the servers sample from the pushed weights: the trainer finds the same log-probabilities
     assert all(line["max_logp_diff"] <= 1e-4 for line in lines)
     assert [label.partition("-")[0] for label in summary["server_version"]] == [str(steps)]
     return json.loads((out / "config.json").read_text())["servers"]
 
 
 def serving(url):
-    """The process that serves at an address."""
+    """Pid of the process that serves at an address, or None."""
     port = url.rpartition(":")[2].encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -127,7 +127,7 @@ def serving(url):
 
 @contextlib.contextmanager
 def launched(*words, **more):
-    """`areax launch`; ended on leaving the block."""
+    """Runs `areax launch`; ends it on leaving the block."""
     command = [sys.executable, "-m", "areax", "launch", *map(str, words)]
     process = subprocess.Popen(command, env={**os.environ, **jobs.settings(1)}, text=True, **more)
     with servers.ended(process):
@@ -149,7 +149,7 @@ def gone(pid):
 
 
 def said_in(folder):
-    """[what, port, pid, GPUs] of the servers that stand in, in the order they said it."""
+    """[event, port, pid, GPUs] that the stand-in servers logged, in order."""
     path = folder / "said"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -158,14 +158,14 @@ def said_in(folder):
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2), st.booleans())
-def test_no_gpu_is_given_twice(processes, devices, count, of_server, named):
+def test_no_gpu_is_assigned_twice(processes, devices, count, of_server, named):
     wanted = processes * devices + count * of_server
     names = [f"GPU-{i:x}" if named else str(i) for i in range(wanted)]
     environ = {"CUDA_VISIBLE_DEVICES": ",".join(names)}
     trainers, served = launch_devices.of_each(processes, devices, count, of_server, environ)
     seen = [trainer.get("CUDA_VISIBLE_DEVICES", environ["CUDA_VISIBLE_DEVICES"]).split(",") for trainer in trainers]
     taken = [its[int(i)] for trainer, its in zip(trainers, seen, strict=True) for i in ids(trainer)]
-    if count:  # a single process joins no job, and takes what it sees
+    if count:  # a single process joins no job, and takes all devices that it sees
         assert all(its == names[: processes * devices] for its in seen)
     assert sorted(taken + [gpu for one in served for gpu in one["CUDA_VISIBLE_DEVICES"].split(",")]) == sorted(names)
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[1:])
@@ -208,7 +208,7 @@ def test_devices_of_other_kinds(monkeypatch):
         ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, told, capsys):
+def test_impossible_options_give_a_one_line_error(words, told, capsys):
     assert cli.main(["launch", *words.split()]) == 2
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1
@@ -229,15 +229,15 @@ def server_part(place, host, folder, port, name="server 0"):
     return Part(name, host, words, {}, str(folder / f"{port}.log"), url=f"http://127.0.0.1:{port}")
 
 
-def test_a_server_that_ends_is_started_again_three_times_an_hour(place, here, tmp_path, monkeypatch, capsys):
-    """At its address, with all it left behind ended; the trainer then decides; servers end last."""
+def test_a_server_is_restarted_at_most_three_times_an_hour(place, here, tmp_path, monkeypatch, capsys):
+    """It restarts at its address, its leftover processes ended; the trainer's exit ends the job, servers last."""
     monkeypatch.setattr(launch_job, "PAUSE_S", 0.01)
     port, other = free_ports(2)
     parts = [server_part(place, here, tmp_path, port), server_part(place, here, tmp_path, other, "server 1")]
     began = lambda: [pid for what, at, pid, _ in said_in(tmp_path) if (what, at) == ("began", port)]
 
     def kill_four_times():
-        jobs.until(lambda: trainer.pid)  # the servers answer
+        jobs.until(lambda: trainer.pid)  # then the servers are ready
         for i in range(4):
             jobs.until(lambda: len(began()) > i)  # noqa: B023
             os.kill(began()[i], signal.SIGKILL)
@@ -258,11 +258,11 @@ def test_a_server_that_ends_is_started_again_three_times_an_hour(place, here, tm
     assert all(gone(pid) for _, _, pid, _ in said_in(tmp_path))
 
 
-def test_a_server_that_cannot_begin_ends_the_job(place, here, tmp_path, capsys):
+def test_a_server_that_cannot_start_ends_the_job(place, here, tmp_path, capsys):
     port, other = free_ports(2)
     bad = server_part(place, here, tmp_path / "nowhere", other, "server 1")
     good, trainer = server_part(place, here, tmp_path, port), Part("process 0", here, ["no-such-program"], {}, "")
-    (tmp_path / "nowhere").touch()  # no folder: it cannot say that it began
+    (tmp_path / "nowhere").touch()  # not a folder: the server cannot log its start
     bad.log = str(tmp_path / "bad.log")
     assert launch_job.run([trainer], [good, bad], look_s=0.01) == 1
     said = capsys.readouterr().err
@@ -271,8 +271,8 @@ def test_a_server_that_cannot_begin_ends_the_job(place, here, tmp_path, capsys):
     assert gone(good.pid) and gone(bad.pid)
 
 
-def test_what_a_killed_launcher_started_ends(tmp_path):
-    """With what that has started in its group, and the folders for it."""
+def test_child_processes_end_with_a_killed_launcher(tmp_path):
+    """Including what the children started in their process groups, and their scratch folders."""
     child = "import os, subprocess, sys; p = subprocess.Popen(['sleep', '1000']); print(p.pid, flush=True); p.wait()"
     program = (
         "import time\n"
@@ -293,8 +293,8 @@ def test_what_a_killed_launcher_started_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_is_killed_and_comes_back_with_the_newest_weights(data, tmp_path):
-    """Of two; then Ctrl-C ends the run with its state saved, and the servers with it."""
+def test_a_killed_server_restarts_with_the_newest_weights(data, tmp_path):
+    """One of two servers is killed; then Ctrl-C saves the state and ends the run with its servers."""
     out = tmp_path / "run"
     with launched(*SERVED, "--logs", tmp_path / "logs", "--", *grpo(data, out, 100000)) as process:
         metrics = out / "metrics.jsonl"
@@ -309,7 +309,7 @@ def test_a_server_is_killed_and_comes_back_with_the_newest_weights(data, tmp_pat
         again = serving(urls[1])
         assert (
             servers.Remote(int(urls[1].rpartition(":")[2])).ok("/get_model_info")["weight_version"] != "default"
-        )  # as of one just started
+        )  # the label of a freshly started server
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 130
     assert all(gone(pid) for pid in (*before, again))
@@ -324,14 +324,14 @@ def test_a_server_is_killed_and_comes_back_with_the_newest_weights(data, tmp_pat
 
 @pytest.fixture(scope="module")
 def ray():
-    """Two nodes, on each of which two GPUs are said to be."""
+    """Two nodes that each claim to have two GPUs."""
     with raylets.cluster(*(["--num-cpus", "2", "--num-gpus", "2"] for _ in range(2))) as address:
         yield ["--on", "ray", "--ray.address", address]
 
 
 @pytest.mark.slow
-def test_ray_gives_each_its_devices_and_ends_all_with_the_launcher(ray, place, tmp_path, monkeypatch):
-    """Two processes take one node, two servers the other, where stagers are beside them."""
+def test_ray_assigns_devices_and_ends_all_processes_with_the_launcher(ray, place, tmp_path, monkeypatch):
+    """Two trainer processes take one node; two servers and their stagers take the other."""
     monkeypatch.delenv("JAX_PLATFORMS")
     command = f"{sys.executable} {place / 'server.py'} {tmp_path} {{host}} {{port}}"
     job = ["--processes", "2", "--servers", "2", "--server.command", command, "--"]
@@ -364,7 +364,7 @@ def test_ray_gives_each_its_devices_and_ends_all_with_the_launcher(ray, place, t
 
 @pytest.mark.slow
 def test_ray_trains_with_servers_on_two_nodes(ray, data, tmp_path):
-    """Neither server sees the trainer's folder: stagers bring them the weights."""
+    """Neither server sees the trainer's folder: stagers fetch the weights."""
     with launched(*ray, *SERVED, "--logs", tmp_path / "logs", "--", *grpo(data, tmp_path / "run", 2)) as process:
         assert process.wait(300) == 0
     urls = trained(tmp_path / "run", 2)
@@ -373,7 +373,7 @@ def test_ray_trains_with_servers_on_two_nodes(ray, data, tmp_path):
 
 # -- Slurm ---------------------------------------------------------------------------------------
 
-# Steps run here; the tasks of a step are told who they are.
+# Runs steps locally, and sets the variables by which the tasks of a step know their rank.
 SRUN = """#!/bin/bash
 echo "$*" >>"$STEPS"
 tasks=1 local=1
@@ -397,7 +397,7 @@ for node in ${3//,/ }; do echo "$node"; done
 
 @contextlib.contextmanager
 def batch(place, folder, nodes, words):
-    """The script of `areax launch --on slurm`, run by bash with what stands in for Slurm."""
+    """The script of `areax launch --on slurm`, run by bash with stand-ins for the Slurm commands."""
     bin, script = folder / "bin", folder / "job.sh"
     bin.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -415,7 +415,7 @@ def batch(place, folder, nodes, words):
 
 
 def job_id():
-    """Of a job whose ports are free."""
+    """The id of a job whose ports are free."""
     for number in range(os.getpid() % 200, 400):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             for i in range(8):
@@ -425,7 +425,7 @@ def job_id():
 
 
 def test_a_batch_script_under_bash(place, tmp_path):
-    """Two servers share a node, of which one is killed; two processes have one each, and end with exit code 5."""
+    """Two servers share a node, one of them is killed; two trainer processes have a node each, and exit with code 5."""
     nodes = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     words = [
         "--processes", "2", "--devices", "2", "--servers", "2", "--slurm.gpus-per-node", "2", "--slurm.time", "1:00",

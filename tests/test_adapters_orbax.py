@@ -1,4 +1,4 @@
-"""Saved states come back as they were, or not at all."""
+"""Training states are restored exactly, or not at all."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def fresh(dtype="float32", width=4):
     return step.init(params, optax.adamw(1e-3))
 
 
-def test_round_trip_keeps_types_and_values(tmp_path):
+def test_a_round_trip_keeps_dtypes_and_values(tmp_path):
     before = fresh()
     with orbax.open_store(tmp_path / "state") as store:
         assert store.latest is None
@@ -32,14 +32,14 @@ def test_round_trip_keeps_types_and_values(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_the_newest_two_stay(tmp_path):
+def test_the_newest_two_states_are_kept(tmp_path):
     with orbax.open_store(tmp_path) as store:
         for v in range(4):
             store.save(v, fresh())
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [2, 3]
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_a_state_of_another_structure_is_refused(tmp_path):
     with orbax.open_store(tmp_path) as store:
         with pytest.raises(ValueError, match="needed, got none"):
             store.restore(fresh())
@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_state_saved_on_one_mesh_is_the_same_on_any_other(tmp_path):
-    """Weights, moments and counters, bit by bit, after a step that moved them all."""
+    """Weights, moments and counters, bit for bit, after a step that changed them all."""
     hf = dict(
         model_type="qwen3", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, head_dim=8,

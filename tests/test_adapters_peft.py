@@ -1,4 +1,4 @@
-"""Adapters as PEFT reads and writes them: the same logits and gradients both ways, and the merged model besides."""
+"""LoRA adapters in PEFT's format: the same logits and gradients both ways, also for the merged model."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from areax.adapters import peft as adapters_in_files
 from areax.models import lora
 from areax.parallel import mesh, rules
 
-pytestmark = [  # what PEFT says of transformers 5 and of patterns for parameters, which it does apply
+pytestmark = [  # PEFT warns about transformers 5 and about parameter patterns, which it does apply
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*"),
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
 ]
@@ -45,7 +45,7 @@ def torch_base(family):
 
 
 def torch_model(family):
-    """A new model of the same weights: PEFT changes the one it is given."""
+    """A new model with the same weights: PEFT modifies the one it is given."""
     config = transformers.AutoConfig.for_model(family, **CASES[family])
     made = transformers.AutoModelForCausalLM.from_config(config).eval()
     made.load_state_dict(torch_base(family))
@@ -54,7 +54,7 @@ def torch_model(family):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """family -> (config, weights) that areax read from its files."""
+    """family -> (config, weights), as areax reads them from files."""
 
     @cache
     def load(family):
@@ -83,7 +83,7 @@ def same(got, wanted):
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_what_is_saved_computes_the_same_in_peft_and_merged(family, base, tmp_path):
+def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
 
     config, params = base(family)
@@ -107,7 +107,7 @@ def test_what_is_saved_computes_the_same_in_peft_and_merged(family, base, tmp_pa
 
 
 PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
-MADE = {  # what users give PEFT
+MADE = {  # what users pass to PEFT
     "qwen2": ("qwen2", dict(target_modules=PROJECTIONS, use_rslora=True)),
     "qwen2 one": ("qwen2", dict(target_modules=["o_proj"])),
     "qwen3_moe, fused by PEFT": ("qwen3_moe", dict(target_modules=PROJECTIONS)),
@@ -120,7 +120,7 @@ MADE = {  # what users give PEFT
 
 
 def trained(family, options):
-    """Adapters of PEFT of which neither factor is zero."""
+    """PEFT adapters with both factors non-zero."""
     import peft
 
     model = peft.get_peft_model(torch_model(family), peft.LoraConfig(r=2, lora_alpha=3, **options)).eval()
@@ -134,7 +134,7 @@ def trained(family, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
-def test_what_peft_saves_computes_the_same_here(name, base, tmp_path):
+def test_adapters_saved_by_peft_give_the_same_outputs(name, base, tmp_path):
     family, options = MADE[name]
     config, params = base(family)
     model = trained(family, options)
@@ -147,7 +147,7 @@ def test_what_peft_saves_computes_the_same_here(name, base, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_gradients_are_those_of_torch(family, base, tmp_path):
+def test_gradients_equal_those_of_torch(family, base, tmp_path):
     import peft
 
     config, params = base(family)
@@ -177,7 +177,7 @@ def test_gradients_are_those_of_torch(family, base, tmp_path):
 
 
 def one_by_one(name, x, rank, E=4, F=20):
-    """PEFT's fused gradient of all experts, cut by hand; of gate and up, the inner of two, ranks follow each other."""
+    """PEFT's fused gradient of all experts, split by hand; gate and up are fused in the inner adapter."""
     stem, factor, _ = name.rsplit(".", 2)
     if ".experts" not in stem:
         return {name: x}
@@ -209,7 +209,7 @@ def test_adapters_load_onto_a_mesh(base, tmp_path):
         assert x.sharding == sharding
 
 
-def test_what_cannot_be_represented_is_refused(base, tmp_path):
+def test_adapters_that_peft_cannot_represent_are_refused(base, tmp_path):
     config, _ = base("qwen3_moe")
     spec = lora.Lora(rank=2, targets=("expert_gate",))
     with pytest.raises(ValueError, match="must be of expert_down, expert_gate, expert_up, or only of expert_down"):
@@ -222,13 +222,13 @@ def test_what_cannot_be_represented_is_refused(base, tmp_path):
         adapters_in_files.save(tmp_path / "other", config, drawn(config, spec), spec)
 
 
-def test_bad_adapters_are_one_line(base, tmp_path):
+def test_bad_adapters_give_a_one_line_error(base, tmp_path):
     config, _ = base("qwen2")
     spec = lora.Lora(rank=2, alpha=4, targets=("q", "up"))
     with pytest.raises(ValueError, match="adapters need .*, got no adapter_model.safetensors"):
         adapters_in_files.load(tmp_path, config)
     adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
-    adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)  # replaces adapters
+    adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)  # replaces an adapter
     about = json.loads((tmp_path / "adapter_config.json").read_text())
     for changes, said in (
         (dict(peft_type="IA3"), "peft_type must be LORA, got 'IA3'"),
@@ -245,7 +245,7 @@ def test_bad_adapters_are_one_line(base, tmp_path):
         with pytest.raises(ValueError, match=said):
             adapters_in_files.load(tmp_path, config)
     (tmp_path / "adapter_config.json").write_text(json.dumps(about | dict(lora_dropout=0.1)))
-    assert adapters_in_files.load(tmp_path, config)[0] == spec  # of training alone
+    assert adapters_in_files.load(tmp_path, config)[0] == spec  # used in training only
     tensors = {name: np.array(x) for name, x in safetensors.read(tmp_path / "adapter_model.safetensors").items()}
     first = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     for changed, said in (

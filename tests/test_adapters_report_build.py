@@ -15,7 +15,7 @@ VOID = {"meta", "input", "br"}
 
 
 class Page(html.parser.HTMLParser):
-    """Tags, ids, headings and texts of a page; fails where tags do not nest."""
+    """Tags, ids, headings and texts of a page; fails if tags are not nested properly."""
 
     def __init__(self, text):
         super().__init__()
@@ -107,7 +107,7 @@ def text(run_dir):
     return build.report(run_dir).read_text(encoding="utf-8")
 
 
-def test_every_section_is_there_and_linked(text):
+def test_every_section_exists_and_is_linked(text):
     page = Page(text)
     ids = ["summary", "learning", "agreement", "optimiser", "asynchrony", "other", "distributions", "time"]
     for name in [*ids, "samples", "numbers", "configuration"]:
@@ -120,7 +120,7 @@ def test_every_section_is_there_and_linked(text):
     assert page.said("h1") == "a<b>"
 
 
-def test_the_page_asks_nothing_of_the_network(text):
+def test_the_page_makes_no_network_requests(text):
     page = Page(text)
     names = {name for name, _ in page.attributes}
     assert "src" not in names and not names & {"srcset", "action", "ping"}
@@ -130,14 +130,14 @@ def test_the_page_asks_nothing_of_the_network(text):
     assert "default-src 'none'" in text
 
 
-def test_nothing_that_was_logged_becomes_markup(text):
+def test_logged_text_never_becomes_markup(text):
     page = Page(text)
     assert "img" not in page.tags and page.tags.count("script") == 2
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert NASTY in page.said("code") or NASTY in page.said("span")
 
 
-def test_every_picture_is_well_formed(text):
+def test_every_chart_is_well_formed_svg(text):
     pictures = re.findall(r"<svg.*?</svg>", text, re.S)
     assert len(pictures) > 12
     for picture in pictures:
@@ -145,7 +145,7 @@ def test_every_picture_is_well_formed(text):
         assert root.get("viewBox") and any(e.tag.endswith("title") for e in root.iter())
 
 
-def test_results_come_with_a_line_of_meaning(text):
+def test_results_are_shown_with_their_meaning(text):
     page = Page(text)
     assert "95.0%" in page.said("b") and "25.0% before" in page.said("small")
     for name in ("sft_accuracy", "heldout_rows", "seconds"):
@@ -154,14 +154,14 @@ def test_results_come_with_a_line_of_meaning(text):
     assert "grad norm was inf in grpo at step 7" in page.said("li")
     for cells in re.findall(r"<tr>(<td>.*?)</tr>", text):
         words = re.findall(r"<td>(.*?)</td>", cells)
-        assert len(words) == 2 or words[-1]  # settings explain themselves, everything else is explained
+        assert len(words) == 2 or words[-1]  # settings are self-explanatory, everything else has a description
 
 
-def test_a_number_that_never_changes_is_a_line_not_a_chart(text):
+def test_a_constant_metric_is_a_line_of_text_not_a_chart(text):
     assert "grad norm <b>1</b> at every step of sft" in text
 
 
-def test_time_is_split_and_the_rest_accounted_for(text):
+def test_the_time_table_adds_up_with_a_row_for_the_rest(text):
     page = Page(text)
     time = text[text.index('<section id="time">') : text.index('<section id="samples">')]
     for what, share in (("waiting for rollout", "26.7%"), ("update", "40.0%"), ("the rest", "26.7%")):
@@ -169,7 +169,7 @@ def test_time_is_split_and_the_rest_accounted_for(text):
     assert "0.75 s per step on average" in page.said("h3")
 
 
-def test_the_browser_holds_every_token_and_its_three_numbers(text):
+def test_the_sample_browser_has_every_token_with_logp_version_and_gap(text):
     data = re.search(r'<script type="application/json" id="s-data">(.*?)</script>', text, re.S)[1]
     assert not set(data) & set("<>&")
     samples = json.loads(data)
@@ -182,7 +182,7 @@ def test_the_browser_holds_every_token_and_its_three_numbers(text):
         assert f'name="colour" value="{mode}"' in text
 
 
-def test_a_large_run_keeps_whole_steps_and_the_last(tmp_path, monkeypatch):
+def test_a_large_run_is_thinned_to_whole_steps_including_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "TOKEN_BUDGET", 40)
     write(tmp_path)
     text = build.report(tmp_path).read_text(encoding="utf-8")
@@ -194,14 +194,14 @@ def test_a_large_run_keeps_whole_steps_and_the_last(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kept", ["metrics.jsonl", "samples.jsonl", "summary.json", "config.json"])
-def test_any_one_file_is_enough(run_dir, tmp_path, kept):
+def test_any_one_file_of_a_run_is_enough(run_dir, tmp_path, kept):
     (tmp_path / kept).write_bytes((run_dir / kept).read_bytes())
     page = Page(build.report(tmp_path).read_text(encoding="utf-8"))
     ids = {"metrics.jsonl": "learning", "samples.jsonl": "samples", "summary.json": "summary"}
     assert ids.get(kept, "configuration") in page.ids
 
 
-def test_only_sft_and_a_half_written_line(tmp_path):
+def test_a_run_with_only_sft_and_a_truncated_line(tmp_path):
     with tracker.open_run(tmp_path) as run:
         run.log("sft", 0, nll=2.5)
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -214,7 +214,7 @@ def test_only_sft_and_a_half_written_line(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["missing", "empty", "out", "summary"])
-def test_bad_input_is_one_line(tmp_path, case):
+def test_bad_input_gives_a_one_line_error(tmp_path, case):
     path, out, said = tmp_path / "run", None, "needs a run directory, got .*run"
     if case != "missing":
         path.mkdir()
@@ -231,7 +231,7 @@ def test_bad_input_is_one_line(tmp_path, case):
     assert "\n" not in str(caught.value) and not list(tmp_path.rglob("*.html*"))
 
 
-def test_every_charted_and_derived_name_has_a_meaning():
+def test_every_charted_or_derived_metric_has_a_description():
     for chart in metric_catalog.CHARTS:
         assert chart.group in metric_catalog.GROUPS and chart.meaning
         for name in chart.names:
@@ -243,7 +243,7 @@ def test_every_charted_and_derived_name_has_a_meaning():
     assert metric_catalog.meaning("time_wait").startswith("seconds: ")
 
 
-def test_bins_that_reach_further_in_one_step_hold_those_of_all(tmp_path):
+def test_histograms_with_different_numbers_of_bins_are_summed(tmp_path):
     with tracker.open_run(tmp_path) as run:
         for step, counts in enumerate(([4], [1, 3], [0])):
             run.log("grpo", step, staleness_hist={"edges": list(range(len(counts) + 1)), "counts": counts})
@@ -251,7 +251,7 @@ def test_bins_that_reach_further_in_one_step_hold_those_of_all(tmp_path):
     assert "staleness: 0\nall steps: 62.5% (5)" in page and "staleness: 1\nall steps: 37.5% (3)" in page
 
 
-def test_what_is_not_healthy_is_said_at_the_top(tmp_path):
+def test_unhealthy_metrics_are_reported_at_the_top(tmp_path):
     lines = [
         {"kind": "grpo", "step": i, "prob_error": 1.01 + 0.1 * (i > 7), "ess": 0.9, "reward": 1.0} for i in range(10)
     ]

@@ -22,9 +22,9 @@ def dots(path):
 
 
 @given(low=finite, high=finite, count=st.integers(2, 10), whole=st.booleans())
-def test_ticks_are_round_even_and_cover(low, high, count, whole):
+def test_ticks_are_round_evenly_spaced_and_cover_the_range(low, high, count, whole):
     low, high = min(low, high), max(low, high)
-    if high - low < 1e-6 * max(abs(low), abs(high)):  # below the resolution that charts ask for
+    if high - low < 1e-6 * max(abs(low), abs(high)):  # below the resolution that charts need
         high = low
     ticks = charts.ticks(low, high, count, integer=whole)
     steps = np.diff(ticks)
@@ -42,7 +42,7 @@ def test_ticks_are_round_even_and_cover(low, high, count, whole):
     [(0, "0"), (1234567, "1,234,567"), (0.12345, "0.1235"), (1.2e-9, "1.2e-9"), (2.5e8, "2.5e8"), (12345.6, "12,346")]
     + [(None, "–"), (-0.5, "-0.5"), (1e-4, "1e-4"), (True, "1"), (math.nan, "nan")],
 )
-def test_numbers_as_people_write_them(x, said):
+def test_numbers_are_formatted_for_readers(x, said):
     assert charts.number(x) == said
 
 
@@ -56,7 +56,7 @@ def test_numbers_as_people_write_them(x, said):
         ([3], ["3"]),
     ],
 )
-def test_tick_labels_share_their_digits(values, said):
+def test_tick_labels_of_an_axis_have_equal_precision(values, said):
     assert charts.tick_labels(values) == said
 
 
@@ -74,7 +74,7 @@ def test_a_curve_goes_through_its_points_and_breaks_at_gaps():
     assert titles[0] == "step 0\nreward: 0" and len(titles) == 4
 
 
-def test_a_logarithmic_axis_has_decades_and_only_where_it_can():
+def test_a_logarithmic_axis_has_decades_and_needs_positive_values():
     points = [(i, 10.0**-i) for i in range(1, 9)]
     root = ET.fromstring(charts.curves([charts.Series("k3", points)], log=True, zero=True))
     assert "10⁻⁸" in texts(root, "tick")
@@ -84,7 +84,7 @@ def test_a_logarithmic_axis_has_decades_and_only_where_it_can():
     assert not any("10" in t and "⁻" in t for t in texts(root, "tick"))
 
 
-def test_a_long_restless_curve_gets_a_mean_and_keeps_its_extremes():
+def test_a_long_noisy_curve_gets_a_running_mean_and_keeps_its_extremes():
     rng = np.random.default_rng(0)
     points = [(i, float(v)) for i, v in enumerate(rng.normal(size=5000))]
     root = ET.fromstring(charts.curves([charts.Series("loss", points)]))
@@ -98,7 +98,7 @@ def test_a_long_restless_curve_gets_a_mean_and_keeps_its_extremes():
     assert min(g[2] for g in groups) == min(ys) and max(g[3] for g in groups) == max(ys)
 
 
-def test_the_running_mean_keeps_lines_and_gaps():
+def test_the_running_mean_preserves_straight_lines_and_gaps():
     np.testing.assert_allclose(charts.running_mean([2.0 * i for i in range(30)], 7), np.arange(30) * 2.0, atol=1e-9)
     assert charts.running_mean([1.0, None, 3.0], 3)[1] is None
     noisy = list(np.random.default_rng(1).normal(size=50))
@@ -114,7 +114,7 @@ def test_the_running_mean_keeps_lines_and_gaps():
     log=st.booleans(),
     zero=st.booleans(),
 )
-def test_any_curves_are_well_formed_and_stay_inside(series, log, zero):
+def test_any_curves_are_well_formed_and_stay_inside_the_frame(series, log, zero):
     given_ = [charts.Series("s", [(0, 1.0)])]
     for name, ys in series:
         name = "".join(c for c in name if c.isprintable())
@@ -136,7 +136,7 @@ def test_text_is_escaped():
         assert "<b>" not in text and name in texts(ET.fromstring(text), "name")
 
 
-def test_a_histogram_shows_shares_of_the_bins_in_use():
+def test_a_histogram_shows_the_shares_of_nonempty_bins():
     root = ET.fromstring(charts.histogram([0, 1, 2, 3, 4, 5], [("all", [0, 30, 10, 0, 0])], x_name="staleness"))
     bars = [e for e in root.iter(SVG + "rect") if "bar" in e.get("class")]
     assert [e.find(SVG + "title").text for e in bars] == ["staleness: 1\nall: 75% (30)", "staleness: 2\nall: 25% (10)"]
@@ -145,7 +145,7 @@ def test_a_histogram_shows_shares_of_the_bins_in_use():
     assert {"1", "2"} <= set(texts(root, "tick")) and "4" not in texts(root, "tick")
 
 
-def test_many_bins_are_merged_and_nothing_is_lost():
+def test_merging_bins_keeps_the_total_count():
     counts = list(np.random.default_rng(0).integers(1, 9, 300))
     root = ET.fromstring(charts.histogram(list(range(0, 602, 2)), [("all", counts)], x_name="length"))
     titles = [e.find(SVG + "title").text for e in root.iter(SVG + "rect") if "bar" in e.get("class")]
@@ -153,11 +153,11 @@ def test_many_bins_are_merged_and_nothing_is_lost():
     assert sum(int(re.search(r"\((\d+)\)", t)[1]) for t in titles) == sum(counts)
 
 
-def test_an_empty_histogram_is_still_a_picture():
+def test_an_empty_histogram_is_still_valid_svg():
     ET.fromstring(charts.histogram([0.0, 0.5, 1.0], [("all", [0, 0])], x_name="x"))
 
 
-def test_stacked_columns_add_up_and_the_first_may_stick_out():
+def test_stacked_columns_add_up_and_a_tall_first_one_is_cut_off():
     rows = [(i, [0.5, 0.25]) for i in range(20)]
     rows[0] = (0, [20.0, 0.25])
     root = ET.fromstring(charts.stack(["update", "publish"], rows, x_name="step", unit="seconds"))
@@ -170,7 +170,7 @@ def test_stacked_columns_add_up_and_the_first_may_stick_out():
     assert set(texts(root, "name")) == {"update", "publish", "step"}
 
 
-def test_columns_of_a_long_run_are_means():
+def test_columns_of_a_long_run_are_means_over_steps():
     rows = [(i, [float(i % 2)]) for i in range(600)]
     root = ET.fromstring(charts.stack(["wait"], rows, x_name="step", unit="seconds"))
     titles = [e.find(SVG + "title").text for e in root.iter(SVG + "rect") if "bar" in e.get("class")]

@@ -1,4 +1,4 @@
-"""Compiled programs lie on disk for the next start, where the user's environment says."""
+"""Compiled programs are cached on disk for the next start, in the directory that the environment names."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ print(jax.jit(lambda x: x + 1)(1))
         ({"HOME": "{here}", "JAX_ENABLE_COMPILATION_CACHE": "0"}, None),
     ],
 )
-def test_small_programs_are_kept(tmp_path, given, where):
+def test_small_programs_are_cached(tmp_path, given, where):
     ours = ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
     environ = {name: value for name, value in os.environ.items() if name not in ours}
     environ |= {name: value.format(here=tmp_path) for name, value in given.items()}
@@ -35,7 +35,7 @@ def test_small_programs_are_kept(tmp_path, given, where):
     assert [path.parent.relative_to(tmp_path).as_posix() for path in kept] == ([where] if where else [])
 
 
-def test_without_a_place_the_program_still_runs(tmp_path):
+def test_programs_run_without_a_writable_cache_directory(tmp_path):
     (tmp_path / "file").write_text("")
     environ = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     environ["XDG_CACHE_HOME"] = str(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""The writer's files are read by the official library, and the reader refuses what is not whole."""
+"""The official library reads our files, and our reader rejects damaged or incomplete ones."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def same(a, b):
     ),
     some.integers(1, 400),
 )
-def test_what_is_written_is_read(tmp_path_factory, shapes, shard_bytes):
+def test_tensors_round_trip(tmp_path_factory, shapes, shard_bytes):
     rng = np.random.default_rng(1)
     tensors = {f"t{i}": tensor(rng, shape, dtype) for i, (shape, dtype) in enumerate(shapes)}
     folder = tmp_path_factory.mktemp("files")
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(tmp_path_factory, shapes, shard_bytes):
     assert official.keys() == tensors.keys() and all(same(official[name], tensors[name]) for name in tensors)
 
 
-def test_arrays_of_any_layout_are_written_right(tmp_path):
+def test_arrays_of_any_memory_layout_are_written_correctly(tmp_path):
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     tensors = {"turned": x.T, "strided": x[::2, ::3], "scalar": np.array(3.0, np.float32), "reversed": x[::-1]}
     files.write(tmp_path, tensors, tensors.values())
@@ -60,7 +60,7 @@ def test_arrays_of_any_layout_are_written_right(tmp_path):
     assert all(np.array_equal(official[name], tensors[name]) for name in tensors)
 
 
-def test_official_files_are_read(tmp_path):
+def test_files_of_the_official_library_are_read(tmp_path):
     tensors = some_tensors() | {"b": np.ones((3, 2), ml_dtypes.bfloat16)}
     safetensors.numpy.save_file(tensors, tmp_path / files.FILE, {"format": "pt"})
     read = files.read(tmp_path)
@@ -68,7 +68,7 @@ def test_official_files_are_read(tmp_path):
     assert files.read(tmp_path / files.FILE).keys() == tensors.keys()
 
 
-def test_shards_are_named_and_indexed_as_hugging_face_does(tmp_path):
+def test_shards_are_named_and_indexed_as_hugging_face_does_it(tmp_path):
     tensors = some_tensors()
     files.write(tmp_path, tensors, tensors.values(), shard_bytes=200)
     index = json.loads((tmp_path / files.INDEX).read_text())
@@ -86,7 +86,7 @@ def test_tensors_are_fetched_one_at_a_time(tmp_path):
 
     def arrays():
         for x in tensors.values():
-            # Everything fetched before is in the file already.
+            # Everything fetched earlier has already been written.
             (temporary,) = tmp_path.glob(".*.tmp")
             header = 8 + int.from_bytes(temporary.read_bytes()[:8], "little")
             assert temporary.stat().st_size == header + sum(written)
@@ -113,14 +113,14 @@ def test_reading_copies_nothing(tmp_path):
         ([np.ones(3, np.float32), np.ones(4, np.float32), np.ones(1)], "as many arrays as specs, 2, got more"),
     ],
 )
-def test_arrays_must_be_as_announced(tmp_path, arrays, words):
+def test_arrays_must_match_their_announced_specs(tmp_path, arrays, words):
     specs = {"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)}
     with pytest.raises(ValueError, match=words):
         files.write(tmp_path, specs, arrays)
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_dtype_that_the_format_lacks_is_refused(tmp_path):
+def test_a_dtype_unknown_to_the_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="z must have one of the dtypes .* complex64"):
         files.write(tmp_path, {"z": np.ones(2, np.complex64)}, [np.ones(2, np.complex64)])
     assert not list(tmp_path.iterdir())
@@ -180,6 +180,6 @@ def test_an_incomplete_set_of_shards_is_refused(tmp_path):
     refused(tmp_path, "the index is missing")
 
 
-def test_no_checkpoint_is_refused(tmp_path):
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     refused(tmp_path, str(tmp_path), "needs model.safetensors or")
     refused(tmp_path / "nowhere", "nowhere", "exists")

@@ -1,4 +1,4 @@
-"""Tokenizers made here, chats and demonstrations."""
+"""Character and byte-level tokenizers, chat templates and demonstrations."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ BYTES = tokenizers.byte_level()
 TRAINED, FALLING_BACK = wordpieces.trained(), wordpieces.falling_back()
 
 
-def test_a_character_is_a_token():
+def test_the_character_tokenizer_has_a_token_per_character():
     assert len(SUMS) == SUMS.vocab_size == 32
     assert sorted(SUMS.get_vocab().values()) == list(range(32))
     ids = template.prompt(SUMS, ROW)
@@ -31,19 +31,19 @@ def test_a_character_is_a_token():
     assert (SUMS.pad_token, SUMS.eos_token) == ("<pad>", "<|im_end|>") and SUMS.pad_token_id == 0
 
 
-def test_a_byte_is_a_token():
+def test_the_byte_level_tokenizer_has_a_token_per_byte():
     assert len(BYTES) == 288
     assert len(BYTES.encode("é😀")) == 6
     assert BYTES.decode(template.prompt(BYTES, ROW)) == CHAT
 
 
 @given(st.text(st.characters(codec="utf-8")))
-def test_any_text_comes_back_from_bytes(text):
+def test_any_text_round_trips_through_bytes(text):
     assert BYTES.decode(tokenizers.encode(BYTES, text)) == text
 
 
 @given(st.text("0123456789+\n"))
-def test_texts_of_the_alphabet_come_back_from_characters(text):
+def test_texts_of_the_alphabet_round_trip_through_characters(text):
     ids = tokenizers.encode(SUMS, text)
     assert SUMS.decode(ids) == text and len(ids) == len(text)
 
@@ -57,7 +57,7 @@ def test_a_character_outside_the_alphabet_is_refused():
 
 
 @pytest.mark.parametrize("made", [SUMS, BYTES])
-def test_saved_and_loaded_it_is_the_same(tmp_path, made):
+def test_saving_and_loading_changes_nothing(tmp_path, made):
     tokenizers.save(made, tmp_path)
     loaded = tokenizers.load(tmp_path)
     for each in (tokenizers.load(str(tmp_path)), loaded):
@@ -66,14 +66,14 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, made):
         assert (each.eos_token_id, each.pad_token_id) == (made.eos_token_id, made.pad_token_id)
         assert each.decode(template.prompt(each, ROW), skip_special_tokens=True) == "user\n25+16\nassistant\n"
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # what transformers 4 can load too
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 can load it, too
     tokenizers.save(loaded, tmp_path / "again")
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
     assert config.items() <= json.loads((tmp_path / "again" / "tokenizer_config.json").read_text()).items()
 
 
-def test_a_conversation_by_its_template():
+def test_a_conversation_is_rendered_by_the_chat_template():
     messages = [
         {"role": "system", "content": "1"},
         {"role": "user", "content": "2"},
@@ -86,7 +86,7 @@ def test_a_conversation_by_its_template():
     )
 
 
-def test_demonstrations_end_with_the_end_of_turn():
+def test_demonstrations_end_with_the_end_of_turn_token():
     prompt, completion = tokenizers.supervised(SUMS, ROW)
     assert SUMS.decode(prompt) == CHAT and SUMS.decode(completion) == "41<|im_end|>"
     said = {"messages": [{"role": "user", "content": "25+16"}, {"role": "assistant", "content": "41"}]}
@@ -95,10 +95,10 @@ def test_demonstrations_end_with_the_end_of_turn():
     assert whole == [*prompt, *completion, *SUMS.encode("\n")]
 
 
-def test_generation_stops_at_the_end_of_turn_and_of_text():
+def test_generation_stops_at_the_end_of_turn_and_end_of_text_tokens():
     assert tokenizers.stop_ids(SUMS) == (SUMS.convert_tokens_to_ids("<|im_end|>"),) == (SUMS.eos_token_id,)
     other = tokenizers.byte_level()
-    other.eos_token = "<pad>"  # as in base models, whose templates end a turn with another token
+    other.eos_token = "<pad>"  # as in base models, whose chat template ends a turn with another token
     assert tokenizers.stop_ids(other) == (0, 2) and tokenizers.end_of_turn(other) == 2
     assert tokenizers.stop_ids(TRAINED) == (TRAINED.eos_token_id,)
     with pytest.raises(ValueError, match="no end-of-text token"):
@@ -114,7 +114,7 @@ def test_without_a_template_a_prompt_is_plain_text():
         template.prompt(TRAINED, {"messages": [{"role": "user", "content": "1"}]})
 
 
-def test_what_a_template_refuses_is_refused_in_one_line():
+def test_errors_raised_by_a_template_give_a_one_line_error():
     strict = tokenizers.byte_level()
     strict.chat_template = "{{ raise_exception('roles must\\nalternate') }}"
     with pytest.raises(ValueError, match=r"the chat template refuses them \(roles must alternate\)"):
@@ -155,7 +155,7 @@ def test_a_damaged_tokenizer_is_refused(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_importing_it_loads_no_transformers():
+def test_importing_the_module_does_not_load_transformers():
     program = (
         "import sys, areax.adapters.tokenizer, areax.adapters.data.datasets\n"
         "print(*{'transformers', 'tokenizers', 'datasets', 'pyarrow', 'jax', 'torch'} & set(sys.modules))"
@@ -174,7 +174,7 @@ def test_a_folder_that_names_the_plain_class_is_loaded_without_torch(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", None])
-def test_the_class_is_that_of_transformers(tmp_path, family):
+def test_the_tokenizer_class_is_the_one_of_transformers(tmp_path, family):
     tokenizers.save(SUMS, tmp_path)
     if family:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))

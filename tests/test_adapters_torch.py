@@ -1,4 +1,4 @@
-"""State dicts of torch, both ways."""
+"""Conversion from and to torch state dicts."""
 
 import jax
 import numpy as np
@@ -46,7 +46,7 @@ def test_modules_and_parameters_give_the_same_logits(tied):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_there_and_back_is_the_same(tied, dtype):
+def test_parameters_round_trip(tied, dtype):
     config, params = made(tied, dtype)
     state = adapter.to_state_dict(config, params)
     assert {str(x.dtype) for x in state.values()} == {f"torch.{dtype}"}
@@ -63,7 +63,7 @@ def test_parameters_on_the_cpu_are_not_copied():
     assert state["model.layers.1.mlp.up_proj.weight"].data_ptr() == start + 24 * 16 * 2
 
 
-def test_sharing_survives_donation():
+def test_tensors_sharing_memory_survive_donation():
     config, params = made(False)
     state = adapter.to_state_dict(config, params)
     before = {name: x.clone() for name, x in state.items()}
@@ -72,7 +72,7 @@ def test_sharing_survives_donation():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parameters_elsewhere_are_copied(dtype):
+def test_replicated_and_numpy_parameters_are_copied(dtype):
     config, params = made(False, dtype)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))

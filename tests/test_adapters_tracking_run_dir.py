@@ -25,7 +25,7 @@ def sample(run, step, **changes):
     run.sample(step, **(given | changes))
 
 
-def test_a_line_holds_what_was_logged(tmp_path):
+def test_a_line_contains_what_was_logged(tmp_path):
     hist = {"edges": np.arange(3.0), "counts": jnp.array([1, 2])}
     with run_dir.open_run(tmp_path / "a" / "run", config={"lr": np.float32(0.5)}) as run:
         run.log("sft", np.int64(3), loss=jnp.float32(0.25), tokens=np.int32(7), ok=True, half=jnp.bfloat16(1.5))
@@ -37,7 +37,7 @@ def test_a_line_holds_what_was_logged(tmp_path):
     assert json.loads((tmp_path / "a" / "run" / "config.json").read_text()) == {"lr": 0.5}
 
 
-def test_numbers_that_are_not_finite_are_null_and_spelled_out(tmp_path):
+def test_non_finite_numbers_are_null_and_listed_by_name(tmp_path):
     with run_dir.open_run(tmp_path) as run:
         run.log("grpo", 1, a=float("nan"), b=jnp.float32(jnp.inf), c=-np.inf, d=1.0)
         sample(run, 1, reward=float("nan"), logp=[-math.inf])
@@ -60,14 +60,14 @@ def test_numbers_that_are_not_finite_are_null_and_spelled_out(tmp_path):
         ({"h": {}}, "histogram h needs"),
     ],
 )
-def test_what_cannot_be_logged_is_refused_and_leaves_no_line(tmp_path, values, said):
+def test_invalid_values_are_refused_and_leave_no_line(tmp_path, values, said):
     with run_dir.open_run(tmp_path) as run:
         with pytest.raises(ValueError, match=said):
             run.log("grpo", 1, **values)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_a_sample_needs_one_entry_a_token(tmp_path):
+def test_a_sample_needs_one_entry_per_token(tmp_path):
     with run_dir.open_run(tmp_path) as run:
         with pytest.raises(ValueError, match="trainer_logp needs one entry per token, got 2 for 1"):
             sample(run, 0, trainer_logp=[0.0, 0.0])
@@ -83,7 +83,7 @@ def test_lines_are_on_disk_before_the_run_is_closed(tmp_path):
         assert len(lines(tmp_path / "metrics.jsonl")) == len(lines(tmp_path / "samples.jsonl")) == 1
 
 
-def test_threads_do_not_mix_their_lines(tmp_path):
+def test_lines_of_concurrent_threads_are_not_mixed(tmp_path):
     with run_dir.open_run(tmp_path) as run:
         work = lambda k: [run.log("grpo", step, worker=k, pad=0.123456789) for step in range(50)]
         threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
@@ -95,7 +95,7 @@ def test_threads_do_not_mix_their_lines(tmp_path):
     assert found == {(k, step) for k in range(4) for step in range(50)}
 
 
-def test_resuming_removes_what_comes_after_the_step_kept_of_each_kind(tmp_path):
+def test_resuming_removes_lines_after_the_kept_step_of_each_kind(tmp_path):
     with run_dir.open_run(tmp_path) as run:
         for step in range(5):
             run.log("sft", step, loss=1.0)
@@ -112,14 +112,14 @@ def test_resuming_removes_what_comes_after_the_step_kept_of_each_kind(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
 
 
-def test_seconds_go_on_where_they_stopped(tmp_path):
+def test_seconds_continue_after_resuming(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "kind": "sft", "seconds": 1000.0}\n')
     with run_dir.open_run(tmp_path) as run:
         run.log("sft", 1)
     assert 1000 <= lines(tmp_path / "metrics.jsonl")[1]["seconds"] < 1100
 
 
-def test_an_open_run_is_not_disturbed_by_opening_it_again(tmp_path):
+def test_reopening_does_not_disturb_an_open_run(tmp_path):
     with run_dir.open_run(tmp_path) as outer:
         outer.log("sft", 0)
         with run_dir.open_run(tmp_path) as inner:
@@ -138,7 +138,7 @@ def written(tmp_path_factory):
 
 
 @given(cut=st.integers(0, 300))
-def test_a_crash_at_any_byte_costs_at_most_the_line_it_hit(written, tmp_path_factory, cut):
+def test_a_crash_at_any_byte_loses_at_most_the_last_line(written, tmp_path_factory, cut):
     whole = (written / "metrics.jsonl").read_bytes()
     left = whole[:cut]
     path = tmp_path_factory.mktemp("crashed")
@@ -160,7 +160,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     assert path.read_text().count("\n") == 3
 
 
-def test_a_file_is_no_run_directory(tmp_path):
+def test_a_file_is_not_accepted_as_run_directory(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(ValueError, match="a run needs a directory, got the file"), run_dir.open_run(tmp_path / "run"):
         pass
@@ -179,17 +179,17 @@ class Config:
     limit: float = math.inf
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
+def test_json_files_are_written_atomically(tmp_path):
     path = tmp_path / "config.json"
     run_dir.write_json(path, Config(Path("runs/demo")))
-    want = {"model": "runs/demo", "optim": {"learning_rate": 1e-3, "betas": [0.9, 0.99]}, "limit": None}
+    want = {"model": "runs/demo", "optim": {"learning_rate": 1e-3, "betas": [0.9, 0.99]}, "limit": "inf"}
     assert json.loads(path.read_text()) == want
     with pytest.raises(ValueError, match="values must be text, numbers, lists, mappings or dataclasses, got <object"):
         run_dir.write_json(path, {"a": 1, "b": object()})
     assert json.loads(path.read_text()) == want and list(tmp_path.iterdir()) == [path]
 
 
-def test_progress_without_a_terminal_prints_lines_and_never_loses_the_last():
+def test_progress_without_a_terminal_prints_lines_including_the_last():
     out = io.StringIO()
     with run_dir.progress("grpo", 4, every=3600, console=Console(file=out, width=40)) as tick:
         for step in range(1, 5):

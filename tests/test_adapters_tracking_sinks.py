@@ -1,4 +1,4 @@
-"""Sinks beside the file that they follow: it grows, is cut, and grows again, in one process and over several."""
+"""Sinks follow metrics.jsonl while it grows, is truncated and grows again, within one process and across several."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from areax.adapters import cli
 from areax.adapters.tracking import prometheus, run_dir, sinks, tail
 from areax.adapters.tracking.sinks import Sinks
 
-FAST = 0.01  # seconds between two looks
+FAST = 0.01  # seconds between polls
 
 
 def until(holds):
@@ -37,7 +37,7 @@ def log(run, steps, kind="grpo", plus=0.0):
 
 
 def wanted(path):
-    """{tag: [(step, value)]} of a metrics.jsonl, read by nothing of ours."""
+    """{tag: [(step, value)]} of a metrics.jsonl, parsed independently of our code."""
     found = {}
     for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
         odd = {name: float(value) for name, value in line.pop("nonfinite", {}).items()}
@@ -52,11 +52,11 @@ def free_port():
         return sock.getsockname()[1]
 
 
-# ---------------------------------------------------------------- readers that are not ours
+# ---------------------------------------------------------------- third-party readers
 
 
 def boards(folder):
-    """({tag: [(step, value)]}, {tag: [(step, limits, counts)]}) by TensorBoard's own reader."""
+    """({tag: [(step, value)]}, {tag: [(step, limits, counts)]}) as read by TensorBoard itself."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     own = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
@@ -67,7 +67,7 @@ def boards(folder):
 
 
 def scraped(port):
-    """{sample: value} by Prometheus' own parser, and the types of its families."""
+    """{sample: value} and the metric types, as parsed by the Prometheus client."""
     from prometheus_client.parser import text_string_to_metric_families
 
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
@@ -77,7 +77,7 @@ def scraped(port):
 
 
 def account(path):
-    """{id: what each wandb run got, a dictionary a line} of the files that offline runs leave, oldest first."""
+    """{id: list of logged dictionaries} of the files left by offline wandb runs, oldest first."""
     from wandb.proto import wandb_internal_pb2
 
     runs = {}
@@ -92,7 +92,7 @@ def account(path):
 
 
 def leveldb(data):
-    """The records of a log in LevelDB's format, whose blocks of 32 KiB began 7 bytes before `data`."""
+    """The records of a LevelDB log; its 32 KiB blocks are counted from 7 bytes before `data`."""
     at, whole = 0, b""
     while at + 7 <= len(data):
         left = 32768 - (at + 7) % 32768
@@ -104,12 +104,12 @@ def leveldb(data):
             return  # still being written
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last part
             yield whole
             whole = b""
 
 
-# ---------------------------------------------------------------- the file's lines
+# ---------------------------------------------------------------- following the file
 
 
 @settings(max_examples=60)
@@ -124,8 +124,8 @@ def leveldb(data):
         max_size=25,
     )
 )
-def test_who_follows_has_the_lines_of_the_file(tmp_path_factory, events):
-    """Whatever happened to it: written in pieces, replaced by a part of itself, shortened, read by the next process."""
+def test_a_tail_has_exactly_the_lines_of_the_file(tmp_path_factory, events):
+    """Whatever happens to the file: appended in pieces, replaced by a prefix, truncated, or read by a new process."""
     path = tmp_path_factory.mktemp("tail") / "metrics.jsonl"
     source = b"".join(json.dumps({"step": i, "pad": "x" * (i % 5)}).encode() + b"\n" for i in range(100))
     written, own, has = 0, tail.Tail(path), []
@@ -148,7 +148,7 @@ def test_who_follows_has_the_lines_of_the_file(tmp_path_factory, events):
                 path.with_name("new").write_bytes(kept)
                 os.replace(path.with_name("new"), path)
             else:
-                look()  # what is written over in place between two looks cannot be seen
+                look()  # overwriting in place between two polls cannot be detected
                 os.truncate(path, written)
                 look()
         elif what == "look":
@@ -162,12 +162,12 @@ def test_who_follows_has_the_lines_of_the_file(tmp_path_factory, events):
     assert has == [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
-def test_other_lines_in_the_place_of_those_read_are_noticed(tmp_path):
+def test_replaced_lines_are_detected(tmp_path):
     path = tmp_path / "a"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     with contextlib.closing(tail.Tail(path)) as first:
         assert first.look() == (True, [{"a": 1}, {"a": 2}]) and first.look() == (False, [])
-        for i, others in enumerate(([1, 2, 3], [1, 4, 5, 6]), 1):  # longer ones, which nobody saw while they were short
+        for i, others in enumerate(([1, 2, 3], [1, 4, 5, 6]), 1):  # longer, and never polled while short
             new = path.with_name("new")
             new.write_text("".join(f'{{"a": {n}}}\n' for n in others))
             os.replace(new, path)
@@ -181,16 +181,16 @@ def test_other_lines_in_the_place_of_those_read_are_noticed(tmp_path):
             second.look()
 
 
-# ---------------------------------------------------------------- each sink, over the file's life
+# ---------------------------------------------------------------- each sink
 
 
-def test_tensorboard_has_each_line_once(tmp_path):
+def test_tensorboard_gets_each_line_once(tmp_path):
     every = Sinks(tensorboard=True)
     with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, every, every_s=FAST):
         log(run, range(1, 6))
         until(lambda: (tmp_path / "tensorboard").exists() and len(boards(tmp_path / "tensorboard")[0]) == 3)
         until(lambda: len(boards(tmp_path / "tensorboard")[0]["grpo/reward"]) == 5)
-        with run_dir.open_run(tmp_path, keep={"grpo": 3}) as again:  # cut while it is followed
+        with run_dir.open_run(tmp_path, keep={"grpo": 3}) as again:  # truncated while it is followed
             log(again, [4, 5], plus=0.5)
             log(again, [5], kind="eval")
     scalars, shapes = boards(tmp_path / "tensorboard")
@@ -205,7 +205,7 @@ def test_tensorboard_has_each_line_once(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
-def test_prometheus_tells_the_newest(tmp_path):
+def test_prometheus_exports_the_newest_values(tmp_path):
     port = free_port()
     every = Sinks(prometheus=port)
     with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, every, every_s=FAST) as followed:
@@ -229,26 +229,26 @@ def test_prometheus_tells_the_newest(tmp_path):
     with run_dir.open_run(tmp_path) as run, sinks.following(tmp_path, every, every_s=FAST):
         until(lambda: "areax_grpo_refused_total" in scraped(port)[0])
         log(run, [3])
-        until(lambda: scraped(port)[0]["areax_grpo_refused_total"] == 6)  # it goes on where the file does
+        until(lambda: scraped(port)[0]["areax_grpo_refused_total"] == 6)  # counters continue from the file
 
 
-def test_it_listens_on_this_machine_alone():
+def test_prometheus_listens_on_loopback_only():
     endpoint = prometheus.Prometheus(Sinks().prometheus_host, 0)
     assert endpoint._server.server_address[0] == "127.0.0.1"
     endpoint.close()
 
 
-def test_wandb_goes_on_and_begins_anew_where_lines_were_cut(tmp_path, monkeypatch):
+def test_wandb_resumes_its_run_or_starts_a_new_one_if_lines_were_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     every = Sinks(wandb="test")
     follow = lambda: sinks.following(tmp_path, every, every_s=FAST)
     with run_dir.open_run(tmp_path, config={"lr": 1}) as run, follow():
         log(run, [1, 2])
-    with run_dir.open_run(tmp_path) as run, follow():  # nothing was lost: the same wandb run
+    with run_dir.open_run(tmp_path) as run, follow():  # no lines were removed: the same wandb run
         log(run, [3])
     lengths = lambda: [len(lines) for lines in account(tmp_path).values()]
-    until(lambda: lengths() == [3])  # a process of wandb's own writes them
+    until(lambda: lengths() == [3])  # written by a background process of wandb
     [(first, lines)] = account(tmp_path).items()
     assert [(line["_step"], line["grpo/step"]) for line in lines] == [(0, 1), (1, 2), (2, 3)]
     with run_dir.open_run(tmp_path, keep={"grpo": 2}) as run, follow():
@@ -264,10 +264,10 @@ def test_wandb_goes_on_and_begins_anew_where_lines_were_cut(tmp_path, monkeypatc
     assert shape == [[0, 1, 2], [3, 2], "histogram"]
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- failures
 
 
-def test_a_sink_that_dies_costs_its_own_curves(tmp_path, caplog):
+def test_a_failing_sink_does_not_affect_the_run_or_other_sinks(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("in the way")
     port = free_port()
     every = Sinks(tensorboard=True, prometheus=port)
@@ -280,7 +280,7 @@ def test_a_sink_that_dies_costs_its_own_curves(tmp_path, caplog):
     )
 
 
-def test_one_that_hangs_is_left_behind(tmp_path, caplog, monkeypatch):
+def test_a_hanging_sink_does_not_block_the_end_of_a_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(sinks, "PATIENCE_S", 0.05)
     go, done = threading.Event(), threading.Event()
     monkeypatch.setattr(sinks.boards.TensorBoard, "take", lambda self, lines, mark: go.wait(30))
@@ -301,7 +301,7 @@ def test_quiet_processes_have_no_sinks(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_work_is_said_in_one_line(monkeypatch, tmp_path):
+def test_bad_options_give_a_one_line_error(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="--track.prometheus must be a port from 1 to 65535, or 0 for none, got 70000"):
         Sinks(prometheus=70000)
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -316,7 +316,7 @@ def test_what_cannot_work_is_said_in_one_line(monkeypatch, tmp_path):
     sinks.check(Sinks())
 
 
-def test_a_run_that_is_over_is_copied(tmp_path, capsys):
+def test_report_exports_a_finished_run_to_tensorboard(tmp_path, capsys):
     with run_dir.open_run(tmp_path / "run") as run:
         log(run, range(1, 4))
     assert cli.main(["report", str(tmp_path / "run"), "--tensorboard", str(tmp_path / "boards")]) == 0

@@ -1,4 +1,4 @@
-"""The benchmark suite's own logic: turns, rows and their places, the check against committed ratios; no timing."""
+"""The logic of the benchmark suite: alternating sides, result rows, the check against committed ratios; no timings."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture
 def suite(monkeypatch):
-    """Imports modules of the suite, and forgets them: their names are common ones."""
+    """Imports modules of the suite, and removes them afterwards, since their names are generic."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before = set(sys.modules)
     yield importlib.import_module
@@ -38,7 +38,7 @@ def row(case="train", model="S", peer="tunix", ratio=2.0, agreement=1.0):
     }  # fmt: skip
 
 
-def test_sides_take_turns_in_processes_of_their_own(suite, tmp_path, monkeypatch):
+def test_sides_alternate_in_separate_processes(suite, tmp_path, monkeypatch):
     code = """
 import os, pathlib
 UNIT, PEERS = "things/s", {None: ("plain",)}
@@ -56,7 +56,7 @@ def plain(folder, model): return side("plain")
     monkeypatch.syspath_prepend(str(tmp_path))
     [found] = suite("run").measure("turns_case", None, str(tmp_path), 3, ("plain",))
     turns = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
-    # Two repetitions before those that count, and short work ten times on end.
+    # Two warm-up repetitions; short work runs ten times in a row.
     assert [name for name, _ in turns] == ["ours", "plain"] * 2 + (["ours"] * 10 + ["plain"] * 10) * 3
     assert len({pid for _, pid in turns}) == 2
     assert (found["case"], found["model"], found["peer"], found["agreement"]) == ("turns_case", None, "plain", 1.0)
@@ -74,7 +74,7 @@ def test_a_side_that_fails_ends_the_run(suite, tmp_path, monkeypatch):
         suite("run").measure("failing_case", None, str(tmp_path), 1, ())
 
 
-def test_a_row_takes_the_place_of_the_same_case_model_and_peer(suite, tmp_path, monkeypatch):
+def test_a_row_replaces_that_of_the_same_case_model_and_peer(suite, tmp_path, monkeypatch):
     run = suite("run")
     monkeypatch.setattr(run, "HERE", tmp_path)
     begin, end = run.TABLE
@@ -97,7 +97,7 @@ def test_a_row_takes_the_place_of_the_same_case_model_and_peer(suite, tmp_path, 
     assert "async" not in page and "old" not in page
 
 
-def test_what_fell_is_found(suite, capsys):
+def test_regressions_are_found(suite, capsys):
     run = suite("run")
     before = [row(ratio=2.0), row(peer="transformers", ratio=2.0), row("generate", ratio=2.0)]
     rows = [row(ratio=1.63), row(peer="transformers", ratio=1.6), row("generate", agreement=0.5), row("grpo")]
@@ -108,7 +108,7 @@ def test_what_fell_is_found(suite, capsys):
     assert "grpo S vs tunix: ratio 2.00, no committed one" in capsys.readouterr().out
 
 
-def test_the_interval_holds_the_median_as_often_as_it_says(suite):
+def test_the_interval_covers_the_median_with_the_stated_probability(suite):
     interval = suite("run").interval
     assert interval([3, 1, 2]) == (1, 3) and interval(range(7)) == (0, 6) and interval(range(15)) == (3, 11)
     drawn = np.random.default_rng(0).exponential(size=(2000, 15))
@@ -117,7 +117,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says(suite):
 
 
 @pytest.mark.parametrize("second, code", [(1.9, 0), (1.5, 1)])
-def test_what_fell_is_measured_again(suite, monkeypatch, capsys, second, code):
+def test_regressions_are_measured_again(suite, monkeypatch, capsys, second, code):
     run = suite("run")
     monkeypatch.setattr(run, "committed", lambda: [row(), row("generate")])
     asked = []
@@ -135,7 +135,7 @@ def test_what_fell_is_measured_again(suite, monkeypatch, capsys, second, code):
     assert last.startswith("train S vs tunix: ratio 1.50" if code else "no ratio fell")
 
 
-def test_the_rows_that_are_there_are_known_to_the_suite(suite):
+def test_committed_rows_are_of_known_cases(suite):
     run = suite("run")
     rows = json.loads((BENCHMARKS / "results.json").read_text())
     assert len({run.name(r) for r in rows}) == len(rows)
@@ -151,13 +151,13 @@ def test_the_rows_that_are_there_are_known_to_the_suite(suite):
         (["--qiuck"], "unrecognized arguments: --qiuck"),
     ],
 )
-def test_a_wrong_command_line_is_told(suite, given, says, capsys):
+def test_a_wrong_command_line_is_an_error(suite, given, says, capsys):
     with pytest.raises(SystemExit) as ended:
         suite("run").main(given)
     assert says in f"{ended.value} {capsys.readouterr().err}"
 
 
-def test_a_case_stands_for_its_models(suite):
+def test_a_case_includes_all_of_its_models(suite):
     pairs_of = suite("run").pairs_of
     assert pairs_of(["train/S", "push"]) == [("train", "S"), ("push", None)]
     assert pairs_of(["train"]) == [("train", "M"), ("train", "S"), ("train", "MoE")]
@@ -189,7 +189,7 @@ def test_models_have_the_stated_sizes(suite, name, millions):
     leaves, _ = jax.tree_util.tree_flatten_with_path(param.abstract(table, "float32"))
     weights = {jax.tree_util.keystr(path): x.size for path, x in leaves}
     assert sum(weights.values()) / 1e6 == pytest.approx(millions, abs=0.05)
-    share = lambda key: 0 if "norm" in key else 2 / 16 if "expert" in key else 1  # of a weight, that a token meets
+    share = lambda key: 0 if "norm" in key else 2 / 16 if "expert" in key else 1  # of the weights that a token uses
     assert sizes.matmul_weights(name) == sum(share(key) * size for key, size in weights.items())
 
 
@@ -209,7 +209,7 @@ def test_lengths_are_lognormal(suite):
     assert round(16 * answers.reshape(8, 16).max(1).sum() / answers.sum(), 2) == 3.01
 
 
-def test_a_loop_takes_one_step_a_call(suite):
+def test_a_paced_loop_takes_one_step_per_call(suite):
     peers, log = suite("peers"), []
 
     def loop(pause):
@@ -226,7 +226,7 @@ def test_a_loop_takes_one_step_a_call(suite):
     assert log == [0, 1]
 
 
-def test_a_loop_that_fails_says_so(suite):
+def test_an_exception_in_a_paced_loop_is_raised(suite):
     def loop(pause):
         pause()
         raise KeyError("broken")
@@ -236,7 +236,7 @@ def test_a_loop_that_fails_says_so(suite):
         once()
 
 
-def test_text_of_token_ids_comes_back(suite):
+def test_token_ids_round_trip_through_text(suite):
     peers = suite("peers")
     ids = [7, 0, 511]
     assert peers.Numbers(512).encode(peers.text(ids)) == ids

@@ -1,4 +1,4 @@
-"""Pages name only what exists: files, addresses of the package, links. CHANGELOG.md is history and exempt."""
+"""Files, package addresses and links in the docs exist. CHANGELOG.md is history, and exempt."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ PAGES = [
 
 
 def missing(text: str) -> list[str]:
-    """Files and addresses in the text that are not there."""
+    """Files and addresses in the text that do not exist."""
     files = set(FILE.findall(text)) - WRITTEN_BY_THE_READER
     wrong = [file for file in files if not (ROOT / file).exists()]
     for dotted, function in ADDRESS.findall(text):
@@ -33,7 +33,7 @@ def missing(text: str) -> list[str]:
 
 
 def found(names: list[str]) -> bool:
-    """Whether these lead from the package to a module, or on to a name in it, or to a member of a class."""
+    """Whether these names lead from the package to a module, to a name in it, or to a member of a class."""
     folder, rest = ROOT, list(names)
     while rest and (folder / rest[0] / "__init__.py").exists():
         folder = folder / rest.pop(0)
@@ -50,7 +50,7 @@ def found(names: list[str]) -> bool:
 
 
 def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """The names that statements bind, with the statement."""
+    """Name -> the statement that binds it."""
     names: dict[str, ast.stmt] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -64,14 +64,14 @@ def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_page_names_what_exists(page):
+def test_everything_named_on_a_page_exists(page):
     text = page.read_text()
     links = [link for link in LINK.findall(BLOCK.sub("", text)) if not link.startswith("http")]
     assert missing(text) == []
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_what_does_not_exist_is_found():
+def test_missing_files_and_addresses_are_found():
     assert missing("`rollout/clients.py`, areax.rollout.client.Fleet, areax.rollout.types.Sample.reward") == [
         "rollout/clients.py"
     ]

@@ -1,4 +1,4 @@
-"""docs/add-an-algorithm.md, its blocks put where it says: the algorithm equals the paper's, by its own oracle."""
+"""docs/add-an-algorithm.md, with its blocks put where it says: the algorithm equals the paper's oracle."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ wide = policies.wide
 def topr(monkeypatch):
     function, lines, preset, place, oracle = BLOCKS
     for table, name in ((surrogates.SURROGATES, "topr"), (surrogates.FORMULAS, "topr"), (losses.POLICIES, "TOPR")):
-        monkeypatch.setitem(table, name, None)  # which takes the name out again at the end
+        monkeypatch.setitem(table, name, None)  # removes the name again at the end
     exec(function + lines, dict(vars(surrogates)))
     exec(preset + place, dict(vars(losses)))
     exec(oracle, paper := {"torch": torch})
@@ -31,7 +31,7 @@ def topr(monkeypatch):
     return losses.POLICIES["TOPR"]
 
 
-def test_the_algorithm_of_the_guide(topr, monkeypatch):
+def test_the_algorithm_of_the_guide_equals_the_paper(topr, monkeypatch):
     monkeypatch.setitem(policies.EVERY, "TOPR", topr())
     monkeypatch.setitem(policies.PRESETS, "TOPR", topr())
     case = policies.Case(policies.samples())
@@ -42,12 +42,12 @@ def test_the_algorithm_of_the_guide(topr, monkeypatch):
     assert "not as in the paper: the ratio is the token's" in str(topr())
 
 
-def test_the_command_line_has_it(topr, monkeypatch):
+def test_the_command_line_knows_the_algorithm(topr, monkeypatch):
     seen = []
     monkeypatch.setattr(grpo, "main", seen.append)
     assert cli.main(["train", "topr", "--model", "m", "--data", "d", "--reward", "r"]) == 0
     assert seen[0].training.objective == topr()
 
 
-def test_it_takes_under_forty_lines():
+def test_the_guide_takes_under_forty_lines():
     assert sum(block.count("\n") for block in BLOCKS) < 40

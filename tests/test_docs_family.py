@@ -1,4 +1,4 @@
-"""docs/add-a-family.md, followed to the letter: its file, read as a family, equals transformers."""
+"""docs/add-a-family.md, followed to the letter: the model family in its file equals transformers."""
 
 import importlib.util
 import re
@@ -28,7 +28,7 @@ T = 19
 
 @pytest.fixture
 def family(monkeypatch, tmp_path):
-    """The guide's file, which only its line in the dictionary makes a family."""
+    """Registers the guide's file as a family by its entry in the dictionary."""
     [text] = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
     path = tmp_path / "olmo2.py"
     path.write_text(text)
@@ -74,7 +74,7 @@ def test_the_family_of_the_guide_equals_transformers(family, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
 
-    # decoding, and a mesh, which the guide says follow
+    # decoding and meshes, which the guide says work without further code
     sampling = Sampling(temperature=0.0, max_new_tokens=8, ignore_eos=True)
     engine = Engine(config, params, slots=1, context=32)
     made = [

@@ -1,4 +1,4 @@
-"""The guides that touch nothing in the library, followed to the letter; the skills that are made of all guides."""
+"""The guides that change nothing in the library, followed to the letter; and the skills made from all guides."""
 
 import contextlib
 import math
@@ -25,7 +25,7 @@ from areax.rollout.servers import local
 
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.S)
 NAMED = re.compile(r"`([\w/]+\.(?:py|jsonl))`")
-# Hypothesis then has no deadline, which a busy machine misses.
+# With CI set, Hypothesis has no deadline, which a busy machine would miss.
 ENVIRONMENT = {**os.environ, "CI": "true", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 # Runs pytest in each folder, in a copy of a process that has imported everything.
@@ -44,7 +44,7 @@ print([ends(folder) for folder in sys.argv[1:]])
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random model that reads and writes any bytes."""
+    """A random byte-level model."""
     tokens = tokenizer.byte_level()
     config = models.config_from_hf(
         {**tiny.HF, "max_position_embeddings": 1024, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
@@ -61,7 +61,7 @@ def url(model):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, model, url):
-    """An empty folder, but for the model. Commands that would start a server share one: the start takes the longest."""
+    """A folder with only the model. Commands that would start a server share one, since starting takes the longest."""
 
     @contextlib.asynccontextmanager
     async def shared(*_):
@@ -78,7 +78,7 @@ def page(name):
 
 
 def follow(name):
-    """Does what a page says: a block with a language goes into the file that was named last, one without is run."""
+    """Follows a page: a block with a language is written to the file named last, one without is run."""
     text, at, file = page(name), 0, ""
     for block in BLOCK.finditer(text):
         language, content = block.groups()
@@ -112,7 +112,7 @@ def pytest_(*arguments):
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
 
 
-def test_what_new_writes_works_as_it_stands(tmp_path, monkeypatch, capsys):
+def test_files_written_by_new_work_unchanged(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for kind in ("workflow", "reward", "dataset", "recipe"):
         assert cli.main(["new", kind, f"my_{kind}", "--out", "mine"]) == 0
@@ -126,7 +126,7 @@ def test_what_new_writes_works_as_it_stands(tmp_path, monkeypatch, capsys):
     assert done.returncode == 0, done.stdout
 
 
-def test_new_overwrites_nothing_and_refuses_what_cannot_be_imported(tmp_path, capsys):
+def test_new_overwrites_nothing_and_refuses_names_that_cannot_be_imported(tmp_path, capsys):
     def refused(*words):
         assert cli.main(["new", *words, "--out", str(tmp_path)]) == 2
         return capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_new_overwrites_nothing_and_refuses_what_cannot_be_imported(tmp_path, ca
 
 
 def scored(out, run=""):
-    """That both rows of the evaluation have a reward, and each step of the run; and that its model was written."""
+    """Asserts that both evaluation rows and each step of the run have a reward, and that the model was written."""
     assert '"samples": 2,\n  "unscorable": 0,' in out
     if run:
         steps = [line for line in run_dir.read_lines(f"{run}/metrics.jsonl") if line["kind"] == "grpo"]
@@ -148,30 +148,30 @@ def scored(out, run=""):
         assert Path(f"{run}/model").is_dir()
 
 
-def test_a_workflow(here, capfd):
+def test_the_workflow_guide(here, capfd):
     follow("add-a-workflow")
     scored(capfd.readouterr().out, "runs/guess")
     assert Path("runs/guess/report.html").is_file()
 
 
-def test_a_reward(here, capfd):
+def test_the_reward_guide(here, capfd):
     follow("add-a-reward")
     scored(capfd.readouterr().out)
 
 
-def test_a_data_set(here, capfd):
+def test_the_data_set_guide(here, capfd):
     follow("add-a-data-set")
     assert "1 of 3 rows are left out, by desk.py:row" in capfd.readouterr().err
     assert Path("runs/desk/model").is_dir()
 
 
-def test_an_agent(here, capfd):
+def test_the_agent_guide(here, capfd):
     follow("train-an-agent")
     scored(capfd.readouterr().out, "runs/clerk")
 
 
-def test_tests(tmp_path, monkeypatch):
-    """The page's test passes, and fails with each of the faults that the page names."""
+def test_the_testing_guide(tmp_path, monkeypatch):
+    """The page's test passes, and fails for each of the faults that the page lists."""
     monkeypatch.chdir(tmp_path)
     follow("write-tests")
     own, faults = Path("whiten.py"), re.findall(r"^\| `(.*)` \| `(.*)` \|$", page("write-tests"), re.M)
@@ -191,7 +191,7 @@ def test_tests(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", sorted(skills.SKILLS.glob("*/SKILL.md")), ids=lambda file: file.parent.name)
-def test_a_skill_is_its_page(file):
+def test_a_skill_equals_its_page(file):
     text = file.read_text()
     assert text == skills.skill(file), "run `make skills`"
     matter = yaml.safe_load(text.split("---\n")[1])
@@ -201,7 +201,7 @@ def test_a_skill_is_its_page(file):
         assert (file.parent / link).exists(), link
 
 
-def test_every_guide_is_a_skill_and_is_named_where_people_look():
+def test_every_guide_is_a_skill_and_is_linked_from_readme_and_agents():
     guides = {file.stem for file in skills.DOCS.glob("*.md") if re.match(r"(add|train|write)-", file.name)}
     assert guides == {file.parent.name for file in skills.SKILLS.glob("*/SKILL.md")}
     for file in ("README.md", "AGENTS.md"):

@@ -1,4 +1,4 @@
-"""Who may import what: arrows point one way, and heavy libraries stay behind the borders."""
+"""Import rules: dependencies point one way, and only some folders may import heavy libraries."""
 
 import ast
 import subprocess
@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TOP = ("core", "parallel", "models", "rollout", "adapters", "recipes")
 FILES = [file for top in TOP for file in sorted((ROOT / top).rglob("*.py"))]
 FAMILIES = ("dense", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-MOST_ENTRIES = {"rollout": 20, "adapters": 18, "models": 10}  # families not counted
+MOST_ENTRIES = {"rollout": 20, "adapters": 18, "models": 10}  # model families are not counted
 
-# Folder or file -> folders and modules of ours that it may import, beside its own folder; the longest name counts.
+# Folder or file -> folders and modules of ours that it may import besides its own folder; the longest match applies.
 BASE = {"rollout." + name for name in ("types", "errors", "events", "object_path", "http_process")}
 SERVERS = BASE | {"rollout.servers"}
 CHAT = BASE | {"rollout.sandbox", "rollout.rewards", "rollout.chat"}
@@ -72,7 +72,7 @@ NEVER_IN_ROLLOUT = HEAVY | {"jax", "jaxlib", "flax", "optax"}
 
 
 def worker(name):
-    """Whether a file is loaded by rollout workers, which have neither JAX nor torch."""
+    """Whether rollout workers, which have neither JAX nor torch, load a file."""
     return name.startswith("rollout/") and not name.startswith("rollout/engine/")
 
 
@@ -81,7 +81,7 @@ def shown(file):
 
 
 def modules(node, package):
-    """Dotted names that an import statement may load; `package`: the file's own, as a tuple."""
+    """Dotted names that an import statement may load; `package` is that of the file, as a tuple."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     base = list(package[: len(package) - node.level + 1]) if node.level else []
@@ -91,14 +91,14 @@ def modules(node, package):
 
 
 def waits(node):
-    """Whether importing a file leaves this part of it alone: functions, and what only type checkers read."""
+    """Whether importing the file does not run this node: functions, and blocks for type checkers only."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING") and not node.orelse
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def imports(source, package):
-    """(line, dotted module, whether it runs on import of the file) for every import statement."""
+    """(line, dotted module, whether it runs when the file is imported) for every import statement."""
 
     def walk(node, on_import):
         for child in ast.iter_child_nodes(node):
@@ -122,7 +122,7 @@ def allowed(name):
 
 
 def broken(name, source):
-    """Yields the rules that a file breaks; `name` is its path, such as `core/packing.py`."""
+    """Yields the rules that a file violates; `name` is its path, such as `core/packing.py`."""
     folder = name.rpartition("/")[0]
     package = ("areax", *folder.split("/"))
     tree = ast.parse(source)
@@ -144,7 +144,7 @@ def broken(name, source):
 
 
 def arrows(sources):
-    """Module -> modules of ours that its source names anywhere: in functions and for type checkers too.
+    """Module -> modules of ours that it imports anywhere, including in functions and for type checkers.
 
     Args:
       sources: path, such as `core/packing.py`, -> source.
@@ -158,7 +158,7 @@ def arrows(sources):
 
 
 def circle(arrows):
-    """A way from a module back to itself, or None."""
+    """A path from a module back to itself, or None."""
     done = set()
 
     def walk(module, way):
@@ -174,7 +174,7 @@ def circle(arrows):
 
 
 def rooms(arrows):
-    """The arrows between folders, and files beside folders."""
+    """The import graph of folders, and of files next to folders."""
     room = lambda module: ".".join(module.split(".")[:2])
     found = {room(module): set() for module in arrows}
     for module, others in arrows.items():
@@ -183,11 +183,11 @@ def rooms(arrows):
 
 
 @pytest.mark.parametrize("file", FILES, ids=shown)
-def test_imports_point_down(file):
+def test_a_file_imports_only_what_it_may(file):
     assert not list(broken(shown(file), file.read_text()))
 
 
-def test_no_circle():
+def test_there_is_no_import_cycle():
     between = arrows({shown(file): file.read_text() for file in FILES})
     assert len(between) == len(FILES) and sum(map(len, between.values())) > len(FILES)
     assert circle(between) is None
@@ -202,19 +202,19 @@ def test_no_circle():
         ("from ..core.y import g", "def g():\n    from areax.core import x"),
     ],
 )
-def test_a_circle_is_seen(a, b):
+def test_an_import_cycle_is_found(a, b):
     between = arrows({"core/x.py": a, "core/y.py": b})
     assert circle(between) == ["core.x", "core.y", "core.x"]
     assert circle(arrows({"core/x.py": a, "core/y.py": ""})) is None
 
 
 @pytest.mark.parametrize("folder", MOST_ENTRIES)
-def test_a_folder_is_read_at_a_glance(folder):
+def test_a_folder_has_few_entries(folder):
     entries = [path for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     assert len([path for path in entries if path.stem not in FAMILIES]) <= MOST_ENTRIES[folder]
 
 
-def test_the_name_of_the_manifest_is_written_once():
+def test_the_file_name_of_the_manifest_is_defined_once():
     holds = lambda file: any(
         isinstance(node, ast.Constant) and node.value == "manifest.json"
         for node in ast.walk(ast.parse(file.read_text()))
@@ -222,7 +222,7 @@ def test_the_name_of_the_manifest_is_written_once():
     assert [shown(file) for file in FILES if holds(file)] == ["rollout/servers/labels.py"]
 
 
-def test_the_root_imports_nothing():
+def test_the_root_package_imports_nothing():
     assert not imports((ROOT / "__init__.py").read_text(), ("areax",))
 
 
@@ -261,7 +261,7 @@ def test_the_root_imports_nothing():
         ("recipes/x.py", "import transformers"),
     ],
 )
-def test_a_broken_rule_is_seen(name, source):
+def test_a_violation_is_found(name, source):
     assert len(list(broken(name, source))) == 1
 
 
@@ -284,7 +284,7 @@ def test_a_broken_rule_is_seen(name, source):
         ),
     ],
 )
-def test_a_lawful_import_passes(name, source):
+def test_an_allowed_import_passes(name, source):
     assert not list(broken(name, source))
 
 

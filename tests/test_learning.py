@@ -15,6 +15,7 @@ from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.recipes import demo, distill, eval, grpo, preference, sft
+from areax.recipes.shared.rl_options import CriticOptions
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Sampling
@@ -70,7 +71,7 @@ def test_reinforcement_leads_past_the_teacher(place, name):
 
 def test_a_critic_takes_the_place_of_groups(place):
     """PPO with one completion a prompt: nothing is compared but the critic's expectation."""
-    critic = grpo.CriticOptions(optim=Optimizer(lr=3e-3, b2=0.99, warmup=5), warmup=20)
+    critic = CriticOptions(optim=Optimizer(lr=3e-3, b2=0.99, warmup=5), warmup=20)
     changes = dict(critic=critic, groups=512, group_size=1, minibatches=2)
     assert learnt(place, "PPO", losses.PPO(), **changes) >= 0.8
     lines = [x for x in run_dir.read_lines(place / "PPO/metrics.jsonl") if x["kind"] == "grpo"]

@@ -90,6 +90,19 @@ def test_triton_computes_what_the_reference_computes_on_its_own_platform(H, N, T
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 37])
+def test_cudnn_computes_what_the_reference_computes_on_its_own_platform(window):
+    """In rows that hold one sequence each."""
+    one = np.ones((B, T), np.int32)
+    causal = lambda q, k, v: chunked.causal(q, k, v, one, segment_index(jnp.asarray(one)), window=window)
+    kernel = lambda q, k, v: cudnn.causal(q, k, v, one, window=window)
+    for a, b in zip(passes(kernel, 64, "bfloat16"), passes(causal, 64, "bfloat16"), strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_in_bfloat16(name):

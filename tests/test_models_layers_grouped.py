@@ -133,19 +133,21 @@ def triton(x_RD, w_EFD, plan, interpret=False):
     return grouped_triton.matmul(x_RD, w_EFD, plan.expert_S, plan.used, plan.rows_E, interpret)
 
 
-@pytest.mark.kernel
+@pytest.mark.parametrize(
+    "interpret", [pytest.param(True, marks=pytest.mark.kernel), pytest.param(False, marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("D, F", [(32, 48), (144, 208)])  # matrices of one tile, and of several
 @pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none"])
-def test_the_kernel_for_gpus_equals_blocked(kind, D, F):
-    """Values and gradients, interpreted, also in rows behind the last that is used."""
+def test_the_kernel_for_gpus_equals_blocked(kind, D, F, interpret):
+    """Values and gradients, interpreted or on a GPU, also in rows behind the last that is used."""
     rng = np.random.default_rng(0)
     expert_P = choices(kind, rng, 300).reshape(-1) - 1
     plan = plan_of(expert_P, E - 1)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     x_RD = np.where((np.asarray(plan.pair_R) < len(expert_P))[:, None], draw(len(plan.pair_R), D), 0)
     w_EFD, dy_RF = draw(E - 1, F, D), draw(len(plan.pair_R), F)
-    interpreted = partial(triton, interpret=True)
-    got, wanted = (jax.tree.leaves(with_gradients(fn, dy_RF, (x_RD, w_EFD), plan)) for fn in (interpreted, blocked))
+    kernel = partial(triton, interpret=interpret)
+    got, wanted = (jax.tree.leaves(with_gradients(fn, dy_RF, (x_RD, w_EFD), plan)) for fn in (kernel, blocked))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 

@@ -1,4 +1,4 @@
-"""The package as built: folders, version, declared dependencies, and which copy is imported."""
+"""The built package: folders, version, declared dependencies, and which copy is imported."""
 
 import ast
 import importlib.metadata
@@ -17,7 +17,7 @@ FOLDERS = {name: ROOT.joinpath(*name.split(".")[1:]) for name in PACKAGES}
 
 
 def normal(requirement):
-    """The distribution's name in a requirement, as installers compare names."""
+    """The normalised distribution name of a requirement."""
     return re.sub("[-_.]+", "-", re.match("[A-Za-z0-9._-]+", requirement).group()).lower()
 
 
@@ -58,12 +58,12 @@ def test_every_data_file_is_packaged():
     assert data | {"py.typed"} == declared
 
 
-def test_one_version():
+def test_all_versions_agree():
     assert areax.__version__ == PROJECT["project"]["version"]
     assert areax.__version__ == importlib.metadata.version("areax")
 
 
-def test_imports_the_copy_under_test():
+def test_the_copy_under_test_is_imported():
     here = Path(areax.__file__).resolve().parent
     if os.environ.get("AREAX_EXPECT_INSTALLED"):
         assert here.is_relative_to(Path(sys.prefix).resolve()) and here != ROOT

@@ -1,4 +1,4 @@
-"""The README runs, also with the three lines of docs/mesh.md; its tree and docs/command-line.md name what exists."""
+"""The README code runs, also with the three lines of docs/mesh.md; its tree and docs/command-line.md are correct."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ README, MESH, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "d
 
 
 def run(source, path):
-    """What is left behind by a piece of the README that trains on `samples`."""
+    """The namespace after running a piece of the README that trains on `samples`."""
     rng = np.random.default_rng(0)
     draw = lambda: Completion(rng.integers(5, 16, 3).tolist(), [-2.0] * 3, [0] * 3, "stop")
     samples = [
@@ -36,7 +36,7 @@ def run(source, path):
     return space
 
 
-def test_the_ten_lines_run_and_three_more_put_them_on_a_mesh(tmp_path):
+def test_the_ten_lines_run_and_three_more_run_them_on_a_mesh(tmp_path):
     one = run(TEN, tmp_path)
     imports, rest = TEN.split("\n\n")
     config, *others = rest.splitlines()
@@ -74,7 +74,7 @@ def test_every_command_exists():
     assert set(re.findall(r"^areax (\w+)", block, re.M)) == cli.COMMANDS.keys() - {"demo"}
 
 
-def test_the_options_are_the_same_in_python_in_a_file_and_as_arguments(tmp_path):
+def test_python_file_and_arguments_give_the_same_options(tmp_path):
     exec(OPTIONS, space := {})
     read = lambda *arguments: parse.parse(grpo.Config, arguments, "areax train grpo")
     file = tmp_path / "run.yaml"

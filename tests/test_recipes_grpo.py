@@ -147,7 +147,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place, first):
 
 
 def test_a_curriculum_is_saved_and_resumed(place, capsys):
-    """Of rows, one of them too long, those are drawn that are solved sometimes; a run that was killed draws the same."""
+    """Rows that are sometimes solved are drawn, one too long is not; a run that was killed draws the same."""
     (place / "digit.py").write_text("def score(text, row):\n    return float(text[:1] in '012')\n")
     rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i), "id": i} for i in range(6)]
     tiny.rows(place / "few.jsonl", [*rows, {"prompt": "1+" * 9 + "1", "answer": "10", "id": 6}])
@@ -184,7 +184,7 @@ def test_processes_of_a_job_are_handed_arrays_alone(place):
 @pytest.mark.slow
 def test_a_critic_is_saved_and_resumed(place):
     """Two models train, the first batch the critic alone; a run in two parts gives the same policy."""
-    ppo = dict(objective=losses.PPO(), critic=grpo.CriticOptions(warmup=1), minibatches=2, epochs=2)
+    ppo = dict(objective=losses.PPO(), critic=trainer.CriticOptions(warmup=1), minibatches=2, epochs=2)
     whole = grpo.main(config(place, "critic", **ppo))
     grpo.main(config(place, "critic-parts", steps=2, **ppo))
     grpo.main(config(place, "critic-parts", **ppo))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -66,8 +67,9 @@ def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", recipe.__name__.rpartition(".")[2], "--help-all"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "longest sequence, and tokens of a packed row" in text
-    assert ("each is two sequences" in text) is (recipe is preference)
+    help_of = lambda config, name: re.search(rf"^ +{name}: ([^.\n]+)", config.__doc__, re.M)[1]
+    assert help_of(offline_options.Options, "length") in text
+    assert help_of(preference.Config if recipe is preference else offline_options.Options, "batch") in text
 
 
 def losses(out):

@@ -16,7 +16,7 @@ def decode(ids):
 
 
 @given(st.text(max_size=40), st.lists(st.integers(1, 9), max_size=30))
-def test_pieces_join_to_the_whole(text, cuts):
+def test_text_grows_to_the_full_text(text, cuts):
     ids = BYTES.encode(text, add_special_tokens=False)
     out, rest = Text(decode), ids
     for cut in [*cuts, len(ids)]:
@@ -36,7 +36,7 @@ def test_an_unfinished_character_is_held_back_until_the_end():
     assert out.text == "a\ufffd"
 
 
-def test_a_stop_string_cuts_text_and_counts_the_tokens_up_to_it():
+def test_a_stop_string_cuts_the_text_and_the_tokens_up_to_it_are_counted():
     ids = BYTES.encode("one two\n\nthree", add_special_tokens=False)
     out = Text(decode)
     assert out.feed(ids[:8], ["\n\n"]) is None
@@ -44,7 +44,7 @@ def test_a_stop_string_cuts_text_and_counts_the_tokens_up_to_it():
     assert out.text == "one two"
 
 
-def test_of_stop_strings_the_first_to_be_complete_then_to_begin_then_the_longest_counts():
+def test_the_first_stop_string_to_be_complete_wins_then_the_earliest_to_begin():
     ids = BYTES.encode("abcd", add_special_tokens=False)
     for stops, hit in [
         (["abcd", "bc"], (3, "bc")),
@@ -56,7 +56,7 @@ def test_of_stop_strings_the_first_to_be_complete_then_to_begin_then_the_longest
 
 
 def joined(made, chunks, skip=True):
-    """(text of all chunks, what each of them added)."""
+    """(text of all chunks, text that each of them added)."""
     out, pieces = Text(lambda ids: made.decode(ids, skip_special_tokens=skip)), []
     for chunk in chunks:
         before = out.text
@@ -76,7 +76,7 @@ def cut(ids, sizes):
 
 
 def some_bytes():
-    """Bytes of characters of every length, whole and broken."""
+    """UTF-8 of characters of every length, complete and broken."""
     parts = [c.encode() for c in "aé€😀\ufffd\n "] + [b"\xf0\x9f", b"\xe2\x82", b"\xc3", b"\x80", b"\xff", b"\xed\xa0"]
     return st.lists(st.sampled_from(parts), max_size=60).map(b"".join)
 
@@ -87,7 +87,7 @@ SPELLED = {b: chr(b) for b in range(256)} | {b: chr(256 + i) for i, b in enumera
 
 
 @given(some_bytes(), st.lists(st.integers(0, 12), max_size=5))
-def test_bytes_decode_piece_by_piece_as_at_once(content, sizes):
+def test_incremental_decoding_of_bytes_equals_decoding_at_once(content, sizes):
     ids = [BYTES.convert_tokens_to_ids(SPELLED[b]) for b in content]
     text, _ = joined(BYTES, cut(ids, sizes))
     assert text == content.decode("utf-8", errors="replace") == BYTES.decode(ids)
@@ -95,7 +95,7 @@ def test_bytes_decode_piece_by_piece_as_at_once(content, sizes):
 
 @pytest.mark.parametrize("made", [SUMS, BYTES, TRAINED], ids=["character", "bytes", "merges"])
 @given(data=st.data())
-def test_any_ids_decode_piece_by_piece_as_at_once(made, data):
+def test_incremental_decoding_of_any_ids_equals_decoding_at_once(made, data):
     ids = data.draw(st.lists(st.integers(0, len(made) + 3), max_size=80))  # some beyond the vocabulary
     sizes = data.draw(st.lists(st.integers(0, 12), max_size=5))
     for skip in (True, False):
@@ -104,20 +104,20 @@ def test_any_ids_decode_piece_by_piece_as_at_once(made, data):
 
 
 @given(st.text(st.sampled_from("abcdeé. 😀€"), max_size=60), st.lists(st.integers(0, 12), max_size=5))
-def test_tokens_that_fall_back_to_bytes_decode_as_at_once(text, sizes):
+def test_incremental_decoding_with_byte_fallback_equals_decoding_at_once(text, sizes):
     ids = FALLING_BACK.encode(text)
     assert joined(FALLING_BACK, cut(ids, sizes))[0] == FALLING_BACK.decode(ids) == text
 
 
-def test_pieces_come_as_soon_as_they_are_sure():
+def test_text_is_released_as_soon_as_it_is_certain():
     _, pieces = joined(BYTES, ([id] for id in BYTES.encode("aé😀<|im_end|>")))
     assert pieces == ["a", "", "é", "", "", "", "😀", ""]
 
 
-def test_the_window_of_a_decoder_does_not_grow():
+def test_the_window_of_a_detokenizer_is_bounded():
     out = Text(TRAINED.decode)
     for id in TRAINED.encode(wordpieces.TEXT * 20):
         out.feed([id])
-        assert len(out._window) <= 2 * CONTEXT + 3  # and an unfinished character
+        assert len(out._window) <= 2 * CONTEXT + 3  # plus an unfinished character
     out.end()
     assert out.text == wordpieces.TEXT * 20

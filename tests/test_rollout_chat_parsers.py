@@ -1,4 +1,4 @@
-"""Parsing of generated text: what the families write comes back, damaged calls stay content, and cuts do not matter."""
+"""Parsers of generated text: all styles of calls, malformed calls stay content, and chunking does not matter."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ RENDERED = [
     ("deepseek", deepseek_v3),
     ("deepseek", deepseek_v31),
 ]
-PIECES = [  # of soups: markers whole and broken, calls good and bad, and what may stand around them
+PIECES = [  # pieces of random texts: complete and broken markers, good and bad calls, and text around them
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool", "_call>", "</", "<", ">", "{", "}", '"', "\n", "  ",
     "a", "é😀", "<|python_tag|>", "<|python", ";", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", BEGIN, SEP, END,
     "<｜", '{"name": "f", "arguments": {"x": [1, null]}}', '{"name": "f", "parameters": {}}', "f", "function",
@@ -61,7 +61,7 @@ def names(answer):
 
 
 def joined(pieces):
-    """The pieces in their order, neighbours of one kind as one."""
+    """The pieces in order, with adjacent ones of the same kind merged."""
     for kind, group in itertools.groupby(pieces, lambda piece: getattr(piece, "kind", "")):
         same = list(group)
         yield from [Text(kind, "".join(piece.text for piece in same))] if kind else same
@@ -69,7 +69,7 @@ def joined(pieces):
 
 @pytest.mark.parametrize("style, render", RENDERED)
 @given(content=plain, calls=calls, reasoning=plain, opened=st.booleans())
-def test_what_a_family_writes_is_read_back(style, render, content, calls, reasoning, opened):
+def test_reasoning_content_and_calls_round_trip_in_every_style(style, render, content, calls, reasoning, opened):
     thought = ("" if opened else "<think>\n") + f"{reasoning}\n</think>\n\n" if reasoning or opened else ""
     answer = parse(thought + render(content, calls), style, opened=opened)
     assert (answer.reasoning, answer.content, names(answer)) == (reasoning, content, calls)
@@ -84,7 +84,7 @@ def test_what_a_family_writes_is_read_back(style, render, content, calls, reason
     reasoning=st.booleans(),
     opened=st.booleans(),
 )
-def test_cuts_do_not_matter(style, soup, cuts, tools, reasoning, opened):
+def test_chunking_does_not_matter(style, soup, cuts, tools, reasoning, opened):
     options = {"tools": tools, "reasoning": reasoning, "opened": opened, "nonce": "n"}
     parser = Parser(style, **options)
     edges = sorted({0, len(soup), *(cut for cut in cuts if cut < len(soup))})
@@ -98,13 +98,13 @@ def test_cuts_do_not_matter(style, soup, cuts, tools, reasoning, opened):
 
 
 @pytest.mark.parametrize("style", parsers.STYLES)
-def test_text_is_given_out_as_soon_as_it_is_decided(style):
+def test_text_is_released_as_soon_as_its_kind_is_certain(style):
     parser = Parser(style)
     assert parser.push("<thi") == []
     assert parser.push("nk>hm") == [Text("reasoning", "hm")]
     assert parser.push(" m</thin") == [Text("reasoning", " m")]
     assert parser.push("k>\n\nHel") == [Text("content", "Hel")]
-    assert parser.push("lo <") == [Text("content", "lo")]  # white space and < may belong to a call
+    assert parser.push("lo <") == [Text("content", "lo")]  # whitespace and < may belong to a call
     assert parser.push("b> ") == [Text("content", " <b>")]
     assert parser.finish() == [Text("content", " ")]
 
@@ -120,7 +120,7 @@ def test_text_is_given_out_as_soon_as_it_is_decided(style):
         ("qwen", '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
         ("qwen", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>"),
         ("qwen", '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>'),
-        ("qwen", '<tool_call>{"name": "f", "arguments": {}}'),  # cut off
+        ("qwen", '<tool_call>{"name": "f", "arguments": {}}'),  # truncated
         ("qwen", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("llama", '{"answer": 42}'),
         ("llama", '{"name": "f", "parameters": {}} {"name": "f", "parameters": {}}'),
@@ -140,21 +140,21 @@ def test_a_malformed_call_stays_content(style, text):
         assert parse(around + text, style) == Answer(around + text)
 
 
-def test_calls_beside_text():
+def test_calls_between_text():
     call = '<tool_call>\n{"arguments": {}, "name": "f"}\n</tool_call>'
     answer = parse(f"One.\n{call}\n{call}\nTwo.\n{call}\n", "hermes", nonce="7")
     assert answer.content == "One.\nTwo."
     assert answer.tool_calls == tuple(ToolCall(f"call_7{i}", "f", "{}") for i in range(3))
-    assert parse(f"<tool_call>oh{call}", "qwen").content == f"<tool_call>oh{call}"  # the first end ends it
+    assert parse(f"<tool_call>oh{call}", "qwen").content == f"<tool_call>oh{call}"  # closed by the first end
     assert names(parse(f"<tool_call>oh</tool_call>{call}", "qwen")) == [("f", {})]
 
 
 def test_reasoning_is_not_parsed_for_tools():
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert parse(f"<think>{call}</think>", "qwen") == Answer("", call)
-    assert parse(call, "qwen", opened=True) == Answer("", call)  # cut off while reasoning
+    assert parse(call, "qwen", opened=True) == Answer("", call)  # truncated while reasoning
     assert parse(f"<think>{call}", "qwen", reasoning=False, tools=False).content == f"<think>{call}"
-    assert parse("a <think>b</think>", "qwen") == Answer("a <think>b</think>")  # only at the beginning
+    assert parse("a <think>b</think>", "qwen") == Answer("a <think>b</think>")  # only at the start
 
 
 def test_a_style_must_be_known():

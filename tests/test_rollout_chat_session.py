@@ -1,4 +1,4 @@
-"""Conversations are exact to the token: what is trained on is what the engine says that it sampled, each token once."""
+"""Conversations are token-exact: training uses exactly the tokens that the engine sampled, each of them once."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ THINKING = """
 {%- for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # leaves out old reasoning
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # drops old reasoning
 OPENED = THINKING.replace("'<|im_start|>assistant\\n' }}{% endif %}", "'<|im_start|>assistant\\n<think>' }}{% endif %}")
 TEMPLATES = {"plain": tokenizer.CHAT_TEMPLATE, "thinking": THINKING, "opened": OPENED}
 TOKENS = {}
@@ -41,7 +41,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def parse(text, opened=False):
-    """Reasoning, content and calls, in the manner of the templates above."""
+    """Parses reasoning, content and calls in the format of the templates above."""
     reasoning, _, rest = text.partition("</think>") if opened or text.startswith("<think>") else ("", "", text)
     reasoning = reasoning.removeprefix("<think>")
     content, *calls = rest.split("<call>")
@@ -51,7 +51,7 @@ def parse(text, opened=False):
 
 
 class Engine:
-    """Says what it is told to say, and keeps a record of it."""
+    """A scripted engine that records its completions."""
 
     def __init__(self, tokens, seed=0):
         self.tokens, self.draw = tokens, random.Random(seed)
@@ -75,7 +75,7 @@ class Engine:
 
 
 def check(session, engine):
-    """Every token that the engine sampled is learnt once, behind exactly what it was sampled behind."""
+    """Asserts that every sampled token is trained on once, after exactly the context it was sampled in."""
     rows, learnt = session.samples(), [0] * len(engine.record)
     for row in rows:
         explained = np.zeros(len(row.tokens), bool)
@@ -98,7 +98,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def test_six_turns_with_tools_thoughts_branches_and_a_cut():
+def test_six_turns_with_tools_reasoning_branches_and_truncation():
     tokens = TOKENS["thinking"]
     engine = Engine(tokens)
     session = Session(engine, tokens)
@@ -112,11 +112,11 @@ def test_six_turns_with_tools_thoughts_branches_and_a_cut():
         talk.append(await ask(talk, '<think>add</think><call>{"name": "add", "arguments": {}}</call>'))
         assert talk[-1]["tool_calls"] and talk[-1]["reasoning_content"] == "add"
         talk.append({"role": "tool", "content": "5", "tool_call_id": "c0"})
-        talk.append(await ask(talk, "<think>so</think>it is 5"))  # the tool's result: goes on
+        talk.append(await ask(talk, "<think>so</think>it is 5"))  # after a tool result: extends the row
         talk.append(user("and 4 + 4?"))
-        talk.append(await ask(talk, "<think>double</think>eight"))  # thoughts are stripped: begins anew
+        talk.append(await ask(talk, "<think>double</think>eight"))  # reasoning is stripped: starts a new row
         talk.append(user("sure?"))
-        del talk[-2]["reasoning_content"]  # as agents do
+        del talk[-2]["reasoning_content"]  # like agents do
         talk.append(await ask(talk, "<think>it is lo", finish="length"))
         left, right = [*talk, user("left")], [*talk, user("right")]
         for branch, said in ((left, "l"), (right, "r")):
@@ -125,7 +125,7 @@ def test_six_turns_with_tools_thoughts_branches_and_a_cut():
 
     asyncio.run(episode())
     rows = check(session, engine)
-    # The first two turns are a row; the third, the fourth, and both branches after it begin anew.
+    # The first two turns are one row; the third, the fourth, and both branches after it start new rows.
     chains = [len(set(row.turn[row.mask].tolist())) for row in rows]
     assert len(engine.record) == 6 and sorted(chains) == [1, 1, 1, 1, 2]
     assert [x.extends for x in session.interactions] == [False, True, False, False, False, False]
@@ -151,7 +151,7 @@ def test_branches_share_what_they_extend():
     rows = check(session, engine)
     assert [x.extends for x in session.interactions] == [False, True, True]
     assert [row.turn[row.mask].tolist() for row in rows] == [[0] * 4 + [1] * 4, [1] * 6]
-    # Each row has the episode's reward: its own turns' where they stand, the rest at its end.
+    # Each row has the reward of the episode: that of its own turns at their tokens, the rest at its end.
     assert [row.reward for row in rows] == [1.5, 1.5]
     start = int(rows[0].mask.argmax())
     assert rows[0].rewards == ((start + 3, 0.5), (len(rows[0].tokens) - 1, 1.0))
@@ -159,7 +159,7 @@ def test_branches_share_what_they_extend():
     assert rows[0].info["prompt"].endswith("assistant\n") and rows[0].info["text"].startswith("one<|im_end|>")
 
 
-def test_a_cut_turn_is_closed_by_tokens_that_nobody_learns():
+def test_a_truncated_turn_is_closed_by_tokens_that_are_not_trained_on():
     tokens = TOKENS["plain"]
     engine = Engine(tokens)
     session = Session(engine, tokens)
@@ -178,7 +178,7 @@ def test_a_cut_turn_is_closed_by_tokens_that_nobody_learns():
 
 
 @pytest.mark.parametrize("name, extends", [("plain", True), ("thinking", False), ("opened", False)])
-def test_what_a_template_leaves_out_later_is_not_kept(name, extends):
+def test_reasoning_dropped_by_the_template_is_not_kept_in_the_context(name, extends):
     """Reasoning that the template drops from earlier turns must not stay in the context that is trained on."""
     tokens = TOKENS[name]
     engine = Engine(tokens)
@@ -200,7 +200,7 @@ def test_what_a_template_leaves_out_later_is_not_kept(name, extends):
 
 @st.composite
 def plans(draw):
-    """Episodes of up to 8 requests: which earlier conversation each goes on from, and how it is answered."""
+    """Episodes of up to 8 requests: which earlier conversation each continues, and how it is answered."""
     steps = []
     for i in range(draw(st.integers(1, 8))):
         steps.append(
@@ -217,7 +217,7 @@ def plans(draw):
 
 @settings(max_examples=150)
 @given(plans(), st.sampled_from(sorted(TEMPLATES)), st.integers(0, 3))
-def test_trees(steps, name, seed):
+def test_random_trees_of_conversations(steps, name, seed):
     tokens = TOKENS[name]
     engine = Engine(tokens, seed)
     session = Session(engine, tokens)
@@ -286,7 +286,7 @@ def test_rewards_are_discounted_along_the_tree():
         session.set_reward(1.0, "nobody")
 
 
-def test_rows_of_an_episode_count_as_one():
+def test_rows_of_an_episode_count_as_one_in_the_baseline():
     """Two rows of one rollout against one of another: the baseline is the mean of both rewards."""
     reward_BJ, group_BJ, rollout_BJ = np.array([[1.5, 1.5, 0.5]]), np.zeros((1, 3), int), np.array([[0, 0, 1]])
     adv_BJ = advantages.group(reward_BJ, group_BJ, rollout_BJ, std="none")
@@ -295,8 +295,8 @@ def test_rows_of_an_episode_count_as_one():
 
 @settings(max_examples=60)
 @given(st.text("ab#é€", max_size=12), st.sampled_from(["stop", "length"]), st.sampled_from([(), ("#",), ("a#", "b")]))
-def test_text_comes_in_pieces(text, finish, stops):
-    """What is sent while it is sampled is the text, without what ended it."""
+def test_text_is_streamed_in_pieces(text, finish, stops):
+    """The streamed pieces join to the text without its stop string."""
     tokens = TOKENS["plain"]
     engine = Engine(tokens)
     session = Session(engine, tokens)
@@ -313,7 +313,7 @@ def test_text_comes_in_pieces(text, finish, stops):
     assert x.text == wanted and "".join(pieces) == wanted
 
 
-def test_how_tokens_are_drawn_is_the_runs_to_say():
+def test_sampling_parameters_of_the_run_override_those_of_requests():
     seen = {}
 
     async def generate(prompt, **sampling):
@@ -342,7 +342,7 @@ def test_bad_requests_leave_nothing_behind():
     assert session.interactions == [] and session.samples() == []
 
 
-def test_a_prompt_of_tokens_belongs_to_no_conversation():
+def test_a_prompt_of_token_ids_belongs_to_no_conversation():
     engine = Engine(TOKENS["plain"])
     session = Session(engine, TOKENS["plain"])
     engine.say("abc", "length")
@@ -352,7 +352,7 @@ def test_a_prompt_of_tokens_belongs_to_no_conversation():
     assert row.tokens.tolist() == [5, 6, *x.completion.tokens] and math.isnan(row.reward)
 
 
-def test_rows_that_do_not_begin_with_what_they_extend_are_refused():
+def test_rows_that_do_not_start_with_the_row_they_extend_are_refused():
     engine = Engine(TOKENS["plain"])
     session = Session(engine, TOKENS["plain"])
 
@@ -385,7 +385,7 @@ CALL = '<call>{"name": "add", "arguments": %s}</call>'
 
 
 def talk(tokens, *said, then, send=lambda message: message, reader=parse):
-    """A session in which `said` are the answers, each followed by the messages `then`, as the agent sends them back."""
+    """A session with the answers `said`; `send` maps each as the agent sends it back, and `then` follows it."""
     engine = Engine(tokens)
     session = Session(engine, tokens)
 
@@ -407,8 +407,8 @@ def with_template(text):
     return tokens
 
 
-def test_what_stands_there_word_for_word_goes_on():
-    """A template that writes an empty thought for the last answer alone has rewritten nothing that was said."""
+def test_a_template_that_keeps_the_text_of_earlier_turns_extends_the_row():
+    """A template that adds empty reasoning only to the last answer has not rewritten anything."""
     said = CALL % "{}"
     session = talk(with_template(QWEN3), said, "done", then=[{"role": "tool", "content": "5"}])
     assert [x.extends for x in session.interactions] == [False, True]
@@ -416,8 +416,8 @@ def test_what_stands_there_word_for_word_goes_on():
 
 @pytest.mark.parametrize("spelt", ['{"b":"\\u00e9","a":2}', '{"b": "é", "a": 2}'])
 @pytest.mark.parametrize("content", ["well", None, ""])
-def test_calls_that_sdks_write_anew_are_the_same(spelt, content):
-    """Arguments spelt in another way, and text beside a call that is not sent back."""
+def test_tool_calls_reserialised_by_an_sdk_are_recognised(spelt, content):
+    """Arguments may be formatted differently, and text next to a call may be missing."""
 
     def send(message):
         calls = [{**call, "function": {"name": "add", "arguments": spelt}} for call in message["tool_calls"]]
@@ -438,12 +438,12 @@ JOINED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def test_templates_that_want_arguments_as_text():
+def test_templates_that_expect_arguments_as_text():
     session = talk(with_template(JOINED), CALL % "{}", "done", then=[{"role": "tool", "content": "5"}])
     assert "assistant\nadd {}<|im_end|>" in session.interactions[1].before
 
 
-def test_of_equal_branches_the_one_that_is_sent_back_goes_on():
+def test_of_equal_branches_the_one_that_is_sent_back_is_extended():
     tokens = TOKENS["thinking"]
     engine = Engine(tokens)
     session = Session(engine, tokens)
@@ -465,7 +465,7 @@ def test_of_equal_branches_the_one_that_is_sent_back_goes_on():
 @pytest.mark.parametrize("end, closing, rest", [
     ("<|im_end|>", "<|im_end|>\n", "\n"), ("<|im_end|>", " <|im_end|>", ""), ("<pad>", "<|im_end|>\n", "\n"),
 ])  # fmt: skip
-def test_a_turn_is_ended_once(end, closing, rest):
+def test_a_turn_has_one_end_token(end, closing, rest):
     tokens = TOKENS["plain"]
     assert template.after(tokens, tokens.convert_tokens_to_ids(end), closing) == rest
     assert template.after(tokens, tokens.encode("a")[0], closing) == closing

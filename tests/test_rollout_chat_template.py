@@ -1,4 +1,4 @@
-"""Rows to prompts: the same ids wherever a row is used, with a chat template or without."""
+"""Conversion of rows to prompts: the same ids wherever a row is used, with or without a chat template."""
 
 import asyncio
 
@@ -53,7 +53,7 @@ def test_a_row_has_the_same_ids_everywhere(tokens, row, text):
     assert list(probe.prompt(tokens, [row], 1024)) == ids[: probe.TOKENS]
 
 
-def test_what_a_tokenizer_puts_around_a_text_is_part_of_a_plain_prompt():
+def test_special_tokens_added_by_the_tokenizer_are_part_of_a_plain_prompt():
     from tokenizers.processors import TemplateProcessing
 
     tokens = tokenizer.byte_level()
@@ -66,13 +66,13 @@ def test_what_a_tokenizer_puts_around_a_text_is_part_of_a_plain_prompt():
     assert tokenizer.supervised(tokens, {"prompt": "a", "completion": "b"})[0] == rollout(tokens, {"prompt": "a"})
 
 
-def test_messages_need_a_template():
+def test_messages_need_a_chat_template():
     for use in (rollout, template.prompt, lambda tokens, row: tokenizer.supervised(tokens, {**row, "completion": "5"})):
         with pytest.raises(ValueError, match="the tokenizer has no chat template"):
             use(PLAIN, SAID)
 
 
-def test_a_row_with_two_prompts_is_refused_but_as_a_demonstration():
+def test_a_row_with_prompt_and_messages_is_refused_except_as_a_demonstration():
     row = {**SAID, "prompt": "another", "completion": "5"}
     for use in (rollout, template.prompt, lambda tokens, row: common.keep_short([row], tokens, 99)):
         with pytest.raises(ValueError, match="needs either 'prompt' or 'messages'"):
@@ -88,7 +88,7 @@ def test_a_character_without_a_token_is_refused_everywhere():
             use(sums, {"prompt": "2é"})
 
 
-def test_calls_of_tools_may_stand_in_for_a_content():
+def test_tool_calls_may_replace_the_content_of_a_message():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     messages = [*SAID["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     assert CHAT.decode(template.prompt(CHAT, {"messages": messages})).count("<|im_start|>") == 4

@@ -1,4 +1,4 @@
-"""Rewards that need no model: equal, matching, of a form, a choice, a length, JSON of a schema."""
+"""Rewards that need no model: exact match, regular expressions, format, choice, length, JSON schema."""
 
 import json
 import time
@@ -62,7 +62,7 @@ def test_form(text, row, score):
 
 @pytest.mark.parametrize("reward, name", [(match.regex, "pattern"), (match.form, "form")])
 @pytest.mark.parametrize("pattern", ["(", 3])
-def test_a_bad_pattern_is_the_rows_fault(reward, name, pattern):
+def test_a_bad_pattern_in_a_row_is_an_error(reward, name, pattern):
     with pytest.raises(ValueError, match=f"match: {name} must be a regular expression, got"):
         reward("a", {name: pattern})
 
@@ -106,7 +106,7 @@ def test_choice(text, letter):
         assert choice.reward(text, {"answer": other}) == float(other == letter)
 
 
-def test_the_answer_of_a_choice_is_a_letter_or_a_number():
+def test_the_answer_to_a_choice_is_a_letter_or_an_index():
     assert [choice.reward("B", {"answer": answer}) for answer in ("B", "b", "(B)", 1, 0)] == [1, 1, 1, 1, 0]
     for wrong in ("Berlin", "", 26, -1, True):
         with pytest.raises(ValueError, match="choice: answer must be a letter or the index of a choice"):
@@ -121,12 +121,12 @@ def test_length(n, score):
 
 
 @pytest.mark.parametrize("row", [{}, {"max_tokens": 1, "max_characters": 1}, {"max_tokens": 0}])
-def test_a_length_needs_one_limit(row):
+def test_a_length_reward_needs_exactly_one_limit(row):
     with pytest.raises(ValueError, match="length: a row needs either max_tokens or max_characters, above 0, got"):
         length.reward("", row, completion_ids=[])
 
 
-def test_a_length_in_tokens_needs_the_tokens():
+def test_a_length_limit_in_tokens_needs_the_token_ids():
     with pytest.raises(ValueError, match="needs completion_ids"):
         length.reward("text", {"max_tokens": 5})
 
@@ -173,6 +173,6 @@ def test_json_schema(schema, text, score):
         ({"$ref": "#/$defs/gone"}, "unresolvable reference"),
     ],
 )
-def test_a_bad_schema_is_the_rows_fault_and_nothing_is_fetched(schema, message):
+def test_a_bad_schema_in_a_row_is_an_error_and_references_are_not_fetched(schema, message):
     with pytest.raises(ValueError, match=message):
         json_schema.reward("{}", {"schema": schema})

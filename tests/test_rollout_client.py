@@ -1,4 +1,4 @@
-"""The client and the push against servers on real sockets, scripted here to misbehave on cue."""
+"""The client and the push against servers on real sockets that are scripted to misbehave on cue."""
 
 import asyncio
 import base64
@@ -57,7 +57,7 @@ def test_generate_returns_tokens_with_logprobs_and_versions():
     run(main)
 
 
-def test_weights_that_nobody_numbered_are_version_minus_one():
+def test_weights_without_a_version_number_are_version_minus_one():
     async def main():
         async with serving("default") as a, client.connect([a.url]) as fleet:
             assert fleet.version == -1
@@ -66,7 +66,7 @@ def test_weights_that_nobody_numbered_are_version_minus_one():
     run(main)
 
 
-def test_a_refused_request_is_a_value_error_with_the_servers_words():
+def test_a_refused_request_raises_a_value_error_with_the_message_of_the_server():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.script = [answers(400, {"error": {"message": "longer than the context (1024)"}})]
@@ -99,7 +99,7 @@ def bad(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda meta: meta.pop("weight_versions"), "names no weight_versions"),
+        (lambda meta: meta.pop("weight_versions"), "has no weight_versions"),
         (lambda meta: meta["weight_versions"].pop(), "cover each token once"),
         (lambda meta: meta["output_token_logprobs"].pop(), "logprobs of 1 tokens do not belong"),
         (lambda meta: meta["output_token_logprobs"][0].__setitem__(1, 7), "do not belong"),
@@ -107,7 +107,7 @@ def bad(change):
         (lambda meta: meta.pop("finish_reason"), "lacks what a single request returns"),
     ],
 )
-def test_an_answer_that_cannot_be_trusted_is_refused(change, message):
+def test_an_inconsistent_answer_is_refused(change, message):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.script = [answers(200, bad(change))]
@@ -117,8 +117,8 @@ def test_an_answer_that_cannot_be_trusted_is_refused(change, message):
     run(main)
 
 
-def test_a_read_takes_no_logprob_of_what_was_not_asked_for():
-    """SGLang adds one where it prefilled the request beside others that generate."""
+def test_scoring_a_prompt_ignores_an_output_logprob():
+    """SGLang adds one if it prefills the request together with generating ones."""
     answer = reply([], [], [], "length")
     answer["meta_info"] |= {
         "input_token_logprobs": [[None, 5, None], [-0.5, 6, None]],
@@ -137,7 +137,7 @@ def test_a_read_takes_no_logprob_of_what_was_not_asked_for():
     run(main)
 
 
-def test_the_deadline_covers_everything():
+def test_the_deadline_covers_queueing_and_retries():
     async def main():
         async with serving() as a, client.connect([a.url], timeout_s=0.2) as fleet:
             a.going.clear()
@@ -172,7 +172,7 @@ def test_seeds_need_a_server_that_honours_them():
 # ---------------------------------------------------------------- many requests
 
 
-def test_requests_go_to_the_least_loaded_server_up_to_its_bound():
+def test_requests_go_to_the_least_loaded_server_up_to_its_limit():
     async def main():
         async with (
             serving() as a,
@@ -186,7 +186,7 @@ def test_requests_go_to_the_least_loaded_server_up_to_its_bound():
             tasks += [asyncio.create_task(fleet.generate([i])) for i in range(2, 6)]
             await until(lambda: a.load == b.load == 2)
             await asyncio.sleep(0.05)
-            assert len(a.generated()) == len(b.generated()) == 2  # two wait in the client
+            assert len(a.generated()) == len(b.generated()) == 2  # two are queued in the client
             b.going.set()  # b frees its slots, so both go there
             await until(lambda: len(b.generated()) == 4)
             assert len(a.generated()) == 2
@@ -218,13 +218,13 @@ def test_concurrency_is_reached_and_never_exceeded():
     run(main)
 
 
-def test_cancelled_requests_leave_their_slots():
+def test_cancelled_requests_free_their_slots():
     async def main():
         async with serving() as a, client.connect([a.url], concurrency=1) as fleet:
             a.going.clear()
             tasks = [asyncio.create_task(fleet.generate([i])) for i in range(4)]
             await until(lambda: a.load == 1)
-            for task in tasks[:3]:  # one on the server, two in line
+            for task in tasks[:3]:  # one on the server, two in the queue
                 task.cancel()
             await until(lambda: len(a.generated()) == 2)
             a.going.set()
@@ -233,11 +233,11 @@ def test_cancelled_requests_leave_their_slots():
     run(main)
 
 
-def test_a_request_taken_back_before_it_was_sent_goes_to_another_server():
+def test_a_request_whose_server_fails_before_sending_goes_to_another():
     async def main():
         async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
             task = asyncio.create_task(fleet.generate([1], max_new_tokens=3))
-            await asyncio.sleep(0)  # it has a server, but the task that asks it has not begun
+            await asyncio.sleep(0)  # a server is assigned, but the task that calls it has not started
             [server] = [one for one in fleet.servers if one.load]
             fleet.fail(server, "stale", "taken out of traffic")
             check(await task, [1], 3)
@@ -246,14 +246,14 @@ def test_a_request_taken_back_before_it_was_sent_goes_to_another_server():
     run(main)
 
 
-def test_a_turn_given_to_a_cancelled_request_goes_to_the_next():
+def test_a_slot_granted_to_a_cancelled_request_goes_to_the_next():
     async def main():
         async with serving() as a, client.connect([a.url], concurrency=1) as fleet:
             a.going.clear()
             tasks = [asyncio.create_task(fleet.generate([i])) for i in range(3)]
             await until(lambda: a.load == 1)
             tasks[0].cancel()
-            await asyncio.sleep(0)  # its slot is promised to tasks[1], which has not run since
+            await asyncio.sleep(0)  # its slot is granted to tasks[1], which has not run since
             tasks[1].cancel()
             await until(lambda: len(a.generated()) == 2)
             a.going.set()
@@ -265,7 +265,7 @@ def test_a_turn_given_to_a_cancelled_request_goes_to_the_next():
 # ---------------------------------------------------------------- interrupted requests
 
 
-def test_an_abort_is_resumed_with_what_was_generated():
+def test_an_aborted_request_resumes_with_the_tokens_so_far():
     async def main():
         async with serving(step_s=0.002, seeded=True) as a, client.connect([a.url]) as fleet:
             task = asyncio.create_task(fleet.generate([5, 6, 7], max_new_tokens=60, min_new_tokens=50, seed=11))
@@ -287,8 +287,8 @@ def test_an_abort_is_resumed_with_what_was_generated():
     run(main)
 
 
-def test_experts_of_a_token_stay_those_of_its_sampling():
-    """A resumption reads every token again, maybe with other weights; what was reported first is kept."""
+def test_resuming_keeps_the_routed_experts_of_tokens_already_sampled():
+    """A resumed request prefills its tokens again, maybe under new weights; the experts reported first are kept."""
 
     def routed(ids, asked, value, finish):
         body = reply(ids, [0.0] * len(ids), [V0] * len(ids), finish)
@@ -306,7 +306,7 @@ def test_experts_of_a_token_stay_those_of_its_sampling():
             kind, rows = sampled([1, 2], done, temperature=1.0).arrays["routed_experts"]
             assert kind == "input"
             np.testing.assert_array_equal(rows, [*done.routed, [[-1] * 2] * 2])
-            # tokens that go back for a stop string leave their experts behind
+            # tokens dropped for a stop string lose their experts, too
             a.script = [routed([3, 4, 5], 2, 1, "abort"), routed([8, 9], 3, 2, "stop")]
             done = await fleet.generate([1, 2], max_new_tokens=5, routed_experts=True, stop=["abc"])
             assert done.tokens == [3, 8, 9]
@@ -315,7 +315,7 @@ def test_experts_of_a_token_stay_those_of_its_sampling():
                 await fleet.generate([1], max_new_tokens=2, routed_experts=True)
         async with serving() as a, client.connect([a.url], experts_per_token=3) as fleet:
             a.script = [routed([3, 4], 2, 1, "length")]
-            with pytest.raises(RuntimeError, match="12 experts are not 3 in each layer for 3 tokens"):
+            with pytest.raises(RuntimeError, match="must be 3 per layer for 3 tokens, got 12 in all"):
                 await fleet.generate([1, 2], max_new_tokens=2, routed_experts=True)
         async with serving() as a, client.connect([a.url]) as fleet:
             with pytest.raises(ValueError, match="routed_experts needs a model with experts, got experts_per_token 0"):
@@ -324,7 +324,7 @@ def test_experts_of_a_token_stay_those_of_its_sampling():
     run(main)
 
 
-def test_a_resumption_goes_back_over_what_could_be_half_a_stop_string():
+def test_resuming_drops_tokens_that_could_be_part_of_a_stop_string():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             ids, logp = [token_at(1 + i) for i in range(9)], [logp_at(1 + i) for i in range(9)]
@@ -337,7 +337,7 @@ def test_a_resumption_goes_back_over_what_could_be_half_a_stop_string():
     run(main)
 
 
-def test_an_abort_with_a_full_budget_is_a_finish_by_length():
+def test_an_abort_at_max_new_tokens_finishes_by_length():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.script = [answers(200, reply([1, 2], [-1.0, -2.0], [V0, V0], "abort"))]
@@ -348,7 +348,7 @@ def test_an_abort_with_a_full_budget_is_a_finish_by_length():
     run(main)
 
 
-def test_aborts_without_a_token_come_to_an_end(monkeypatch):
+def test_repeated_aborts_without_new_tokens_are_an_error(monkeypatch):
     monkeypatch.setattr(endpoint, "FIRST_DELAY_S", 0.001)
 
     async def main():
@@ -361,7 +361,7 @@ def test_aborts_without_a_token_come_to_an_end(monkeypatch):
     run(main)
 
 
-def test_an_answer_cut_off_is_asked_for_again_and_counted_once():
+def test_a_truncated_answer_is_requested_again_and_counted_once():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
 
@@ -383,7 +383,7 @@ def test_an_answer_cut_off_is_asked_for_again_and_counted_once():
     run(main)
 
 
-def test_a_busy_server_is_asked_again():
+def test_requests_to_a_busy_server_are_retried():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.script = [answers(503, {"no": "room"})]
@@ -393,10 +393,10 @@ def test_a_busy_server_is_asked_again():
     run(main)
 
 
-# ---------------------------------------------------------------- servers that go
+# ---------------------------------------------------------------- servers that disappear
 
 
-def test_a_dead_server_hands_its_requests_to_the_others():
+def test_requests_of_a_dead_server_are_rerouted():
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             a = await stack.enter_async_context(serving())
@@ -418,7 +418,7 @@ def test_a_dead_server_hands_its_requests_to_the_others():
     run(main)
 
 
-def test_the_last_dead_server_ends_the_run_with_the_reason():
+def test_the_death_of_the_last_server_ends_the_run_with_the_reason():
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             async with serving() as a:
@@ -431,7 +431,7 @@ def test_the_last_dead_server_ends_the_run_with_the_reason():
 
 
 @pytest.mark.parametrize("label", [V0, "default"])
-def test_a_server_that_comes_back_must_have_its_weights(label):
+def test_a_server_that_comes_back_must_have_the_same_weights(label):
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             async with serving() as a:
@@ -449,14 +449,14 @@ def test_a_server_that_comes_back_must_have_its_weights(label):
     run(main)
 
 
-def test_tokens_of_weights_that_nobody_pushed_are_not_used():
+def test_tokens_sampled_with_unknown_weights_are_not_used():
     async def main():
         async with (
             serving() as a,
             serving() as b,
             client.connect([a.url, b.url], concurrency=1) as fleet,
         ):
-            a.label = "default"  # restarted without our noticing
+            a.label = "default"  # restarted unnoticed
             for done in await asyncio.gather(*(fleet.generate([i]) for i in range(4))):
                 assert done.version == [0] * 64 and done.info["url"] == b.url
             assert fleet.counts["strange"] == 1
@@ -465,7 +465,7 @@ def test_tokens_of_weights_that_nobody_pushed_are_not_used():
     run(main)
 
 
-def test_connect_names_the_server_that_does_not_answer():
+def test_connect_names_an_unreachable_server():
     async def main():
         async with serving() as a:
             pass
@@ -483,7 +483,7 @@ def test_connect_names_the_server_that_does_not_answer():
     run(main)
 
 
-def test_control_calls_have_deadlines_and_say_what_failed():
+def test_control_calls_have_deadlines_and_descriptive_errors():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             (server,) = fleet.servers
@@ -518,7 +518,7 @@ PUSH = [
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
-def test_push_in_the_middle_of_generation(tmp_path, mode):
+def test_a_push_during_generation(tmp_path, mode):
     async def main():
         async with (
             serving(step_s=0.002) as a,
@@ -538,7 +538,7 @@ def test_push_in_the_middle_of_generation(tmp_path, mode):
                     "weight_version": V1,
                     "flush_cache": mode != "in_place",
                 }
-                assert all(body["extra_key"] == V0 for body in server.generated()[:3])  # the key of its cache
+                assert all(body["extra_key"] == V0 for body in server.generated()[:3])  # part of its cache key
             for n, task in enumerate(tasks, 1):
                 done = await task
                 check(done, [1] * n, 60)
@@ -551,8 +551,8 @@ def test_push_in_the_middle_of_generation(tmp_path, mode):
     run(main)
 
 
-def test_a_fresh_server_is_verified_alone(tmp_path):
-    """Of the servers that report the version before its push, only what this run started is known to hold it."""
+def test_a_server_started_with_the_pushed_version_is_only_verified(tmp_path):
+    """All servers report the version before its push; only those that this run started are known to have loaded it."""
     (tmp_path / "manifest.json").write_text('{"tensors": {"norm": {"xxh3_128": "ab"}}}')
     holds = lambda digest: answers(200, {"success": True, "ranks": [{"checksums": {"norm": digest}}]})
 
@@ -564,7 +564,7 @@ def test_a_fresh_server_is_verified_alone(tmp_path):
                 report = await push_weights(fleet, tmp_path, V1)
                 assert controls(a) == ["/weights_checker"] and controls(b) == PUSH
                 assert report.loaded == (a.url, b.url) and fleet.published.label == V1
-                assert "not those of the manifest: norm" in report.failed[c.url]
+                assert "differ from the manifest, first norm" in report.failed[c.url]
                 c.refuse.clear()
                 await until(lambda: states(fleet) == ["healthy"] * 3)
                 assert "/update_weights_from_disk" in controls(c)
@@ -589,7 +589,7 @@ def test_a_fresh_server_is_verified_alone(tmp_path):
         ("/continue_generation", answers(500, {}), "HTTP 500"),
     ],
 )
-def test_a_server_that_fails_a_push_gives_its_requests_to_others(tmp_path, path, handler, reason):
+def test_requests_of_a_server_that_fails_a_push_are_rerouted(tmp_path, path, handler, reason):
     async def main():
         async with serving() as a, serving() as b, client.connect([a.url, b.url]) as fleet:
             a.going.clear()
@@ -597,7 +597,7 @@ def test_a_server_that_fails_a_push_gives_its_requests_to_others(tmp_path, path,
             await until(lambda: a.load)
             a.refuse[path] = handler
             report = await push_weights(fleet, tmp_path, V1)
-            done = await task  # was on a, whatever state a is in now
+            done = await task  # it ran on server a, whatever state a is in now
             check(done, [1], 64)
             assert done.info["url"] == b.url and set(done.version) == {1}
             assert (fleet.counts["rerouted"], report.loaded) == (1, (b.url,))
@@ -609,7 +609,7 @@ def test_a_server_that_fails_a_push_gives_its_requests_to_others(tmp_path, path,
     run(main)
 
 
-def test_a_push_that_fails_everywhere_is_an_error(tmp_path):
+def test_a_push_that_fails_on_all_servers_is_an_error(tmp_path):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             a.refuse["/update_weights_from_disk"] = answers(400, {"message": "no such file"})
@@ -641,7 +641,7 @@ def test_an_interrupted_push_leaves_no_server_routable(tmp_path):
     run(main)
 
 
-def test_push_refuses_before_anything_is_paused(tmp_path):
+def test_bad_push_arguments_are_refused_before_pausing(tmp_path):
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
             with pytest.raises(ValueError, match="directory to push must exist"):
@@ -656,7 +656,7 @@ def test_push_refuses_before_anything_is_paused(tmp_path):
 
 
 def streamed(*answers, end=b"data: [DONE]\n\n"):
-    """A streamed answer, sent in pieces that end anywhere."""
+    """A streamed answer, sent in chunks that ignore event boundaries."""
 
     async def handler(request, body):
         assert body["stream"] is True
@@ -671,12 +671,12 @@ def streamed(*answers, end=b"data: [DONE]\n\n"):
 
 
 def grown(n, first=2):
-    """Answers that grow to n tokens."""
+    """Streamed answers with 1, 2, ... n tokens."""
     ids, logp = [token_at(first + i) for i in range(n)], [logp_at(first + i) for i in range(n)]
     return [reply(ids[:k], logp[:k], [V0] * k, "length" if k == n else None) for k in range(1, n + 1)]
 
 
-def test_a_stream_is_told_as_it_grows_and_repeated_where_it_breaks():
+def test_a_stream_reports_its_tokens_as_it_grows_and_is_retried_if_it_breaks():
     async def main():
         seen = []
         async with serving() as server, client.connect([server.url]) as fleet:
@@ -691,7 +691,7 @@ def test_a_stream_is_told_as_it_grows_and_repeated_where_it_breaks():
 
 
 @pytest.mark.parametrize("code, kind", [(400, ValueError), (500, RuntimeError)])
-def test_a_stream_that_ends_in_an_error_is_one(code, kind):
+def test_a_stream_that_ends_with_an_error_raises_it(code, kind):
     async def main():
         async with serving() as server, client.connect([server.url]) as fleet:
             server.script = [streamed({"error": {"message": "too long", "code": code}})]

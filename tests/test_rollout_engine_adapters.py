@@ -1,4 +1,4 @@
-"""Adapters by name in the engine: each request has its own, whatever its neighbours have, and none costs nothing."""
+"""LoRA adapters by name in the engine: each request uses its own, whichever its neighbours in the batch use."""
 
 import dataclasses
 import threading
@@ -25,7 +25,7 @@ CONFIG = models.config_from_hf(
 )  # fmt: skip
 BASE, OTHER = (tiny.weights(models.table(CONFIG), 0.3, seed) for seed in (0, 1))
 SPEC = lora.Lora(rank=3, alpha=5, rslora=True)
-NAMES = ("a", "b", "c", "d")  # more than there are places at first
+NAMES = ("a", "b", "c", "d")  # more than the initial number of adapter slots
 ADAPTERS = {name: tiny.weights(lora.table(models.table(CONFIG), SPEC), 0.2, i) for i, name in enumerate(NAMES)}
 
 
@@ -49,7 +49,7 @@ def logp_of(params, token_T):
 
 
 def check(done, name="", base=BASE, prompt=(5, 17, 42)):
-    """The log-probabilities are those of the adapter over the base, by the training side's own forward pass."""
+    """Asserts the log-probabilities of the adapter over the base, computed by the training forward pass."""
     params = lora.join(base, ADAPTERS[name], SPEC) if name else base
     ids = np.zeros(64, np.int32)
     ids[: len(prompt) + len(done.tokens)] = [*prompt, *done.tokens]
@@ -70,7 +70,7 @@ POOL = [
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each request of the pool by itself, those without an adapter on an engine that has none."""
+    """Each request of the pool served alone; those without an adapter on an engine without adapters."""
     with served() as engine:
         results = {r.rid: engine.generate([r])[0] for r in POOL if not r.adapter and engine.flush()}
         for name in NAMES:
@@ -90,14 +90,14 @@ def test_samples_do_not_depend_on_the_adapters_of_neighbours(alone, requests, na
     assert all(same(progress, alone[progress.rid]) for progress in done)
 
 
-def test_each_request_has_its_own_adapter_over_the_base_of_the_moment(alone):
+def test_each_request_uses_its_own_adapter_over_the_current_base(alone):
     for request in POOL:
-        if request.sampling.temperature != 0.7:  # greedy ones report what temperature 1 gives
+        if request.sampling.temperature != 0.7:  # greedy requests report log-probabilities at temperature 1
             check(alone[request.rid], request.adapter, prompt=request.prompt)
     with served() as engine:
         engine.load_adapter("a", SPEC, ADAPTERS["a"])
         first, *again = [engine.generate([ask(str(i), name)])[0] for i, name in enumerate(["a", "", "a", ""])]
-        assert [progress.cached_tokens for progress in (first, *again)] == [0, 0, 2, 2]  # a prompt is cached by adapter
+        assert [progress.cached_tokens for progress in (first, *again)] == [0, 0, 2, 2]  # cached per adapter
         for progress, name in zip((first, *again), ("a", "", "a", ""), strict=True):
             check(progress, name)
         engine.load(OTHER, "1")
@@ -106,7 +106,7 @@ def test_each_request_has_its_own_adapter_over_the_base_of_the_moment(alone):
         assert done.versions == [("1", 0, 12)]
 
 
-def test_loading_and_unloading_leave_what_runs_alone():
+def test_loading_and_unloading_do_not_affect_running_requests():
     begun, ended, done = threading.Event(), threading.Event(), []
 
     def tell(progress):
@@ -119,7 +119,7 @@ def test_loading_and_unloading_leave_what_runs_alone():
         engine.load_adapter("a", SPEC, ADAPTERS["a"])
         engine.submit(ask("long", "a", n=60, prompt=(5,)), tell)
         begun.wait()
-        for name in NAMES[1:]:  # which takes more places than there were
+        for name in NAMES[1:]:  # more adapters than there were slots
             engine.load_adapter(name, SPEC, ADAPTERS[name])
         unloading = threading.Thread(target=engine.unload_adapter, args=("a",))
         unloading.start()
@@ -127,11 +127,11 @@ def test_loading_and_unloading_leave_what_runs_alone():
             pass
         with pytest.raises(ValueError, match="adapters: 'a' is not loaded; loaded are b, c, d"):
             engine.submit(ask("late", "a"), tell)
-        assert unloading.is_alive() or ended.is_set()  # it waits for the request that uses it
+        assert unloading.is_alive() or ended.is_set()  # unloading waits for the request that uses it
         ended.wait()
         unloading.join()
         check(done[0], "a", prompt=(5,))
-        engine.load_adapter("a", SPEC, ADAPTERS["b"])  # the name and the place are free, and nothing old is cached
+        engine.load_adapter("a", SPEC, ADAPTERS["b"])  # name and slot are free, and the old cache is gone
         check(engine.generate([ask("2", "a", prompt=(5,))])[0], "b", prompt=(5,))
         for name in NAMES:
             engine.unload_adapter(name)
@@ -139,7 +139,7 @@ def test_loading_and_unloading_leave_what_runs_alone():
         check(engine.generate([ask("3")])[0])
 
 
-def test_a_retracted_request_goes_on_under_its_adapter():
+def test_a_retracted_request_continues_with_its_adapter():
     with served() as engine:
         engine.load_adapter("a", SPEC, ADAPTERS["a"])
         begun, ended, done = threading.Event(), threading.Event(), []
@@ -162,7 +162,7 @@ def test_a_retracted_request_goes_on_under_its_adapter():
 
 
 def test_layers_without_targets_have_no_factors():
-    """Of a mixture whose first layer alone has an MLP of its own."""
+    """In a mixture-of-experts model only whose first layer has a dense MLP."""
     config = models.config_from_hf(
         dict(
             model_type="qwen3_moe", vocab_size=61, hidden_size=8, num_hidden_layers=3, num_attention_heads=2,
@@ -178,7 +178,7 @@ def test_layers_without_targets_have_no_factors():
     assert made[0]["gate"][0].dtype == "bfloat16"
 
 
-def test_what_is_refused():
+def test_bad_adapters_and_names_are_refused():
     table = lora.table(models.table(CONFIG), lora.Lora(rank=2))
     with served() as engine:
         engine.load_adapter("a", SPEC, ADAPTERS["a"])
@@ -195,4 +195,4 @@ def test_what_is_refused():
             engine.load_adapter("b", SPEC, experts)
         assert list(engine.adapters) == ["a"]
         engine.unload_adapter("a")
-        engine.load_adapter("b", lora.Lora(rank=2), tiny.weights(table, 0.2))  # another rank, when none is loaded
+        engine.load_adapter("b", lora.Lora(rank=2), tiny.weights(table, 0.2))  # none is loaded now

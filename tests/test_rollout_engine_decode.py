@@ -1,4 +1,4 @@
-"""Decoding through the cache computes what the model computes."""
+"""Decoding with the KV cache equals the full forward pass."""
 
 import base64
 import dataclasses
@@ -75,7 +75,7 @@ def prompts(seed, lengths):
     return [tuple(rng.integers(0, TINY["vocab_size"], n).tolist()) for n in lengths]
 
 
-LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, a part of one over several chunks of the cache
+LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, and a partial one over several cache chunks
 
 
 def test_greedy_tokens_are_those_of_transformers(served, tmp_path):
@@ -88,7 +88,7 @@ def test_greedy_tokens_are_those_of_transformers(served, tmp_path):
     asked = prompts(1, LENGTHS)
     done = engine.generate([Request(str(i), p, Sampling(0.0, max_new_tokens=50)) for i, p in enumerate(asked)])
     for prompt, progress in zip(asked, done, strict=True):
-        ids, every = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)  # else 0 is taken for padding
+        ids, every = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)  # else 0 means padding
         with torch.no_grad():
             ids = reference.generate(ids, attention_mask=every, max_new_tokens=50, do_sample=False, pad_token_id=0)
         assert progress.tokens == ids[0, len(prompt) :].tolist()
@@ -96,7 +96,7 @@ def test_greedy_tokens_are_those_of_transformers(served, tmp_path):
         assert progress.finish == ({"type": "stop", "matched": 7} if ended else {"type": "length", "length": 50})
 
 
-def test_logprobs_are_those_of_a_teacher_forced_forward(served):
+def test_logprobs_equal_those_of_a_teacher_forced_forward_pass(served):
     config, params, engine = served
     asked = prompts(2, LENGTHS)
     sampling = Sampling(0.8, max_new_tokens=40, ignore_eos=True)
@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_a_teacher_forced_forward(served):
 
 
 def test_samples_do_not_depend_on_neighbours(served):
-    """Not even where the tokens of all slots are sorted by expert together: no bit changes."""
+    """Bit for bit, even if the tokens of all slots are sorted by expert together."""
     sampling = lambda i: Sampling(1.0, max_new_tokens=30, ignore_eos=True, seed=i)
     asked = [Request(str(i), p, sampling(i)) for i, p in enumerate(prompts(4, (3, 9, 17, 70)))]
     together = engine_results(served[2], asked)
@@ -154,8 +154,8 @@ def recording(**more):
     ]
 
 
-def test_experts_are_recorded_and_can_be_replayed(mixture):
-    """Those of every token but the last, however prompts came into the cache; training with them gives the same."""
+def test_routed_experts_are_recorded_and_can_be_replayed(mixture):
+    """They are recorded for every token but the last, however prompts were cached; replaying them changes nothing."""
     config, params, engine = mixture
     asked = recording()
     plain = engine_results(engine, [dataclasses.replace(request, routed_experts=False) for request in asked])
@@ -179,7 +179,7 @@ def test_experts_are_recorded_and_can_be_replayed(mixture):
     assert not np.array_equal(score(packing.pack(changed, 96, rows=8)).aux["load"], score(own).aux["load"])
 
 
-def test_a_retracted_request_keeps_what_was_recorded(mixture):
+def test_a_retracted_request_keeps_its_recorded_experts(mixture):
     _, params, engine = mixture
     request = recording()[-1]
     [whole] = engine.generate([request])
@@ -188,7 +188,7 @@ def test_a_retracted_request_keeps_what_was_recorded(mixture):
     def tell(progress):
         last[:] = [progress]
         (ended if progress.finish else begun).set()
-        gate.wait()  # the engine's thread stays here until the pause has been asked for
+        gate.wait()  # blocks the engine's thread until the pause is requested
 
     engine.submit(request, tell)
     begun.wait()
@@ -196,7 +196,7 @@ def test_a_retracted_request_keeps_what_was_recorded(mixture):
     threading.Timer(0.1, gate.set).start()
     engine.pause("retract")
     assert len(had.routed) == len(request.prompt) + len(had.tokens) - 1 and had.tokens != whole.tokens
-    engine.load(jax.tree.map(lambda x: -x, params), "v1")  # weights that choose otherwise
+    engine.load(jax.tree.map(lambda x: -x, params), "v1")  # weights that route differently
     engine.resume()
     ended.wait()
     now = len(had.routed)
@@ -205,7 +205,7 @@ def test_a_retracted_request_keeps_what_was_recorded(mixture):
     engine.load(params, "default")
 
 
-def test_recorded_experts_travel_as_servers_send_them(mixture):
+def test_recorded_experts_are_sent_in_the_format_of_sglang(mixture):
     """Base64 of i32[tokens but the last, layers, top_k]; a model without experts has none to send."""
     config, params, engine = mixture
     body = {"input_ids": [3, 1, 4], "sampling_params": {"max_new_tokens": 5}, "return_routed_experts": True}
@@ -220,7 +220,7 @@ def test_recorded_experts_travel_as_servers_send_them(mixture):
         dense.generate(ask.requests)
 
 
-def test_weights_in_bfloat16():
+def test_decoding_with_bfloat16_weights():
     config, params = model("qwen3")
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     with Engine(config, low, slots=2, context=32) as engine:
@@ -233,7 +233,7 @@ def test_weights_in_bfloat16():
 
 
 @given(st.integers(1, 1 << 18), st.floats(0, 1))
-def test_segments_and_buckets_fit(context, share):
+def test_segments_and_buckets_cover_the_context(context, share):
     parts = decode.segments(context)
     first = parts[0].stop
     ends = [0, *(part.stop for part in parts)]

@@ -32,7 +32,7 @@ def decode(ids):
 
 @pytest.fixture
 def engine():
-    """A fresh engine over compiled programs that all tests here share."""
+    """A new engine; its compiled programs are shared by all tests here."""
     with Engine(CONFIG, OLD, slots=4, context=160, steps=4, decode=decode) as engine:
         yield engine
 
@@ -50,7 +50,7 @@ def same(a, b):
     return a.tokens == b.tokens and a.logp == b.logp and a.top == b.top and a.input_logp == b.input_logp
 
 
-# What a request draws does not depend on the schedule.
+# Samples do not depend on the schedule.
 
 
 POOL = [
@@ -69,7 +69,7 @@ POOL = [
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each request of the pool, served by itself."""
+    """Each request of the pool, served alone."""
     with Engine(CONFIG, OLD, slots=4, context=160, steps=4, decode=decode) as engine:
         results = {}
         for request in POOL:
@@ -125,7 +125,7 @@ def test_seeds_reproduce_and_differ(engine):
         assert all(map(same, again.generate(unseeded), first))
 
 
-def test_a_request_sent_anew_with_its_tokens_goes_on_as_before(engine):
+def test_a_request_resent_with_its_tokens_continues_as_before(engine):
     whole = engine.generate([ask("whole", prompt(2, 20), 60)])[0]
     for n in (1, 13, 59):
         rest = engine.generate([ask("rest", [*prompt(2, 20), *whole.tokens[:n]], 60 - n)])[0]
@@ -137,7 +137,7 @@ def test_a_request_sent_anew_with_its_tokens_goes_on_as_before(engine):
 
 
 def pause_midway(engine, requests, mode):
-    """Submits, pauses when each has some tokens, and returns (what each had then, futures of their ends)."""
+    """Submits the requests and pauses once each has some tokens; returns (progress at the pause, wait for all ends)."""
     had, ends, gate = {}, {r.rid: threading.Event() for r in requests}, threading.Event()
     begun, last = threading.Event(), {}
 
@@ -147,7 +147,7 @@ def pause_midway(engine, requests, mode):
             ends[progress.rid].set()
         elif len(last) == len(requests) and not begun.is_set():
             begun.set()
-            gate.wait()  # the engine's thread stays here until the pause has been asked for
+            gate.wait()  # blocks the engine's thread until the pause is requested
 
     for request in requests:
         engine.submit(request, tell)
@@ -188,7 +188,7 @@ def test_a_pause_changes_no_token(engine, mode):
         assert all(same(done[rid], whole[rid]) for rid in done)
 
 
-def test_a_pause_with_abort_ends_running_requests_with_their_tokens(engine):
+def test_a_pause_with_abort_ends_running_requests_with_their_tokens_so_far(engine):
     whole = {p.rid: p for p in engine.generate(midway())}
     had, finish = pause_midway(engine, midway(), "abort")
     done = finish()
@@ -209,14 +209,14 @@ def test_tokens_carry_the_version_that_sampled_them(engine):
     for rid, progress in finish().items():
         n = len(had[rid].tokens)
         assert progress.versions == [("default", 0, n), ("v1", n, 60)]
-        # what comes after the switch is what the new weights alone would draw
+        # after the switch the tokens are those that the new weights alone would sample
         with Engine(CONFIG, NEW, slots=4, context=160, steps=4) as fresh:
             request = ask(rid, [*midway()[int(rid)].prompt, *progress.tokens[:n]], 60 - n, seed=int(rid))
             rest = fresh.generate([request])[0]
         assert rest.tokens == progress.tokens[n:] and rest.logp == progress.logp[n:]
 
 
-def test_a_flush_is_refused_over_requests_paused_in_place_and_the_old_weights_stay(engine):
+def test_with_requests_paused_in_place_a_flush_is_refused_and_the_old_weights_stay(engine):
     whole = {p.rid: p for p in engine.generate(midway())}
     _, finish = pause_midway(engine, midway(), "in_place")
     assert engine.flush() is False
@@ -227,14 +227,14 @@ def test_a_flush_is_refused_over_requests_paused_in_place_and_the_old_weights_st
     assert all(same(progress, whole[rid]) for rid, progress in finish().items())
 
 
-def test_a_load_without_flush_goes_on_over_the_old_cache(engine):
+def test_a_load_without_flush_continues_over_the_old_cache(engine):
     had, finish = pause_midway(engine, midway(), "in_place")
     engine.load(NEW, "v1", flush=False)
     engine.resume()
     for rid, progress in finish().items():
         n = len(had[rid].tokens)
         assert progress.versions == [("default", 0, n), ("v1", n, 60)] and len(progress.tokens) == 60
-    # nothing cached under the old weights serves a new request
+    # new requests do not use the cache of the old weights
     repeat = engine.generate([midway()[0]])[0]
     with Engine(CONFIG, NEW, slots=4, context=160, steps=4) as fresh:
         assert repeat.cached_tokens == 0 and same(repeat, fresh.generate([midway()[0]])[0])
@@ -257,7 +257,7 @@ def test_a_load_without_a_pause_waits_for_running_requests_while_new_ones_queue(
     assert late.versions == [("v1", 0, 8)] or late.versions == [("default", 0, 8)]
 
 
-def test_a_new_label_counts_from_the_next_token(engine):
+def test_a_new_label_applies_from_the_next_token(engine):
     had, finish = pause_midway(engine, midway()[:1], "in_place")
     engine.set_version("renamed")
     engine.resume()
@@ -280,7 +280,7 @@ def test_the_callers_weights_may_be_deleted():
         assert len(engine.generate([ask("a", prompt(0, 5), 3)])[0].tokens) == 3
 
 
-def test_weights_that_are_not_numbers_leave_nothing_behind(engine):
+def test_nan_weights_leave_no_trace_in_the_cache(engine):
     asked = [dataclasses.replace(POOL[i], rid=str(i)) for i in (16, 23, 9)]
     before = engine.generate(asked)
     engine.load(jax.tree.map(lambda x: x * np.nan, OLD), "diverged")
@@ -289,7 +289,7 @@ def test_weights_that_are_not_numbers_leave_nothing_behind(engine):
     assert all(map(same, engine.generate(asked), before))
 
 
-def test_weights_may_come_from_the_mesh_they_are_trained_on(engine):
+def test_weights_may_be_sharded_over_a_training_mesh(engine):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     last = lambda x: jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "tp")
     with jax.set_mesh(mesh):
@@ -304,7 +304,7 @@ def test_weights_may_come_from_the_mesh_they_are_trained_on(engine):
 # How requests end.
 
 
-def test_stop_ids_end_a_request_and_are_part_of_it(engine):
+def test_stop_ids_end_a_request_and_are_included(engine):
     whole = engine.generate([ask("whole", prompt(3, 9))])[0]
     stop = whole.tokens[11]
     first = whole.tokens.index(stop)
@@ -319,7 +319,7 @@ def test_stop_ids_end_a_request_and_are_part_of_it(engine):
     assert stop not in later.tokens[:20] and later.tokens[:first] == whole.tokens[:first]
 
 
-def test_the_models_own_stop_ids_count_unless_ignored():
+def test_the_stop_ids_of_the_model_apply_unless_ignored():
     config = dataclasses.replace(CONFIG, eos=tuple(range(16)))
     with Engine(config, OLD, slots=4, context=160, steps=4) as engine:
         a, b, c = engine.generate([
@@ -330,7 +330,7 @@ def test_the_models_own_stop_ids_count_unless_ignored():
     assert len(b.tokens) == 80 and len(c.tokens) > 30 and min(c.tokens[:30]) >= 16
 
 
-def test_a_stop_string_cuts_what_was_generated_behind_it(engine):
+def test_a_stop_string_removes_what_was_generated_after_it(engine):
     whole = engine.generate([ask("whole", prompt(4, 9), 60)])[0]
     stop = next(pair for i in range(5, 60) if (pair := whole.text[i : i + 2]).isascii())
     done = engine.generate([ask("stopped", prompt(4, 9), 60, stop=("not in there", stop))])[0]
@@ -375,7 +375,7 @@ def test_abort_ends_running_and_waiting_requests(engine):
     assert done["5"].tokens == [] and engine.stats()["running"] == engine.stats()["queued"] == 0
 
 
-def test_closing_ends_what_runs():
+def test_closing_ends_running_requests():
     done = []
     with Engine(CONFIG, OLD, slots=4, context=160, steps=4) as engine:
         engine.pause("abort")
@@ -385,7 +385,7 @@ def test_closing_ends_what_runs():
         engine.submit(ask("a", prompt(0, 5)), done.append)
 
 
-def test_progress_grows_and_what_was_handed_out_stays(engine):
+def test_progress_grows_and_earlier_reports_stay_unchanged(engine):
     seen, end = [], threading.Event()
 
     def tell(progress):
@@ -435,7 +435,7 @@ def test_bad_requests_are_refused_in_one_line(request_, words):
     assert "\n" not in str(error.value) and engine.stats()["queued"] == 0
 
 
-def test_what_an_engine_cannot_do_is_refused(engine):
+def test_impossible_engine_calls_are_refused(engine):
     with pytest.raises(ValueError, match="slots must be at least 1"):
         Engine(CONFIG, OLD, slots=0)
     with pytest.raises(ValueError, match="mode must be abort, retract or in_place"):
@@ -466,22 +466,22 @@ def test_a_callback_may_submit_and_abort_but_not_pause(engine):
     assert errors
 
 
-# Memory that is given back.
+# Releasing memory.
 
 
 def held():
-    """Bytes of all arrays alive in this process."""
+    """Bytes of all live arrays in this process."""
     return sum(x.nbytes for x in jax.live_arrays())
 
 
-def test_release_frees_weights_and_caches_and_only_new_weights_are_generated_with(engine):
+def test_release_frees_weights_and_caches_and_generation_waits_for_new_weights(engine):
     request = lambda rid: ask(rid, prompt(3, 20), more=10)
     with Engine(CONFIG, NEW, slots=4, context=160, steps=4) as other:
         wanted = other.generate([request("new")])[0]
     engine.generate([request("old")])
     before, own = held(), engine.stats()["bytes"]
     caches = 2 * CONFIG.layers * 4 * 192 * CONFIG.kv_heads * CONFIG.head_dim * 4  # 160 positions in chunks of 64, fp32
-    weights = sum(x.nbytes for x in jax.tree.leaves(OLD)) + OLD["embed"].nbytes  # a tied head is a matrix of its own
+    weights = sum(x.nbytes for x in jax.tree.leaves(OLD)) + OLD["embed"].nbytes  # tied head: its own matrix
     assert own == weights + caches
     engine.release()
     assert engine.stats()["bytes"] == 0 and before - held() == own
@@ -502,7 +502,7 @@ def test_parts_are_released_by_name(engine):
     wanted = engine.generate([request("a")])[0]
     engine.release(["kv_cache"])
     assert engine.flush() and engine.stats()["released"] == ["kv_cache"]
-    engine.load(OLD, "again")  # as one does who takes memory for weights first
+    engine.load(OLD, "again")  # for those who resume the weights first
     assert engine.stats()["bytes"] > 0 and not engine.able
     engine.reclaim(["kv_cache", "cuda_graph"])
     assert same(engine.generate([request("b")])[0], wanted)
@@ -513,7 +513,7 @@ def test_parts_are_released_by_name(engine):
         engine.release(["wieghts"])
 
 
-def test_what_runs_is_not_released(engine):
+def test_memory_is_not_released_while_requests_run(engine):
     going = threading.Event()
     engine.submit(ask("long", prompt(0, 5), more=150), lambda progress: going.set())
     assert going.wait(60)

@@ -1,4 +1,4 @@
-"""The engine inside this process: weights handed over as arrays are those that files would have brought."""
+"""The in-process engine: weights handed over as arrays equal those loaded from files."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ SERVE = dict(slots=2, context=64, dtype="float32")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A model stored in bf16, whose masters are fp32: `params(v)` are those of version v, `root`/v its directory."""
+    """(root, config, fp32 master weights of three versions) of a model stored in bf16; `root`/v is version v."""
     root = tmp_path_factory.mktemp("inside")
     tiny.model(root / "model", dtype="bfloat16")
     config, _ = hf.load(root / "model")
@@ -33,7 +33,7 @@ def place(tmp_path_factory):
 
 
 def handed(place, v, masters=None):
-    """(label, arrays) of a version, from a host copy."""
+    """(label, arrays) of a version, made from a host copy."""
     config = place[1]
     params = hf.host_copy(config, masters or place[2][v])
     manifest = hf.manifest(config, params, version=v)
@@ -41,7 +41,7 @@ def handed(place, v, masters=None):
 
 
 @pytest.mark.parametrize("v", [0, 2])
-def test_a_manifest_is_the_file_that_would_have_been_written(place, v):
+def test_a_manifest_in_memory_equals_the_written_file(place, v):
     root, config, masters = place
     written = (root / str(v) / "manifest.json").read_bytes()
     assert hf.json_bytes(hf.manifest(config, masters[v], version=v)) == written
@@ -51,15 +51,15 @@ def test_a_manifest_is_the_file_that_would_have_been_written(place, v):
 
 
 async def seen(fleet):
-    """What the server says of its weights, and does with them."""
+    """(versions, tokens, log-probabilities, checksums) of the server's current weights."""
     [server] = fleet.servers
     done = await fleet.generate([5, 6, 7], temperature=1.0, max_new_tokens=20, ignore_eos=True, seed=3)
     sums = (await server.api.checksums())[0]
     return done.version, done.tokens, done.logp, sums
 
 
-def test_arrays_give_what_files_give(place):
-    """To the bit, and neither a donated buffer of the trainer nor an array changed later is the engine's."""
+def test_weights_handed_over_as_arrays_equal_those_from_files(place):
+    """Bit for bit, and neither donating the trainer's buffers nor changing the arrays later affects the engine."""
     root, _, masters = place
 
     async def main(url, handover):
@@ -89,7 +89,7 @@ def test_arrays_give_what_files_give(place):
         asyncio.run(main(url, handover))
 
 
-def test_a_server_that_has_to_load_anew_gets_the_arrays_of_the_last_push(place):
+def test_a_server_that_has_to_reload_gets_the_arrays_of_the_last_push(place):
     root = place[0]
     (label, first), (other, second) = (handed(place, v) for v in (1, 2))
     given = []
@@ -119,6 +119,6 @@ def test_a_server_that_has_to_load_anew_gets_the_arrays_of_the_last_push(place):
         asyncio.run(main(url, handover))
 
 
-def test_an_empty_directory_needs_arrays(tmp_path):
+def test_a_directory_must_exist_even_if_arrays_are_given(tmp_path):
     with pytest.raises(ValueError, match="the directory to push must exist"):
         asyncio.run(push_weights(None, tmp_path / "nowhere", "1-00000000", arrays=()))

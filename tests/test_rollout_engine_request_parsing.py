@@ -1,4 +1,4 @@
-"""What bodies of requests come to, and what is refused by name."""
+"""Parsing of /generate bodies: defaults, batches, and errors that name the field."""
 
 import pytest
 
@@ -10,24 +10,24 @@ def generate(**body):
     return request_parsing.generate({"input_ids": [1, 2, 3], **body}, None, 64)
 
 
-def test_defaults_are_those_of_the_contract():
+def test_default_values():
     ask = generate()
     (request,) = ask.requests
     assert request.prompt == (1, 2, 3) and request.sampling == Sampling()
     assert ask.single and not ask.stream and ask.logprobs == (False,) and ask.n == 1
 
 
-def test_null_stands_for_the_default():
+def test_null_means_the_default():
     names = ("temperature", "top_p", "top_k", "min_p", "min_new_tokens", "stop", "stop_token_ids", "ignore_eos", "n")
     params = dict.fromkeys((*names, "sampling_seed", "regex", "frequency_penalty"))
     assert generate(sampling_params=params, return_logprob=None, rid=None).requests[0].sampling == Sampling()
 
 
-def test_a_null_budget_is_the_room_that_is_left():
+def test_null_max_new_tokens_means_the_remaining_context():
     assert generate(sampling_params={"max_new_tokens": None}).requests[0].sampling.max_new_tokens == 61
 
 
-def test_samples_stand_together_each_with_a_seed_of_its_own():
+def test_samples_of_a_prompt_are_adjacent_and_have_different_seeds():
     params = {"n": 3, "sampling_seed": 2**63 - 2}
     ask = request_parsing.generate({"input_ids": [[1], [2, 2]], "sampling_params": params}, None, 64)
     assert [request.prompt for request in ask.requests] == [(1,)] * 3 + [(2, 2)] * 3
@@ -50,12 +50,12 @@ def test_negative_seeds_wrap_around():
         (["x", "y"], [[1], [2]], 2, ["x_0", "x_1", "y_0", "y_1"]),
     ],
 )
-def test_names(rid, prompts, n, names):
+def test_request_ids(rid, prompts, n, names):
     ask = request_parsing.generate({"input_ids": prompts, "rid": rid, "sampling_params": {"n": n}}, None, 64)
     assert [request.rid for request in ask.requests] == names
 
 
-def test_what_a_batch_may_say_for_each_prompt():
+def test_fields_that_a_batch_may_set_for_each_prompt():
     body = {
         "input_ids": [[1, 2], [3, 4]],
         "sampling_params": [{"temperature": 0}, {"top_k": 5}],
@@ -66,7 +66,7 @@ def test_what_a_batch_may_say_for_each_prompt():
     one, two = request_parsing.generate(body, None, 64).requests
     assert (one.sampling.temperature, two.sampling.top_k) == (0.0, 5)
     assert (one.input_logprobs_from, one.top_logprobs) == (1, 2)
-    assert (two.input_logprobs_from, two.top_logprobs) == (None, 0)  # it wants no log-probabilities at all
+    assert (two.input_logprobs_from, two.top_logprobs) == (None, 0)  # no log-probabilities are requested for it
 
 
 @pytest.mark.parametrize("start, inputs", [(-1, None), (0, 0), (2, 2), (3, None)])
@@ -93,7 +93,7 @@ def test_where_input_logprobs_start(start, inputs):
         ("no_such_parameter", 1),
     ],
 )
-def test_sampling_parameters_that_cannot_be_honoured(name, value):
+def test_unsupported_sampling_parameters_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         generate(sampling_params={name: value})
 
@@ -110,7 +110,7 @@ def test_sampling_parameters_that_cannot_be_honoured(name, value):
         }
     ],
 )
-def test_what_asks_for_nothing_is_no_reason_to_refuse(neutral):
+def test_neutral_values_of_unsupported_parameters_are_accepted(neutral):
     assert generate(sampling_params=neutral).requests[0].sampling == Sampling()
 
 
@@ -125,12 +125,12 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(neutral):
         ("session_params", {"id": "x"}),
     ],
 )
-def test_features_that_cannot_be_honoured(name, value):
+def test_unsupported_features_are_refused(name, value):
     with pytest.raises(ValueError, match=name):
         generate(**{name: value})
 
 
-def test_adapters_are_asked_for_by_prompt():
+def test_adapters_are_chosen_per_prompt():
     assert generate(lora_path="a").requests[0].adapter == "a"
     some = generate(input_ids=[[1], [2], [3]], lora_path=["a", None, "b"], sampling_params={"n": 2})
     assert [request.adapter for request in some.requests] == ["a", "a", "", "", "b", "b"]
@@ -139,12 +139,12 @@ def test_adapters_are_asked_for_by_prompt():
             generate(input_ids=[[1], [2]], lora_path=wrong)
 
 
-def test_experts_are_asked_for_by_prompt():
+def test_routed_experts_are_returned_on_request():
     assert generate(return_routed_experts=True).requests[0].routed_experts
     assert not generate().requests[0].routed_experts
 
 
-def test_fields_that_change_no_result_are_passed_over():
+def test_fields_that_do_not_affect_results_are_ignored():
     generate(priority=3, log_metrics=False, no_logs=True, routed_dp_rank=0, extra_key="x", no_such_field=1)
 
 
@@ -175,7 +175,7 @@ def test_fields_that_change_no_result_are_passed_over():
         ({"rid": ["a", "b"]}, "rid: must be one string, or one for each of 1 prompts"),
     ],
 )
-def test_malformed_bodies(body, rule):
+def test_malformed_bodies_are_refused_in_one_line(body, rule):
     with pytest.raises(ValueError, match=rule) as raised:
         generate(**body)
     assert "\n" not in str(raised.value)

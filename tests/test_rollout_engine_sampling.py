@@ -21,7 +21,7 @@ def controls(rows, seed=0, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0):
 
 
 def draw(logits_V, rows, banned=(), top=0, **how):
-    """Tokens and logprobs of `rows` draws, at places 0, 1, ... of one stream."""
+    """Tokens and log-probabilities of `rows` draws, at positions 0, 1, ... of one random stream."""
     logits_SV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (rows, len(logits_V)))
     banned_SE = jnp.broadcast_to(jnp.asarray([*banned, len(logits_V)], jnp.int32), (rows, len(banned) + 1))
     out = choose(logits_SV, jnp.arange(rows), banned_SE, controls(rows, **how), jnp.full((rows,), top))
@@ -29,7 +29,7 @@ def draw(logits_V, rows, banned=(), top=0, **how):
 
 
 def probabilities(logits_V, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, banned=()):
-    """The distribution that the filters leave, by sorting, in float64."""
+    """The filtered distribution, computed by sorting in float64."""
     x = np.asarray(logits_V, np.float64) / temperature
     x[list(banned)] = -np.inf
     p = np.exp(x - x.max())
@@ -79,7 +79,7 @@ def test_tokens_are_drawn_from_the_filtered_distribution(how):
     np.testing.assert_allclose(logp_S, plain_V[token_S], atol=1e-5)
 
 
-def test_greedy_is_the_first_of_the_largest_with_the_logprob_of_temperature_one():
+def test_greedy_takes_the_first_maximum_with_its_logprob_at_temperature_1():
     logits_V = [0.5, 2.0, -1.0, 2.0]
     token_S, logp_S, *_ = draw(logits_V, 4, temperature=0.0, top_k=1)
     assert (token_S == 1).all()
@@ -94,7 +94,7 @@ def test_greedy_is_the_first_of_the_largest_with_the_logprob_of_temperature_one(
     top_p=st.sampled_from([0.01, 0.3, 0.77, 0.99, 1.0]),
     min_p=st.sampled_from([0.0, 0.05, 0.4, 0.99]),
 )
-def test_filters_keep_what_sorting_keeps(logits, top_k, top_p, min_p):
+def test_filters_equal_filtering_by_sorting(logits, top_k, top_p, min_p):
     x_SV = jnp.asarray([logits], jnp.float32)
     kept = np.isfinite(np.asarray(filtered(x_SV, controls(1, top_k=top_k, top_p=top_p, min_p=min_p)))[0])
     sure = probabilities(logits, 1.0, top_k, min(1.0, top_p * (1 + 1e-6)), min_p * (1 - 1e-6)) > 0
@@ -116,7 +116,7 @@ def test_a_row_depends_on_its_own_logits_and_controls_only():
     top_S = some([0, 3], "int32")
     whole = choose(logits_SV, index_S, banned_SE, mixed, top_S)
     for row in range(S):
-        # the row alone, copied into every place: whatever no row asks for is skipped
+        # the row alone, copied into every slot: branches that no row needs are skipped
         alone = jax.tree.map(
             lambda x, row=row: jnp.broadcast_to(x[row], x.shape), (logits_SV, index_S, banned_SE, mixed, top_S)
         )
@@ -132,7 +132,7 @@ def test_top_logprobs_are_the_largest_log_softmax():
     np.testing.assert_allclose(logp_SK[0], wanted_V[best], atol=1e-5)
 
 
-def test_noise_is_the_documented_stream():
+def test_noise_is_the_documented_random_stream():
     noise_SV = sampling.noise(jnp.asarray([[0, 7], [0, 7], [0, 8]], jnp.uint32), jnp.asarray([3, 4, 3]), 5)
     for row, (seed, index) in enumerate([(7, 3), (7, 4), (8, 3)]):
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
@@ -141,6 +141,6 @@ def test_noise_is_the_documented_stream():
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=20, max_size=20))
 def test_ordered_bits_sort_as_floats(values):
-    x = np.asarray(values, np.float32) + np.float32(0)  # -0 and 0 are equal, but not their bits
+    x = np.asarray(values, np.float32) + np.float32(0)  # -0 and 0 are equal, their bits are not
     bits = np.asarray(sampling.ordered(jnp.asarray(x)))
     assert ((x[:, None] < x) == (bits[:, None] < bits)).all()

@@ -1,6 +1,6 @@
-"""The embedded server on a real socket: what it refuses, whom it guards, how it begins and ends.
+"""The embedded server on a real socket: errors, weight updates, start-up and shutdown, memory.
 
-What it shares with SGLang is tried in `sglang/`, on both.
+Behaviour that it shares with SGLang is tested in `sglang/`, on both.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def state(server):
 
 
 def held(server):
-    """Everything that an update may change."""
+    """Everything that an update can change."""
     info = server.ok("/model_info")
     return (
         info["weight_version"],
@@ -85,7 +85,7 @@ def wait(condition, seconds=20):
 @pytest.mark.parametrize(
     "body, words",
     [
-        ({"input_ids": [5, 4000]}, "vocabulary"),  # this one and the next end the real server
+        ({"input_ids": [5, 4000]}, "vocabulary"),  # this one and the next crash the real SGLang
         ({"input_ids": []}, "at least one token"),
         ({"input_ids": [-1]}, "vocabulary"),
         ({"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [4000]}}, "vocabulary"),
@@ -97,19 +97,19 @@ def wait(condition, seconds=20):
     ],
     ids=str,
 )
-def test_what_would_kill_or_fool_a_server_is_refused(server, body, words):
+def test_requests_that_would_crash_or_mislead_a_server_are_refused(server, body, words):
     status, answer = server.post("/generate", body)
     assert status == 400 and words in answer["error"]["message"]
     assert len(server.generate(PROMPT)["output_ids"]) == 8
 
 
-def test_a_running_name_cannot_be_given_again(server):
+def test_a_request_id_in_use_is_refused(server):
     server.ok("/pause_generation", {"mode": "retract"})
     first = servers.Later(lambda: server.generate(PROMPT, fields={"rid": "same"}))
     wait(lambda: state(server)["queued"] == 1)
     status, answer = server.post("/generate", {"input_ids": [PROMPT, PROMPT], "rid": ["other", "same"]})
     assert status == 400 and "same" in answer["error"]["message"]
-    wait(lambda: state(server)["queued"] == 1)  # the other one is taken back
+    wait(lambda: state(server)["queued"] == 1)  # the other request of the batch is withdrawn
     server.ok("/continue_generation", {})
     assert first.result()["meta_info"]["id"] == "same"
 
@@ -123,7 +123,7 @@ def test_a_held_request_can_be_aborted_with_all_its_samples(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_while_waiting_is_forgotten(server, stream):
+def test_hanging_up_while_queued_removes_the_request(server, stream):
     server.ok("/pause_generation", {"mode": "retract"})
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     body = {"input_ids": PROMPT, "sampling_params": LONG, "stream": stream}
@@ -134,9 +134,9 @@ def test_who_hangs_up_while_waiting_is_forgotten(server, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_hangs_up_ends_the_request(server, stream):
+def test_hanging_up_ends_a_running_request(server, stream):
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
-    params = {**LONG, "n": 6}  # more than there are slots
+    params = {**LONG, "n": 6}  # more than the number of slots
     body = {"input_ids": PROMPT, "sampling_params": params, "stream": stream}
     connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
     wait(lambda: state(server)["running"] == 4)
@@ -145,8 +145,8 @@ def test_who_hangs_up_ends_the_request(server, stream):
     assert state(server)["tokens"] < 6 * 4000
 
 
-def test_logprobs_of_the_stop_token_and_min_length(server):
-    """Before the least length stop tokens are not drawn; the scores stay those of the policy."""
+def test_logprobs_before_min_new_tokens_are_those_of_the_policy(server):
+    """Before min_new_tokens stop tokens are not sampled, but the log-probabilities stay those of the policy."""
     free = server.generate(PROMPT, max_new_tokens=6, fields={"top_logprobs_num": 2})
     stop = free["output_ids"][0]
     answer = server.generate(PROMPT, max_new_tokens=6, min_new_tokens=6, stop_token_ids=[stop])
@@ -155,7 +155,7 @@ def test_logprobs_of_the_stop_token_and_min_length(server):
     assert answer["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(runner_up[0], abs=1e-6)
 
 
-def test_health_says_no_at_once_while_paused(server):
+def test_health_answers_503_immediately_while_paused(server):
     server.ok("/pause_generation", {"mode": "in_place"})
     assert server.get("/health")[0] == server.get("/health_generate")[0] == 503
 
@@ -170,7 +170,7 @@ def test_health_says_no_at_once_while_paused(server):
         ("/continue_generation", b"{"),
     ],
 )
-def test_malformed_control_bodies(server, path, body):
+def test_malformed_control_bodies_are_400(server, path, body):
     status, answer = server.post(path, body)
     assert status == 400 and answer["object"] == "error"
 
@@ -194,7 +194,7 @@ def test_unknown_routes_and_methods(server):
     ],
     ids=str,
 )
-def test_what_openais_routes_cannot_honour(server, path, body):
+def test_unsupported_fields_of_openai_routes_are_400(server, path, body):
     status, answer = server.post(path, {"messages": [{"role": "user", "content": "1+1"}], **body})
     assert status == 400 and answer["object"] == "error"
     assert any(name in answer["message"] for name in (*body, "content"))
@@ -227,14 +227,14 @@ SAID = [{"role": "user", "content": "1+1"}]
     ],
     ids=str,
 )
-def test_openais_routes_have_the_rules_of_the_gateway(server, path, body):
+def test_openai_routes_have_the_same_rules_as_the_gateway(server, path, body):
     with pytest.raises(ValueError) as refused:
         if "prompt" in body:
             completions.read(body, tokenizer.character("0123456789+"))
         else:
             chat.read(body, parsers.STYLES["qwen"])
     status, answer = server.post(path, body)
-    theirs = str(refused.value).replace("from 0 to 31", "from 0 on")  # the engine checks what is in its vocabulary
+    theirs = str(refused.value).replace("from 0 to 31", "from 0 on")  # the vocabulary is checked by the engine
     assert status == 400 and answer["message"] == theirs
 
 
@@ -257,7 +257,7 @@ def deepen(tensors, config):
     config["num_hidden_layers"] = 3
 
 
-def retheta(tensors, config):  # every tensor fits, and the numbers would be wrong
+def retheta(tensors, config):  # every shape matches, but the outputs would be wrong
     config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 5e5
 
 
@@ -266,7 +266,7 @@ def retheta(tensors, config):  # every tensor fits, and the numbers would be wro
     [(drop, "up_proj"), (add, "nope"), (reshape, "model.norm"), (deepen, "layers"), (retheta, "rope")],
 )
 @pytest.mark.parametrize("pause", [None, "retract"])
-def test_a_checkpoint_of_another_shape_changes_nothing(server, models, tmp_path, change, words, pause):
+def test_an_update_with_another_architecture_changes_nothing(server, models, tmp_path, change, words, pause):
     shutil.copytree(models / "b", tmp_path / "b")
     (tmp_path / "b" / "manifest.json").unlink()
     file, config = tmp_path / "b" / "model.safetensors", json.loads((tmp_path / "b" / "config.json").read_text())
@@ -283,12 +283,12 @@ def test_a_checkpoint_of_another_shape_changes_nothing(server, models, tmp_path,
     assert held(server) == before
 
 
-def test_a_file_cut_short_or_not_the_manifests_changes_nothing(server, models, tmp_path):
+def test_an_update_from_a_truncated_or_corrupt_file_changes_nothing(server, models, tmp_path):
     before = held(server)
     shutil.copytree(models / "b", tmp_path / "b")
     file = tmp_path / "b" / "model.safetensors"
     data = file.read_bytes()
-    for damaged in (data[: len(data) // 2], data[:-1] + bytes([data[-1] ^ 1])):  # a bit of the last tensor
+    for damaged in (data[: len(data) // 2], data[:-1] + bytes([data[-1] ^ 1])):  # flips a bit of the last tensor
         file.write_bytes(damaged)
         status, answer = server.post(UPDATE, {"model_path": str(tmp_path / "b"), "weight_version": "B"})
         assert status == 400 and "\n" not in answer["message"]
@@ -310,7 +310,7 @@ def test_a_malformed_update_changes_nothing(server, body):
     assert held(server) == before
 
 
-def test_an_update_that_gives_no_label_gets_one(server, models):
+def test_an_update_without_a_label_gets_one(server, models):
     answer = server.ok(UPDATE, {"model_path": str(models / "b")})
     label = server.ok("/model_info")["weight_version"]
     assert label.startswith("unnamed-") and label in answer["message"]
@@ -318,7 +318,7 @@ def test_an_update_that_gives_no_label_gets_one(server, models):
     assert server.ok("/model_info")["weight_version"] not in ("A", label)
 
 
-def test_checksums_are_those_of_the_manifest(server, models):
+def test_checksums_equal_those_of_the_manifest(server, models):
     server.ok(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
     tensors = json.loads((models / "b" / "manifest.json").read_text())["tensors"]
     (rank,) = server.ok("/weights_checker", {"action": "checksum"})["ranks"]
@@ -333,8 +333,8 @@ def test_without_a_manifest_checksums_are_computed(models, tmp_path):
     assert computed == module.read_weights(models / "b", "float32")[2]
 
 
-def test_an_update_under_an_in_place_pause(server, models):
-    """With a cache to flush it is refused, whole; without, the caller knows what it asks for."""
+def test_an_update_during_an_in_place_pause(server, models):
+    """With flush_cache it is refused and changes nothing; without, the old cache is used on purpose."""
     with server.stream("/generate", {"input_ids": PROMPT, "rid": "kept", "sampling_params": LONG}) as events:
         next(events)
         server.ok("/pause_generation", {"mode": "in_place"})
@@ -350,7 +350,7 @@ def test_an_update_under_an_in_place_pause(server, models):
     assert last["meta_info"]["num_retractions"] == 0
 
 
-def test_an_update_may_abort_what_runs(server, models):
+def test_an_update_may_abort_running_requests(server, models):
     with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": LONG}) as events:
         next(events)
         body = {"model_path": str(models / "b"), "weight_version": "B", "abort_all_requests": True}
@@ -360,7 +360,7 @@ def test_an_update_may_abort_what_runs(server, models):
     assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["A"]
 
 
-def test_what_is_staged_changes_nothing_until_the_update(server, models, tmp_path):
+def test_staging_changes_nothing_until_the_update(server, models, tmp_path):
     server.ok(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
     under_b = held(server)
     server.ok(UPDATE, {"model_path": str(models / "a"), "weight_version": "A"})
@@ -378,20 +378,20 @@ def test_what_is_staged_changes_nothing_until_the_update(server, models, tmp_pat
     server.ok(UPDATE, {"model_path": str(folder), "weight_version": "B"})
     assert held(server)[2:] == under_b[2:]
     server.ok(STAGE, {"model_path": str(folder)})
-    for file in folder.iterdir():  # what was staged is no longer what the folder holds
+    for file in folder.iterdir():  # the folder no longer contains what was staged
         shutil.copyfile(models / "a" / file.name, file)
     server.ok(UPDATE, {"model_path": str(folder), "weight_version": "A"})
     assert held(server)[2:] == under_a[2:]
 
 
 @pytest.mark.parametrize("body", [{}, {"model_path": 5}, {"model_path": "nowhere"}, {"load_format": "dummy"}])
-def test_what_cannot_be_staged_is_refused(server, body):
+def test_bad_staging_requests_are_refused(server, body):
     before = held(server)
     assert server.post(STAGE, body)[0] == 400
     assert held(server) == before
 
 
-# -- beginning and ending ------------------------------------------------------------------------
+# -- start-up and shutdown -----------------------------------------------------------------------
 
 
 def test_a_server_with_a_key_and_without_a_tokenizer(models, tmp_path):
@@ -428,26 +428,26 @@ def test_a_server_with_a_key_and_without_a_tokenizer(models, tmp_path):
             pass  # the port is free again
 
 
-def test_a_port_in_use_is_seen_before_anything_is_read(tmp_path):
+def test_a_port_in_use_is_reported_before_loading_the_model(tmp_path):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port} of 127.0.0.1 is in use; choose another, or 0"):
             module.serve(str(tmp_path / "no such model"), port=port)
 
 
-def test_answers_do_not_wait_for_more_to_send():
-    """Else each waits 40 ms for the client to acknowledge what came before."""
+def test_small_answers_are_sent_without_delay():
+    """With Nagle's algorithm each would wait 40 ms for the client's acknowledgement."""
     with http_process.bind("127.0.0.1", 0) as sock:
         assert sock.proto == socket.IPPROTO_TCP
 
 
 @pytest.mark.parametrize("host, port", [("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70000)])
-def test_an_address_that_cannot_be_had(host, port):
+def test_an_unusable_address_is_an_error(host, port):
     with pytest.raises(ValueError, match=f"serve: .*({host}|{port})"):
         http_process.bind(host, port)
 
 
-def test_what_is_no_checkpoint_is_not_served(tmp_path):
+def test_a_folder_without_a_valid_checkpoint_is_refused(tmp_path):
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(ValueError, match="checkpoint"):
             module.serve(str(path), port=0)
@@ -461,14 +461,14 @@ def test_what_is_no_checkpoint_is_not_served(tmp_path):
 
 
 def resident(server):
-    """Bytes of memory that the server's process really has."""
+    """Resident memory of the server's process, in bytes."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
 
 
 @pytest.mark.slow
-def test_memory_is_given_back_and_taken_again(models):
-    """Caches of 160 MiB, so that the process shrinks and grows by them; what is asked meanwhile is answered after."""
+def test_memory_is_released_and_resumed(models):
+    """The caches of 160 MiB dominate the process size; requests that arrive meanwhile are answered afterwards."""
     with servers.embedded(models / "a", context=4096, slots=160) as server:
         assert len(server.generate(PROMPT)["output_ids"]) == 8
         before, own = resident(server), state(server)["bytes"]
@@ -481,7 +481,7 @@ def test_memory_is_given_back_and_taken_again(models):
         refused = server.post(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
         assert refused[0] == 400 and "/resume_memory_occupation" in refused[1]["message"]
         server.ok("/continue_generation", {})
-        for _ in range(2):  # a second time is no error
+        for _ in range(2):  # repeating it is no error
             assert server.post("/resume_memory_occupation", {})[0] == 200
         assert server.get("/health")[0] == server.get("/ready")[0] == 503 and not asked.done
         assert server.post("/weights_checker", {})[0] == 400 and server.ok("/model_info")["weight_version"] == "default"
@@ -497,14 +497,14 @@ def test_memory_is_given_back_and_taken_again(models):
 
 
 @pytest.mark.parametrize("body", [{"tags": ["wieghts"]}, {"tags": "weights"}, {"tags": [1]}], ids=str)
-def test_what_cannot_be_released_is_refused(server, body):
+def test_bad_release_tags_are_refused(server, body):
     status, answer = server.post("/release_memory_occupation", body)
     assert status == 400 and "tags" in answer["message"] and state(server)["released"] == []
 
 
-def test_a_server_that_runs_keeps_its_memory(server):
+def test_memory_is_not_released_while_requests_run(server):
     with server.stream("/generate", {"input_ids": PROMPT, "sampling_params": LONG}) as events:
         next(events)
         status, answer = server.post("/release_memory_occupation", {})
-        assert status == 400 and "nothing may run" in answer["message"]
+        assert status == 400 and "no requests may be running" in answer["message"]
         assert state(server)["released"] == [] and len(next(events)["output_ids"]) > 0

@@ -1,4 +1,4 @@
-"""A run's journal: every event once, whole lines whatever happens, and what the picture makes of them."""
+"""The event journal of a run: every event once, only complete lines, and the Chrome trace made from it."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def lines(path):
     return list(run_dir.read_lines(path))
 
 
-def test_without_a_journal_nothing_is_noted(tmp_path):
+def test_without_a_journal_events_are_ignored(tmp_path):
     journal.emit("push", label="1")
     with journal.writing(tmp_path / "a"):
         pass
@@ -34,7 +34,7 @@ def test_without_a_journal_nothing_is_noted(tmp_path):
     assert [line["kind"] for line in lines(tmp_path / "a")] == ["open"]
 
 
-def test_events_say_which_episode_they_are_of(tmp_path):
+def test_events_carry_the_context_of_their_episode(tmp_path):
     async def workflow(generate, row):
         done = await generate([1, 2])
         await asyncio.sleep(0)
@@ -70,7 +70,7 @@ def test_events_say_which_episode_they_are_of(tmp_path):
 
 @settings(max_examples=40)
 @given(st.lists(st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")), max_size=5), st.integers(0, 60))
-def test_a_cut_line_is_dropped_and_the_rest_kept(tmp_path_factory, words, cut):
+def test_a_truncated_last_line_is_dropped_and_the_rest_kept(tmp_path_factory, words, cut):
     path = tmp_path_factory.mktemp("journal") / "a"
     whole = b"".join(json.dumps({"word": word.hex()}).encode() + b"\n" for word in words)
     path.write_bytes(whole[: max(0, len(whole) - cut)])
@@ -82,7 +82,7 @@ def test_a_cut_line_is_dropped_and_the_rest_kept(tmp_path_factory, words, cut):
     assert len(lines(path)) == kept.count(b"\n") + 2
 
 
-def test_what_a_killed_process_noted_is_there(tmp_path):
+def test_events_of_a_killed_process_are_on_disk(tmp_path):
     program = (
         "import sys, time\n"
         "from areax.rollout import events\n"
@@ -93,14 +93,14 @@ def test_what_a_killed_process_noted_is_there(tmp_path):
     )
     path, until = tmp_path / "a", time.monotonic() + 30
     with subprocess.Popen([sys.executable, "-c", program, path]) as process:
-        while not path.exists() or path.read_bytes().count(b"\n") < 1001:  # nobody closes the file
+        while not path.exists() or path.read_bytes().count(b"\n") < 1001:  # the file is never closed
             assert time.monotonic() < until
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
     assert [line["i"] for line in lines(tmp_path / "a")[1:]] == list(range(1000))
 
 
-def test_a_full_disk_costs_the_event_and_not_the_run(tmp_path, caplog):
+def test_a_full_disk_loses_events_but_not_the_run(tmp_path, caplog):
     with journal.writing("/dev/full"):
         journal.emit("push", label="1")
     assert "events could not be written: [Errno 28]" in caplog.text
@@ -121,7 +121,7 @@ def simulated(tmp_path):
     return tmp_path, lines(tmp_path / chrome_trace.JOURNAL)
 
 
-def test_a_run_is_in_its_journal(simulated):
+def test_the_journal_of_a_run_is_complete_and_consistent(simulated):
     _, found = simulated
     of = lambda kind: [line for line in found if line["kind"] == kind]
     assert [line["version"] for line in of("batch")] == list(range(6))
@@ -142,7 +142,7 @@ def test_a_run_is_in_its_journal(simulated):
     assert len(updates) == 6 and all(a["at"] <= b["begun"] for a, b in zip(updates, updates[1:], strict=False))
 
 
-def test_the_picture_has_every_span(simulated):
+def test_the_trace_has_every_span(simulated):
     path, found = simulated
     events = json.loads(chrome_trace.write(path).read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
@@ -160,14 +160,14 @@ def test_the_picture_has_every_span(simulated):
     assert chrome_trace.write(path / "nowhere") is None
 
 
-def test_completions_at_a_time():
+def test_average_number_of_completions_in_flight():
     calls = [(0.0, 4.0), (0.0, 1.0), (2.0, 3.0)]
     events = [{"kind": "call", "url": "a", "begun": a, "at": b} for a, b in calls] + [{"kind": "part"}]
     assert chrome_trace.in_flight(events) == {"a": 6.0 / 4.0}
 
 
-def test_a_run_that_goes_on_stays_on_one_axis():
-    """Each process has a clock of its own; the time of day joins them."""
+def test_a_resumed_run_stays_on_one_time_axis():
+    """Each process has its own monotonic clock; the wall-clock time aligns them."""
     first = [
         {"kind": "open", "at": 100.0, "time": 1000.0},
         {"kind": "part", "name": "update", "begun": 101.0, "at": 102.0},
@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_stays_on_one_axis():
     assert spans == [(1_000_000, 1_000_000), (61_000_000, 2_000_000)]
 
 
-def test_groups_that_are_rejected_refused_or_fail_are_told_apart(tmp_path):
+def test_rejected_refused_and_failed_groups_are_distinguished(tmp_path):
     async def workflow(generate, row):
         if row["i"] == 1:
             raise ServerError("its server failed")

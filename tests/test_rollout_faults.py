@@ -1,7 +1,6 @@
-"""A fleet of three real server processes that are killed, stopped and given damaged weights, in the middle of things,
-and whose answers are damaged on their way.
+"""Fault injection on a fleet of three real server processes: kills, stops, damaged weights and damaged answers.
 
-Every token's log-probability is compared with our own forward pass of the weights that its label names.
+Every token's log-probability is compared with our own forward pass under the weights that its label names.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ PROMPTS = [[5 + i % 7, 6, 7 + i % 3] for i in range(18)]
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory):
-    """Three published versions, their labels, and what our own forward pass says of tokens under each."""
+    """Three published versions, their labels, and log-probabilities of our own forward pass."""
     root = tmp_path_factory.mktemp("published")
     tokens = tokenizer.character("0123456789+")
     config = models.config_from_hf(
@@ -73,12 +72,12 @@ async def until(condition, timeout_s=120):
 
 
 async def busy(fleet):
-    """Returns once each server has requests."""
+    """Returns once every server has at least two requests."""
     await until(lambda: all(server.load >= 2 for server in fleet.servers))
 
 
 def fault(versions, main):
-    """Runs `main(fleet, own)` on three servers that have version 0."""
+    """Runs `main(fleet, own)` on three servers with version 0."""
 
     async def run():
         async with contextlib.AsyncExitStack() as stack:
@@ -94,7 +93,7 @@ def fault(versions, main):
 
 @pytest.fixture(scope="module")
 def named(versions, tmp_path_factory):
-    """Two published adapters over version 0, as `versions`."""
+    """Published adapters over version 0; attributes as in `versions`."""
     root, config, spec = tmp_path_factory.mktemp("named"), versions.config, lora.Lora(rank=2)
     trees = [tiny.weights(lora.table(models.table(config), spec), 0.2, v) for v in range(3)]
     base = versions.paths[0], versions.labels[0]
@@ -104,7 +103,7 @@ def named(versions, tmp_path_factory):
     return types.SimpleNamespace(paths=paths, labels=labels, logp=functools.partial(versions.logp_of, joined))
 
 
-def test_a_killed_server_gets_base_and_adapter_back_before_a_request(versions, named):
+def test_a_killed_server_gets_base_and_adapter_before_its_next_request(versions, named):
     async def main(fleet, own):
         push = lambda v: push_weights(fleet, named.paths[v], named.labels[v])
         await push(1)
@@ -139,7 +138,7 @@ def healthy(fleet):
     return [server.state for server in fleet.servers] == ["healthy"] * 3
 
 
-def test_two_of_three_killed_and_a_push_meanwhile(versions):
+def test_killing_two_of_three_servers_before_a_push(versions):
     async def main(fleet, own):
         quiet = await asyncio.gather(*begin(fleet, 200))
         tasks = begin(fleet, 200)
@@ -149,7 +148,7 @@ def test_two_of_three_killed_and_a_push_meanwhile(versions):
         done = await asyncio.gather(*tasks)
         for prompt, one, before in zip(PROMPTS, done, quiet, strict=True):
             check(versions, prompt, one, 200)
-            assert one.tokens == before.tokens  # a function of weights and seed
+            assert one.tokens == before.tokens  # tokens depend on weights and seed only
         report = await push_weights(fleet, versions.paths[1], versions.labels[1])
         assert fleet.servers[2].url in report.loaded
         await until(lambda: healthy(fleet))
@@ -163,7 +162,7 @@ def test_two_of_three_killed_and_a_push_meanwhile(versions):
     fault(versions, main)
 
 
-def test_one_stopped_in_the_middle_of_a_push(versions, monkeypatch):
+def test_stopping_a_server_in_the_middle_of_a_push(versions, monkeypatch):
 
     async def main(fleet, own):
         tasks = begin(fleet, 200)
@@ -211,11 +210,11 @@ def test_damaged_weights_are_refused_and_undone(versions, tmp_path):
     fault(versions, main)
 
 
-# ---------------------------------------------------------------- answers that are damaged on their way
+# ---------------------------------------------------------------- answers damaged in transit
 
 
 class Between:
-    """Stands before a server; `faults` holds what happens to the next answer of a path, and `met` those that did."""
+    """A proxy of a server; `faults` maps a path to the fault of its next answer, `met` lists those injected so far."""
 
     def __init__(self, url):
         self.behind, self.faults, self.met = url, {}, []
@@ -269,7 +268,7 @@ PATHS = ["/generate", "/pause_generation", "/update_weights_from_disk", "/model_
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
-    """One server after the other, at one path after the other; requests run meanwhile, and none is lost."""
+    """One path after the other, on alternating servers; requests run meanwhile, and none is lost."""
     monkeypatch.setattr(episodes, "PAUSE_S", 0.05)
 
     async def play(generate, row):
@@ -301,7 +300,7 @@ def test_answers_damaged_at_each_step_of_a_push(versions, fault, monkeypatch):
                 assert len(done) == len(rows) and all(one.info["versions"] <= {old, new} for one in done)
                 await until(lambda: healthy(fleet))
                 if fault == "wrong version" and path not in ("/generate", "/model_info"):
-                    gate.faults.clear()  # no version is in its answers
+                    gate.faults.clear()  # its answers contain no version
                 assert not gate.faults and fleet.version == new
                 after = await episodes.rollouts(play, fleet.generate, rows, seed=99)
                 assert all(sample.info["versions"] == {new} for [sample] in after)

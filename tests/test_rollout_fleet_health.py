@@ -1,4 +1,4 @@
-"""Servers that fail, hang, come back, join and leave: who gets requests, and with which weights."""
+"""Servers that fail, hang, recover, join and leave: which ones get requests, and with which weights."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ async def never(request, body):
 
 
 async def spread(fleet, n=8):
-    """Versions and addresses of n completions that run side by side."""
+    """Versions and server addresses of n concurrent completions."""
     done = await asyncio.gather(*(fleet.generate([i], max_new_tokens=3) for i in range(n)))
     return {v for one in done for v in one.version}, {one.info["url"] for one in done}
 
@@ -46,7 +46,7 @@ async def spread(fleet, n=8):
         ("/continue_generation", answers(500, {})),
     ],
 )
-def test_a_poisoned_server_is_loaded_anew_before_it_gets_a_request(tmp_path, path, wrong):
+def test_a_server_with_unknown_weights_is_reloaded_before_it_gets_requests(tmp_path, path, wrong):
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             a.refuse[path] = wrong
@@ -62,7 +62,7 @@ def test_a_poisoned_server_is_loaded_anew_before_it_gets_a_request(tmp_path, pat
     run(main)
 
 
-def test_a_push_that_fails_everywhere_is_undone_and_tried_again(tmp_path):
+def test_a_push_that_fails_on_all_servers_is_undone_and_retried(tmp_path):
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
@@ -91,7 +91,7 @@ def test_a_push_that_fails_everywhere_is_undone_and_tried_again(tmp_path):
     run(main)
 
 
-def test_a_version_that_comes_meanwhile_is_the_one_it_gets(tmp_path):
+def test_a_recovering_server_gets_a_version_pushed_meanwhile(tmp_path):
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             slow = asyncio.Event()
@@ -105,7 +105,7 @@ def test_a_version_that_comes_meanwhile_is_the_one_it_gets(tmp_path):
             a.refuse["/update_weights_from_disk"] = answers(500, {})
             await push_weights(fleet, tmp_path, V1)
             a.refuse["/update_weights_from_disk"] = loads
-            await until(lambda: not a.refuse)  # it loads V1 again
+            await until(lambda: not a.refuse)  # it is reloading V1
             assert (await push_weights(fleet, tmp_path, V2)).loaded == (b.url,)
             assert states(fleet) == ["weights_unknown", "healthy"]
             slow.set()
@@ -120,7 +120,7 @@ def test_a_version_that_comes_meanwhile_is_the_one_it_gets(tmp_path):
 # ---------------------------------------------------------------- servers that die or hang
 
 
-def test_a_server_that_returns_with_other_weights_loads_the_newest(tmp_path):
+def test_a_server_that_returns_with_other_weights_loads_the_newest_version(tmp_path):
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             b = await stack.enter_async_context(serving())
@@ -163,7 +163,7 @@ def test_a_dead_server_is_restarted_while_requests_wait(tmp_path):
     run(main)
 
 
-def test_restarts_have_a_budget(tmp_path):
+def test_the_number_of_restarts_is_limited(tmp_path):
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             tried = []
@@ -181,7 +181,7 @@ def test_restarts_have_a_budget(tmp_path):
     run(main)
 
 
-def test_a_server_that_hangs_is_noticed_without_a_broken_connection(tmp_path):
+def test_a_hanging_server_is_detected_without_a_broken_connection(tmp_path):
     async def main():
         async with serving() as a, serving() as b, watched([a.url, b.url], concurrency=4) as fleet:
             a.going.clear()
@@ -198,7 +198,7 @@ def test_a_server_that_hangs_is_noticed_without_a_broken_connection(tmp_path):
     run(main)
 
 
-def test_a_push_does_not_wait_for_a_server_that_hangs_in_it(tmp_path):
+def test_a_push_does_not_wait_for_a_hanging_server(tmp_path):
     async def main():
         async with serving() as a, serving() as b, watched([a.url, b.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
@@ -214,7 +214,7 @@ def test_a_push_does_not_wait_for_a_server_that_hangs_in_it(tmp_path):
 
 
 @pytest.mark.parametrize("body", [[], None, "yes", 3, {"weight_version": 7}])
-def test_answers_that_say_nothing_are_those_of_a_dead_server(tmp_path, monkeypatch, body):
+def test_a_server_with_malformed_answers_counts_as_dead(tmp_path, monkeypatch, body):
     async def main():
         async with serving() as a, serving() as b, watched([a.url, b.url]) as fleet:
             a.refuse["/model_info"] = answers(200, body)
@@ -224,7 +224,7 @@ def test_answers_that_say_nothing_are_those_of_a_dead_server(tmp_path, monkeypat
     run(main)
 
 
-def test_a_server_restarted_behind_our_back_is_noticed_while_idle(tmp_path):
+def test_an_unexpected_restart_is_detected_while_the_server_is_idle(tmp_path):
     async def main():
         async with serving() as a, watched([a.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
@@ -239,7 +239,7 @@ def test_a_server_restarted_behind_our_back_is_noticed_while_idle(tmp_path):
 # ---------------------------------------------------------------- servers that join and leave
 
 
-def test_servers_join_with_the_newest_version_and_leave_when_they_are_done(tmp_path):
+def test_servers_join_with_the_newest_version_and_leave_after_their_requests(tmp_path):
     async def main():
         async with serving(step_s=0.002) as a, serving() as b, connect([a.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
@@ -262,7 +262,7 @@ def test_servers_join_with_the_newest_version_and_leave_when_they_are_done(tmp_p
     run(main)
 
 
-def test_what_may_not_join(tmp_path):
+def test_servers_that_may_not_join(tmp_path):
     async def main():
         async with (
             serving(seeded=True) as a,
@@ -285,8 +285,8 @@ def test_what_may_not_join(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed):
-    """Servers say in a token's log-probability which weights really sampled it; they die, lie and refuse at random."""
+def test_no_token_is_mislabelled_lost_or_duplicated_under_random_failures(tmp_path, seed):
+    """A token's log-probability encodes the weights that really sampled it; servers die, lie and refuse at random."""
     rng = random.Random(seed)
 
     async def main():
@@ -328,14 +328,14 @@ def test_no_token_is_mislabelled_lost_or_doubled_whatever_fails(tmp_path, seed):
                 match rng.randrange(6):
                     case 0:  # dies
                         await alive.pop(victim.url)[1].aclose()
-                    case 1:  # cuts its next answers off
+                    case 1:  # hangs up on its next requests
                         victim.script += [hangs_up] * 2
-                    case 2:  # is started anew behind our back
+                    case 2:  # restarts unnoticed
                         victim.weights = victim.label = "default"
                         victim.released = False
                     case 3:  # fails in the middle of the next push, its weights new, its label old
                         victim.fails = rng.choice(["/pause_generation", "/update_weights_from_disk", "/model_info"])
-                with contextlib.suppress(RuntimeError):  # the push failed on all that were healthy
+                with contextlib.suppress(RuntimeError):  # the push failed on all healthy servers
                     await push_weights(fleet, tmp_path, label(v), mode=rng.choice(["retract", "abort"]))
             await asyncio.gather(*tasks)
             await until(lambda: set(states(fleet)) == {"healthy"})

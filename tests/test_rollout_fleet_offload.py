@@ -1,4 +1,4 @@
-"""Servers that give their memory to the trainer and take it again: who gets requests meanwhile, and what goes wrong."""
+"""Offloading: servers release their memory to the trainer until the next push, also when servers fail meanwhile."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ QUICK = client.Timeouts(retry_s=0.02, lost_s=1.0, lost_own_s=1.0, heartbeat_s=0.
 connect = functools.partial(client.connect, timeouts=QUICK)
 
 
-def test_requests_wait_from_the_rest_to_the_push(tmp_path):
+def test_requests_wait_from_offloading_until_the_push(tmp_path):
     async def main():
         async with serving(step_s=0.002) as a, serving() as b, connect([a.url, b.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
@@ -25,7 +25,7 @@ def test_requests_wait_from_the_rest_to_the_push(tmp_path):
             assert await offload.offload(fleet) > 0
             assert states(fleet) == ["offloaded", "offloaded"] and a.released and b.released
             waiting = asyncio.create_task(fleet.generate([2], max_new_tokens=3))
-            await asyncio.sleep(0.1)  # several looks at servers
+            await asyncio.sleep(0.1)  # several heartbeats
             assert (
                 states(fleet) == ["offloaded", "offloaded"] and fleet.version == 1 and await offload.offload(fleet) == 0
             )
@@ -39,14 +39,14 @@ def test_requests_wait_from_the_rest_to_the_push(tmp_path):
                 "/update_weights_from_disk", "/continue_generation",
             ]  # fmt: skip
             assert a.wrong == b.wrong == []
-            await push_weights(fleet, tmp_path, V1)  # one without a rest
+            await push_weights(fleet, tmp_path, V1)  # a push to servers that are not offloaded
             assert a.wrong == []
 
     run(main)
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "drain"])
-def test_every_way_of_pushing_ends_a_rest(tmp_path, mode):
+def test_every_push_mode_ends_offloading(tmp_path, mode):
     async def main():
         async with serving(step_s=0.002) as a, connect([a.url]) as fleet:
             running = asyncio.create_task(fleet.generate([1], max_new_tokens=30))
@@ -67,16 +67,16 @@ def test_every_way_of_pushing_ends_a_rest(tmp_path, mode):
         ("/release_memory_occupation", hangs_up),
     ],
 )
-def test_a_server_that_does_not_release_is_loaded_anew_after_the_others(tmp_path, path, wrong):
+def test_a_server_that_fails_to_release_is_reloaded_after_the_push(tmp_path, path, wrong):
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
             a.refuse[path] = wrong
             await offload.offload(fleet)
             a.refuse.clear()
-            a.released = wrong is hangs_up  # it had done so before it hung up
+            a.released = wrong is hangs_up  # it had released its memory before it hung up
             await asyncio.sleep(0.1)
-            assert states(fleet) == ["weights_unknown", "offloaded"]  # nobody loads it while the trainer computes
+            assert states(fleet) == ["weights_unknown", "offloaded"]  # not recovered until the push
             assert controls(a).count("/update_weights_from_disk") == 1
             assert (await push_weights(fleet, tmp_path, V2)).loaded == (b.url,)
             await until(lambda: states(fleet) == ["healthy", "healthy"])
@@ -85,7 +85,7 @@ def test_a_server_that_does_not_release_is_loaded_anew_after_the_others(tmp_path
     run(main)
 
 
-def test_a_failed_resume_poisons(tmp_path):
+def test_a_failed_resume_leaves_the_weights_unknown(tmp_path):
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await offload.offload(fleet)
@@ -100,8 +100,8 @@ def test_a_failed_resume_poisons(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/resume_memory_occupation", "/update_weights_from_disk"])
-def test_a_server_that_is_gone_half_way_is_left_out(tmp_path, path):
-    """At rest, and when it is brought back: each of these calls may take minutes, none may wait so long for nobody."""
+def test_a_server_that_fails_while_offloaded_is_skipped_by_the_push(tmp_path, path):
+    """These calls may take minutes on a live server; for one that is down the push must not wait that long."""
 
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
@@ -111,7 +111,7 @@ def test_a_server_that_is_gone_half_way_is_left_out(tmp_path, path):
             report = await push_weights(fleet, tmp_path, V2)
             assert (report.loaded, list(report.failed)) == ((b.url,), [a.url])
             await until(lambda: states(fleet) == ["dead", "healthy"])
-            await offload.offload(fleet)  # does not wait for it either
+            await offload.offload(fleet)  # offloading does not wait for it either
             a.refuse.clear()
             await push_weights(fleet, tmp_path, V1)
             await until(lambda: states(fleet) == ["healthy", "healthy"])
@@ -120,7 +120,7 @@ def test_a_server_that_is_gone_half_way_is_left_out(tmp_path, path):
     run(main)
 
 
-def test_a_server_that_was_started_anew_meanwhile_is_not_told_to_resume(tmp_path):
+def test_a_server_restarted_while_offloaded_is_not_asked_to_resume(tmp_path):
     async def main():
         async with serving() as a, connect([a.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
@@ -132,7 +132,7 @@ def test_a_server_that_was_started_anew_meanwhile_is_not_told_to_resume(tmp_path
     run(main)
 
 
-def test_a_server_whose_connection_breaks_at_rest_is_not_healthy_before_it_has_loaded(tmp_path):
+def test_a_suspect_offloaded_server_recovers_only_by_loading_weights(tmp_path):
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             await push_weights(fleet, tmp_path, V1)
@@ -146,7 +146,7 @@ def test_a_server_whose_connection_breaks_at_rest_is_not_healthy_before_it_has_l
     run(main)
 
 
-def test_nobody_is_restarted_while_servers_rest(tmp_path):
+def test_no_server_is_restarted_while_servers_are_offloaded(tmp_path):
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             started, fresh = [], []
@@ -178,7 +178,7 @@ def test_nobody_is_restarted_while_servers_rest(tmp_path):
     run(main)
 
 
-def test_the_only_server_dies_at_rest_and_is_started_again_by_the_push(tmp_path):
+def test_the_push_restarts_the_only_server_that_died_while_offloaded(tmp_path):
     async def main():
         async with contextlib.AsyncExitStack() as stack:
             fresh = []
@@ -197,7 +197,7 @@ def test_the_only_server_dies_at_rest_and_is_started_again_by_the_push(tmp_path)
     run(main)
 
 
-def test_a_rest_waits_for_those_that_are_being_brought_back(tmp_path):
+def test_offloading_waits_for_servers_that_are_recovering(tmp_path):
     async def main():
         async with serving() as a, serving() as b, connect([a.url, b.url]) as fleet:
             a.refuse["/update_weights_from_disk"] = answers(500, {})
@@ -212,13 +212,13 @@ def test_a_rest_waits_for_those_that_are_being_brought_back(tmp_path):
     run(main)
 
 
-def test_a_run_that_ends_gives_the_memory_back_to_the_servers(tmp_path):
+def test_a_run_that_ends_resumes_the_memory_of_its_servers(tmp_path):
     async def main():
         async with serving() as a, serving() as b:
             async with connect([a.url, b.url]) as fleet:
                 await offload.offload(fleet)
                 b.refuse["/resume_memory_occupation"] = answers(500, {})
-            assert not a.released and a.wrong == [] and not a.going.is_set()  # it has no weights to go on with
+            assert not a.released and a.wrong == [] and not a.going.is_set()  # paused, as it has no weights
             async with connect([a.url]) as fleet:
                 await push_weights(fleet, tmp_path, V0)
                 assert (await fleet.generate([1], max_new_tokens=2)).version == [0, 0] and a.wrong == []
@@ -226,7 +226,7 @@ def test_a_run_that_ends_gives_the_memory_back_to_the_servers(tmp_path):
     run(main)
 
 
-def test_a_server_that_a_killed_run_left_at_rest_is_taken_up(tmp_path):
+def test_a_server_left_offloaded_by_a_killed_run_can_be_used_again(tmp_path):
     async def main():
         async with serving() as a:
             a.released = True

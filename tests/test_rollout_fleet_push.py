@@ -1,4 +1,4 @@
-"""Labels, spans and the folder of published versions."""
+"""Version labels, weight version spans and the folder of published versions."""
 
 import asyncio
 import errno
@@ -19,7 +19,7 @@ labels = st.builds("{}-{:08x}".format, st.integers(0, 10**6), st.integers(0, 2**
 
 
 @given(st.lists(st.tuples(st.sampled_from(["default", "3-00c0ffee", "12-feedbeef"]), st.integers(0, 5)), max_size=8))
-def test_spans_expand_to_one_label_a_token(runs):
+def test_spans_expand_to_one_label_per_token(runs):
     spans, expected = [], []
     for label, length in runs:
         start = len(expected)
@@ -43,12 +43,12 @@ def test_spans_are_refused_unless_each_token_has_exactly_one_label(bounds, token
 
 
 @given(labels)
-def test_the_number_of_a_label(label):
+def test_the_version_number_of_a_label(label):
     assert version_of(label) == int(label.split("-")[0])
 
 
 @pytest.mark.parametrize("label", ["default", "", "7", "7-abc", "7-ABCDEF01", "-1-00000000", "7-000000000"])
-def test_other_labels_have_no_number(label):
+def test_other_labels_have_no_version_number(label):
     assert version_of(label) == -1
 
 
@@ -60,7 +60,7 @@ def put(root, name, version):
     return path
 
 
-def test_version_string_is_the_version_and_the_manifests_hash(tmp_path):
+def test_a_label_is_the_version_and_the_hash_of_the_manifest(tmp_path):
     path = put(tmp_path, "a", 12) / "manifest.json"
     digest = xxhash.xxh3_128(path.read_bytes()).hexdigest()
     assert read_label(path) == f"12-{digest[:8]}"
@@ -74,7 +74,7 @@ def test_version_string_is_the_version_and_the_manifests_hash(tmp_path):
 def test_prune_keeps_the_newest_and_those_in_use(tmp_path):
     paths = {v: put(tmp_path, f"weights{v}", v) for v in (9, 10, 2, 3, 4)}
     (tmp_path / "notes").mkdir()  # not a published version
-    put(tmp_path, ".weights1.removing", 1)  # an earlier removal that was cut off
+    put(tmp_path, ".weights1.removing", 1)  # an earlier removal that was interrupted
     used = read_label(paths[3] / "manifest.json")
     assert store.prune(tmp_path, keep=2, in_use={used}) == [paths[2], paths[4]]
     left = sorted(path.name for path in tmp_path.iterdir())
@@ -85,13 +85,13 @@ def test_prune_keeps_the_newest_and_those_in_use(tmp_path):
         store.prune(tmp_path, keep=0)
 
 
-def test_choose_root_takes_memory_only_if_three_versions_fit():
+def test_choose_root_uses_dev_shm_only_if_three_versions_fit():
     disk = pathlib.Path(tempfile.gettempdir())
     assert store.choose_root() in (pathlib.Path("/dev/shm"), disk)
     assert store.choose_root(2**60) == disk
 
 
-def test_a_full_disk_is_waited_for_and_older_versions_go(tmp_path):
+def test_on_a_full_disk_older_versions_are_pruned_and_writing_is_retried(tmp_path):
     for v in range(3):
         put(tmp_path, str(v), v)
     label = read_label(tmp_path / "0/manifest.json")

@@ -1,4 +1,4 @@
-"""The figures of each step beside those that anybody can work out from the whole journal, later and by other means."""
+"""The metrics of each step, compared with the same quantities computed afterwards from the event journal."""
 
 import asyncio
 import functools
@@ -33,7 +33,7 @@ STEPS, GROUPS, SIZE, ETA, SLOTS = 6, 3, 2, 2, (4, 4)
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """(what was told of each step, when each ended, the journal); an update takes 1.5 s, a save 0.25 s."""
+    """(metrics of each step, when each ended, events of the journal); an update takes 1.5 s, a save 0.25 s."""
     path = tmp_path_factory.mktemp("figures")
     folder = path / "version"
     folder.mkdir()
@@ -80,7 +80,7 @@ def played(tmp_path_factory):
 
 
 def by_step(lines):
-    """The lines of each step, which end with that of its update."""
+    """The journal lines of each step, up to that of its update."""
     parts = [[]]
     for line in lines:
         parts[-1].append(line)
@@ -93,7 +93,7 @@ def overlap(spans, start, end):
     return [max(0.0, min(at, end) - max(begun, start)) for begun, at in spans]
 
 
-def test_the_trainers_idle_share_is_what_its_parts_leave(played):
+def test_the_idle_share_of_the_trainer_is_what_its_phases_leave(played):
     told, ends, lines = played
     work = [(x["begun"], x["at"]) for x in lines if x["kind"] == "part" and x["name"] in ("update", "save", "publish")]
     for one, (start, end) in zip(told, itertools.pairwise(ends), strict=True):
@@ -101,8 +101,8 @@ def test_the_trainers_idle_share_is_what_its_parts_leave(played):
     assert 0.1 < told[0]["trainer_idle"] < 1 and min(one["trainer_idle"] for one in told) < 0.1
 
 
-def test_what_servers_held_is_that_of_their_completions(played):
-    """Seconds in which at least one completion ran, on a grid of its begins and ends; and all of their lengths."""
+def test_server_occupancy_follows_from_the_completions(played):
+    """Busy time (at least one completion runs) and summed durations, on the grid of all starts and ends."""
     told, ends, lines = played
     calls = [x for x in lines if x["kind"] == "call"]
     spans = {url: [(x["begun"], x["at"]) for x in calls if x["url"] == url] for url in ("http://0", "http://1")}
@@ -120,7 +120,7 @@ def test_what_servers_held_is_that_of_their_completions(played):
     assert len({round(one["server_busy"], 3) for one in told}) >= 4 and all(0 <= x["server_busy"] <= 1 for x in told)
 
 
-def test_tokens_groups_and_pushes_are_those_of_the_journal(played):
+def test_tokens_groups_and_pushes_equal_those_of_the_journal(played):
     told, ends, lines = played
     ended = {x["prompt"]: x for x in lines if x["kind"] == "group"}
     for one, part, (start, end) in zip(told, by_step(lines), itertools.pairwise(ends), strict=True):
@@ -143,8 +143,8 @@ def test_tokens_groups_and_pushes_are_those_of_the_journal(played):
     assert max(one["group_wait_s_max"] for one in told) > 0.5 and sum("push_bytes" in one for one in told) >= 4
 
 
-def test_every_figure_is_explained(played):
-    """On the page of the report, and in the documentation."""
+def test_every_metric_is_documented(played):
+    """In the report page and in the documentation."""
     told, _, _ = played
     page = (Path(__file__).parent.parent / "docs/metrics.md").read_text()
     names = {name.removesuffix("_max").removesuffix("_hist") for one in told for name in one}
@@ -156,18 +156,18 @@ def test_every_figure_is_explained(played):
 
 
 def alone(concurrency, *urls, rate=None):
-    """A fleet of simulated servers that generate 100 tokens a second, whatever they hold."""
+    """A fleet of simulated servers that generate 100 tokens a second per request, whatever their load."""
     speed = rate or rates.Rates(slots=8, step_s=0.01, request_s=0.0, read_tokens_s=float("inf"))
     network = clock.Network({url: rates.Server(speed) for url in urls})
     servers = [server.Server(SGLang(url, network), ["default"]) for url in urls]
     return client.assemble(servers, concurrency=concurrency, timeout_s=float("inf"))
 
 
-SECONDS = dict.fromkeys((*loop.PARTS, *loop.BESIDE), 0.0)
+SECONDS = dict.fromkeys((*loop.PARTS, *loop.BACKGROUND), 0.0)
 
 
-def test_requests_that_wait_for_a_server():
-    """Three of a second each, one at a time: the second waits for 1 s, the third for 2 s."""
+def test_time_that_requests_wait_for_a_server():
+    """Three requests of 1 s each, one at a time: the second waits for 1 s, the third for 2 s."""
 
     async def main():
         fleet = alone(1, "http://a")
@@ -185,7 +185,7 @@ def test_requests_that_wait_for_a_server():
     assert "slot_load" not in first and "group_wait_s" not in first and "push_total_s" not in first
 
 
-def test_a_server_counts_from_when_it_joined():
+def test_a_server_counts_from_the_time_it_joined():
     async def main():
         fleet = alone(8, "http://a", "http://b")
         fleet.servers, [late] = fleet.servers[:1], fleet.servers[1:]
@@ -202,7 +202,7 @@ def test_a_server_counts_from_when_it_joined():
 
 
 def test_drops_by_cause_and_retries():
-    """Of each ten prompts one is rejected by its workflow, one refused, one fails twice, one for good."""
+    """Of each ten prompts one is rejected by its workflow, one refused, one fails twice, one every time."""
     tries = {}
 
     async def workflow(generate, row):
@@ -243,7 +243,7 @@ def test_drops_by_cause_and_retries():
     assert [one["request_retries"] for one in told] == [3, 3, 3]
 
 
-def test_what_is_told_live():
+def test_live_metrics():
     async def main():
         fleet = alone(8, "http://a", "http://b")
         own = step_metrics.Figures(fleet, dict)
@@ -268,11 +268,11 @@ def test_what_is_told_live():
         ({}, 0),
     ],
 )
-def test_slots_where_a_server_says_so(info, wanted):
+def test_slots_are_read_from_the_server_info(info, wanted):
     assert _slots(info) == wanted
 
 
-def test_who_watches_sees_events_without_a_file():
+def test_watchers_receive_events_without_a_journal_file():
     seen = []
     with events.watching(seen.append):
         with events.watching(lambda event: seen.append("inner")):

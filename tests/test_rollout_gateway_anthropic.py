@@ -1,4 +1,4 @@
-"""Anthropic's messages over a gateway, by the SDK, unchanged."""
+"""The Anthropic messages API of the gateway, used through the unmodified SDK."""
 
 from gateways import CALL, SCHEMA, USER, extends, served
 
@@ -52,7 +52,7 @@ def test_messages():
     served(test)
 
 
-def test_messages_go_on_from_each_other():
+def test_messages_of_one_conversation_extend_each_other():
     async def test(place):
         place.engine.say(f"<think>\nHm.\n</think>\n\nI add.{CALL}", "It is 3.5.")
         tools = [{"name": "add", "description": "Adds two numbers.", "input_schema": SCHEMA}]
@@ -66,7 +66,7 @@ def test_messages_go_on_from_each_other():
     served(test)
 
 
-def test_messages_streamed():
+def test_streamed_messages():
     async def test(place):
         place.engine.say(f"<think>Hm.</think>I add.{CALL}{CALL}")
         tools = [{"name": "add", "description": "Adds two numbers.", "input_schema": SCHEMA}]

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, responses and completions over a gateway, by the SDKs, unchanged."""
+"""The OpenAI chat completions, responses and completions APIs of the gateway, used through unmodified SDKs."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def test_chat():
     served(test)
 
 
-def test_chat_tools():
+def test_chat_with_tools():
     async def test(place):
         place.engine.say(f"I add.{CALL}{CALL}", "It is 3.5.", CALL)
         tools = [{"type": "function", "function": FUNCTION | {"strict": True}}]
@@ -76,7 +76,7 @@ def test_chat_tools():
     served(test)
 
 
-def test_chat_streamed():
+def test_streamed_chat():
     async def test(place):
         place.engine.say(f"<think>Hm…</think>Hi 😀 you{CALL}")
         place.engine.hold = asyncio.Event()
@@ -95,7 +95,7 @@ def test_chat_streamed():
                 said += last.delta.content or ""
                 calls += last.delta.tool_calls or []
                 if said == "Hi 😀 you":
-                    place.engine.hold.set()  # had nothing come before the end, this would never be
+                    place.engine.hold.set()  # never reached if nothing arrived before the end
             assert (thought, last.finish_reason, chunk.id) == ("Hm…", "tool_calls", place.session.interactions[0].id)
             assert [call.function.arguments for call in calls] == ['{"a": 1, "b": 2.5}']
             assert len(last.logprobs.content) == len(place.session.interactions[0].completion.tokens)
@@ -144,7 +144,7 @@ def test_responses():
     served(test)
 
 
-def test_responses_streamed():
+def test_streamed_responses():
     async def test(place):
         place.engine.say(f"<think>Hm.</think>I add.{CALL}")
         async with place.openai() as client:
@@ -170,7 +170,7 @@ def test_responses_streamed():
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-def test_an_agent_of_openai_agents(kind, streamed):
+def test_an_openai_agents_sdk_agent(kind, streamed):
     import agents  # not in workers without this test
 
     agents.set_tracing_disabled(True)
@@ -210,7 +210,7 @@ def test_an_agent_of_openai_agents(kind, streamed):
 
 
 async def reading(tokens, *, top_k=0):
-    """Says of token t at place i that its log-probability is -(t + i) / 1000, and that token 40 is likelier."""
+    """Scores token t at position i with log-probability -(t + i) / 1000, and reports token 40 as the likeliest."""
     inputs = [[None if i == 0 else -(t + i) / 1000, t, None] for i, t in enumerate(tokens)]
     tops = [None if i == 0 else [[-0.01, 40, None], [-9.0, 41, None]][:top_k] for i in range(len(tokens))]
     return "url", Part([], [], [], "length", "", {}, inputs=inputs, input_top=tops if top_k else ())
@@ -237,7 +237,7 @@ def test_completions():
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_loglikelihoods_of_a_prompt(most):
-    """As lm-eval's local-completions asks for them."""
+    """As requested by lm-eval's local-completions."""
 
     async def test(place):
         place.engine.say("c")

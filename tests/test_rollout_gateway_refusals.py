@@ -1,4 +1,4 @@
-"""What a gateway refuses, passes on, and how its failures look to the SDKs."""
+"""What a gateway refuses and what it passes on, and how its failures appear in the SDKs."""
 
 import json
 
@@ -58,7 +58,7 @@ REFUSED = {
             (PROMPT | {"prompt": bad}, "prompt")
             for bad in ("", [], [1, 2.5], [10**9], [["a"]], [[]], ["a", 1], [[1], 1], 3)
         ),
-        (PROMPT | {"logprobs": 1}, "logprobs"),  # this gateway reads no prompts
+        (PROMPT | {"logprobs": 1}, "logprobs"),  # this gateway cannot score prompts
         (PROMPT | {"echo": True, "logprobs": 0}, "logprobs"),
         (PROMPT | {"echo": True, "stream": True}, "stream"),
         (PROMPT | {"max_tokens": 0}, "max_tokens"),
@@ -88,7 +88,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_what_cannot_be_honoured_is_refused_by_its_name(path):
+def test_unsupported_fields_are_refused_by_name(path):
     async def test(place):
         for body, name in REFUSED[path]:
             status, answer = await place.request("POST", f"/v1/{path}", json=body)
@@ -101,7 +101,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(path):
     served(test)
 
 
-def test_a_schema_is_passed_on():
+def test_a_json_schema_is_passed_to_the_engine():
     async def test(place):
         form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
         flat = {"type": "json_schema", "name": "n", "schema": SCHEMA}
@@ -116,7 +116,7 @@ def test_a_schema_is_passed_on():
     served(test)
 
 
-def test_the_sdks_find_a_session_by_their_environment(monkeypatch):
+def test_the_sdks_find_a_session_through_environment_variables(monkeypatch):
     async def test(place):
         for name, value in environment(f"{place.gateway.url}/v1", place.key).items():
             monkeypatch.setenv(name, value)
@@ -130,7 +130,7 @@ def test_the_sdks_find_a_session_by_their_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_failures_have_the_sdks_own_types(stream):
+def test_failures_raise_the_exception_types_of_the_sdks(stream):
     async def test(place):
         async with place.openai() as client, place.anthropic() as other:
             create, write = client.chat.completions.create, other.messages.create
@@ -150,7 +150,7 @@ def test_failures_have_the_sdks_own_types(stream):
     served(test)
 
 
-def test_a_failure_on_the_way_ends_the_stream_with_an_error():
+def test_a_failure_during_streaming_ends_the_stream_with_an_error():
     async def test(place):
         said = [{"role": "user", "content": "break"}]
         async with place.openai() as client, place.anthropic() as other:

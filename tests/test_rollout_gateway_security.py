@@ -1,4 +1,4 @@
-"""A gateway among strangers: sessions apart, keys, large and slow bodies, floods of headers, odd paths."""
+"""Security of the gateway: session isolation, keys, large and slow bodies, header floods, path tricks."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,13 @@ from areax.rollout.gateway.sessions import Limits
 
 
 async def good(place):
-    """The gateway still serves."""
+    """Asserts that the gateway still serves."""
     place.engine.say("fine")
     status, answer = await place.request("POST", "/v1/chat/completions", json=CHAT)
     assert status == 200 and answer["choices"][0]["message"]["content"] == "fine"
 
 
-def test_no_session_reaches_another():
+def test_sessions_are_isolated_from_each_other():
     engine, ended, options = online()
 
     async def test(place):
@@ -48,14 +48,14 @@ def test_no_session_reaches_another():
             status, _ = await place.request("POST", "/sessions", key)
             assert status == (
                 200 if key == "the admin's " else 401
-            )  # white space around a header's value is none of it
+            )  # whitespace around a header's value is not part of it
         assert not ended and not place.session.interactions
         await good(place)
 
     served(test, **options)
 
 
-def test_nobody_is_admin_without_an_admin_key():
+def test_without_an_admin_key_there_is_no_admin_access():
     async def test(place):
         for key in ("", place.key):
             assert (await place.request("POST", "/sessions", key))[0] == 401
@@ -65,7 +65,7 @@ def test_nobody_is_admin_without_an_admin_key():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
-def test_an_open_address_needs_an_admin_key(host):
+def test_a_non_loopback_address_needs_an_admin_key(host):
     async def run():
         async with serve(TOKENS, host=host):
             pass
@@ -74,7 +74,7 @@ def test_an_open_address_needs_an_admin_key(host):
         asyncio.run(run())
 
 
-def test_signals_stay_with_the_program():
+def test_serving_does_not_change_signal_handlers():
     before = signal.getsignal(signal.SIGTERM)
 
     async def test(place):
@@ -83,7 +83,7 @@ def test_signals_stay_with_the_program():
     served(test)
 
 
-def test_bad_choices():
+def test_bad_options():
     async def run(**options):
         async with serve(TOKENS, **options) as gateway:
             async with serve(TOKENS, port=int(gateway.url.rpartition(":")[2])):
@@ -107,7 +107,7 @@ def test_a_body_of_100_mb(declared, caplog):
     async def test(place):
         size = {"content-length": str(1600 * 65536)} if declared else {}
         async with aiohttp.ClientSession() as http:
-            with contextlib.suppress(aiohttp.ClientOSError, ConnectionError):  # it may be cut off while it sends
+            with contextlib.suppress(aiohttp.ClientOSError, ConnectionError):  # may be closed while sending
                 headers = {"authorization": f"Bearer {place.key}", **size}
                 url = f"{place.gateway.url}/v1/chat/completions"
                 async with http.post(url, data=pieces(), headers=headers) as reply:
@@ -121,7 +121,7 @@ def test_a_body_of_100_mb(declared, caplog):
 
 
 async def raw(place, sent, *, wait=5.0):
-    """What comes back for bytes on a connection of its own, until the server closes it."""
+    """Sends bytes over a new connection, and returns everything received until the server closes it."""
     reader, writer = await asyncio.open_connection(*place.gateway.url.removeprefix("http://").split(":"))
     try:
         writer.write(sent)
@@ -147,7 +147,7 @@ def test_slow_requests(caplog):
         served(test, limits=Limits(body_s=0.2, head_s=0.2))
 
 
-def test_a_body_that_comes_after_the_end_of_its_session_is_refused():
+def test_a_body_that_arrives_after_its_session_was_closed_is_refused():
     async def test(place):
         reader, writer = await asyncio.open_connection(*place.gateway.url.removeprefix("http://").split(":"))
         body = json.dumps({"model": "m", "prompt": [5], "max_tokens": 2}).encode()

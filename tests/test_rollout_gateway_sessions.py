@@ -1,4 +1,4 @@
-"""Sessions of a gateway: what ends them and what they end, their limits, and those started over HTTP."""
+"""Sessions of a gateway: ending them, their limits, and sessions started over HTTP."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from areax.rollout.gateway.sessions import Limits
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_end_of_a_connection_ends_the_generation(stream):
+def test_closing_a_connection_ends_its_generation(stream):
     async def test(place):
         place.engine.say("some text")
         place.engine.hold = asyncio.Event()
@@ -31,7 +31,7 @@ def test_the_end_of_a_connection_ends_the_generation(stream):
     served(test)
 
 
-def test_a_closed_session_ends_what_runs_in_it():
+def test_closing_a_session_ends_its_running_requests():
     async def test(place):
         place.engine.hold = asyncio.Event()
         running = asyncio.create_task(place.request("POST", "/v1/chat/completions", json=CHAT))
@@ -45,7 +45,7 @@ def test_a_closed_session_ends_what_runs_in_it():
     served(test)
 
 
-def test_limits_of_sessions():
+def test_limits_of_generations_and_sessions():
     async def test(place):
         place.engine.hold = asyncio.Event()
         running = [asyncio.create_task(place.request("POST", "/v1/completions", json=PROMPT)) for _ in range(2)]
@@ -121,7 +121,7 @@ def test_sessions_expire():
         busy = await place.request("POST", "/v1/completions", started["api_key"], json=PROMPT)  # ended by total_s
         assert busy[0] == 409 and time_of() - start > 0.6
         assert [session.id for session in ended] == ids
-        assert (await place.request("GET", "/v1/models"))[0] == 200  # what was opened in the process stays
+        assert (await place.request("GET", "/v1/models"))[0] == 200  # sessions opened in the process do not expire
 
     served(test, **options)
 

@@ -1,4 +1,4 @@
-"""The whole controller under a virtual clock and adversarial schedules, against engines that know the truth."""
+"""The whole controller under a virtual clock and adversarial schedules, against engines that know the true versions."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from areax.rollout.simulation import clock
 from areax.rollout.types import sampled
 
 G, SIZE, BATCHES = 2, 2, 7
-ANSWER = 51  # stands between two turns
+ANSWER = 51  # separates two turns
 PATHS = [
     "/pause_generation", "/update_weights_from_disk", "/model_info", "/continue_generation", "/weights_checker",
     "/generate", "/load_lora_adapter", "/unload_lora_adapter", "/v1/models",
@@ -25,9 +25,9 @@ PATHS = [
 
 events = st.lists(
     st.tuples(
-        st.floats(0.05, 4.0),  # seconds until it happens
+        st.floats(0.05, 4.0),  # seconds until the event
         st.sampled_from(["die", "die for good", "hang", "forget", "swap", "busy", "join", "leave", *PATHS]),
-        st.integers(0, 5),  # to which engine
+        st.integers(0, 5),  # which engine
         st.sampled_from(["refuse", "late", "lie", "half", "cut"]),
     ),
     max_size=14,
@@ -35,7 +35,7 @@ events = st.lists(
 
 
 def prompt(i):
-    """Its tokens: around the size of a block, so that turns and samples have some to meet, or none."""
+    """The length of prompt i: around the block size, so that turns and samples share a whole block, or none."""
     return prefix_routing.BLOCK - 1 + i % 3
 
 
@@ -44,7 +44,7 @@ def label(v):
 
 
 def adapter(root):
-    """A directory that passes for adapters over a published base; every version is this one under another name."""
+    """A stand-in for adapters over a published base; every version is this directory under another label."""
     for path in (root / "base", root / "adapter"):
         path.mkdir(exist_ok=True)
     (root / "base/manifest.json").write_text('{"version": 999}')
@@ -54,7 +54,7 @@ def adapter(root):
     return root / "adapter"
 
 
-# Dead servers are restarted however often they die: otherwise a schedule may kill them all, which ends a run.
+# No limit on restarts: otherwise a schedule may kill all servers, which ends a run.
 UNLIMITED = client.Timeouts(max_restarts=10**6, push_attempts=10**6)
 
 
@@ -69,11 +69,11 @@ UNLIMITED = client.Timeouts(max_restarts=10**6, push_attempts=10**6)
     max_concurrent=st.integers(1, 8),
     restarts=st.booleans(),
     turns=st.integers(1, 3),
-    refused=st.sampled_from([0, 3]),  # every third group is
+    refused=st.sampled_from([0, 3]),  # 3: every third group is refused
     oversample=st.integers(0, G),
     adapters=st.booleans(),
 )
-def test_every_label_is_right_and_nothing_is_lost(
+def test_every_label_is_correct_and_nothing_is_lost(
     tmp_path_factory,
     events,
     eta,
@@ -88,13 +88,13 @@ def test_every_label_is_right_and_nothing_is_lost(
     oversample,
     adapters,
 ):
-    directory = tmp_path_factory.getbasetemp()  # whatever exists: these engines read no files
+    directory = tmp_path_factory.getbasetemp()  # any existing directory: these engines read no files
     if adapters:
         directory = adapter(directory)
     batches, fleets = [], []
 
     async def workflow(generate, row):
-        """Several turns; the prompt of each is all that came before it, and a token that answers."""
+        """Several turns; the prompt of each is everything before it plus one separator token."""
         i = row["i"]
         samples, context = [], [i] * prompt(i)
         for turn in range(turns):
@@ -159,7 +159,7 @@ def test_every_label_is_right_and_nothing_is_lost(
         async def quietly(work):
             try:
                 await work
-            except (ValueError, RuntimeError):  # the last one may not leave; nobody to join
+            except (ValueError, RuntimeError):  # the last server may not leave; no engine to join
                 pass
 
         async def push(v):
@@ -209,17 +209,17 @@ def test_every_label_is_right_and_nothing_is_lost(
                     first, n = len(tokens), lengths[(i + turn) % len(lengths)]
                     tokens += [virtual.token_at(first + k) for k in range(n)] + [ANSWER]
                 assert s.tokens.tolist() == tokens[:-1]
-                assert (s.logp[first:] == -s.version[first:]).all()  # the label names what sampled it
+                assert (s.logp[first:] == -s.version[first:]).all()  # the label names the version that sampled it
                 assert (0 <= s.version[first:]).all() and (s.version[first:] <= v).all()
                 assert v - eta <= s.info["admitted"] <= v
                 if mode == "drain" or adapters:
                     assert len(set(s.version[first:])) == 1
                 if eta == 0:
                     assert (s.version[first:] == v).all()
-    # no prompt is passed over, and none is dropped for its age
+    # no prompt is skipped, and none is dropped for its age
     missed = set(range(max(seen) + 1)) - seen
     assert not stopped & seen and len(stopped) <= counts["stopped"] and (oversample or not counts["stopped"])
-    missed -= stopped  # those wait to be run again
+    missed -= stopped  # those will be run again
     assert len({i for i in missed if not refused or i % refused}) == counts["failed"]
     assert counts["accepted"] == G * BATCHES and counts["dropped"] == counts["running"] == 0
     assert counts["refused"] >= sum(1 for i in missed if refused and i % refused == 0)

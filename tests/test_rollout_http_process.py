@@ -1,4 +1,4 @@
-"""Where HTTP servers of ours listen, how they run beside a program, and how those that are processes end."""
+"""Our HTTP servers: binding addresses, running inside a program, and shutting down as a process."""
 
 import asyncio
 import contextlib
@@ -35,14 +35,14 @@ SERVERS = {
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_all_servers_say_the_same_of_an_address_that_cannot_be_had(tmp_path, name):
+def test_all_servers_give_the_same_errors_for_an_unusable_address(tmp_path, name):
     what = name if name in ("stager", "sandbox") else "serve"
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        words = f"^{what}: port {port} of 127.0.0.1 is in use; choose another, or 0 for any that is free$"
+        words = f"^{what}: port {port} of 127.0.0.1 is in use; choose another, or 0 for any free port$"
         with pytest.raises(ValueError, match=words):
             SERVERS[name](tmp_path, port)
-    with pytest.raises(ValueError, match=f"^{what}: port must be from 0 .any that is free. to 65535, got 70000$"):
+    with pytest.raises(ValueError, match=f"^{what}: port must be from 0 .any free port. to 65535, got 70000$"):
         SERVERS[name](tmp_path, 70000)
 
 
@@ -77,7 +77,7 @@ def app():
     return Starlette(routes=[Route("/", lambda http: PlainTextResponse("here"))])
 
 
-def test_beside_a_program_it_runs_as_long_as_the_block():
+def test_a_server_inside_a_program_runs_until_the_block_ends():
     before = signal.getsignal(signal.SIGTERM)
 
     async def main():
@@ -93,7 +93,7 @@ def test_beside_a_program_it_runs_as_long_as_the_block():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_process_ends_in_order_when_it_is_told_to(number):
+def test_a_server_process_shuts_down_cleanly_on_a_signal(number):
     program = (
         "from areax.rollout import http_process as own; from starlette.applications import Starlette\n"
         "sock = own.bind('127.0.0.1', 0)\n"

@@ -1,4 +1,4 @@
-"""The loop: the order of its parts, what runs beside what, and what is left when it is stopped."""
+"""The training loop: order and overlap of its phases, and the state it leaves when it is stopped."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from areax.rollout.types import Completion, sampled
 
 
 class Play:
-    """Parts that note when they are called, and can be told to fail or to wait."""
+    """Phases of a loop that record their calls, and fail or wait on demand."""
 
     def __init__(self, fail=None, hold=None):
         self.notes, self.fail, self.hold = [], fail, hold
@@ -58,7 +58,7 @@ class Play:
         return push
 
     def save(self, v, cursor):
-        assert v == self.version == cursor  # the cursor belongs to the state
+        assert v == self.version == cursor  # the cursor matches the state
         self.note("save", v)
 
     async def evaluate(self, v):
@@ -89,7 +89,7 @@ def notes(**options):
     return asyncio.run(main())
 
 
-def test_eta_0_does_one_thing_after_the_other():
+def test_at_eta_0_phases_run_one_after_the_other():
     def version(v):
         save = [("save", v)] if v else []
         front, middle = [("publish", v)], [("push", v), ("pushed", v), ("admit", v)]
@@ -108,7 +108,7 @@ def test_eta_0_does_one_thing_after_the_other():
     assert ("save", 0) not in out
 
 
-def test_intervals_count_versions_and_the_last_is_always_done():
+def test_intervals_count_versions_and_always_include_the_last():
     out = notes(steps=5, save_every=2, evaluate_every=3)
     assert [v for name, v in out if name == "save"] == [2, 4, 5]
     assert [v for name, v in out if name == "evaluate"] == [0, 3, 5]
@@ -141,7 +141,7 @@ def test_a_finished_run_only_publishes_and_evaluates():
 
 
 @pytest.mark.parametrize("held", [("push", 1), ("evaluate", 1)])
-def test_with_eta_the_next_update_runs_beside_push_and_evaluation(held):
+def test_with_eta_the_next_update_overlaps_with_push_and_evaluation(held):
     async def main():
         play = Play(hold=held)
         task = asyncio.create_task(play.run(eta=1, steps=3))
@@ -159,7 +159,7 @@ def test_with_eta_the_next_update_runs_beside_push_and_evaluation(held):
     asyncio.run(main())
 
 
-def test_without_servers_the_loop_trains_all_the_same():
+def test_the_loop_trains_without_servers():
     async def groups(v):
         return v
 
@@ -169,14 +169,14 @@ def test_without_servers_the_loop_trains_all_the_same():
     assert total["publish_s"] == total["save_s"] == 0.0
 
 
-def test_the_parts_of_a_step_add_up():
+def test_the_phases_of_a_step_add_up():
     async def main():
         play = Play()
         total = await play.run(steps=3, save_every=0)
         assert [(v, result) for v, result, _ in play.steps] == [(v, {"loss": v}) for v in (1, 2, 3)]
         for _, _, seconds in play.steps:
             assert 0 < sum(seconds[part] for part in loop.PARTS) <= seconds["step_s"]
-            assert seconds["push_s"] + seconds["evaluate_s"] <= seconds["wait_s"]  # as eta = 0
+            assert seconds["push_s"] + seconds["evaluate_s"] <= seconds["wait_s"]  # because eta = 0
         for name, whole in total.items():  # the last version's publishing, saving and evaluation too
             assert whole > sum(seconds[name] for *_, seconds in play.steps) or name in ("rollout_s", "update_s")
 
@@ -191,11 +191,11 @@ def test_the_parts_of_a_step_add_up():
         (("push", 2), [2]),
         (("evaluate", 2), [2]),
         (("publish", 2), [2]),
-        (("update", 2), []),  # its buffers are gone
-        (("save", 2), [2]),  # not tried twice
+        (("update", 2), []),  # its buffers were donated
+        (("save", 2), [2]),  # saving is not retried
     ],
 )
-def test_a_failure_reaches_the_caller_and_the_newest_state_the_disk(eta, fail, saved):
+def test_a_failure_is_raised_after_saving_the_newest_state(eta, fail, saved):
     async def main():
         play = Play(fail=fail)
         every = 1 if fail[0] == "save" else 0
@@ -209,13 +209,13 @@ def test_a_failure_reaches_the_caller_and_the_newest_state_the_disk(eta, fail, s
 
 
 @pytest.mark.parametrize("held", [("groups", 2), ("push", 2), ("evaluate", 2)])
-def test_a_cancelled_run_saves_its_newest_state_and_leaves_no_task(held):
+def test_a_cancelled_run_saves_its_newest_state_and_leaves_no_tasks(held):
     async def main():
         play = Play(hold=held)
         task = asyncio.create_task(play.run(eta=0, steps=9, save_every=0))
         await play.held.wait()
         task.cancel()
-        if held[0] == "push":  # is not interrupted: no server is left half-way
+        if held[0] == "push":  # a push is not interrupted: no server is left half updated
             await asyncio.sleep(0.05)
             assert not task.done() and ("save", 2) in play.notes
             play.release.set()
@@ -256,7 +256,7 @@ def test_an_update_is_never_interrupted():
 
 
 def trained(eta, steps, start=0, cursor=None, stop=None):
-    """Loop and executor together: `params` is a checksum of all that was trained on, versions included."""
+    """Loop and executor together; `params` is a hash of all tokens trained on and of their versions."""
     state = {"version": start, "params": 0} if cursor is None else dict(cursor["state"])
     servers, saved, ages = {}, {}, []
 
@@ -323,7 +323,7 @@ def trained(eta, steps, start=0, cursor=None, stop=None):
     return saved, counts
 
 
-def test_eta_0_repeats_itself_and_resumes_exactly():
+def test_runs_at_eta_0_are_reproducible_and_resume_exactly():
     straight, counts = trained(0, 8)
     again, _ = trained(0, 8)
     assert straight == again and counts["accepted"] == 24 and counts["running"] == 0
@@ -333,7 +333,7 @@ def test_eta_0_repeats_itself_and_resumes_exactly():
     assert resumed[8] == straight[8]
 
 
-def test_asynchronous_runs_keep_the_bound_and_resume():
+def test_asynchronous_runs_keep_the_staleness_bound_and_resume():
     saved, counts = trained(2, 8)
     assert counts["accepted"] == 24 and counts["running"] == 0
     resumed, counts = trained(2, 8, start=4, cursor=saved[4])
@@ -384,6 +384,6 @@ def test_ctrl_c_leaves_a_checkpoint(line, lines_before, version):
             if printed.strip() == line:
                 break
         process.send_signal(signal.SIGINT)
-        process.stdin.write("\n")  # an update that the signal met half-way ends after it
+        process.stdin.write("\n")  # lets an update that the signal interrupted finish
         rest = process.stdout.read().splitlines()
     assert rest == [f"saved {version}", "interrupted"] and process.returncode == 0

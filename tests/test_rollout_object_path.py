@@ -1,4 +1,4 @@
-"""Functions by name: every way to write one wrongly gets one clear line, and another process finds the same."""
+"""Loading functions by name: wrong names give a one-line error, and other processes find the same objects."""
 
 import pickle
 import subprocess
@@ -27,7 +27,7 @@ def test_a_function_of_a_module():
     assert object_path.resolve("areax.rollout.object_path:resolve") is object_path.resolve
 
 
-def test_a_file_is_run_once_and_its_dataclasses_work(tmp_path, monkeypatch):
+def test_a_file_is_executed_once_and_its_dataclasses_work(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     reward = object_path.resolve("mine.py:reward")
@@ -36,7 +36,7 @@ def test_a_file_is_run_once_and_its_dataclasses_work(tmp_path, monkeypatch):
     assert Row() == Row(41) and pickle.loads(pickle.dumps(Row(7))) == Row(7)
 
 
-def test_what_a_file_defines_travels_to_another_process(tmp_path):
+def test_objects_defined_in_a_file_can_be_unpickled_by_another_process(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(FILE)
     row = object_path.resolve(f"{file}:Row")(5)
@@ -50,7 +50,7 @@ def test_what_a_file_defines_travels_to_another_process(tmp_path):
     assert done.stdout == b"Row(answer=5)\n"
 
 
-def test_files_of_the_same_name_stay_apart(tmp_path):
+def test_files_of_the_same_name_are_different_modules(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(f"def where(): return {folder!r}")
@@ -75,7 +75,7 @@ def test_files_of_the_same_name_stay_apart(tmp_path):
         ("empty.py:reward", "there is no 'reward' in empty.py; it defines no functions"),
     ],
 )
-def test_a_wrong_name_gets_one_line(tmp_path, monkeypatch, name, message):
+def test_a_wrong_name_gives_a_one_line_error(tmp_path, monkeypatch, name, message):
     (tmp_path / "broken.py").write_text("def reward(:")
     (tmp_path / "needs.py").write_text("import no_such_package")
     (tmp_path / "empty.py").write_text("")
@@ -85,7 +85,7 @@ def test_a_wrong_name_gets_one_line(tmp_path, monkeypatch, name, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_raises_leaves_no_half_module(tmp_path):
+def test_a_file_that_raises_leaves_no_partial_module(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("value = 1\n1 / 0")
     before = set(sys.modules)
@@ -95,7 +95,7 @@ def test_a_file_that_raises_leaves_no_half_module(tmp_path):
     assert set(sys.modules) == before
 
 
-def test_rows_are_shown_short():
+def test_rows_are_abbreviated_in_messages():
     assert object_path.row({"id": "x-7", "prompt": "long" * 99}) == "row id 'x-7'"
     shown = object_path.row({"prompt": "a\nb" * 99})
     assert shown.startswith("row {'prompt': 'a\\nba") and len(shown) <= 124 and "\n" not in shown

@@ -1,4 +1,4 @@
-"""Rewards in real processes: by name and by path, hanging, crashing, raising, leaking."""
+"""Rewards in real worker processes, loaded by name or path, that hang, crash, raise or leak."""
 
 import asyncio
 import json
@@ -113,7 +113,7 @@ def file(tmp_path_factory):
 
 
 def ask(name, texts, row=None, **options):
-    """Scores or exceptions of all texts, asked at once, and the counts."""
+    """(scores or exceptions of all texts, scored concurrently, the counts)."""
 
     async def main():
         async with rewards.pool(name, **options) as reward:
@@ -127,7 +127,7 @@ def counted(**counts):
     return dict(scored=0, raised=0, late=0, died=0, retried=0, recycled=0) | counts
 
 
-def test_a_reward_of_a_file_gets_rows_of_its_own_dataclass(file):
+def test_a_reward_in_a_file_receives_rows_of_its_own_dataclass(file):
     row = object_path.resolve(f"{file}:Row")("41")
     out, counts = ask(f"{file}:exact", ["41", "31"] * 50, row)
     assert out == [Score(1.0), Score(0.0)] * 50
@@ -141,18 +141,18 @@ def test_components_unknown_values_and_async_rewards(file):
     assert ask(f"{file}:later", ["", "abc"])[0] == [Score(0.0), Score(3.0)]
 
 
-def test_workers_load_what_the_reward_imports_and_nothing_heavy(file):
+def test_workers_import_only_what_the_reward_needs(file):
     [out], _ = ask(f"{file}:loaded", [""], workers=1)
     assert out.value == 0, out.components
 
 
-def test_work_is_spread_over_the_workers(file):
+def test_calls_are_spread_over_the_workers(file):
     out, _ = ask(f"{file}:act", ["pid"] * 64, workers=2)
     pids = {int(score.value) for score in out}
     assert len(pids) == 2 and os.getpid() not in pids
 
 
-def test_a_reward_that_raises_is_unscorable_and_says_what_where_and_on_which_row(file, caplog):
+def test_a_reward_that_raises_is_unscorable_and_logs_error_line_and_row(file, caplog):
     out, counts = ask(f"{file}:act", ["raise", "ok", "string", "exit", "ok"])
     assert out[1] == out[4] == Score(1.0)
     assert all(math.isnan(out[i].value) for i in (0, 2, 3))
@@ -165,21 +165,21 @@ def test_a_reward_that_raises_is_unscorable_and_says_what_where_and_on_which_row
     assert counts == counted(scored=2, raised=3, retried=3)
 
 
-def test_a_failure_may_be_zero(file):
+def test_a_failure_may_count_as_zero(file):
     out, counts = ask(f"{file}:act", ["raise", "ok", "die"], failed="zero", retries=0)
     assert [score.value for score in out] == [0.0, 1.0, 0.0]
     assert counts == counted(scored=1, raised=1, died=1)
 
 
 @pytest.mark.parametrize("text, what", [("raise", "ZeroDivisionError: .*"), ("die", "killed its worker")])
-def test_a_reward_that_never_works_is_a_bug(file, text, what):
+def test_a_reward_that_always_fails_raises_an_error(file, text, what):
     out, counts = ask(f"{file}:act", [text] * 12, workers=1, retries=0)
     assert [type(score) for score in out] == [Score] * 7 + [ValueError] * 5
     with pytest.raises(ValueError, match=f"act: the first 8 calls all failed, the last: {what}, on row id 7$"):
         raise out[-1]
 
 
-def test_one_score_is_enough_to_be_no_bug(file):
+def test_failures_after_one_score_raise_no_error(file):
     out, counts = ask(f"{file}:act", ["ok"] + ["raise"] * 20, workers=1, retries=0)
     assert counts == counted(scored=1, raised=20) and not any(isinstance(score, Exception) for score in out)
 
@@ -189,7 +189,7 @@ def test_a_second_attempt_succeeds(file, tmp_path):
     assert out == [Score(1.0)] * 2 and counts == counted(scored=2, retried=1)
 
 
-def test_a_hanging_reward_is_killed_with_its_children_and_costs_one_sample(file, tmp_path):
+def test_a_hanging_reward_is_killed_with_its_children_and_only_its_sample_is_lost(file, tmp_path):
     pids = tmp_path / "pids"
     texts = ["pid"] * 20 + ["hang"] + ["ok"] * 20
     out, counts = ask(f"{file}:act", texts, {"pids": pids}, workers=2, timeout_s=1.0, retries=0)
@@ -197,7 +197,7 @@ def test_a_hanging_reward_is_killed_with_its_children_and_costs_one_sample(file,
     assert all(score.value > 0 for i, score in enumerate(out) if i != 20)
     assert counts == counted(scored=40, late=1)
     for pid in map(int, pids.read_text().split()):
-        for _ in range(100):  # an orphan's end is reaped by init
+        for _ in range(100):  # orphans are reaped by init
             if not os.path.exists(f"/proc/{pid}") or "Z" == state(pid):
                 break
             time.sleep(0.05)
@@ -210,7 +210,7 @@ def state(pid):
         return stat.read().rpartition(")")[2].split()[0]
 
 
-def test_other_workers_go_on_while_one_hangs(file, tmp_path):
+def test_other_workers_continue_while_one_hangs(file, tmp_path):
     async def main():
         async with rewards.pool(f"{file}:act", workers=2, timeout_s=1.5, retries=0) as reward:
             row = {"pids": tmp_path / "pids"}
@@ -236,17 +236,17 @@ def test_a_reward_that_kills_its_worker_is_unscorable(file):
     assert counts == counted(scored=3, died=2, retried=2)
 
 
-def test_the_clock_of_a_call_starts_when_its_worker_turns_to_it(file):
+def test_the_timeout_of_a_call_starts_when_its_worker_starts_it(file):
     out, counts = ask(f"{file}:slow", ["0.25"] * 8, workers=1, timeout_s=1.8)
     assert [score.value for score in out] == [0.25] * 8 and counts["late"] == 0
 
 
-def test_a_busy_event_loop_makes_no_worker_late(file):
+def test_a_busy_event_loop_causes_no_timeouts(file):
     async def main():
         async with rewards.pool(f"{file}:act", workers=1, timeout_s=0.5) as reward:
             calls = [asyncio.create_task(reward("ok", {})) for _ in range(5)]
             await asyncio.sleep(0)
-            time.sleep(1.0)  # nothing else runs meanwhile: that is the point
+            time.sleep(1.0)  # blocks the event loop on purpose
             assert [s.value for s in await asyncio.gather(*calls)] == [1.0] * 5
             assert reward.counts["late"] == 0
 
@@ -266,7 +266,7 @@ def test_cancelled_calls_leave_the_pool_usable(file):
     asyncio.run(main())
 
 
-def test_leaving_ends_the_workers_and_the_calls(file):
+def test_closing_the_pool_ends_workers_and_pending_calls(file):
     async def main():
         async with rewards.pool(f"{file}:act", workers=2) as reward:
             pids = {int((await reward("pid", {})).value) for _ in range(4)}
@@ -289,7 +289,7 @@ def test_leaving_ends_the_workers_and_the_calls(file):
         ("{folder}/bad.py:reward", "reward .*bad.py:reward: NameError: name 'boom' is not defined"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_known_at_the_start(file, name, message):
+def test_a_reward_that_cannot_be_loaded_fails_at_the_start(file, name, message):
     folder = os.path.dirname(file)
     with open(f"{folder}/bad.py", "w") as bad:
         bad.write("boom")
@@ -298,7 +298,7 @@ def test_a_reward_that_cannot_be_loaded_is_known_at_the_start(file, name, messag
     assert "\n" not in str(caught.value)
 
 
-def test_a_row_that_cannot_travel_is_the_callers_error(file):
+def test_a_row_that_cannot_be_pickled_raises_in_the_caller(file):
     with pytest.raises(Exception, match="pickle"):
         raise ask(f"{file}:act", ["ok"], {"f": lambda: 0}, workers=1)[0][0]
 
@@ -309,8 +309,8 @@ def test_bad_options(file, options):
         ask(f"{file}:act", [], **options)
 
 
-def test_the_main_script_is_not_run_again(file, tmp_path):
-    """So a script needs no guard around its last line, and its imports do not reach the workers."""
+def test_workers_do_not_run_the_main_script_again(file, tmp_path):
+    """So a script needs no `if __name__` guard, and its imports are not loaded in the workers."""
     script = tmp_path / "train.py"
     script.write_text(
         f"""
@@ -330,7 +330,7 @@ asyncio.run(main())
     assert (done.stdout, done.stderr) == ("script\n0.0\n", "")
 
 
-def test_what_a_reward_may_return():
+def test_valid_and_invalid_return_values_of_a_reward():
     assert score(True) == Score(1.0) == score(np.float32(1)) == score(np.array(1)) == score(Score(1.0))
     assert math.isnan(score(None).value) and math.isnan(score({"a": 1, "b": float("nan")}).value)
     assert score({"reward": 2, "a": 5}) == Score(2.0, {"a": 5.0})
@@ -339,15 +339,15 @@ def test_what_a_reward_may_return():
             score(wrong)
 
 
-def test_a_worker_is_replaced_after_its_calls(file):
+def test_a_worker_is_replaced_after_max_calls(file):
     out, counts = ask(f"{file}:act", ["pid"] * 40, workers=2, max_calls=5)
     calls = Counter(int(score.value) for score in out)
-    assert max(calls.values()) == 5 and set(sorted(calls.values())[2:]) == {5}  # the last two share what is left
+    assert max(calls.values()) == 5 and set(sorted(calls.values())[2:]) == {5}  # the last two share the remaining calls
     assert counts["scored"] == 40 and counts["recycled"] >= 6
 
 
-def test_a_pool_may_close_at_the_moment_when_a_worker_is_ready(file, monkeypatch):
-    """Else the task that replaces a worker outlives its cancellation, and the pool never closes."""
+def test_a_pool_may_close_at_the_moment_a_worker_becomes_ready(file, monkeypatch):
+    """Otherwise the task that replaces a worker survives its cancellation, and the pool never closes."""
     receive = Worker.receive
 
     async def main():
@@ -370,42 +370,42 @@ def test_a_pool_may_close_at_the_moment_when_a_worker_is_ready(file, monkeypatch
     asyncio.run(main())
 
 
-def test_a_worker_that_grows_is_replaced(file):
+def test_a_worker_whose_memory_grows_is_replaced(file):
     async def main():
         async with rewards.pool(f"{file}:act", workers=1, max_growth=100_000_000) as reward:
             held = [(await reward("leak", {})).value for _ in range(15)]
             return held, reward.counts
 
     held, counts = asyncio.run(main())
-    assert 5 <= max(held) <= 8  # the first call does not count as growth
+    assert 5 <= max(held) <= 8  # memory of the first call is not counted as growth
     assert counts == counted(scored=15, recycled=counts["recycled"]) and counts["recycled"] in (1, 2)
 
 
-def test_async_rewards_run_together_in_one_worker(file):
+def test_async_rewards_run_concurrently_in_one_worker(file):
     start = time.monotonic()
     out, counts = ask(f"{file}:wait", ["1"] * 40, workers=1)
     assert time.monotonic() - start < 20 and len({score.value for score in out}) == 1 and counts == counted(scored=40)
 
 
-def test_an_async_reward_that_is_late_is_cancelled_alone(file):
+def test_an_async_reward_that_times_out_is_cancelled_alone(file):
     out, counts = ask(f"{file}:wait", ["0.01", "100", "0.6"], workers=1, timeout_s=0.8, retries=0)
     assert math.isnan(out[1].value) and out[0] == out[2]  # in the same process
     assert counts == counted(scored=2, late=1)
 
 
-def test_an_async_reward_that_blocks_its_worker_costs_its_sample_only(file):
+def test_an_async_reward_that_blocks_its_worker_loses_only_its_own_sample(file):
     out, counts = ask(f"{file}:wait", ["0.2", "block", "0.4"], workers=1, timeout_s=0.5, retries=0)
     assert math.isnan(out[1].value) and out[0].value > 0 and out[2].value > 0
     assert counts == counted(scored=2, late=1, retried=counts["retried"]) and counts["retried"] >= 1
 
 
-def test_of_async_rewards_that_die_together_the_guilty_one_is_found(file):
+def test_the_async_reward_that_kills_a_worker_is_identified(file):
     out, counts = ask(f"{file}:later_act", ["ok"] * 4 + ["die"] + ["ok"] * 4, workers=2, retries=0)
     assert [math.isnan(score.value) for score in out] == [False] * 4 + [True] + [False] * 4
     assert counts["scored"] == 8 and counts["died"] == 1
 
 
-def test_a_batched_reward_gets_what_waits(file):
+def test_a_batched_reward_gets_all_waiting_calls(file):
     texts = ["ok"] * 30
 
     async def main():
@@ -418,7 +418,7 @@ def test_a_batched_reward_gets_what_waits(file):
 
 
 @pytest.mark.parametrize("bad, outcome", [("raise", "raised"), ("die", "died"), ("short", "raised"), ("hang", "late")])
-def test_in_a_batch_that_fails_the_guilty_one_is_found(file, bad, outcome):
+def test_the_failing_call_of_a_batch_is_identified(file, bad, outcome):
     async def main():
         async with rewards.pool(f"{file}:batched", workers=1, timeout_s=0.6, retries=0) as reward:
             texts = ["ok"] * 3 + [bad] + ["ok"] * 3
@@ -427,7 +427,7 @@ def test_in_a_batch_that_fails_the_guilty_one_is_found(file, bad, outcome):
             return [score.value for score in out], reward.counts
 
     out, counts = asyncio.run(main())
-    if bad == "short":  # right for a batch of one
+    if bad == "short":  # correct for a batch of one
         assert out == [0, 1, 2, 0, 4, 5, 6] and counts == counted(scored=7, retried=7)
     else:
         assert math.isnan(out.pop(3)) and out == [0, 1, 2, 4, 5, 6]
@@ -438,7 +438,7 @@ AREAL = {"messages": [], "answer": "4", "prompt": "taken", "completions": "taken
 
 
 @pytest.mark.parametrize("name", ["areal", "areal_strict"])
-def test_a_reward_of_areal_runs_unchanged(file, name):
+def test_an_areal_reward_runs_unchanged(file, name):
     async def main():
         async with rewards.pool(f"{file}:{name}", workers=1) as reward:
             given = dict(prompt="<user>2+2", prompt_ids=[1, 2], completion_ids=[3])
@@ -447,7 +447,7 @@ def test_a_reward_of_areal_runs_unchanged(file, name):
     assert asyncio.run(main()) == [Score(1.0), Score(0.0)]
 
 
-def test_a_reward_gets_the_context_that_it_asks_for(file):
+def test_a_reward_gets_the_context_that_its_signature_requests(file):
     async def main(name):
         async with rewards.pool(f"{file}:{name}", workers=1) as reward:
             return await reward("", {}, prompt="abc", prompt_ids=[1, 2], completion_ids=[3])
@@ -456,12 +456,12 @@ def test_a_reward_gets_the_context_that_it_asks_for(file):
     assert asyncio.run(main("everything")).components == {"prompt": 3, "prompt_ids": 2, "completion_ids": 1}
 
 
-def test_a_signature_that_is_half_areals_is_refused(file):
+def test_an_incomplete_areal_signature_is_refused(file):
     with pytest.raises(ValueError, match=r"mine.py:odd: with a parameter 'completions' it must begin with \(prompt, "):
         ask(f"{file}:odd", [])
 
 
-def test_a_worker_that_is_killed_while_idle_is_replaced(file):
+def test_a_worker_killed_while_idle_is_replaced(file):
     async def main():
         async with rewards.pool(f"{file}:act", workers=1) as reward:
             pid = int((await reward("pid", {})).value)
@@ -473,7 +473,7 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(file):
     asyncio.run(main())
 
 
-def test_a_worker_that_cannot_be_replaced_is_told_to_all(tmp_path):
+def test_all_calls_fail_if_a_worker_cannot_be_replaced(tmp_path):
     (tmp_path / "gone.py").write_text(FILE)
 
     async def main():
@@ -487,7 +487,7 @@ def test_a_worker_that_cannot_be_replaced_is_told_to_all(tmp_path):
     asyncio.run(main())
 
 
-def test_a_pool_that_was_left_answers_no_more(file):
+def test_a_closed_pool_refuses_calls(file):
     async def main():
         async with rewards.pool(f"{file}:act", workers=1) as reward:
             pass
@@ -495,11 +495,11 @@ def test_a_pool_that_was_left_answers_no_more(file):
             await reward("ok", {})
 
     asyncio.run(main())
-    asyncio.run(main())  # in another loop
+    asyncio.run(main())  # in another event loop
 
 
-def test_answers_before_a_death_are_not_lost(tmp_path):
-    """They arrived while our event loop was busy, which then sends more calls before it reads them."""
+def test_answers_sent_before_a_worker_died_are_not_lost(tmp_path):
+    """They arrive while the event loop is busy, which then sends more calls before it reads them."""
     (tmp_path / "own.py").write_text(
         "import os\ndef reward(text, row):\n    if row['id'] == 3:\n        os._exit(1)\n    return row['id']\n"
     )
@@ -508,9 +508,9 @@ def test_answers_before_a_death_are_not_lost(tmp_path):
         async with rewards.pool(f"{tmp_path}/own.py:reward", workers=1, retries=0) as reward:
             calls = [asyncio.create_task(reward("", {"id": i})) for i in range(8)]
             for _ in range(10):
-                await asyncio.sleep(0)  # some of them are sent
+                await asyncio.sleep(0)  # some calls are sent
             calls += [asyncio.create_task(reward("", {"id": i})) for i in range(8, 24)]
-            await asyncio.sleep(0)  # they are about to be
+            await asyncio.sleep(0)  # these are about to be sent
             time.sleep(1.0)
             return [one.value for one in await asyncio.gather(*calls)], reward.counts
 
@@ -519,8 +519,8 @@ def test_answers_before_a_death_are_not_lost(tmp_path):
     assert [i for i, value in enumerate(values) if value != i] == [3]
 
 
-def test_the_benchmark_in_small():
-    """10,000 calls in the original; here everything but the times is asserted."""
+def test_a_short_run_of_the_benchmark():
+    """The full benchmark makes 10,000 calls; here everything but the timings is checked."""
     script = Path(__file__).parents[1] / "benchmarks" / "rewards.py"
     done = subprocess.run(
         [sys.executable, str(script), "--calls", "200", "--timeout", "2", "--json"],
@@ -530,7 +530,7 @@ def test_the_benchmark_in_small():
     )
     found = json.loads(done.stdout.splitlines()[-1])
     counts = found["counts"]
-    stalled = counts["late"] - 2  # on a machine that stood still for so long; each costs its own call and no other
+    stalled = counts["late"] - 2  # if the machine stalled that long; each loses its own call only
     assert counts == counted(scored=194 - stalled, raised=2, late=2 + stalled, died=2, recycled=counts["recycled"])
     assert found["answered"] == 200 and found["right"] == 200 - stalled and 0 <= stalled < 20
     assert counts["recycled"] >= 1 and found["processes"] <= found["workers"]

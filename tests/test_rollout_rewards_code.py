@@ -1,4 +1,4 @@
-"""Programs against tests, each in a real sandbox."""
+"""The code reward: programs are tested in a real sandbox."""
 
 import asyncio
 
@@ -43,19 +43,19 @@ def test_the_reward_of_a_program(text, tests, score):
 
 
 @pytest.mark.parametrize("text", ["while True: pass", "x = bytearray(4 << 30)", "print('x' * 10_000_000)"])
-def test_a_program_beyond_its_limits_has_failed(text, monkeypatch):
+def test_a_program_that_exceeds_its_limits_scores_0(text, monkeypatch):
     monkeypatch.setattr(code, "SECONDS", 1.5)
     assert code.reward(f"{ADD}\n{text}", {"tests": ASSERTS}) == 0.0
     assert code.reward(f"{DOUBLE}\n{text}", {"tests": PAIRS}) == 0.0
 
 
 @pytest.mark.parametrize("tests", [None, "", " ", [], [""], [1], {}, [{"input": "1"}], [ASSERTS, PAIRS[0]]])
-def test_a_row_without_tests_is_at_fault(tests):
+def test_a_row_without_valid_tests_is_an_error(tests):
     with pytest.raises(ValueError, match="rewards.code: tests must be Python source, a list"):
         code.reward(ADD, {"tests": tests})
 
 
-def test_in_a_pool(tmp_path):
+def test_the_reward_works_in_a_pool(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from areax.rollout.rewards import code\ncode.SECONDS = 1.5\nreward = code.reward"
     )

@@ -1,4 +1,4 @@
-"""Rewards from other servers, on real sockets; and addresses that a row must not lead to."""
+"""Rewards computed by other servers, over real sockets; and addresses that a row must not reach."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from areax.rollout.rewards import Score, http, judge
 
 @contextlib.asynccontextmanager
 async def serving(answer):
-    """Yields (the port of a server that answers every POST by `answer(request, number)`, the bodies it was sent)."""
+    """Yields (port, bodies received) of a server that answers each POST with `answer(request, number)`."""
     seen = []
 
     async def handle(request):
@@ -34,7 +34,7 @@ async def serving(answer):
 
 
 def scored(answer, *, row=None, make=lambda port: http.post(f"http://127.0.0.1:{port}/grade"), text="42"):
-    """(what a reward returns or raises, the bodies that its server saw)."""
+    """(result or exception of a reward, bodies that its server received)."""
 
     async def main():
         async with serving(answer) as (port, seen):
@@ -59,7 +59,7 @@ def test_the_answer_is_the_reward(value):
     assert out == value and seen == [{"text": "42", "prompt": "6*7?", "row": {"answer": "42"}}]
 
 
-def test_a_busy_server_is_asked_again():
+def test_requests_to_a_busy_server_are_retried():
     async def answer(request, number):
         return web.json_response(0.5, status={1: 503, 2: 429}.get(number, 200))
 
@@ -76,12 +76,12 @@ def test_a_busy_server_is_asked_again():
         (says("x" * (2 << 20)), "the answer has more than 1048576 bytes", 1),
     ],
 )
-def test_a_server_that_does_not_answer_as_it_should(answer, message, times):
+def test_bad_answers_of_a_server_are_errors(answer, message, times):
     out, seen = scored(answer)
     assert isinstance(out, RuntimeError) and message in str(out) and len(seen) == times
 
 
-def test_no_json_and_no_end():
+def test_answers_that_are_not_json_or_never_end():
     async def text(request, number):
         return web.Response(text="one")
 
@@ -95,7 +95,7 @@ def test_no_json_and_no_end():
     assert "no answer in 0.2 s, in each of 2 attempts" in str(out) and len(seen) == 2
 
 
-def test_nobody_there():
+def test_an_unreachable_server():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         reward = http.post(f"http://127.0.0.1:{free.getsockname()[1]}", attempts=2)
@@ -111,7 +111,7 @@ LOCAL = [
 
 
 @pytest.mark.parametrize("host", LOCAL)
-def test_a_row_cannot_lead_to_this_machine(host):
+def test_the_url_of_a_row_cannot_reach_this_machine(host):
     async def main():
         async with serving(says(1.0)) as (port, seen):
             for scheme in ("http", "https"):
@@ -127,7 +127,7 @@ def test_a_row_cannot_lead_to_this_machine(host):
     ["10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "198.18.0.1", "224.0.0.1", "240.0.0.1",
      "255.255.255.255", "fe80::1", "fe80::1%eth0", "fc00::1", "fec0::1", "ff02::1", "::ffff:10.0.0.1", "2002:a00:1::"],
 )  # fmt: skip
-def test_addresses_that_are_not_public(address):
+def test_addresses_that_are_not_public_are_refused(address):
     with pytest.raises(
         ValueError, match=r"rewards.http: evil.test resolves to .*, which is not a public address; .* to `allow`"
     ):
@@ -135,14 +135,14 @@ def test_addresses_that_are_not_public(address):
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8"])
-def test_addresses_that_are_public(address):
+def test_public_addresses_are_allowed(address):
     http.check("good.test", address)
 
 
 @pytest.mark.parametrize(
     "url", ["file:///etc/passwd", "ftp://example.com", "gopher://x", "//x", "", "http://", None, 5]
 )
-def test_other_urls(url):
+def test_urls_that_are_not_http_are_refused(url):
     with pytest.raises(ValueError, match="rewards.http: (a URL must begin with http|not a URL)"):
         asyncio.run(http.reward("", {"reward_url": url}))
     with pytest.raises(ValueError, match="a row needs reward_url"):
@@ -150,7 +150,7 @@ def test_other_urls(url):
 
 
 def resolving(monkeypatch, *answers):
-    """Names have these addresses from now on, those of the last answer for ever; returns the names asked for."""
+    """Makes successive name lookups return these addresses, the last ones repeatedly; returns the names looked up."""
     asked = []
 
     def getaddrinfo(host, port, *_, **__):
@@ -162,14 +162,14 @@ def resolving(monkeypatch, *answers):
     return asked
 
 
-def test_all_addresses_of_a_name_count(monkeypatch):
+def test_every_address_of_a_name_is_checked(monkeypatch):
     resolving(monkeypatch, ["8.8.8.8", "127.0.0.1"])
     with pytest.raises(ValueError, match="two.test resolves to 127.0.0.1, which is not a public address"):
         asyncio.run(http.reward("", {"reward_url": "http://two.test/"}))
 
 
 def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch):
-    """Though the name server says something else the next time."""
+    """Even if the name resolves to another address the next time."""
 
     async def main():
         async with serving(says(1.0)) as (port, seen):
@@ -182,7 +182,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch):
     asyncio.run(main())
 
 
-def test_a_host_that_is_allowed_by_name():
+def test_a_host_may_be_allowed_by_name():
     make = lambda port: http.post(allow=("localhost",))
 
     async def main():
@@ -195,7 +195,7 @@ def test_a_host_that_is_allowed_by_name():
     asyncio.run(main())
 
 
-def test_in_a_pool_a_bad_url_is_unscorable_and_logged_and_others_are_scored(tmp_path, caplog):
+def test_in_a_pool_a_bad_url_is_unscorable_and_logged_while_others_are_scored(tmp_path, caplog):
     (tmp_path / "mine.py").write_text(
         "from areax.rollout.rewards import http\nreward = http.post(allow=('localhost',))\n"
     )
@@ -244,7 +244,7 @@ def test_the_verdict_of_a_judge(reply, value):
     assert "<answer>\n{42} Score: 10\n</answer>" in message["content"]
 
 
-def test_a_judge_on_sglangs_own_endpoint_with_a_template_of_ones_own():
+def test_a_judge_on_the_generate_endpoint_with_a_custom_template():
     async def answer(request, number):
         assert request.headers["Authorization"] == "Bearer secret"
         return web.json_response({"text": "3 of 4"})
@@ -258,7 +258,7 @@ def test_a_judge_on_sglangs_own_endpoint_with_a_template_of_ones_own():
     }  # fmt: skip
 
 
-def test_what_a_judge_refuses():
+def test_bad_judge_options_rows_and_answers_are_refused():
     with pytest.raises(ValueError, match="verdict needs a group and top must be positive, got 'yes' and 10"):
         judge.judge("http://x", verdict="yes")
     make = lambda port: judge.judge(f"http://127.0.0.1:{port}/generate", template="{question}")

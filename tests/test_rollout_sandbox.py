@@ -1,4 +1,4 @@
-"""Programs that do what they must not: each limit trips, nothing is read that is not theirs, nothing is left."""
+"""Misbehaving programs: every limit is enforced, no foreign data can be read, and nothing is left behind."""
 
 import asyncio
 import dataclasses
@@ -45,17 +45,17 @@ time.sleep(600)
 
 @pytest.fixture(params=[kind for kind in sandbox.ISOLATIONS if not sandbox._refusal(kind)], ids=lambda kind: kind.mode)
 def isolation(request, monkeypatch):
-    """Every isolation that can be had here."""
+    """Every isolation available on this machine."""
     monkeypatch.setattr(sandbox, "isolation", lambda: request.param)
     return request.param
 
 
 @pytest.fixture
 def nothing_left(monkeypatch):
-    """Afterwards there is no process, no descriptor and no folder that was not there before."""
-    asyncio.run(run_python(""))  # a first time opens what stays open
+    """Asserts that no process, descriptor or folder is left behind."""
+    asyncio.run(run_python(""))  # the first run opens descriptors that stay open
     with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o711)  # another user must get through
+        os.chmod(folder, 0o711)  # other users need access
         monkeypatch.setattr(tempfile, "tempdir", folder)
         descriptors, processes = os.listdir("/proc/self/fd"), supervisor.tree(os.getpid())
         yield
@@ -66,7 +66,7 @@ def nothing_left(monkeypatch):
 
 
 def marked():
-    """Command lines of all processes of the machine that `run_marked` started, whatever became of them."""
+    """Command lines of all running processes that descend from `run_marked`, wherever they are now."""
     return [line for line in map(command_line, filter(str.isdigit, os.listdir("/proc"))) if MARK in line]
 
 
@@ -81,11 +81,11 @@ def command_line(pid):
         return ""
 
 
-def python(code, timeout_s=60.0, **limits):  # longer than a busy machine stands still
+def python(code, timeout_s=60.0, **limits):  # longer than a busy machine may stall
     return asyncio.run(run_python(code, timeout_s=timeout_s, **limits))
 
 
-def test_there_is_an_isolation_here():
+def test_some_isolation_is_available_here():
     assert sandbox.isolation() in sandbox.ISOLATIONS
 
 
@@ -99,7 +99,7 @@ def test_a_program_is_run(isolation):
     )
     done = asyncio.run(run(["sh", "-c", "cat a && pwd && echo $HOME && env | wc -l"], files={"a": "text\n"}))
     text, folder, home, count = done.stdout.splitlines()
-    assert (text, folder, done.code) == ("text", home, 0) and int(count) <= 6  # a shell adds PWD and the like
+    assert (text, folder, done.code) == ("text", home, 0) and int(count) <= 6  # a shell adds PWD and others
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -117,7 +117,7 @@ def test_a_program_is_run(isolation):
         ("processes", BOMB, {}),
     ],
 )
-def test_a_limit_ends_it(isolation, why, code, limits, caplog):
+def test_exceeding_a_limit_ends_the_program(isolation, why, code, limits, caplog):
     caplog.set_level(logging.INFO)
     result = python(code, **limits)
     assert result.why == why
@@ -133,7 +133,7 @@ def test_a_limit_ends_it(isolation, why, code, limits, caplog):
     "why, code",
     [("", DAEMON.format(life=0.1)), ("wall", DAEMON.format(life=60)), ("processes", BOMB), ("processes", LOOSE_BOMB)],
 )
-def test_nothing_survives(isolation, why, code):
+def test_no_process_survives(isolation, why, code):
     assert asyncio.run(run_marked(code, timeout_s=1.5 if why == "wall" else 20)).why == why
 
 
@@ -142,11 +142,11 @@ def test_memory_is_counted_over_all_processes(isolation):
     each = "import os, time\n[os.fork() for _ in range(2)]\nx = bytearray(100 * 2**20)\ntime.sleep(5)"
     assert python(each, memory_bytes=256 * MiB).why == "memory"
     one = "import os, time\nx = bytearray(100 * 2**20)\n[os.fork() for _ in range(2)]\ntime.sleep(0.3)"
-    assert python(one, memory_bytes=256 * MiB) == Result("", "", 0, "")  # four processes share it
+    assert python(one, memory_bytes=256 * MiB) == Result("", "", 0, "")  # four processes share one copy
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_files_are_bounded(isolation):
+def test_file_sizes_are_limited(isolation):
     grow = "with open('big', 'wb') as file:\n    while True: file.write(bytes(2**20))"
     assert "File too large" in python(grow, files_bytes=8 * MiB).stderr
     assert asyncio.run(run(["dd", "if=/dev/zero", "of=big", "bs=1M"], files_bytes=8 * MiB)).why == "files"
@@ -157,14 +157,14 @@ def test_files_are_bounded(isolation):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_folder_that_refuses_to_be_removed_is(isolation):
+def test_a_folder_with_restricted_permissions_is_removed(isolation):
     code = "import os\nos.makedirs('a/b/c'); os.symlink('/', 'a/root'); os.chmod('a/b', 0); os.chmod('a', 0)"
     assert python(code).code == 0
     assert os.stat("/").st_mode & 0o777 != 0o700
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_what_isolation_says_of_the_environment_holds(isolation, monkeypatch):
+def test_environment_isolation_is_as_declared(isolation, monkeypatch):
     monkeypatch.setenv("AREAX_SECRET", "17")
     assert "SECRET" not in python("import os; print(os.environ)").stdout
     # A process of the same user as the sandbox's parent, with a secret in its environment.
@@ -181,13 +181,13 @@ def test_what_isolation_says_of_the_environment_holds(isolation, monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_what_isolation_says_of_files_holds(isolation):
+def test_file_isolation_is_as_declared(isolation):
     with tempfile.NamedTemporaryFile("w") as file:
         file.write("secret")
         file.flush()
         os.chmod(file.name, 0o644)
         assert ("secret" in python(f"print(open({file.name!r}).read())").stdout) != isolation.files
-    # what it can see of Python and the system it cannot write
+    # the visible parts of Python and the system are not writable
     code = (
         "import os, sys\nprint([p for p in ('/', '/usr', '/tmp/..', sys.prefix, os.__file__) if os.access(p, os.W_OK)])"
     )
@@ -195,9 +195,9 @@ def test_what_isolation_says_of_files_holds(isolation):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_what_isolation_says_of_the_network_holds(isolation):
+def test_network_isolation_is_as_declared(isolation):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as hidden:
-        hidden.bind("\0areax-test-" + str(os.getpid()))  # abstract: in no folder
+        hidden.bind("\0areax-test-" + str(os.getpid()))  # an abstract socket, which is in no folder
         hidden.listen()
         for family, address in ((2, server.getsockname()), (1, hidden.getsockname())):
             code = f"import socket\nsocket.socket({family}).connect({address!r})\nprint('connected')"
@@ -205,7 +205,7 @@ def test_what_isolation_says_of_the_network_holds(isolation):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_no_descriptor_is_inherited(isolation):
+def test_no_file_descriptor_is_inherited(isolation):
     with open(os.devnull) as file:
         os.set_inheritable(file.fileno(), True)
         code = "import os\nfor number in range(3, 256):\n    try: print(os.fstat(number))\n    except OSError: pass"
@@ -213,7 +213,7 @@ def test_no_descriptor_is_inherited(isolation):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_it_cannot_take_back_its_limits(isolation):
+def test_a_program_cannot_lift_its_limits(isolation):
     code = (
         "import resource\n"
         "for name in ('AS', 'CPU', 'FSIZE', 'NOFILE', 'NPROC', 'CORE'):\n"
@@ -226,19 +226,19 @@ def test_it_cannot_take_back_its_limits(isolation):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_it_has_no_rights(isolation):
+def test_a_program_has_no_privileges(isolation):
     for attempt in ("os.setuid(0)", "os.chroot('/tmp')", "os.mknod('x', 0o60600, 0x700)", "os.kill(1, 9) or 1 / 0"):
         assert python(f"import os\n{attempt}").code == 1
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_it_gets_no_namespace_of_its_own(isolation):
+def test_a_program_cannot_create_namespaces(isolation):
     code = "import ctypes; print([ctypes.CDLL(None).unshare(flag) for flag in (0x10000000, 0x20000, 0x40000000)])"
     assert python(code).stdout == "[-1, -1, -1]\n" or not isolation.files
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_cancelled_it_ends():
+def test_cancelling_a_run_ends_the_program():
     async def cancel():
         async with asyncio.timeout(0.5):
             await run_marked(DAEMON.format(life=60))
@@ -248,19 +248,19 @@ def test_cancelled_it_ends():
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_it_dies_with_its_parent(isolation):
+def test_a_program_dies_with_the_parent_of_the_sandbox(isolation):
     program = (
         "import asyncio, sys\nfrom areax.rollout import sandbox\n"
         f"sandbox.isolation = lambda: sandbox.{isolation}\n"
         f"command, files = [sys.executable, '-I', 'main.py', {MARK!r}], {{'main.py': {DAEMON.format(life=60)!r}}}\n"
         "asyncio.run(sandbox.run(command, files=files, timeout_s=60))"
     )
-    with tempfile.TemporaryDirectory() as folder:  # what lies in it is lost with the parent
+    with tempfile.TemporaryDirectory() as folder:  # its contents are left behind by a killed parent
         os.chmod(folder, 0o711)
         with subprocess.Popen([sys.executable], stdin=subprocess.PIPE, env={**os.environ, "TMPDIR": folder}) as parent:
             parent.stdin.write(program.encode())
             parent.stdin.close()
-            until(lambda: len(marked()) >= 3)  # a supervisor, the program, its daemon
+            until(lambda: len(marked()) >= 3)  # the supervisor, the program and its daemon
             parent.kill()
         until(lambda: not marked())
 
@@ -273,7 +273,7 @@ def until(condition):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_the_event_loop_goes_on_beside_a_bomb():
+def test_a_fork_bomb_does_not_block_the_event_loop():
     async def beside():
         bomb = asyncio.create_task(run_python(BOMB))
         longest, last = 0.0, time.monotonic()
@@ -297,11 +297,11 @@ def test_many_runs():
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_much_goes_in_and_out(isolation):
+def test_large_inputs_and_outputs(isolation):
     text = "é\n" * 200_000
     assert python("import sys; sys.stdout.write(sys.stdin.read())", stdin=text, output_bytes=2**21).stdout == text
     assert python("#" * 2**20 + "\nprint(1)").stdout == "1\n"
-    assert "SyntaxError" in python("print('\ud800')").stderr  # no UTF-8
+    assert "SyntaxError" in python("print('\ud800')").stderr  # not UTF-8
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Limits)])
@@ -311,7 +311,7 @@ def test_a_bad_limit_is_refused(name, value):
         python("", **{name: value})
 
 
-def test_what_cannot_run_is_told():
+def test_programs_that_cannot_run_are_errors():
     for name in ("", ".", "..", "a/b", "/etc/passwd"):
         with pytest.raises(ValueError, match="name without slashes"):
             asyncio.run(run(["true"], files={name: ""}))

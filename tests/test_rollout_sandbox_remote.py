@@ -1,4 +1,4 @@
-"""A sandbox server as a process of its own: what it runs, what it refuses, that it goes on serving."""
+"""A sandbox server in its own process: what it runs, what it refuses, and that it keeps serving."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ def remotely(url, code, key="secret", **options):
 
 
 def posted(url, body, key="secret"):
-    """(status, answer) of a request that no client of ours would make."""
+    """(status, answer) of a raw request, as our client would never send it."""
     request = urllib.request.Request(f"{url}/run", body, {"Authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request) as answer:
@@ -78,7 +78,7 @@ def test_a_program_is_run(url):
     assert alive(url)["mode"] == sandbox.isolation().mode
 
 
-def test_a_tool_runs_there(url):
+def test_the_python_tool_runs_on_the_server(url):
     async def run():
         async with connect(url, key="secret") as box:
             return await tools.call([tools.python_tool(box, timeout_s=5)], "python", '{"code": "print(6 * 7)"}')
@@ -86,7 +86,7 @@ def test_a_tool_runs_there(url):
     assert asyncio.run(run()) == "42"
 
 
-def test_it_serves_beside_and_after_escapes(url):
+def test_the_server_keeps_serving_during_and_after_attacks(url):
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     codes = [bomb, "bytearray(10 * 2**30)", "while True: print('x' * 999)"]
 
@@ -134,7 +134,7 @@ def test_a_wrong_body_is_refused(url, body, message):
     assert status == 400 and message in said["error"]
 
 
-def test_what_the_server_refuses_is_the_callers_mistake(url):
+def test_limits_refused_by_the_server_are_value_errors(url):
     with pytest.raises(ValueError, match="timeout_s must be at most 60 here, got 61"):
         remotely(url, "", timeout_s=61)
     with pytest.raises(ValueError, match="timeout_s must be a positive number"):
@@ -156,7 +156,7 @@ def test_a_large_body_is_refused_before_it_is_read(url):
     assert alive(url)
 
 
-def test_other_paths_are_not_there(url):
+def test_other_paths_are_not_found(url):
     for path in ("/", "/run/..", "/../etc/passwd", "/health/x"):
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(url + path)
@@ -164,12 +164,12 @@ def test_other_paths_are_not_there(url):
         assert caught.value.code == 404
 
 
-def test_a_server_that_is_gone_is_told():
+def test_an_unreachable_server_is_an_error():
     with pytest.raises(RuntimeError, match="no answer from http://127.0.0.1:1"):
         remotely("http://127.0.0.1:1", "print(1)")
 
 
-def test_what_is_no_sandbox_is_told():
+def test_an_answer_that_is_not_of_a_sandbox_server_is_an_error():
     async def run():
         async def answer(reader, writer):
             await reader.readuntil(b"\r\n\r\n")
@@ -203,7 +203,7 @@ def test_a_slow_body_is_refused(monkeypatch):
     assert asyncio.run(run()).startswith(b"HTTP/1.1 408 ")
 
 
-def test_places_are_kept_and_the_queue_has_an_end():
+def test_concurrency_and_queue_are_limited():
     with server("--places", "1") as (url, _):
 
         async def many():
@@ -220,13 +220,13 @@ def test_places_are_kept_and_the_queue_has_an_end():
     assert served == ["first\n", *["rest\n"] * (len(done) - 1 - len(busy))]
 
 
-def test_it_ends_with_its_programs():
-    with server(key=None) as (url, process):  # on loopback it needs none
+def test_the_server_ends_together_with_its_programs():
+    with server(key=None) as (url, process):  # no key is needed on loopback
 
         async def run():
             async with connect(url) as box:
                 task = asyncio.create_task(box.run_python("import time; time.sleep(60)"))
-                while len(started := supervisor.tree(process.pid)) < 2:  # a supervisor and the program
+                while len(started := supervisor.tree(process.pid)) < 2:  # the supervisor and the program
                     await asyncio.sleep(0.05)
                 process.send_signal(signal.SIGTERM)
                 with pytest.raises(RuntimeError):
@@ -242,7 +242,7 @@ def test_it_ends_with_its_programs():
 
 
 def lives(pid):
-    """A zombie, which whoever inherited it has yet to wait for, does not."""
+    """Whether a process is alive; a zombie, which its new parent has yet to reap, is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -255,11 +255,11 @@ def lives(pid):
         (["--host", "0.0.0.0"], f"0.0.0.0 can be reached from other machines; set {KEY}"),
         (["--host", "::"], "can be reached"),
         (["--host", "127.0.0.1.example.com"], "can be reached"),
-        (["--port", "99999"], "port must be from 0 (any that is free) to 65535, got 99999"),
+        (["--port", "99999"], "port must be from 0 (any free port) to 65535, got 99999"),
         (["--places", "0"], "places must be at least 1"),
     ],
 )
-def test_it_does_not_start(arguments, message):
+def test_bad_options_prevent_the_start(arguments, message):
     with server(*arguments, key=None) as (url, process):
         assert process.wait(20) == 2
         said = process.stderr.read()

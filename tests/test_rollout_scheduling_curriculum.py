@@ -1,4 +1,4 @@
-"""Orders of rows: what is preferred, that nothing starves, and that a saved state goes on with the same draws."""
+"""Row orders: which rows are preferred, that none starves, and that a restored state continues the same draws."""
 
 import json
 from collections import Counter
@@ -16,17 +16,17 @@ SUCCESS = Curriculum(order="success")
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 5), st.integers(0, 3))
-def test_easy_first_shows_every_row_once_an_epoch_and_never_an_easier_one_later(levels, seed, epoch):
+def test_easy_first_shows_every_row_once_per_epoch_in_order_of_difficulty(levels, seed, epoch):
     rows = [{"id": i, "level": level} for i, level in enumerate(levels)]
     order = EasyFirst(rows, "level", seed)
-    order[5 * len(rows)]  # whatever was asked for before
+    order[5 * len(rows)]  # earlier accesses do not matter
     shown = [order[epoch * len(rows) + i] for i in range(len(rows))]
     assert sorted(row["id"] for row in shown) == list(range(len(rows)))
     assert [row["level"] for row in shown] == sorted(levels)
     assert shown == [EasyFirst(rows, "level", seed)[epoch * len(rows) + i] for i in range(len(rows))]
 
 
-def test_ties_are_shuffled_anew():
+def test_ties_are_shuffled_again_in_each_epoch():
     order = EasyFirst([{"level": 1, "id": i} for i in range(50)], "level")
     epochs = [[order[e * 50 + i]["id"] for i in range(50)] for e in range(2)]
     assert epochs[0] != epochs[1] != list(range(50))
@@ -44,7 +44,7 @@ def test_difficulties():
 
 
 def shares(order, count=6000):
-    """How often each row is drawn, where nothing is learnt from it."""
+    """How often each row is drawn if no outcome is informative."""
     drawn: Counter = Counter()
     for ordinal in range(count):
         drawn[order[ordinal]["id"]] += 1
@@ -56,7 +56,7 @@ def shares(order, count=6000):
 def test_rows_near_the_target_are_preferred_and_none_starves(target):
     order = Adaptive(ROWS, Curriculum(order="success", target=target, floor=0.05, memory=0.0), seed=4)
     rates = [0.0, 0.1, 0.2, 0.4, 0.5, 0.6, 0.8, 0.9, 1.0]
-    for ordinal in range(9):  # all are drawn before any is drawn twice
+    for ordinal in range(9):  # every row is drawn once before any is drawn twice
         order[ordinal]
     rows = [order[ordinal]["id"] for ordinal in range(9)]
     assert sorted(rows) == list(range(9))
@@ -74,7 +74,7 @@ def test_rows_near_the_target_are_preferred_and_none_starves(target):
     assert found.min() > 0
 
 
-def test_a_field_gives_the_first_estimates():
+def test_a_field_gives_the_initial_estimates():
     order = Adaptive(ROWS, Curriculum(order="success", field="level"))
     assert order.rate.tolist() == pytest.approx([0.9, 0.5, 0.1] * 3)
     assert Adaptive(ROWS, SUCCESS).rate.tolist() == [0.5] * 9
@@ -96,8 +96,8 @@ ENDS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 0.3, 1.0, flo
 
 
 @given(ENDS, st.integers(0, 20), st.integers(0, 3), st.sampled_from([0.5, 0.3]))
-def test_a_saved_state_goes_on_with_the_same_draws(ends, stop, seed, target):
-    """Some prompts are drawn, the oldest is told, and so on; in between all but the state may be lost."""
+def test_a_restored_state_continues_with_the_same_draws(ends, stop, seed, target):
+    """Draws some prompts, observes the oldest, and so on; in between the order may be rebuilt from its saved state."""
     spec = Curriculum(order="success", target=target)
 
     def play(interrupted):
@@ -119,14 +119,14 @@ def test_a_saved_state_goes_on_with_the_same_draws(ends, stop, seed, target):
 
 
 @given(st.integers(1, 12), st.integers(0, 3))
-def test_no_row_is_drawn_twice_at_a_time_while_there_are_others(size, seed):
+def test_no_row_is_drawn_twice_at_a_time_while_others_are_free(size, seed):
     order = Adaptive([{"id": i} for i in range(size)], SUCCESS, seed)
     shown = [order[i]["id"] for i in range(2 * size)]
     assert sorted(shown[:size]) == list(range(size)) and set(shown) <= set(range(size))
 
 
-def test_it_finds_the_rows_that_teach():
-    """Of 300 rows, 30 are solved sometimes: groups whose rewards differ become several times as frequent."""
+def test_it_finds_the_informative_rows():
+    """30 of 300 rows are sometimes solved: groups with differing rewards become several times as frequent."""
     rows = [{"id": i, "rate": 0.5 if i % 10 == 0 else float(i % 2)} for i in range(300)]
 
     def teaching(order):
@@ -146,7 +146,7 @@ def test_it_finds_the_rows_that_teach():
     assert teaching(ordered(rows, SUCCESS, seed=1)) > 3 * shuffled
 
 
-def test_the_success_of_a_group():
+def test_the_success_rate_of_a_group():
     sample = supervised([1], [2])
     of = lambda *pairs: [sample.replace(rewards=((1, value),), weight=weight) for value, weight in pairs]
     assert success(of((1.0, 1.0), (0.0, 1.0))) == 0.5
@@ -155,7 +155,7 @@ def test_the_success_of_a_group():
     assert np.isnan(success([])) and np.isnan(success(of((float("nan"), 1.0))))
 
 
-def test_the_curriculum_says_which_order():
+def test_the_curriculum_chooses_the_order():
     assert ordered(ROWS, seed=3) == Prompts(ROWS, seed=3)
     kinds = [ordered(ROWS, Curriculum(order=order, field="level"), 3) for order in ("easy_first", "success")]
     assert [type(kind) for kind in kinds] == [EasyFirst, Adaptive]

@@ -1,4 +1,4 @@
-"""The executor under a virtual clock: thousands of rollouts of any length in a second, and no sleeping."""
+"""The executor under a virtual clock: thousands of rollouts of any duration in a second, without sleeping."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ ROWS = [{"id": i} for i in range(23)]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Jumps to the next timer instead of waiting for it; nothing left to wait for is an error, not a hang."""
+    """Jumps to the next timer instead of waiting for it; with no timer left it raises instead of hanging."""
 
     now = 0.0
 
@@ -47,7 +47,7 @@ def play(main):
 
 
 def sleeper(seconds, outcome=lambda row, sample: "stop", reward=lambda row, sample: 0.0):
-    """A workflow whose single call takes seconds(seed), and ends and is rewarded as these say of (row, seed)."""
+    """A workflow with one call that takes seconds(seed); its outcome and reward are functions of (row, seed)."""
 
     async def generate(tokens, *, seed, **sampling):
         await asyncio.sleep(seconds(seed))
@@ -67,7 +67,7 @@ def sleeper(seconds, outcome=lambda row, sample: "stop", reward=lambda row, samp
 
 
 def uniform(*key):
-    """In (0, 1), a function of the key."""
+    """A number in (0, 1) that is a function of the key."""
     return (xxhash.xxh3_64_intdigest(repr(key).encode()) + 0.5) / 2**64
 
 
@@ -76,7 +76,7 @@ def lognormal(*key, sigma=1.0):
 
 
 async def train(ex, first, last, *, update=1.0, push=0.5, eta, each=lambda v, groups: None):
-    """What the loop does: the push of v + 1 runs beside the next step if eta > 0, and pushes are serialised."""
+    """The training loop: with eta > 0 the push of v + 1 overlaps with the next step; pushes are serialised."""
     pushing = None
 
     async def bring(v):
@@ -121,19 +121,19 @@ def test_no_group_is_older_than_eta_in_a_thousand_steps(eta):
 
     play(main())
     assert max(ages) <= eta and min(ages) >= 0
-    assert eta == 0 or ages[eta] > G * steps / 10  # the bound is used, not merely kept
-    assert sorted(order) == list(range(G * steps))  # every prompt once: none dropped, none doubled
+    assert eta == 0 or ages[eta] > G * steps / 10  # the bound is reached, not merely kept
+    assert sorted(order) == list(range(G * steps))  # every prompt exactly once
 
 
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda ex, v, left: True,  # the gate alone
-        lambda ex, v, left: all(a > v - ex.eta for a, _ in ex._running.values()),  # k = 0 alone
+        lambda ex, v, left: True,  # the gate only
+        lambda ex, v, left: all(a > v - ex.eta for a, _ in ex._running.values()),  # k = 0 only
     ],
 )
-def test_weaker_rules_let_groups_age(rule):
-    """Why batch v waits as it does: these rules seem enough, and are not when lengths vary a lot."""
+def test_weaker_admission_rules_exceed_the_bound(rule):
+    """Why batch v waits as it does: these weaker rules look sufficient, but fail if lengths vary a lot."""
     ages = []
 
     async def main():
@@ -206,7 +206,7 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
         waiting = {*cursor["open"], *cursor["stopped"]} - ex._running.keys() - ex._ready.keys()
         assert cursor["next"] == ended + len(waiting)  # a group is in exactly one place
         assert oversample or not counts["stopped"] + len(waiting)
-        assert len(waiting) < 2 * G or not oversample  # whoever was stopped has its turn
+        assert len(waiting) < 2 * G or not oversample  # stopped groups get their turn
 
     seen = []
 
@@ -235,13 +235,13 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
                     eta=eta,
                     each=lambda v, groups: (each(v, groups), check(ex)),
                 )
-            except RuntimeError as error:  # G given-up prompts in a row do happen when G = 1
+            except RuntimeError as error:  # with G = 1, giving up G prompts in a row does happen
                 executor_error = error
             assert executor_error is None or (fail and "in a row" in str(executor_error))
             total = ex.counts
         closed = ex.counts
         assert closed["running"] == 0
-        assert closed["accepted"] == len(seen)  # what was in hand is dropped ...
+        assert closed["accepted"] == len(seen)  # running and ready groups are dropped ...
         assert closed["dropped"] == total["accepted"] + total["running"] - len(seen)
         open_again = {*ex.cursor()["open"], *ex.cursor()["stopped"]}
         assert len(open_again) >= closed["dropped"] and not open_again & set(seen)  # ... and open again
@@ -252,7 +252,7 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
 
 
 def batches_of(seconds, *, eta=0, steps=4, G=3, group_size=2, accept=None, cursor=None, first=0, prompts=None, **more):
-    """Samples of each batch, and the cursor behind each."""
+    """The samples of each batch, and the cursor after each."""
     out, cursors = [], []
 
     async def main():
@@ -289,7 +289,7 @@ def test_at_eta_0_batches_do_not_depend_on_timing():
     assert prompts == [p for p in range(100) if p % 3 != 1][:12]
 
 
-def test_seeds_belong_to_prompt_and_episode_not_to_arrival():
+def test_seeds_depend_on_prompt_and_episode_not_on_arrival():
     seeds = {}
     for seconds in (lambda seed: 1.0, lambda seed: seed % 1000, lambda seed: -seed % 999):
         for groups in batches_of(seconds, eta=2)[0]:
@@ -299,14 +299,14 @@ def test_seeds_belong_to_prompt_and_episode_not_to_arrival():
     assert len(set(seeds.values())) == len(seeds)
 
 
-def test_sampling_seeds_are_fixed_for_good():
+def test_sampling_seeds_never_change():
     assert sampling_seed(0, 0, 0, 0) == sampling_seed(0, 0, 0, 0)
     grid = [sampling_seed(r, p, s, t) for r in range(3) for p in range(40) for s in range(8) for t in range(3)]
     assert len(set(grid)) == len(grid) and min(grid) >= 1 and max(grid) < 2**31
     assert [sampling_seed(*key) for key in [(0, 0, 0, 0), (1, 2, 3, 4)]] == [1361057753, 1650742783]
 
 
-def test_turns_of_an_episode_get_seeds_of_their_own():
+def test_each_turn_of_an_episode_gets_its_own_seed():
     async def generate(tokens, *, seed, **sampling):
         return Completion([seed], [0.0], [0], "stop")
 
@@ -321,7 +321,7 @@ def test_turns_of_an_episode_get_seeds_of_their_own():
 
 
 @pytest.mark.parametrize("eta", [0, 2])
-def test_a_resumed_run_goes_on_with_the_same_prompts(eta):
+def test_a_resumed_run_continues_with_the_same_prompts(eta):
     seconds = lambda seed: 0.2 + seed % 5
     straight, cursors = batches_of(seconds, eta=eta, steps=6)
     assert cursors[2]["batch"] == 3 and bool(cursors[2]["open"]) == (eta > 0)
@@ -333,7 +333,7 @@ def test_a_resumed_run_goes_on_with_the_same_prompts(eta):
     assert len(set(after)) == len(after) == 9
     assert before.isdisjoint(after)
     assert set(range(18)) == before | set(after) or eta > 0
-    assert set(cursors[2]["open"]) <= set(after) or eta == 0  # the open ones come first
+    assert set(cursors[2]["open"]) <= set(after) or eta == 0  # open prompts come first
     seeds = {s[1]: s[2] for groups in straight for group in groups for s in group}
     for groups in resumed:
         for sample in (sample for group in groups for sample in group):
@@ -400,7 +400,7 @@ async def plain(generate, row):
     return sampled([1], await generate([1]), temperature=1.0, info={"row": row})
 
 
-def test_a_failed_episode_is_tried_again_and_draws_the_same():
+def test_a_failed_episode_is_retried_with_the_same_seed():
     fails = Counter()
 
     async def generate(tokens, *, seed):
@@ -429,7 +429,7 @@ def test_a_group_whose_servers_keep_failing_is_replaced():
 
 
 @pytest.mark.parametrize("size, broken, left", [(4, 1, 3), (4, 2, 2), (4, 3, 0), (2, 1, 0), (1, 1, 0)])
-def test_a_lost_episode_leaves_its_group_while_two_can_be_compared(size, broken, left):
+def test_a_group_may_lose_episodes_if_at_least_two_remain(size, broken, left):
     async def workflow(generate, row):
         done = await generate([1])
         if row["id"] == 0 and done.info["episode"] < broken:
@@ -447,11 +447,11 @@ def test_a_lost_episode_leaves_its_group_while_two_can_be_compared(size, broken,
         assert [s.rollout for s in groups[0]] == list(range(broken, size))
     assert counts["lost"] == (broken if left else 0) and counts["failed"] == (not left)
     assert counts["retries"] >= (episodes.ATTEMPTS - 1) * min(broken, max(1, size - 1))
-    with pytest.raises(RuntimeError, match="server is gone"):  # an evaluation is of all samples or of none
+    with pytest.raises(RuntimeError, match="server is gone"):  # an evaluation needs all samples
         play(rollouts(workflow, generate, ROWS[:1], group_size=size, seed=0))
 
 
-def test_one_sample_and_one_lost_are_no_group():
+def test_a_group_that_lost_an_episode_and_has_one_sample_is_replaced():
     async def workflow(generate, row):
         done = await generate([1])
         if row["id"] == 0 and done.info["episode"] == 0:
@@ -466,7 +466,7 @@ def test_one_sample_and_one_lost_are_no_group():
     assert [samples[0].prompt for samples in groups] == [1, 2] and counts["failed"] == 1 and counts["lost"] == 0
 
 
-def test_servers_that_are_all_gone_end_the_run():
+def test_the_run_ends_if_all_servers_are_gone():
     async def workflow(generate, row):
         raise ServerError("connection refused")
 
@@ -493,7 +493,7 @@ def test_a_filter_that_raises_ends_the_run():
         one_batch(plain, accept=lambda samples: 1 / 0)
 
 
-def test_refusing_everything_ends_the_run():
+def test_refusing_every_group_ends_the_run():
     with pytest.raises(ValueError, match="128 groups in a row were refused"):
         one_batch(plain, accept=lambda samples: False)
 
@@ -520,7 +520,7 @@ def test_rejected_episodes_leave_their_group_and_empty_groups_are_replaced():
     assert counts["rejected"] == 1
 
 
-def test_rows_of_one_rollout_share_it_and_weigh_one():
+def test_rows_of_one_rollout_share_its_id_and_have_a_total_weight_of_one():
     async def workflow(generate, row):
         sample = await plain(generate, row)
         return [sample, sample.replace(weight=3.0)]
@@ -536,7 +536,7 @@ def test_rows_of_one_rollout_share_it_and_weigh_one():
 @pytest.mark.parametrize(
     "sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_new_tokens": 2}, {"temperature": 0.0}]
 )
-def test_training_refuses_a_cut_distribution_and_evaluation_does_not(sampling):
+def test_training_refuses_a_truncated_distribution_and_evaluation_does_not(sampling):
     async def workflow(generate, row):
         return sampled([1], await generate([1], **sampling), temperature=1.0)
 
@@ -549,7 +549,7 @@ def test_training_refuses_a_cut_distribution_and_evaluation_does_not(sampling):
     assert len(asyncio.run(rollouts(workflow, generate, ROWS, seed=0))) == len(ROWS)
 
 
-def test_without_a_seed_servers_are_sent_none():
+def test_without_a_seed_no_seed_is_sent():
     async def generate(tokens, **sampling):
         assert not sampling
         return Completion([1], [-1.0], [0], "stop")
@@ -557,7 +557,7 @@ def test_without_a_seed_servers_are_sent_none():
     assert len(one_batch(plain, generate, seed=None)[0]) == 2
 
 
-def test_evaluation_keeps_rows_in_order_and_within_its_limit():
+def test_evaluation_keeps_the_order_of_rows_and_its_concurrency_limit():
     busy, most = 0, 0
 
     async def generate(tokens, *, seed):
@@ -578,14 +578,14 @@ def test_evaluation_keeps_rows_in_order_and_within_its_limit():
     assert most == 8
 
 
-def test_closing_stops_what_runs():
+def test_closing_cancels_running_episodes():
     ended = []
 
     async def workflow(generate, row):
         try:
             await asyncio.sleep(math.inf)
         finally:
-            await asyncio.sleep(1.0)  # a workflow may have to say goodbye
+            await asyncio.sleep(1.0)  # a workflow may need time to clean up
             ended.append(row["id"])
 
     async def main():
@@ -600,7 +600,7 @@ def test_closing_stops_what_runs():
     play(main())
 
 
-def test_batches_and_versions_come_in_order():
+def test_batches_and_versions_must_be_in_order():
     async def main():
         async with Executor(
             plain, None, Prompts(ROWS), group_size=1, groups_per_batch=1, eta=0, max_concurrent=1
@@ -643,8 +643,8 @@ def oversampled(seconds, *, G, oversample, steps, cursor=None, eta=0, first=0):
     return play(main())
 
 
-def test_a_batch_is_the_first_that_end_and_the_rest_has_a_batch_of_its_own():
-    """By hand: at eta = 0 each batch takes the G shortest of G + k; what they leave gathers to a long one."""
+def test_a_batch_is_the_first_groups_to_finish_and_stopped_ones_fill_a_later_batch():
+    """By hand: at eta = 0 each batch is the G shortest of G + k groups; G stopped ones make up a long batch."""
     G, k, steps = 6, 2, 12
     seconds = lambda i: 1 + lognormal("batch", i)
     out, counts = oversampled(seconds, G=G, oversample=k, steps=steps)
@@ -668,7 +668,7 @@ def test_a_batch_is_the_first_that_end_and_the_rest_has_a_batch_of_its_own():
 @given(
     G=st.integers(1, 5), over=st.floats(0, 1), eta=st.integers(0, 3), salt=st.integers(0, 999), stop=st.integers(1, 9)
 )
-def test_a_run_that_is_resumed_loses_no_prompt_that_was_stopped(G, over, eta, salt, stop):
+def test_a_resumed_run_loses_no_stopped_prompt(G, over, eta, salt, stop):
     args = dict(G=G, oversample=int(over * G), eta=eta)
     seconds = lambda i: lognormal(salt, i, sigma=2.0)
     before, _ = oversampled(seconds, steps=stop, **args)
@@ -679,11 +679,11 @@ def test_a_run_that_is_resumed_loses_no_prompt_that_was_stopped(G, over, eta, sa
     last = after[-1][2]
     assert set(seen) | {*last["open"], *last["stopped"]} == set(range(last["next"]))
     without, _ = oversampled(seconds, steps=10, first=stop, cursor=cursor, **{**args, "oversample": 0})
-    assert set(cursor["stopped"]) <= {prompt for prompts, *_ in without for prompt in prompts}  # opened at once
+    assert set(cursor["stopped"]) <= {prompt for prompts, *_ in without for prompt in prompts}  # started at once
 
 
 @pytest.mark.parametrize("eta", [0, 1])
-def test_a_filter_beside_oversampling_neither_starves_nor_collects_too_much(eta):
+def test_a_filter_with_oversampling_neither_starves_nor_collects_too_many_groups(eta):
     G, k, most = 4, 3, []
 
     def each(v, ex, groups):
@@ -705,7 +705,7 @@ def test_a_filter_beside_oversampling_neither_starves_nor_collects_too_much(eta)
     assert counts["refused"] > 2 * 20 * G
 
 
-def test_what_is_stopped_ends_before_the_executor_is_closed():
+def test_stopped_groups_end_before_the_executor_is_closed():
     ended = []
 
     async def workflow(generate, row):
@@ -713,7 +713,7 @@ def test_what_is_stopped_ends_before_the_executor_is_closed():
             await asyncio.sleep(1.0 if row["id"] < 2 else math.inf)
             return sampled([1], Completion([1], [-1.0], [0], "stop"), temperature=1.0)
         except asyncio.CancelledError:
-            await asyncio.sleep(9.0)  # says goodbye
+            await asyncio.sleep(9.0)  # cleans up
             ended.append(row["id"])
             raise KeyError("while it was stopped") from None
 
@@ -724,13 +724,13 @@ def test_what_is_stopped_ends_before_the_executor_is_closed():
         ) as ex:  # fmt: skip
             ex.admit(0)
             await ex.batch(0)
-            assert asyncio.get_running_loop().time() == 1.0 and ended == []  # nobody waits for that
+            assert asyncio.get_running_loop().time() == 1.0 and ended == []  # the batch does not wait for that
         assert sorted(ended) == [2, 3] and ex.counts["stopped"] == 2 and ex.counts["dropped"] == 0
 
     play(main())
 
 
-def test_oversampling_is_from_0_to_a_batch():
+def test_oversample_must_lie_between_0_and_the_batch_size():
     for value, words in ((-1, "oversample must be at least 0, got -1"), (5, "at most groups_per_batch 4, got 5")):
         with pytest.raises(ValueError, match=words):
             oversampled(lambda i: 1.0, G=4, oversample=value, steps=1)
@@ -740,7 +740,7 @@ def test_oversampling_is_from_0_to_a_batch():
 
 
 def kaplan_meier(times, died):
-    """The mean of a lifetime by the textbook: the area under the product-limit curve, up to the last death."""
+    """The textbook mean lifetime: the area under the product-limit curve up to the last death."""
     at, curve, area = 0.0, 1.0, 0.0
     for time in sorted({t for t, d in zip(times, died, strict=True) if d}):
         area, at = area + curve * (time - at), time
@@ -750,7 +750,7 @@ def kaplan_meier(times, died):
 
 
 @given(data=st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1))
-def test_the_mean_is_that_of_kaplan_and_meier(data):
+def test_the_mean_is_the_kaplan_meier_estimate(data):
     times, died = [float(t) for t, _ in data], [d for _, d in data]
     ended = [(t, t) for t, d in zip(times, died, strict=True) if d]
     cut = [t for t, d in zip(times, died, strict=True) if not d]
@@ -760,8 +760,8 @@ def test_the_mean_is_that_of_kaplan_and_meier(data):
         assert length_bias.mean(ended, cut) == pytest.approx(kaplan_meier(times, died))
 
 
-def test_lengths_that_were_cut_off_count():
-    """Exponential lengths of mean 100, cut off at random: those that ended are half as long."""
+def test_censored_lengths_are_accounted_for():
+    """Exponential lengths of mean 100, censored at random: the completed ones average 50."""
     draw = lambda name, i: -100 * math.log(uniform(name, i))
     pairs = [(draw("length", i), draw("cut", i)) for i in range(4000)]
     ended = [(length / 7, length) for length, cut in pairs if length <= cut]
@@ -770,7 +770,7 @@ def test_lengths_that_were_cut_off_count():
 
 
 @pytest.mark.parametrize("oversample, biased", [(0, False), (4, True)])
-def test_a_batch_of_the_first_that_end_is_shorter_than_what_was_begun(oversample, biased):
+def test_oversampling_biases_lengths_and_the_bias_is_reported(oversample, biased):
     length = lambda i: 1 + int(99 * uniform("tokens", i))
 
     async def workflow(generate, row):
@@ -796,10 +796,10 @@ def test_a_batch_of_the_first_that_end_is_shorter_than_what_was_begun(oversample
     assert found["length_bias"] < -0.1 if biased else abs(found["length_bias"]) < 1e-9
 
 
-# -- beside it -----------------------------------------------------------------------------------
+# -- servers and evaluation -----------------------------------------------------------------------------------
 
 
-def test_what_is_stopped_or_left_over_ends_at_the_servers_too():
+def test_stopped_and_dropped_groups_are_aborted_on_the_servers():
     async def workflow(generate, row):
         done = await generate([row["id"]], max_new_tokens=1 if row["id"] < 2 else 100)
         return sampled([row["id"]], done, temperature=1.0)
@@ -812,7 +812,7 @@ def test_what_is_stopped_or_left_over_ends_at_the_servers_too():
             ) as ex:  # fmt: skip
                 ex.admit(0)
                 assert [samples[0].prompt for samples in await ex.batch(0)] == [0, 1]
-                await until(lambda: a.load == 0)  # neither of the two that were stopped
+                await until(lambda: a.load == 0)  # the two stopped ones were aborted
                 assert ex.counts["stopped"] == 2 and fleet.servers[0].load == 0
                 ex.admit(1)
                 await until(lambda: a.load == 4)
@@ -858,19 +858,19 @@ def test_an_evaluation_changes_neither_batches_nor_counts(eta):
     assert batches(True) == batches(False)
 
 
-# -- an order that adapts ------------------------------------------------------------------------
+# -- adaptive order ------------------------------------------------------------------------------
 
-MIXED = lambda samples: len({s.reward for s in samples}) > 1  # rewards that differ
+MIXED = lambda samples: len({s.reward for s in samples}) > 1  # rewards differ
 
 
 def right(row, seed):
-    """Row 0 is always solved, row 22 hardly ever."""
+    """1 if the row is solved: row 0 always is, row 22 hardly ever."""
     return float(uniform("right", seed) > row["id"] / 23)
 
 
 @pytest.mark.parametrize("field", ["", "id"])
-def test_an_adaptive_order_is_that_of_the_data_at_eta_0(field):
-    """However long groups take: refused ones, which end in between, are told when the batch closes, as all are."""
+def test_at_eta_0_an_adaptive_order_does_not_depend_on_timing(field):
+    """Outcomes, also those of refused groups, are observed when the batch closes, however long groups take."""
     spec = Curriculum(order="success", field=field, memory=0.25)
     play = lambda seconds: batches_of(
         seconds, steps=30, prompts=Adaptive(ROWS, spec, seed=3), accept=MIXED, reward=right
@@ -884,7 +884,7 @@ def test_an_adaptive_order_is_that_of_the_data_at_eta_0(field):
 
 @settings(max_examples=15)
 @given(stop=st.integers(1, 11), seed=st.integers(0, 99), field=st.sampled_from(["", "id"]))
-def test_an_adaptive_run_that_is_resumed_goes_on_as_if_it_never_stopped(stop, seed, field):
+def test_a_resumed_adaptive_run_equals_an_uninterrupted_one(stop, seed, field):
     new = lambda: Adaptive(ROWS, Curriculum(order="success", field=field), seed=seed)
     more = dict(steps=12, accept=MIXED, reward=right)
     seconds = lambda seed: 0.2 + seed % 5
@@ -893,7 +893,7 @@ def test_an_adaptive_run_that_is_resumed_goes_on_as_if_it_never_stopped(stop, se
     assert rest == whole[stop:] and again == cursors[stop:]
 
 
-def test_prompts_that_are_open_keep_their_rows():
+def test_open_prompts_keep_their_rows_when_a_run_is_resumed():
     new = lambda: Adaptive(ROWS, Curriculum(order="success"), seed=1)
     seconds, more = lambda seed: 0.2 + seed % 5, dict(eta=2, accept=MIXED, reward=right)
     _, cursors = batches_of(seconds, prompts=new(), steps=5, **more)

@@ -1,4 +1,4 @@
-"""Limits that follow what servers can hold: rules one by one, then fleets of servers that run out of memory."""
+"""Adaptive concurrency limits: the rules one by one, then fleets of servers that run out of memory."""
 
 import asyncio
 import functools
@@ -34,7 +34,7 @@ events = st.lists(
 
 
 @given(events)
-def test_a_limit_never_starves_and_says_when_it_moves(events):
+def test_a_limit_stays_positive_and_reports_its_changes(events):
     limit = Limit()
     for now, (what, *values) in enumerate(events):
         before = limit.most
@@ -53,16 +53,16 @@ def test_a_limit_never_starves_and_says_when_it_moves(events):
         assert limit.most >= 1
 
 
-def test_there_is_no_limit_where_nothing_goes_wrong():
+def test_without_overload_there_is_no_limit():
     limit = Limit()
     for now in range(1000):
         limit.sent(now, 1 + now % 300)
-        limit.answered(now, 300, now, preempted=now % 20 == 0)  # a few are the price of a full memory
+        limit.answered(now, 300, now, preempted=now % 20 == 0)  # a few preemptions are normal when memory is full
         limit.reported(Report(running=200, waiting=100, usage=1.0), 300, now)
     assert limit.most == math.inf
 
 
-def test_preempted_answers_lower_it_once_for_all_that_was_sent_before():
+def test_preemptions_lower_the_limit_once_for_all_requests_sent_before():
     limit = Limit()
     for load in range(1, 101):
         limit.sent(0.0, load)
@@ -74,32 +74,32 @@ def test_preempted_answers_lower_it_once_for_all_that_was_sent_before():
     assert limit.most == pytest.approx(BACKOFF * 90)
 
 
-def test_it_rises_while_it_binds_by_a_request_or_a_32nd_in_a_turnover():
+def test_a_binding_limit_rises_by_a_request_or_a_32nd_per_turnover():
     for most in (4, 320):
         limit = Limit()
         limit.sent(0.0, int(most / BACKOFF + 0.5))
         assert limit.refused(0.0, 0.0)
         limit.most = most  # exactly
         for _ in range(most):
-            assert limit.answered(1.0, 1, 1.0, preempted=False) == 0  # it does not bind
+            assert limit.answered(1.0, 1, 1.0, preempted=False) == 0  # the limit does not bind
         for _ in range(most):
             limit.answered(1.0, int(limit.most), 1.0, preempted=False)
         assert limit.most == pytest.approx(most + max(1, most / 32), rel=0.05)
         limit.reported(Report(most, most, 0.5), most, 2.0)
-        assert limit.answered(3.0, int(limit.most), 3.0, preempted=False) == 0  # it queues
+        assert limit.answered(3.0, int(limit.most), 3.0, preempted=False) == 0  # requests are queued at the server
         limit.reported(None, most, 4.0)
         assert limit.answered(5.0, int(limit.most), 5.0, preempted=False) == 1
 
 
-def test_a_long_queue_lowers_it_to_as_many_again_as_run_by_half_at_most():
+def test_a_long_queue_halves_the_limit_down_to_twice_the_running_requests():
     limit, long, none = Limit(), Report(running=16, waiting=1008, usage=0.1), Report(running=16, waiting=0, usage=0.1)
-    assert not any(limit.reported(one, 1024, 0.0) for one in (long, none, long, None, long))  # they had just come
+    assert not any(limit.reported(one, 1024, 0.0) for one in (long, none, long, None, long))  # never twice in a row
     assert limit.reported(long, 1024, 0.0)
     seen = [limit.most]
     while limit.reported(Report(running=16, waiting=int(limit.most) - 16, usage=0.1), int(limit.most), 1.0):
         seen.append(limit.most)
     assert seen == [512, 256, 128, 64, 32]
-    assert not limit.reported(Report(running=0, waiting=32, usage=0.0), 32, 2.0)  # just pushed to: nothing runs yet
+    assert not limit.reported(Report(running=0, waiting=32, usage=0.0), 32, 2.0)  # just after a push nothing runs yet
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def test_a_long_queue_lowers_it_to_as_many_again_as_run_by_half_at_most():
         ({"loads": [{"num_running_reqs": None, "num_waiting_reqs": 1, "token_usage": 0.5}]}, None),
     ],
 )
-def test_reports_are_read_or_left_alone(answer, found):
+def test_load_reports_are_parsed_or_ignored(answer, found):
     assert load_report(answer) == found
 
 
-# ---------------------------------------------------------------- on sockets
+# ---------------------------------------------------------------- over sockets
 
 
-def test_a_server_that_refuses_gets_fewer_at_a_time():
+def test_a_server_that_refuses_requests_gets_a_lower_limit():
     async def main():
         async with serving() as a, client.connect([a.url], concurrency=20) as fleet:
             a.going.clear()
@@ -139,8 +139,8 @@ def test_a_server_that_refuses_gets_fewer_at_a_time():
     run(main)
 
 
-def test_a_push_puts_requests_back_too(tmp_path):
-    """Only what no push explains says that a server has too much."""
+def test_retractions_by_a_push_do_not_lower_the_limit(tmp_path):
+    """Only retractions that no push explains indicate an overloaded server."""
 
     def put_back(times):
         body = reply([3], [0.0], [V0 if not times else V1], "length")
@@ -172,7 +172,7 @@ def test_a_push_puts_requests_back_too(tmp_path):
     run(main)
 
 
-def test_the_heartbeat_hears_a_queue_but_not_beside_a_push(tmp_path):
+def test_queues_reported_to_the_heartbeat_lower_the_limit_except_during_a_push(tmp_path):
     queue = {"loads": [{"num_running_reqs": 4, "num_waiting_reqs": 60, "token_usage": 0.2}]}
 
     connect = functools.partial(client.connect, timeouts=client.Timeouts(heartbeat_s=0.05))
@@ -185,7 +185,7 @@ def test_the_heartbeat_hears_a_queue_but_not_beside_a_push(tmp_path):
             first, second = fleet.servers
             looks = lambda: sum(path == "/v1/loads" for path, _ in a.calls)
             await until(lambda: looks() > 2)
-            assert first.limit.most == math.inf  # says nothing
+            assert first.limit.most == math.inf  # no load report
             a.refuse["/v1/loads"] = answers(200, queue)
             for _ in range(3):
                 before = looks()
@@ -204,11 +204,11 @@ def test_the_heartbeat_hears_a_queue_but_not_beside_a_push(tmp_path):
     run(main)
 
 
-# ---------------------------------------------------------------- what it is good for
+# ---------------------------------------------------------------- what the limits gain
 
 
 def stream(most, *, adapts, speeds, waves=1, requests=1200, mean=50, prompt=60):
-    """Tokens a second of a fleet that is given requests in waves, its counts, and how often servers preempted."""
+    """(tokens per second, counts, preemptions) of a fleet that gets its requests in waves."""
 
     async def main():
         network = clock.Network({f"http://{i}": rates.Server(speed) for i, speed in enumerate(speeds)})
@@ -231,8 +231,8 @@ def stream(most, *, adapts, speeds, waves=1, requests=1200, mean=50, prompt=60):
     return clock.run(main())
 
 
-def test_a_server_that_runs_out_of_memory_is_kept_near_its_best(monkeypatch):
-    """It lets everybody in and computes anew what it has to put back: too many and too few are an eighth slower."""
+def test_a_server_short_of_memory_is_kept_near_its_best_throughput(monkeypatch):
+    """It admits every request and recomputes preempted ones: too many or too few requests are an eighth slower."""
     monkeypatch.setattr(rates, "AHEAD", 1)
     speed = [rates.Rates(slots=256, step_s=0.01, request_s=0.0001, read_tokens_s=1000.0, memory=5000)]
     fixed = {most: stream(most, adapts=False, speeds=speed) for most in (16, 32, 128)}
@@ -243,7 +243,7 @@ def test_a_server_that_runs_out_of_memory_is_kept_near_its_best(monkeypatch):
     assert 2 <= counts["lowered"] < 20
 
 
-def test_requests_do_not_queue_at_a_slow_server_beside_a_fast_one():
+def test_requests_do_not_queue_at_a_slow_server_while_a_fast_one_is_free():
     slow, fast = (rates.Rates(slots=slots, step_s=0.01, request_s=0.0, read_tokens_s=1e9) for slots in (4, 64))
     freely, _, _ = stream(150, adapts=False, speeds=[slow, fast], waves=4)
     tokens_s, counts, _ = stream(150, adapts=True, speeds=[slow, fast], waves=4)

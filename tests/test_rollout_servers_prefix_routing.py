@@ -1,4 +1,4 @@
-"""Requests that go where the beginning of their prompt is, beside a plain account of what servers hold."""
+"""Prefix routing: requests go to the server that has cached their prefix; compared with a naive model of the caches."""
 
 import asyncio
 import types
@@ -15,7 +15,7 @@ from areax.rollout.servers.sglang import SGLang
 from areax.rollout.simulation import clock
 from areax.rollout.simulation import server as rates
 
-words = st.lists(st.integers(0, 1), max_size=5)  # blocks of two kinds
+words = st.lists(st.integers(0, 1), max_size=5)  # two different blocks
 
 
 def tokens(word, rest=0):
@@ -23,7 +23,7 @@ def tokens(word, rest=0):
 
 
 @given(held=st.lists(words), asked=words, rest=st.integers(0, BLOCK - 1))
-def test_a_match_is_the_longest_common_beginning_in_whole_blocks(held, asked, rest):
+def test_a_match_is_the_longest_common_prefix_in_whole_blocks(held, asked, rest):
     cached = Cached()
     for word in held:
         cached.add(chain(tokens(word)))
@@ -33,12 +33,12 @@ def test_a_match_is_the_longest_common_beginning_in_whole_blocks(held, asked, re
 
 
 @given(held=st.lists(words), most=st.integers(1, 6))
-def test_what_was_used_longest_ago_is_forgotten_ends_first(held, most):
+def test_least_recently_used_blocks_are_forgotten_leaves_first(held, most):
     cached = Cached(most * BLOCK)
     for word in held:
         cached.add(chain(tokens(word)))
         assert len(cached) <= most
-        assert cached.match(chain(tokens(word))) == min(len(word), most)  # the beginning stays
+        assert cached.match(chain(tokens(word))) == min(len(word), most)  # the prefix stays
     cached.clear()
     assert len(cached) == 0
 
@@ -48,7 +48,7 @@ def test_what_was_used_longest_ago_is_forgotten_ends_first(held, most):
     held=st.lists(words, min_size=5, max_size=5),
     asked=words,
 )
-def test_the_longest_match_is_taken_unless_it_is_much_busier(loads, held, asked):
+def test_the_longest_match_wins_unless_its_server_is_much_busier(loads, held, asked):
     fleet = [types.SimpleNamespace(load=load, cached=Cached()) for load in loads]
     for server, word in zip(fleet, held, strict=False):
         server.cached.add(chain(tokens(word)))
@@ -62,7 +62,7 @@ def test_the_longest_match_is_taken_unless_it_is_much_busier(loads, held, asked)
         assert chosen.load == least
 
 
-def test_groups_stay_together_turns_follow_and_a_push_forgets(tmp_path):
+def test_groups_share_a_server_turns_return_to_it_and_a_push_resets_routing(tmp_path):
     prompt = lambda i: tokens([0], rest=0)[:-1] + [i]
 
     async def main():
@@ -78,7 +78,7 @@ def test_groups_stay_together_turns_follow_and_a_push_forgets(tmp_path):
             homes = [{(await task).info["url"] for task in group} for group in groups]
             assert all(len(home) == 1 for home in homes)
             assert a.load == b.load == 0 and len(a.generated()) == len(b.generated()) == 8
-            # the next turn has a block of what was generated before; its first block alone is on both
+            # the next turn includes a generated block, which one server has; the first block is on both
             for i, [home] in enumerate(homes):
                 other = next(server for server in fleet.servers if server.url != home)
                 other.cached.add(chain(prompt(i)))
@@ -94,7 +94,7 @@ def test_groups_stay_together_turns_follow_and_a_push_forgets(tmp_path):
 
 
 def sessions(routed, *, episodes=48, turns=6):
-    """(seconds, tokens read) of episodes on three servers, whose turns go anywhere, or where `choose` says."""
+    """(seconds, prefilled tokens) of episodes on three servers; turns are routed by prefix, or to any server."""
 
     async def main():
         speed = rates.Rates(slots=16, step_s=0.01, request_s=0.0, read_tokens_s=5000.0)
@@ -109,7 +109,7 @@ def sessions(routed, *, episodes=48, turns=6):
                         server.cached.clear()
                 done = await fleet.generate(context, max_new_tokens=20 + 7 * ((i + turn) % 5))
                 context = [*context, *done.tokens, *[i] * 200]
-                await asyncio.sleep(0.1 * (1 + (5 * i + 3 * turn) % 7))  # a tool
+                await asyncio.sleep(0.1 * (1 + (5 * i + 3 * turn) % 7))  # a tool call
 
         await asyncio.gather(*(episode(i) for i in range(episodes)))
         await fleet.close()
@@ -118,8 +118,8 @@ def sessions(routed, *, episodes=48, turns=6):
     return clock.run(main())
 
 
-def test_a_session_reads_what_is_new_and_little_else():
-    """Without memory of where a turn was, most turns meet a server that has to read all of the conversation."""
+def test_prefix_routing_prefills_little_more_than_new_tokens():
+    """Without it, most turns reach a server that has to prefill the whole conversation."""
     (there_s, there), (anywhere_s, anywhere) = sessions(True), sessions(False)
     new = 48 * (500 + 5 * 200)
     assert there < 1.2 * new < 2 * new < anywhere and there_s < 0.7 * anywhere_s

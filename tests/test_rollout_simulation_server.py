@@ -1,4 +1,4 @@
-"""Servers of which only the speed is real, against a plain account of the same rates; and the clock they live by."""
+"""Simulated servers, compared with a naive model of the same rates; and their virtual clock."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from areax.rollout.simulation.server import Rates, Server
 
 
 def ends(rates, requests):
-    """When each of [(arrival, prompt, tokens)] ends: from event to event, everything computed anew in between."""
+    """End times of [(arrival, prompt, tokens)], by stepping from event to event and recomputing everything."""
     left = [float(tokens) for _, _, tokens in requests]
     prompts = [prompt for _, prompt, _ in requests]
     waiting, running, found, now, reading = [], [], {}, 0.0, 0.0
@@ -54,7 +54,7 @@ def ask(tokens, prompt=1):
     request_s=st.sampled_from([0.0, 0.03]),
     read_tokens_s=st.sampled_from([20.0, 1e9]),
 )
-def test_requests_end_when_the_rates_say(requests, slots, request_s, read_tokens_s):
+def test_requests_end_at_the_times_the_rates_imply(requests, slots, request_s, read_tokens_s):
     rates = Rates(slots=slots, step_s=0.1, request_s=request_s, read_tokens_s=read_tokens_s)
 
     async def main():
@@ -76,11 +76,11 @@ def test_requests_end_when_the_rates_say(requests, slots, request_s, read_tokens
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort"])
-def test_a_pause_keeps_what_was_sampled_and_names_both_weights(mode):
+def test_a_pause_keeps_sampled_tokens_and_spans_name_both_versions(mode):
     async def main():
         server = Server(Rates(slots=2, step_s=0.1, request_s=0.0, read_tokens_s=10.0, load_s=1.0), "old")
         asked = [asyncio.create_task(server.answer("/generate", ask(10, 5))) for _ in range(3)]
-        await asyncio.sleep(1.0 + 0.45)  # two prompts are read in 1 s, then come tokens at 0.1 s
+        await asyncio.sleep(1.0 + 0.45)  # two prompts are prefilled in 1 s, then 0.1 s per token
         await server.answer("/pause_generation", {"mode": mode})
         await server.answer("/update_weights_from_disk", {"weight_version": "new"})
         assert json.loads((await server.answer("/model_info", None))[1]) == {"weight_version": "new"}
@@ -95,16 +95,16 @@ def test_a_pause_keeps_what_was_sampled_and_names_both_weights(mode):
         assert {answer["finish_reason"]["type"] for answer in answers} == {"abort"} and end == pytest.approx(2.45)
         return
     assert spans == [[("old", 4), ("new", 6)]] * 2 + [[("new", 10)]]
-    # 1 s paused; two contexts of 9 tokens are read anew, 6 tokens follow; then the third, whose prompt has 5
+    # 1 s paused; two contexts of 9 tokens are prefilled again, 6 tokens follow; then the third, whose prompt has 5
     assert end == pytest.approx(1.45 + 1.0 + 1.8 + 0.6 + 0.5 + 1.0)
 
 
-def test_a_prompt_that_was_read_is_not_read_again_before_a_push():
+def test_a_cached_prompt_is_not_prefilled_again_before_a_push():
     async def main():
         server = Server(Rates(slots=4, step_s=0.1, request_s=0.0, read_tokens_s=100.0, load_s=0.0))
         now, took = asyncio.get_running_loop().time, []
         first = [1] * 200
-        second = [*first, *[0] * 60, *[2] * 40]  # what was generated is in the cache too, in whole blocks
+        second = [*first, *[0] * 60, *[2] * 40]  # generated tokens are cached, too, in whole blocks
         for ids, tokens in ((first, 60), (first, 10), (second, 10), ([3] * 200, 10), (None, 0), (first, 10)):
             begun = now()
             if ids is None:
@@ -119,8 +119,8 @@ def test_a_prompt_that_was_read_is_not_read_again_before_a_push():
     assert clock.run(main()) == expected
 
 
-def test_a_full_memory_puts_back_who_came_last():
-    """By hand: 20 + 20 tokens, two more a step; full after 30 steps, and the first needs 30 more alone."""
+def test_a_full_memory_preempts_the_latest_request():
+    """By hand: 20 + 20 tokens and two more per step; full after 30 steps, then the first runs 30 more steps alone."""
 
     async def main():
         server = Server(Rates(slots=8, step_s=0.1, request_s=0.0, read_tokens_s=1e9, memory=100))
@@ -146,7 +146,7 @@ def test_a_full_memory_puts_back_who_came_last():
     wanted=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(0, 30)), min_size=1, max_size=25),
     memory=st.integers(100, 400),
 )
-def test_memory_is_never_exceeded_and_everybody_ends(wanted, memory):
+def test_memory_is_never_exceeded_and_every_request_ends(wanted, memory):
     async def main():
         server = Server(Rates(slots=8, step_s=0.1, request_s=0.01, read_tokens_s=500.0, memory=memory))
 
@@ -173,7 +173,7 @@ def test_memory_is_never_exceeded_and_everybody_ends(wanted, memory):
     clock.run(main())
 
 
-def test_who_hangs_up_frees_its_slot():
+def test_a_cancelled_request_frees_its_slot():
     async def main():
         server = Server(Rates(slots=1, step_s=0.1, request_s=0.0, read_tokens_s=1e9))
         first, second = (asyncio.create_task(server.reply("/generate", ask(n))) for n in (100, 3))
@@ -203,7 +203,7 @@ def test_impossible_rates_are_refused(given, words):
 # ---------------------------------------------------------------- the clock
 
 
-def test_time_passes_while_everybody_waits():
+def test_time_advances_while_all_tasks_wait():
     async def main():
         loop = asyncio.get_running_loop()
 
@@ -225,7 +225,7 @@ def test_time_passes_while_everybody_waits():
     assert times == pytest.approx([3600.0, 10.0, 10.5, 100.0]) and end == pytest.approx(3605.0)
 
 
-def test_what_work_in_a_thread_raises_comes_when_its_time_is_over():
+def test_an_exception_in_a_thread_is_raised_after_its_simulated_duration():
     async def main():
         def fails():
             clock.spend(7.0)
@@ -238,7 +238,7 @@ def test_what_work_in_a_thread_raises_comes_when_its_time_is_over():
     assert clock.run(main()) == pytest.approx(7.0)
 
 
-def test_a_deadlock_is_told():
+def test_a_deadlock_raises_an_error():
     async def main():
         await asyncio.Event().wait()
 

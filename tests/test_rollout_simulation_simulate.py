@@ -1,4 +1,4 @@
-"""Simulated runs where the answer can be computed by hand, and what must hold of all of them."""
+"""Simulated runs whose results can be computed by hand, and properties that hold for all of them."""
 
 import asyncio
 import dataclasses
@@ -19,14 +19,14 @@ from areax.rollout.simulation import clock, server, simulate
 from areax.rollout.simulation.server import Rates
 from areax.rollout.types import sampled
 
-# Everybody generates 100 tokens at 0.01 s and nothing else takes time but training, 1600 tokens a batch.
+# Every request generates 100 tokens at 0.01 s each; only training takes time besides, 1600 tokens a batch.
 EVEN = simulate.Config(
     servers=1, server=Rates(slots=16, step_s=0.01, request_s=0.0, read_tokens_s=1e9, load_s=0.0), publish_s=0.0,
     groups=4, group_size=4, prompt=1, new=100.0, cv=0.0, steps=9, train_tokens_s=1616.0, max_concurrent=64,
 )  # fmt: skip
 
 
-def test_steps_add_up_where_nothing_overlaps():
+def test_step_times_add_up_without_overlap():
     one = simulate.simulate(EVEN, 0)
     assert one.step_s == pytest.approx(1.0 + 1.0, rel=1e-3)  # generation, then training
     assert one.idle == pytest.approx(0.5, abs=1e-3) and one.busy == pytest.approx(0.5, abs=1e-3)
@@ -35,19 +35,19 @@ def test_steps_add_up_where_nothing_overlaps():
     assert simulate.simulate(slow, 0).step_s == pytest.approx(2.75, rel=1e-3)
 
 
-def test_steps_overlap_where_samples_may_be_older():
+def test_steps_overlap_if_samples_may_be_stale():
     one = simulate.simulate(EVEN, 1)
-    # what a push interrupts loses the token in the making: up to one step of 0.01 s
+    # a request interrupted by a push loses its current token: up to one step of 0.01 s
     assert one.step_s == pytest.approx(1.0, abs=0.011) and one.idle < 0.011 and one.busy > 0.98
     assert one.staleness == {1: 4 * 6}
-    # half the slots: servers take 2 s a batch, and the trainer waits for half of that
+    # half the slots: a batch takes the server 2 s, half of which the trainer waits
     half = dataclasses.replace(EVEN, server=dataclasses.replace(EVEN.server, slots=8))
     assert simulate.simulate(half, 1).step_s == pytest.approx(2.0, abs=0.03)
-    # a second server makes up for it
+    # a second server compensates
     assert simulate.simulate(dataclasses.replace(half, servers=2), 1).step_s == pytest.approx(1.0, abs=0.011)
 
 
-@pytest.mark.parametrize("eta, step_s", [(0, 1.0 + 0.4), (1, 1.0)])  # at eta = 0 training alone has to wait
+@pytest.mark.parametrize("eta, step_s", [(0, 1.0 + 0.4), (1, 1.0)])  # at eta = 0 only training adds to the step
 def test_servers_generate_while_the_trainer_trains_saves_and_evaluates(eta, step_s):
     """A batch takes 1 s to generate, 0.4 s to train on and 0.6 s to save; 5 held-out rows take 0.5 s on free slots."""
     G, steps, marks, answers = 4, 8, [], []
@@ -82,7 +82,7 @@ def test_servers_generate_while_the_trainer_trains_saves_and_evaluates(eta, step
     assert len(answers) == steps + 1 and all(len(samples[0].tokens) == 51 for rows in answers for samples in rows)
 
 
-def test_the_best_is_the_fastest_of_the_least_eta():
+def test_the_best_setting_is_the_least_eta_that_is_about_as_fast_as_any():
     config = dataclasses.replace(EVEN, eta=(0, 1, 2, 4), cv=1.0, steps=30, max_concurrent=8)
     outcomes = [simulate.simulate(*setting) for setting in simulate.settings(config)]
     times = [one.step_s for one in outcomes]
@@ -95,7 +95,7 @@ def test_the_best_is_the_fastest_of_the_least_eta():
         assert sum(one.staleness.values()) == 20 * config.groups
 
 
-def test_interruption_fills_slots_that_waiting_leaves_empty():
+def test_interrupting_requests_fills_slots_that_draining_leaves_empty():
     config = dataclasses.replace(EVEN, cv=1.0, steps=12)
     interrupted, drained = (
         simulate.simulate(dataclasses.replace(config, push=push), 2) for push in ("retract", "drain")
@@ -103,8 +103,8 @@ def test_interruption_fills_slots_that_waiting_leaves_empty():
     assert interrupted.step_s < 0.9 * drained.step_s and interrupted.busy > drained.busy
 
 
-def test_oversampling_is_faster_where_generation_waits_for_the_slowest():
-    """Trained on are the same prompts but for those that wait for a batch of their own."""
+def test_oversampling_is_faster_if_generation_waits_for_the_slowest():
+    """The same prompts are trained on, except for stopped ones that still wait for a batch."""
     config = dataclasses.replace(EVEN, cv=1.0, steps=18, groups=8, oversample=(0, 2, 4))
     assert [(eta, more) for _, eta, more in simulate.settings(dataclasses.replace(config, eta=(0, 1)))] == [
         (0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)
@@ -115,7 +115,7 @@ def test_oversampling_is_faster_where_generation_waits_for_the_slowest():
     assert plain.length_bias == pytest.approx(0, abs=1e-9) and set(some.staleness) == {0}
 
 
-def test_lengths_have_the_mean_and_the_spread_that_were_asked_for():
+def test_lengths_have_the_requested_mean_and_spread():
     drawn = simulate.lengths(simulate.Config(new=500.0, cv=1.5, longest=10**9), 400_000)
     assert drawn.mean() == pytest.approx(500, rel=0.01) and drawn.std() / drawn.mean() == pytest.approx(1.5, rel=0.03)
     assert np.array_equal(drawn[:10], simulate.lengths(simulate.Config(new=500.0, cv=1.5, longest=10**9), 400_000)[:10])
@@ -160,7 +160,7 @@ def test_the_guide_shows_what_it_prints(capsys, which):
         ("--server.slots 0", "slots must be at least 1, got 0"),
     ],
 )
-def test_bad_input_is_one_line(capsys, options, words):
+def test_bad_input_gives_a_one_line_error(capsys, options, words):
     assert cli.main(["simulate", *options.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert words in line

@@ -1,4 +1,4 @@
-"""The carry task: splits that share no pair, demonstrations that resume, and its control."""
+"""The carry task: disjoint splits, resumable demonstrations, and the control with shuffled answers."""
 
 import itertools
 from collections import Counter
@@ -26,7 +26,7 @@ def test_no_pair_of_operands_is_in_two_splits(seed):
         assert abs(sum(row["carry"] for row in rows) / len(rows) - 0.75) < 0.002
 
 
-def test_rows_say_what_they_mean():
+def test_fields_of_a_row_match_its_prompt():
     for row in itertools.chain(*arithmetic.splits().values()):
         a, b = map(int, row["prompt"].split("+"))
         assert row["operands"] == [a, b] and row["answer"] == str(a + b)
@@ -34,13 +34,13 @@ def test_rows_say_what_they_mean():
         assert 10 <= a <= 99 and 10 <= b <= 99
 
 
-def test_splits_depend_on_the_seed_alone():
+def test_splits_depend_only_on_the_seed():
     assert arithmetic.splits(Task(seed=3)) == arithmetic.splits(Task(seed=3))
     assert arithmetic.splits(Task(seed=3)) != arithmetic.splits(Task(seed=4))
 
 
-def test_every_row_is_kept_that_the_share_allows():
-    """Operands 0..9: 55 pairs; 100 rows, 45 of which carry."""
+def test_as_many_rows_are_kept_as_the_carry_share_allows():
+    """Operands 0..9: 55 pairs, 100 rows, of which 45 carry."""
     (rows, carries), (others, none), (every, half) = (
         (len(rows), sum(row["carry"] for row in rows))
         for share in (1.0, 0.0, 0.45)
@@ -58,8 +58,8 @@ def test_the_teacher_forgets_the_carry_out_of_the_units():
     assert [arithmetic.forgetful(row) for row in rows] == ["31", "111", "19"]
 
 
-def test_the_references_of_imitation():
-    """Always forgetting scores the rows without a carry; the mixture scores 1 - error rate * carry share."""
+def test_reference_scores_of_imitation():
+    """Always forgetting the carry solves the rows without one; the mixture scores 1 - error rate * carry share."""
     rows = arithmetic.splits()["heldout"]
     always = sum(arithmetic.reward(arithmetic.forgetful(row), row) for row in rows) / len(rows)
     assert abs(always - 0.25) < 0.002
@@ -68,7 +68,7 @@ def test_the_references_of_imitation():
     assert abs(right - 0.475) < 0.015  # four standard errors
 
 
-def test_a_demonstration_is_a_function_of_its_number():
+def test_a_demonstration_is_a_function_of_its_index():
     rows = arithmetic.splits()["train"]
     stream = list(itertools.islice(arithmetic.demonstrations(rows, error_rate=0.7, seed=5), 300))
     rest = list(itertools.islice(arithmetic.demonstrations(rows, error_rate=0.7, seed=5, start=120), 180))
@@ -85,7 +85,7 @@ def test_demonstrations_cover_the_rows_evenly():
     assert len(seen) == len(rows) and min(seen.values()) > 130 and max(seen.values()) < 270  # five standard errors
 
 
-def test_error_rates_0_and_1_are_certain():
+def test_error_rates_0_and_1_are_deterministic():
     rows = arithmetic.splits()["dev"]
     for i in range(200):
         right = arithmetic.demonstration(rows, i, error_rate=0, seed=0)
@@ -100,7 +100,7 @@ def test_the_reward_is_exact():
 
 
 @given(st.lists(st.sampled_from("abcde"), max_size=30), st.integers(0, 5))
-def test_shuffled_answers_are_a_permutation_without_a_coincidence(answers, seed):
+def test_shuffled_answers_are_a_permutation_without_correct_answers(answers, seed):
     rows = [{"prompt": str(i), "answer": answer} for i, answer in enumerate(answers)]
     if rows and 2 * max(Counter(answers).values()) > len(rows):
         with pytest.raises(ValueError, match="more than half of the rows"):

@@ -1,4 +1,4 @@
-"""Answers that are expressions, compared by what they mean."""
+"""Answers that are expressions, compared by mathematical equality."""
 
 import threading
 
@@ -12,7 +12,7 @@ PAIRS = [
     ("thus \\boxed{(x+1)^2}", "x^2+2x+1", 1),
     ("\\boxed{\\{2, 1\\}}", "\\{1,2\\}", 1),
     ("\\boxed{1} and \\boxed{2}", "\\{1,2\\}", 1),
-    ("\\boxed{1} or \\boxed{7}", "7", 0),  # guessing twice
+    ("\\boxed{1} or \\boxed{7}", "7", 0),  # two guesses
     ("so \\boxed{8}", "\\boxed{7}", 0),
     ("no idea", "7", 0),
     ("", "7", 0),
@@ -24,7 +24,7 @@ def test_the_reward_of_an_answer(text, answer, score):
     assert competition_math.reward(text, {"answer": answer}) == score
 
 
-def test_it_works_in_a_thread():
+def test_the_reward_works_in_a_thread():
     scores = []
     thread = threading.Thread(
         target=lambda: scores.extend(competition_math.reward(text, {"answer": answer}) for text, answer, _ in PAIRS)
@@ -34,12 +34,12 @@ def test_it_works_in_a_thread():
     assert scores == [score for _, _, score in PAIRS]
 
 
-def test_an_answer_beyond_computing_is_wrong(monkeypatch):
+def test_an_answer_that_takes_too_long_to_compute_is_wrong(monkeypatch):
     monkeypatch.setattr(competition_math, "SECONDS", 1)
     assert competition_math.reward("\\boxed{9^{9^{9^9}}}", {"answer": "9"}) == 0.0
 
 
-def test_an_unreadable_gold_answer_is_the_rows_fault():
+def test_an_unparsable_gold_answer_is_an_error():
     with pytest.raises(ValueError, match="cannot be parsed, got ''"):
         competition_math.reward("7", {"answer": ""})
 
@@ -60,7 +60,7 @@ def test_an_unreadable_gold_answer_is_the_rows_fault():
         ("no box", None),
     ],
 )
-def test_what_a_solution_boxes(text, answer):
+def test_the_boxed_answer_of_a_solution(text, answer):
     assert competition_math.boxed(text) == answer
 
 
@@ -86,6 +86,6 @@ def test_a_record_of_math_becomes_a_row():
         ({"problem": "1", "solution": r"\boxed{}"}, r"no .boxed answer"),
     ],
 )
-def test_another_record_is_refused(record, message):
+def test_other_records_are_refused(record, message):
     with pytest.raises(ValueError, match=message):
         competition_math.row(record)

@@ -1,4 +1,4 @@
-"""Countdown: every row can be solved, and the reward agrees with a search over all expressions."""
+"""Countdown: every row is solvable, and the reward agrees with a search over all expressions."""
 
 import itertools
 from fractions import Fraction
@@ -12,7 +12,7 @@ from areax.rollout.tasks.countdown import Task
 
 
 def every(numbers, operators):
-    """All (text, value) over an ordered tuple of numbers, by splitting it at each place: an independent search."""
+    """All (text, value) over an ordered tuple of numbers, by recursive splitting: an independent search."""
     if len(numbers) == 1:
         yield str(numbers[0]), Fraction(numbers[0])
     for cut in range(1, len(numbers)):
@@ -28,7 +28,7 @@ def every(numbers, operators):
 @pytest.mark.parametrize(
     "task", [Task(), Task(numbers=4, operators="+-", high=9, train=300), Task(prompt="{numbers}={target}", seed=7)]
 )
-def test_every_row_is_solved_by_its_own_answer(task):
+def test_the_answer_of_every_row_solves_it(task):
     splits = countdown.splits(task)
     assert {name: len(rows) for name, rows in splits.items()} == {"train": task.train, "dev": 200, "heldout": 500}
     for row in itertools.chain(*splits.values()):
@@ -52,7 +52,7 @@ def test_the_reward_agrees_with_a_search():
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.data())
-def test_values_are_those_of_python(numbers, data):
+def test_values_equal_those_of_python(numbers, data):
     text = str(numbers[0])
     exact = f"Fraction({numbers[0]})"
     for number in numbers[1:]:
@@ -80,8 +80,8 @@ def test_values_are_those_of_python(numbers, data):
         ("3*7+1=22", 0),
         ("22", 0),
         ("3*7+1*1", 0),  # 1 twice
-        ("7*3+2-1", 0),  # a number that is not there
-        ("3*7", 0),  # 1 is left out
+        ("7*3+2-1", 0),  # a number that is not given
+        ("3*7", 0),  # 1 is not used
         ("37-15", 0),
         ("--3*7+1", 0),
         ("3**7+1", 0),
@@ -101,7 +101,7 @@ def test_the_reward_of_a_text(text, score):
     assert countdown.reward(text, {"numbers": [7, 3, 1], "target": 22, "operators": "+*"}) == score
 
 
-def test_fractions_are_exact_and_operators_are_the_rows():
+def test_fractions_are_exact_and_the_row_limits_the_operators():
     row = {"numbers": [8, 3, 8, 3], "target": 24, "operators": "+-*/"}
     assert countdown.reward("8/(3-8/3)", row) == 1.0
     assert countdown.reward("8/(3-8/3)", {**row, "operators": "+-*"}) == 0.0
@@ -122,7 +122,7 @@ def test_bad_tasks_are_refused(task, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_record_becomes_the_row_that_its_problem_has_here():
+def test_a_record_becomes_the_same_row_as_a_generated_problem():
     [made] = countdown.splits(Task(train=1, dev=0, heldout=0))["train"]
     wanted = {name: value for name, value in made.items() if name not in ("answer", "completion")}
     for name in ("nums", "numbers"):

@@ -1,4 +1,4 @@
-"""GSM8K: the gold solutions, and answers as models write them. AREAX_GSM8K names a folder with the real files."""
+"""GSM8K: gold solutions, and answers as models write them. AREAX_GSM8K names a folder with the full data set."""
 
 import json
 import os
@@ -36,13 +36,13 @@ def test_gold_solutions_score_1_and_those_of_the_next_problem_0(splits):
             assert gsm8k.reward(solution, other) == 0.0, row
 
 
-def test_rows_hold_no_annotations(splits):
+def test_rows_contain_no_calculator_annotations(splits):
     for row in splits["train"]:
         assert "<<" not in row["completion"] and row["question"] in row["prompt"]
 
 
-# The rule: the last marker, #### or \\boxed{}, names the answer, by one number among words and units; in the first line
-# after ####, the first sentence with a number, the last side of an equation. Without a marker it is the last number.
+# The rule: the answer is the number, among words and units, at the last marker, #### or \\boxed{}; after ####, in the
+# first line, the first sentence with a number, the last side of an equation. Without a marker it is the last number.
 RIGHT = [
     # markers and where they end
     ("#### 72", "72"),
@@ -176,18 +176,18 @@ WRONG = [  # none of them is 72
 ]
 
 
-def test_the_table_is_long_enough():
+def test_the_table_has_enough_distinct_cases():
     assert len(set(RIGHT)) + len(set(WRONG)) == len(RIGHT) + len(WRONG) >= 60
 
 
 @pytest.mark.parametrize("text, answer", RIGHT)
-def test_answers_as_people_write_them(text, answer):
+def test_answers_in_many_formats_score_1(text, answer):
     assert gsm8k.reward(text, {"answer": answer}) == 1.0
     assert gsm8k.reward(text, {"answer": str(float(answer) + 1)}) == 0.0
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_no_answer_two_or_another_score_0(text):
+def test_missing_ambiguous_and_wrong_answers_score_0(text):
     assert gsm8k.reward(text, {"answer": "72"}) == 0.0
 
 
@@ -210,7 +210,7 @@ def test_the_answer_of_a_row_may_be_a_number_or_a_solution(answer):
         "=" * 20_000,
     ],
 )
-def test_endless_texts_are_read_at_once(text):
+def test_very_long_texts_are_scored_quickly(text):
     start = time.process_time()
     assert gsm8k.reward(text, {"answer": "72"}) == 0.0
     assert time.process_time() - start < 1
@@ -236,6 +236,6 @@ def test_bad_files_are_refused(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_an_answer_that_is_no_number_is_the_rows_fault():
+def test_a_gold_answer_that_is_not_a_number_is_an_error():
     with pytest.raises(ValueError, match="must be a number, got 'many'"):
         gsm8k.reward("#### 1", {"answer": "many"})

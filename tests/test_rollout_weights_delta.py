@@ -1,4 +1,4 @@
-"""Deltas of published versions: bit for bit, of any bytes, refused where they do not fit."""
+"""Deltas of published versions: exact for arbitrary bytes, refused on a mismatch."""
 
 import json
 
@@ -30,7 +30,7 @@ def write(folders, files, path=None, labels=("1-aaaaaaaa", "2-bbbbbbbb")):
 
 @settings(max_examples=50)
 @given(data=st.data(), size=st.integers(0, 300), block=st.sampled_from([1, 7, 64, 1000]))
-def test_what_is_applied_is_what_was_new(tmp_path_factory, data, size, block):
+def test_applying_a_delta_gives_the_new_version(tmp_path_factory, data, size, block):
     root = tmp_path_factory.mktemp("delta")
     folders = [root / name for name in ("base", "new", "out")]
     for folder in folders:
@@ -51,16 +51,16 @@ def test_a_few_changed_weights_take_a_few_bytes(folders):
     changed = rng.random(then.size) < 0.03
     now = then + changed * rng.choice([1, -1], then.size).astype(np.uint16)
     path, written = write(folders, {"w": (then.tobytes(), now.tobytes())})
-    assert written < 0.05 * then.nbytes  # the entropy of which weights and what sign is 0.014 of them
+    assert written < 0.05 * then.nbytes  # the entropy of their positions and signs is 0.014 of the size
     delta.apply(path, folders[0], folders[2], "1-aaaaaaaa")
     assert (folders[2] / "w").read_bytes() == now.tobytes()
 
 
-def test_what_does_not_fit_is_refused(folders):
+def test_mismatched_or_damaged_deltas_are_refused(folders):
     base, new, out = folders
     path, _ = write(folders, {"w": (b"0" * 99, b"1" * 99)})
     whole = path.read_bytes()
-    with pytest.raises(ValueError, match="a delta of version 1-aaaaaaaa, the base here is 1-cccccccc"):
+    with pytest.raises(ValueError, match="the delta needs the base 1-aaaaaaaa, got 1-cccccccc"):
         delta.apply(path, base, out, "1-cccccccc")
     (base / "w").write_bytes(b"0" * 98)
     with pytest.raises(ValueError, match="'w' must be a file of 99 bytes"):
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused(folders):
 
 
 def test_files_of_another_size_have_no_delta(folders):
-    with pytest.raises(ValueError, match="w must be of one size in both versions, got 3 and 4 bytes"):
+    with pytest.raises(ValueError, match="w must have the same size in both versions, got 3 and 4 bytes"):
         write(folders, {"w": (b"123", b"1234")})
     with pytest.raises(ValueError, match="got None and None"):
         delta.write(folders[0].parent / "d", folders[0], folders[1], ["v"], ("1", "2"))

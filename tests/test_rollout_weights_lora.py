@@ -1,4 +1,4 @@
-"""Versions that are adapters: which directories are, which servers take them, and what stays loaded."""
+"""Versions that are LoRA adapters: which servers accept them, their base, and which stay loaded."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ ABLE = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj
         ({"dp_size": 2}, "--dp-size"),
     ],
 )
-def test_which_servers_take_adapters(changes, words):
+def test_which_servers_accept_adapters(changes, words):
     said = _adapter_refusal(ABLE | changes, 8, ["q_proj", "v_proj"])
     assert words in said and bool(said) == bool(words)
 
@@ -49,8 +49,8 @@ def test_adapters_name_their_base(tmp_path):
         lora.published(path, "1-00000000")
 
 
-def test_what_is_unloaded():
-    """All but the newest two and those in use; what others loaded under names of theirs stays."""
+def test_unused_adapters_are_unloaded():
+    """All but the newest two and those in use; adapters that others loaded under their own names stay."""
     network = virtual.Network()
     url = network.start(0.01)
     names = [f"{v}-0000000{v}" for v in range(6)]
@@ -64,7 +64,7 @@ def test_what_is_unloaded():
             assert server.adapters == [names[2], *names[4:]]
         assert lora.choose(server, names[2]) == names[2] and lora.choose(server, names[3]) == names[5]
         network.servers[url].faults["/unload_lora_adapter"] = "refuse"
-        await lora.unload(server)  # it may fail, and is tried again when the next comes
+        await lora.unload(server)  # it may fail, and is retried next time
         assert server.adapters == names[4:]
         await lora.unload(server)
         assert [*network.servers[url].adapters] == ["mine", *names[4:]]

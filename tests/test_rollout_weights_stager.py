@@ -1,4 +1,4 @@
-"""Versions on their way to a machine that does not see the trainer's files: whole or not at all, whatever breaks."""
+"""Staging versions on machines that do not see the trainer's files: whole or not at all, whatever fails."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def contents(path):
 
 @pytest.fixture
 def weights():
-    """Three versions that differ in a few places, and one that has nothing in common with them."""
+    """Three versions that differ in a few bytes, and an unrelated one."""
     rng = np.random.default_rng(0)
     made = [rng.bytes(3_000_000)]
     for _ in range(2):
@@ -58,7 +58,7 @@ def place(tmp_path):
     return tmp_path
 
 
-def test_versions_arrive_whole_and_later_ones_as_deltas(place, weights):
+def test_versions_arrive_intact_and_later_ones_as_deltas(place, weights):
     async def main():
         async with file_server.serve("127.0.0.1") as here:
             said = []
@@ -69,11 +69,11 @@ def test_versions_arrive_whole_and_later_ones_as_deltas(place, weights):
                 assert contents(said[-1]["path"]) == contents(one.directory)
                 again = await stager.fetch_version(place / "server", one.label, here.url, here.key)
                 assert again["bytes"] == 0 and again["path"] == said[-1]["path"]
-            assert [one["delta"] for one in said] == [False, True, True, False]  # of the last none would pay
+            assert [one["delta"] for one in said] == [False, True, True, False]  # a delta of the last would not pay
             assert max(said[1]["bytes"], said[2]["bytes"]) < 0.1 * said[0]["bytes"] and said[3]["bytes"] > 3_000_000
             kept = sorted(os.listdir(place / "server"))
             assert [name[0] for name in kept] == ["2", "3"]
-            # another run begins with version 0 again
+            # another run starts again with version 0
             (place / "trainer/0/manifest.json").write_text('{"version": 0}')
             one = Published(str(place / "trainer/0"), read_label(place / "trainer/0/manifest.json"))
             here._listings.clear()
@@ -84,7 +84,7 @@ def test_versions_arrive_whole_and_later_ones_as_deltas(place, weights):
     run(main)
 
 
-def test_over_a_fast_connection_deltas_are_left_alone(place, weights):
+def test_deltas_are_not_used_over_a_connection_faster_than_applying_them(place, weights):
     async def main():
         async with file_server.serve("127.0.0.1") as here:
             speeds, ways = {}, []
@@ -102,10 +102,10 @@ def test_over_a_fast_connection_deltas_are_left_alone(place, weights):
 
 @contextlib.asynccontextmanager
 async def between(here, cut=(), damage=()):
-    """A depot's address behind which answers break off, or have a byte flipped.
+    """A proxy of a file server that cuts answers off or flips a byte; yields its address and the requests so far.
 
     Args:
-      cut, damage: where, of one answer that is a file after the other; None = it is left alone.
+      cut, damage: the position for each successive file; None = the file passes unchanged.
     """
     cut, damage, asked = list(cut), list(damage), []
 
@@ -138,7 +138,7 @@ async def between(here, cut=(), damage=()):
         await runner.cleanup()
 
 
-def test_what_breaks_off_goes_on_where_it_stopped(place, weights, monkeypatch):
+def test_an_interrupted_transfer_resumes_where_it_stopped(place, weights, monkeypatch):
     monkeypatch.setattr(stager, "PAUSE_S", 0.01)
 
     async def main():
@@ -152,7 +152,7 @@ def test_what_breaks_off_goes_on_where_it_stopped(place, weights, monkeypatch):
             assert ranges == [None, "bytes=1000000-", "bytes=1000000-", "bytes=1500000-"]
             assert said["bytes"] == sum(len(data) for data in contents(one.directory).values())
 
-            # what a stager that was killed had got so far counts too
+            # a partial file of a killed stager is used, too
             two = published(place / "trainer", 2, weights[1])
             part = place / f"server/.{two.label}.part"
             part.mkdir()
@@ -165,7 +165,7 @@ def test_what_breaks_off_goes_on_where_it_stopped(place, weights, monkeypatch):
     run(main)
 
 
-def test_a_depot_that_is_gone_is_given_up(place, weights, monkeypatch):
+def test_the_stager_gives_up_on_an_unreachable_file_server(place, weights, monkeypatch):
     monkeypatch.setattr(stager, "PAUSE_S", 0.001)
 
     async def main():
@@ -173,16 +173,16 @@ def test_a_depot_that_is_gone_is_given_up(place, weights, monkeypatch):
             one = published(place / "trainer", 1, weights[0])
             here.offer(one)
             async with between(here, cut=[0] * 99) as (url, _):
-                with pytest.raises(RuntimeError, match="5 attempts in a row brought nothing; the last: ClientPayload"):
+                with pytest.raises(RuntimeError, match="5 attempts in a row without progress; the last: ClientPayload"):
                     await stager.fetch_version(place / "server", one.label, url, here.key)
-            with pytest.raises(RuntimeError, match="5 attempts in a row brought nothing; the last: ClientConnector"):
+            with pytest.raises(RuntimeError, match="5 attempts in a row without progress; the last: ClientConnector"):
                 await stager.fetch_version(place / "server", one.label, url, here.key)
             assert [name for name in os.listdir(place / "server") if not name.startswith(".")] == []
 
     run(main)
 
 
-def test_what_comes_damaged_is_fetched_again(place, weights):
+def test_a_damaged_file_is_fetched_again(place, weights):
     async def main():
         async with file_server.serve("127.0.0.1") as here:
             one, two = (published(place / "trainer", v, weights[v]) for v in (0, 1))
@@ -191,19 +191,19 @@ def test_what_comes_damaged_is_fetched_again(place, weights):
                 said = await stager.fetch_version(place / "server", one.label, url, here.key)
             assert contents(said["path"]) == contents(one.directory) and said["bytes"] > 6_000_000
             here.offer(two)
-            async with between(here, damage=[99, 99]) as (url, _):  # a delta, twice: all of it is fetched
+            async with between(here, damage=[99, 99]) as (url, _):  # the delta, twice: fetches the whole
                 said = await stager.fetch_version(place / "server", two.label, url, here.key)
             assert not said["delta"] and contents(said["path"]) == contents(two.directory)
             three = published(place / "trainer", 3, weights[3])
             here.offer(three)
             async with between(here, damage=[99, 99]) as (url, _):
-                with pytest.raises(RuntimeError, match="model.safetensors: came damaged twice"):
+                with pytest.raises(RuntimeError, match="model.safetensors: arrived damaged twice"):
                     await stager.fetch_version(place / "server", three.label, url, here.key)
 
     run(main)
 
 
-def test_a_delta_upon_a_damaged_base_is_not_trusted(place, weights):
+def test_a_delta_on_a_damaged_base_is_not_used(place, weights):
     async def main():
         async with file_server.serve("127.0.0.1") as here:
             one, two = (published(place / "trainer", v, weights[v]) for v in (0, 1))
@@ -246,7 +246,7 @@ def test_a_full_disk_leaves_nothing_behind(place, weights, monkeypatch):
     run(main)
 
 
-def test_what_a_depot_says_is_not_taken_for_granted(place, weights):
+def test_answers_of_the_file_server_are_verified(place, weights):
     one = published(place / "trainer", 1, weights[0])
     good = file_server.listing(place / "trainer/1")
 
@@ -266,9 +266,9 @@ def test_what_a_depot_says_is_not_taken_for_granted(place, weights):
             here.offer(Published(one.directory, "1-00000000"))
             with pytest.raises(RuntimeError, match="1-00000000 is the name of another manifest"):
                 await fetch(here, "1-00000000")
-            with pytest.raises(RuntimeError, match="names files outside"):
+            with pytest.raises(RuntimeError, match="must name files without folders"):
                 await fetch(here, one.label, good | {"../x": good["config.json"]})
-            with pytest.raises(RuntimeError, match="is not one"):
+            with pytest.raises(RuntimeError, match="is malformed"):
                 await fetch(here, one.label, {"config.json": good["config.json"]})
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {here.key}"}) as http:
                 for name in ("../secret", "%2e%2e%2fsecret", "other"):
@@ -299,7 +299,7 @@ def process(root, key=KEY, port=0):
             own.communicate(timeout=20)
 
 
-def test_a_fleet_pushes_to_servers_that_see_no_files_of_ours(place, weights, monkeypatch):
+def test_a_fleet_pushes_to_servers_that_do_not_see_our_files(place, weights, monkeypatch):
     monkeypatch.setenv(file_server.KEY, KEY)
 
     async def main():
@@ -317,11 +317,11 @@ def test_a_fleet_pushes_to_servers_that_see_no_files_of_ours(place, weights, mon
                         given = [body["model_path"] for path, body in server.calls if path.endswith("from_disk")]
                         assert given == [str(place / folder / label) for label in labels]
                         assert contents(given[1]) == contents(one.directory)
-                    # a stager that dies: its server is left out, and comes back with it
+                    # a stager that dies: its server is skipped, and recovers with it
                     own.kill()
                     three = published(place / "trainer", 3, weights[3])
                     report = await push_weights(fleet, three.directory, three.label)
-                    assert report.loaded == (a.url,) and "did not get there" in report.failed[b.url]
+                    assert report.loaded == (a.url,) and "staging version" in report.failed[b.url]
                     assert states(fleet) == ["healthy", "stale"] and b.label == labels[1]
                     with process(place / "b", port=second.rpartition(":")[2]):
                         await until(lambda: states(fleet) == ["healthy", "healthy"])
@@ -336,7 +336,7 @@ def test_a_fleet_pushes_to_servers_that_see_no_files_of_ours(place, weights, mon
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
-def test_a_stager_refuses_strangers_and_nonsense(place, monkeypatch):
+def test_a_stager_refuses_wrong_keys_and_malformed_requests(place, monkeypatch):
     async def main():
         with process(place / "server") as (url, _):
             async with aiohttp.ClientSession() as http:
@@ -362,7 +362,7 @@ def test_a_stager_refuses_strangers_and_nonsense(place, monkeypatch):
     run(main)
 
 
-def test_addresses_that_cannot_be_right(place):
+def test_invalid_addresses_and_options(place):
     async def main():
         with pytest.raises(ValueError, match="stagers must be one per server, in the same order, got 1 for 2"):
             async with client.connect(["http://a", "http://b"], stagers=["http://c"]):
@@ -370,10 +370,10 @@ def test_addresses_that_cannot_be_right(place):
 
     run(main)
     with process(place / "server", key="") as (url, _):
-        assert url  # on loopback it needs none
+        assert url  # no key is needed on loopback
     for arguments, words in (
         (["--root", str(place / "x"), "--host", "0.0.0.0"], "can be reached from other machines"),
-        (["--root", "/proc/none"], "cannot be made"),
+        (["--root", "/proc/none"], "cannot create"),
         (["--root", str(place / "x"), "--port", "99999"], "port must be from 0"),
     ):
         environment = {name: value for name, value in os.environ.items() if name != file_server.KEY}

@@ -82,14 +82,14 @@ def test_an_unscorable_completion_keeps_its_sample(tokenizer):
     assert math.isnan(asyncio.run(workflow).reward)
 
 
-def test_messages_are_taken_as_they_are(tokenizer):
+def test_messages_are_used_unchanged(tokenizer):
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2+3"}]
     want = "<system>1<end><user>2+3<end><assistant>"
     assert tokenizer.decode(template.prompt(tokenizer, {"messages": messages})) == want
 
 
 @pytest.mark.parametrize("row", [{"question": "2+3"}, {"prompt": "2", "messages": []}])
-def test_a_row_without_a_clear_prompt(tokenizer, row):
+def test_a_row_without_an_unambiguous_prompt_is_refused(tokenizer, row):
     with pytest.raises(ValueError, match="a row needs either 'prompt' or 'messages', got the fields"):
         template.prompt(tokenizer, row)
 

@@ -1,4 +1,4 @@
-"""Agents against a gateway on a real socket, the policy scripted: rewards, failures, processes, users who come."""
+"""Agents against a gateway on a real socket with a scripted policy: rewards, failures, processes, online users."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ async def right(text, row, **_):
 
 
 async def chat(base_url, api_key, *said):
-    """The ids and texts of answers to one user message after the other, of one conversation."""
+    """The ids and texts of the answers to successive user messages of one conversation."""
     messages, answers = [], []
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
         for text in said:
@@ -54,7 +54,7 @@ def play(run, *texts, options=None, row=ROW):
      (lambda ids: {ids[0]: 1, ids[1]: 0.25}, 1.25), (lambda ids: None, 1.0), (lambda ids: math.nan, math.nan)],
     ids=["number", "integer", "components", "interactions", "nothing", "nan"],
 )  # fmt: skip
-def test_what_an_agent_returns_is_its_reward(result, wanted):
+def test_the_return_value_of_an_agent_is_its_reward(result, wanted):
     async def run(row, base_url, api_key):
         answers = await chat(base_url, api_key, row["prompt"], "sure?")
         return result([id for id, _ in answers])
@@ -67,7 +67,7 @@ def test_what_an_agent_returns_is_its_reward(result, wanted):
         assert (one.reward, two.reward) == (1 + 0.5 * 0.25, 0.25)
 
 
-def test_an_agent_that_fails_or_is_late_is_unscorable(caplog):
+def test_an_agent_that_fails_or_times_out_is_unscorable(caplog):
     async def fails(row, base_url, api_key):
         await chat(base_url, api_key, "hello")
         raise KeyError("no such tool")
@@ -83,8 +83,8 @@ def test_an_agent_that_fails_or_is_late_is_unscorable(caplog):
     assert "agent agent failed: KeyError: 'no such tool'" in caplog.text and "TimeoutError" in caplog.text
 
 
-def test_a_server_that_fails_is_no_failing_agent():
-    """The error that an SDK makes of it is not what the executor has to see."""
+def test_a_server_error_is_not_treated_as_a_failure_of_the_agent():
+    """The executor must see the original error, not the SDK's exception."""
 
     async def generate(tokens, **_):
         raise ServerError("no usable generation server is left")
@@ -109,7 +109,7 @@ def test_an_agent_may_be_a_plain_function():
     assert sample.reward == 0.5
 
 
-def test_rewards_of_strangers_are_refused(caplog):
+def test_rewards_for_unknown_interactions_are_refused(caplog):
     async def run(row, base_url, api_key):
         [(id, _)] = await chat(base_url, api_key, "hello")
         return {id: 0.25, "other": 1.0}
@@ -153,8 +153,8 @@ if said != "4":
 
 
 @pytest.mark.parametrize("said, wanted", [("4", 1.0), ("5", 0.25), ("crash", math.nan)])
-def test_a_program_plays_in_a_process_of_its_own(said, wanted, tmp_path, caplog):
-    """Its last line is the result if it is a JSON object, else the run's reward of its last answer counts."""
+def test_a_program_runs_as_an_agent_in_its_own_process(said, wanted, tmp_path, caplog):
+    """Its last line is the result if it is a JSON object; otherwise the reward scores its last answer."""
     (tmp_path / "agent.py").write_text(PROGRAM)
     [sample] = play(agents.command(f"{sys.executable} {tmp_path}/agent.py"), said)
     assert sample.reward == pytest.approx(wanted, nan_ok=True) and learnt(sample) == f"{said}<|im_end|>"
@@ -163,7 +163,7 @@ def test_a_program_plays_in_a_process_of_its_own(said, wanted, tmp_path, caplog)
 
 @asynccontextmanager
 async def served(generate, **options):
-    """(workflow of users who come, where they come to)."""
+    """(workflow for online users, address that they connect to)."""
     said = []
     async with agents.online(
         tokenizer=TOKENS, sampling=SAMPLING, options=agents.Options(**options), say=said.append
@@ -171,7 +171,7 @@ async def served(generate, **options):
         yield workflow, said[0].split()[0]
 
 
-def test_users_come_by_themselves(monkeypatch):
+def test_online_users_open_sessions_themselves(monkeypatch):
     monkeypatch.delenv("AREAX_ADMIN_KEY", raising=False)
     with pytest.raises(ValueError, match="set AREAX_ADMIN_KEY"):
         bound("online")
@@ -246,13 +246,13 @@ def bound(name, **options):
     return asyncio.run(main())
 
 
-def test_a_workflow_is_given_what_it_takes(file):
+def test_a_workflow_gets_the_arguments_it_takes(file):
     assert bound(f"{file}:plain") == (TOKENS, 0) and bound(f"{file}:plain", extra=2) == (TOKENS, 2)
 
 
-def test_agents_are_classes_objects_and_functions(file):
+def test_agents_may_be_classes_or_objects(file):
     for name in ("Agent", "ready"):
-        assert bound(f"{file}:{name}") is None  # it asked nothing
+        assert bound(f"{file}:{name}") is None  # it made no requests
 
 
 @pytest.mark.parametrize(
@@ -266,12 +266,12 @@ def test_agents_are_classes_objects_and_functions(file):
         ("plane", {}, "there is no 'plane' .* did you mean plain"),
     ],
 )
-def test_names_that_stand_for_no_workflow(file, name, options, message):
+def test_names_that_are_not_workflows_are_refused(file, name, options, message):
     with pytest.raises(ValueError, match=message):
         bound(f"{file}:{name}", **options)
 
 
-def test_options_that_a_workflow_does_not_read_are_refused(file):
+def test_options_that_a_workflow_does_not_take_are_refused(file):
     async def main(name, **how):
         async with bind(name, tokenizer=TOKENS, reward=right, sampling=SAMPLING, **how):
             raise AssertionError("it was taken")
@@ -283,7 +283,7 @@ def test_options_that_a_workflow_does_not_read_are_refused(file):
 
 
 @pytest.mark.parametrize("text, message", [("{", "must be a JSON object"), ("[1]", r"got '\[1\]'")])
-def test_options_are_json(text, message):
+def test_options_must_be_a_json_object(text, message):
     with pytest.raises(ValueError, match=message):
         resolve.options(text)
     assert resolve.options("") == {} and resolve.options('{"turns": 4}') == {"turns": 4}

@@ -1,4 +1,4 @@
-"""Workflows in AReaL's shape give the samples that ours would."""
+"""Workflows written for AReaL give the same samples as ours."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ def play(name, texts, **options):
     return asyncio.run(main()), heard
 
 
-def test_single_turns_with_several_samples():
+def test_a_single_turn_workflow_with_several_samples():
     samples, heard = play("SingleTurn", ["4", "no idea"], n_samples=2)
     assert [s.reward for s in samples] == [1.0, 0.0] and heard[0] == heard[1]
     assert [learnt(s) for s in samples] == ["4<|im_end|>", "no idea<|im_end|>"]
@@ -39,7 +39,7 @@ def test_single_turns_with_several_samples():
         assert set(s.version[~s.mask]) == {-1} and set(s.logp[~s.mask]) == {0.0}
 
 
-def test_turns_with_retries():
+def test_a_workflow_that_retries_over_several_turns():
     [s], heard = play("Retry", ["5", "4"])
     assert s.reward == 0.5 and learnt(s) == "5<|im_end|>4<|im_end|>"
     assert heard[1].startswith(heard[0] + "5<|im_end|>") and "wrong, again" in heard[1]
@@ -53,7 +53,7 @@ def test_turns_with_retries():
         ({"logprobs": [[0.0]]}, r"logprobs must be \[rows, T\] as input_ids \(1, 2\), got \(1, 1\)"),
     ],
 )
-def test_results_that_are_not_whole_are_refused(changes, message):
+def test_incomplete_results_are_refused(changes, message):
     whole = {
         "input_ids": [[1, 2]],
         "loss_mask": [[0, 1]],
@@ -66,7 +66,7 @@ def test_results_that_are_not_whole_are_refused(changes, message):
         areal.samples(result, 1.0, ROW)
 
 
-def test_rows_are_padded_and_cut_again():
+def test_padded_rows_are_trimmed():
     row = lambda n: {name: np.full((1, n), n) for name in ("input_ids", "loss_mask", "logprobs", "versions")} | {
         "attention_mask": np.ones((1, n), bool), "rewards": np.array([n]),
     }  # fmt: skip
@@ -74,7 +74,7 @@ def test_rows_are_padded_and_cut_again():
     assert [s.tokens.tolist() for s in samples] == [[2, 2], [5] * 5] and [s.reward for s in samples] == [2, 5]
 
 
-def test_requests_are_checked_and_rewards_are_bounded_in_time():
+def test_requests_are_checked_and_rewards_have_a_timeout():
     generate, _ = policy("x")
     engine = areal.InferenceEngine(generate)
     for changes in ({"n_samples": 2}, {"max_tokens": 3}):

@@ -1,4 +1,4 @@
-"""Workflows of several turns, against a scripted policy: what is said next, what is rewarded, what is learnt."""
+"""Multi-turn workflows with a scripted policy: the next message, the rewards, and what is trained on."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ SAMPLING = Sampling(max_new_tokens=64)
 
 
 def policy(*texts):
-    """(generate that says the texts one after the other, the prompts it was given as texts)."""
+    """(a `generate` that returns the texts in order, decoded prompts that it received)."""
     left, heard = list(texts), []
 
     async def generate(prompt, **sampling):
@@ -40,7 +40,7 @@ def learnt(sample):
 
 
 @pytest.mark.parametrize("said, wanted", [(["4"], 1.0), (["3", "4"], 0.5), (["3", "5", "6"], 0.0)])
-def test_wrong_answers_are_followed_by_feedback(said, wanted):
+def test_wrong_answers_get_feedback(said, wanted):
     row = {"prompt": "2 + 2", "answer": "4"}
     [sample], heard = play(multi_turn.multi_turn, said, row, reward=right, discount=0.5, feedback="again")
     assert sample.reward == wanted and sample.components == {"right": float(said[-1] == "4")}
@@ -50,7 +50,7 @@ def test_wrong_answers_are_followed_by_feedback(said, wanted):
 
 
 class Countdown:
-    """Says a number; the action is to say one less, until zero."""
+    """An environment that counts down: the right action is the number below the last observation."""
 
     closed = 0
 
@@ -67,7 +67,7 @@ class Countdown:
         Countdown.closed += 1
 
 
-def test_an_environment_rewards_every_action():
+def test_an_environment_rewards_each_action():
     said = ["2", "x", "0"]
     place = f"{__file__}:Countdown"
     [sample], heard = play(multi_turn.environment, said, {"from": 3}, make=place)
@@ -80,13 +80,13 @@ def test_an_environment_rewards_every_action():
 
 
 @pytest.mark.parametrize("verdict, wanted", [("good.\n8", 0.8), ("great: 12!", 1.0), ("no idea", math.nan)])
-def test_a_judge_is_not_trained(verdict, wanted):
+def test_the_verdict_of_a_judge_is_not_trained_on(verdict, wanted):
     [sample], heard = play(multi_turn.judged, ["an answer", verdict], {"prompt": "why?"})
     assert sample.reward == pytest.approx(wanted, nan_ok=True) and learnt(sample) == "an answer<|im_end|>"
     assert "Question:\nwhy?\n\nAnswer:\nan answer" in heard[1] and sample.info["verdict"] == verdict
 
 
-def test_a_conversation_that_outgrows_the_model_ends():
+def test_a_conversation_that_exceeds_the_context_ends():
     async def generate(prompt, **sampling):
         if len(prompt) > 60:
             raise ValueError("the prompt is longer than the context")
@@ -112,7 +112,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_tools_are_called_and_told():
+def test_tools_are_called_and_their_results_are_sent_back():
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": %s}}\n</tool_call>'
     said = [call % "2", call % '"x"', "4"]
     [sample], heard = play(

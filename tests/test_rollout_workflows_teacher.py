@@ -1,4 +1,4 @@
-"""Served teachers: what the embedded server says over a socket is what the model says, and bad answers are seen."""
+"""Served teachers: scores from the embedded server equal those of the model, and bad answers are detected."""
 
 import asyncio
 from functools import partial
@@ -37,7 +37,7 @@ def samples(info=None, count=5):
 
 
 def asked(url, work, **options):
-    """The result of a coroutine function of a fleet."""
+    """The result of the coroutine function `work(fleet)`."""
 
     async def main():
         async with client.connect([url], **options) as fleet:
@@ -46,7 +46,7 @@ def asked(url, work, **options):
     return asyncio.run(main())
 
 
-def test_a_served_teacher_says_what_the_model_says(server, place):
+def test_a_served_teacher_gives_the_scores_of_the_model(server, place):
     data = samples()
     told = asked(server.url, lambda fleet: teacher.annotate(data, {"": fleet}, top_k=K))
     config, params = hf.load(place)
@@ -68,8 +68,8 @@ def test_a_served_teacher_says_what_the_model_says(server, place):
         assert s.arrays["teacher"][1][0] == 0
 
 
-def test_rows_name_their_teachers(server):
-    """Each is asked by its name; one alone needs no name."""
+def test_rows_choose_their_teacher_by_name(server):
+    """With one teacher, rows need no name."""
 
     async def work(fleet):
         named = await teacher.annotate(samples({"row": {"teacher": "b"}}, 2), {"a": None, "b": fleet})
@@ -85,7 +85,7 @@ def test_rows_name_their_teachers(server):
         np.testing.assert_array_equal(a.arrays["teacher"][1], b.arrays["teacher"][1])
 
 
-def test_what_a_server_refuses_is_told_with_the_row(server):
+def test_refusals_of_a_server_name_the_row(server):
     long = supervised([3] * 60, [4] * 5, info={"row": {"id": 7}})
     with pytest.raises(ValueError, match=r"annotate: .*longer than the model's context length.*; row id 7"):
         asked(server.url, lambda fleet: teacher.annotate([long], {"": fleet}))
@@ -94,7 +94,7 @@ def test_what_a_server_refuses_is_told_with_the_row(server):
 
 
 def answer(tokens, logp, top=None):
-    """An answer of the contract about input tokens."""
+    """A server's answer with log-probabilities of the input tokens."""
     meta = {
         "input_token_logprobs": [[x, t, None] for x, t in zip(logp, tokens, strict=True)],
         "prompt_tokens": len(logp),
@@ -105,7 +105,7 @@ def answer(tokens, logp, top=None):
 
 
 def against(*script, top_k=0):
-    """`teacher.score` of the tokens 5, 6, 7 by a server that answers as told, and the bodies that it got."""
+    """(`teacher.score` of the tokens 5, 6, 7 by a server with scripted answers, bodies that it received)."""
 
     async def main():
         async with scripted.serving() as state, client.connect([state.url]) as fleet:
@@ -115,7 +115,7 @@ def against(*script, top_k=0):
     return asyncio.run(main())
 
 
-def test_the_request_and_its_repeats():
+def test_the_request_and_its_retries():
     busy, good = scripted.answers(503, {}), answer([5, 6, 7], [None, -1.5, -0.25])
     (logp, ids, top), bodies = against(busy, scripted.hangs_up, good)
     np.testing.assert_array_equal(logp, [0, -1.5, -0.25])
@@ -128,7 +128,7 @@ def test_the_request_and_its_repeats():
     ] * 3  # fmt: skip
 
 
-def test_numbers_that_are_missing_are_not_made_up():
+def test_missing_log_probabilities_become_nan():
     pairs = [None, [[-0.5, 9, None], [None, 8, None]], [[-0.1, 3, None], [-3.0, 4, None]]]
     (logp, ids, top), bodies = against(answer([5, 6, 7], [None, None, -0.25], pairs), top_k=2)
     np.testing.assert_array_equal(logp, np.float32([0, np.nan, -0.25]))
@@ -150,6 +150,6 @@ def test_numbers_that_are_missing_are_not_made_up():
     ],
     ids=["others", "fewer", "none", "one"],
 )
-def test_an_answer_about_something_else_is_an_error(bad, words):
+def test_an_answer_for_other_tokens_is_an_error(bad, words):
     with pytest.raises(RuntimeError, match=words):
         against(bad, top_k=2)

@@ -1,4 +1,4 @@
-"""Tools: schemas from hints, calls with whatever a model may write, the calculator beside Python itself."""
+"""Tools: schemas from type hints, calls with any text a model may write, the calculator compared with Python."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def lookup(
     return {"word": word, "language": language, "most": most, "tags": list(tags)}
 
 
-def test_a_schema_is_derived():
+def test_a_schema_is_derived_from_hints_and_docstring():
     assert schema(tool(lookup)) == {
         "type": "function",
         "function": {
@@ -68,7 +68,7 @@ def test_a_schema_is_derived():
     }
 
 
-def test_hints_may_be_missing():
+def test_type_hints_may_be_missing():
     def untyped(a, b=1): ...
 
     made = tool(untyped)
@@ -98,7 +98,7 @@ HINTS = st.recursive(
 
 
 @given(st.data())
-def test_what_a_hint_allows_its_schema_allows_and_arrives_unchanged(data):
+def test_values_of_the_hinted_type_are_valid_and_passed_unchanged(data):
     hint, values = data.draw(HINTS)
     value = data.draw(values)
 
@@ -110,7 +110,7 @@ def test_what_a_hint_allows_its_schema_allows_and_arrives_unchanged(data):
 
 
 @given(st.sampled_from([str, int, float, bool, None, Literal["a"], list[int], dict[str, int]]), st.data())
-def test_what_a_hint_forbids_its_schema_forbids(hint, data):
+def test_values_of_other_types_are_invalid(hint, data):
     kinds = {
         "string": st.text(),
         "integer": st.integers(),
@@ -125,7 +125,7 @@ def test_what_a_hint_forbids_its_schema_forbids(hint, data):
     assert not jsonschema.Draft202012Validator(hinted(hint)).is_valid(wrong)
 
 
-def test_what_has_no_schema_is_refused():
+def test_functions_without_a_json_schema_are_refused():
     def several(*words: str): ...
     def named(**words: str): ...
     def placed(word: str, /): ...
@@ -158,12 +158,12 @@ def test_what_has_no_schema_is_refused():
         ('{"word": ' + "9" * 10_000 + "}", "arguments of lookup: "),
     ],
 )
-def test_a_wrong_call_is_text(arguments, message):
+def test_a_bad_call_is_answered_with_an_error_text(arguments, message):
     answer = call(arguments, lookup)
     assert answer.startswith("error: " + message) and len(answer) < 400
 
 
-def test_an_unknown_tool_is_text():
+def test_an_unknown_tool_is_answered_with_an_error_text():
     assert call({}, lookup, name="look") == "error: there is no tool 'look'; there are: lookup"
     assert asyncio.run(tools.call([], "look", "")) == "error: there is no tool 'look'; there are: none"
     with pytest.raises(ValueError, match="names must differ"):
@@ -171,7 +171,7 @@ def test_an_unknown_tool_is_text():
 
 
 @given(st.text())
-def test_any_text_as_arguments_has_an_answer(text):
+def test_any_text_as_arguments_gets_an_answer(text):
     assert call(text, lookup).startswith("error: ")
 
 
@@ -202,7 +202,7 @@ def test_all_kinds_of_functions_are_called():
             assert call({"word": "é"}, function) == "é"
 
 
-def test_an_answer_is_text_or_json():
+def test_results_are_returned_as_text_or_json():
     def give(kind: str):
         return {"text": "a\nb", "none": None, "list": [1, "é"], "number": 0.5, "odd": {"a": 1 + 2j}}[kind]
 
@@ -218,7 +218,7 @@ def test_an_answer_is_text_or_json():
 @pytest.mark.parametrize(
     "error", [KeyError("a"), NotImplementedError("b"), RecursionError(), OSError(2, "c"), TimeoutError()]
 )
-def test_an_exception_of_a_tool_is_text(error):
+def test_an_exception_in_a_tool_is_answered_with_an_error_text(error):
     def sync():
         raise error
 
@@ -229,14 +229,14 @@ def test_an_exception_of_a_tool_is_text(error):
         assert call("", function).startswith(f"error: {function.__name__}: {type(error).__name__}")
 
 
-def test_a_tool_may_run_out_of_its_iterator():
+def test_stop_iteration_in_a_tool_is_answered_with_an_error_text():
     def first():
         return next(iter(()))
 
     assert call("", first) == "error: first: ValueError: StopIteration"
 
 
-def test_what_is_not_the_models_fault_is_raised():
+def test_server_errors_are_raised():
     def unreachable():
         raise ServerError("the sandbox is gone")
 
@@ -244,7 +244,7 @@ def test_what_is_not_the_models_fault_is_raised():
         call("", unreachable)
 
 
-def test_a_late_tool_holds_up_nothing():
+def test_a_tool_that_times_out_blocks_nothing():
     go = threading.Event()
 
     def hang():
@@ -258,7 +258,7 @@ def test_a_late_tool_holds_up_nothing():
         for function in (hang, sleep):
             name = function.__name__
             assert call("", function, timeout_s=0.05) == f"error: {name} took longer than 0.05 s"
-        assert time.monotonic() - started < 30  # asyncio.run waits for threads of its own pool
+        assert time.monotonic() - started < 30  # asyncio.run waits for the threads of its pool
     finally:
         go.set()
 
@@ -298,7 +298,7 @@ def test_the_python_tool():
         tools.python_tool(timeout_s=-1)
 
 
-def test_the_python_tool_runs_elsewhere():
+def test_the_python_tool_may_use_another_sandbox():
     class Box:
         async def run_python(self, code, *, stdin="", **limits):
             return Result(f"{code} {limits}", "", 0)
@@ -328,13 +328,13 @@ def test_the_calculator_agrees_with_python(text):
         with pytest.raises(OverflowError):
             eval(text)
     except ValueError as error:
-        assert "bits" in str(error) or "**" in text  # a complex number
+        assert "bits" in str(error) or "**" in text  # the result is complex
     else:
         assert (value, type(value)) == (eval(text), type(eval(text)))
 
 
 @given(st.text("0123456789.eE_+-*/%() \n"))
-def test_the_calculator_answers_or_refuses(text):
+def test_the_calculator_answers_or_raises_expected_errors(text):
     with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
         assert math.isfinite(calculator(text)) or calculator(text)
 

@@ -1,4 +1,4 @@
-"""Small real things that several tests need: a model directory with a tokenizer, and rows to train on."""
+"""Small real inputs that several tests share: a model directory with a tokenizer, and rows to train on."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def model(path: Path, seed: int = 0, **changes) -> Path:
 
 
 def weights(table: param.Table, std: float, seed: int = 0) -> dict:
-    """Normal numbers, in norms around 1; `param.init` would take seconds to compile."""
+    """Normally distributed weights, around 1 in norms; `param.init` would take seconds to compile."""
     rng = np.random.default_rng(seed)
     draw = lambda leaf: jnp.asarray(std * rng.normal(size=leaf.shape) + ("norm" in leaf.path), jnp.float32)
     return param.tree_map(draw, table)

@@ -1,4 +1,4 @@
-"""Generation servers under a virtual clock, which fail on cue and know which weights sampled each token."""
+"""Generation servers under a virtual clock that fail on cue and know which weights sampled each token."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from scripted import reply
 from areax.rollout.servers.labels import version_of
 from areax.rollout.simulation import clock
 
-BASE = "999-"  # how the label of weights under adapters begins
+BASE = "999-"  # prefix of the label of the base weights under adapters
 
 
 def token_at(index):
@@ -18,18 +18,18 @@ def token_at(index):
 
 
 class Engine:
-    """One server: tokens and what they are labelled depend on its state at each moment; failures come from outside.
+    """One server: tokens and their labels depend on its current state; failures are injected from outside.
 
-    The log-probability of a token is minus the version of the weights that really sampled it; an engine that nobody has
-    given weights samples with -1. With an adapter that is the adapter's version, if the weights under it are BASE.
+    The log-probability of a token is minus the version of the weights that really sampled it, and that version is -1
+    before the first load. With an adapter it is the adapter's version, if the base weights are BASE.
 
     Attributes:
-      weights, label: what it samples with, and what it says; they differ after a load that went wrong.
-      adapters: the names of those that are loaded, with their directories.
-      alive, hung: whether connections are made, and whether anything is answered.
-      faults: of the next calls, by path: "refuse" (an error, nothing done), "late" (done, but an error is answered),
-        "lie" (done, under the old name), "half" (not done, but called so), "cut" (done, the connection breaks).
-      busy: how many /generate calls are answered 503 first.
+      weights, label: what it samples with, and what it reports; they differ after a failed load.
+      adapters: name -> directory of the loaded ones.
+      alive, hung: whether it accepts connections, and whether it never answers.
+      faults: path -> fault of the next call: "refuse" (error, nothing done), "late" (done, but answered with an error),
+        "lie" (done, old label kept), "half" (not done, but labelled so), "cut" (done, the connection breaks).
+      busy: how many /generate calls are answered with 503 first.
     """
 
     def __init__(self, step_s):
@@ -52,7 +52,7 @@ class Engine:
         self.__init__(self.step_s)
 
     async def answer(self, path, body):
-        """(status, text); what ends a connection is raised as aiohttp raises it."""
+        """(status, text); a broken connection raises the exception of aiohttp."""
         if not self.alive:
             where = types.SimpleNamespace(ssl=True, host="engine", port=0)
             raise aiohttp.ClientConnectorError(where, OSError("refused"))
@@ -132,19 +132,19 @@ class Engine:
             labels.append(self.label)
             truth.append(-float(version_of(self.sampling(body))))
         answer = reply(ids, truth, labels, finish)
-        if "logprob_start_len" in body:  # of the prompt the weights of now
+        if "logprob_start_len" in body:  # the prompt is prefilled with the current weights
             known = [[-float(version_of(self.sampling(body))), token, None] for token in body["input_ids"][1:]]
             answer["meta_info"]["input_token_logprobs"] = [[None, body["input_ids"][0], None], *known]
         return answer
 
     def sampling(self, body):
-        """The version that a request is sampled with now."""
+        """The version that a request is sampled with at this moment."""
         name = body.get("lora_path")
         return name if name and self.weights.startswith(BASE) else self.weights
 
 
 class Network(clock.Network):
-    """Reaches engines; `start` adds one."""
+    """The transport to all engines; `start` adds one."""
 
     def start(self, step_s):
         url = f"http://engine{len(self.servers)}"

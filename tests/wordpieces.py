@@ -1,4 +1,4 @@
-"""Tokenizers whose tokens are parts of characters, characters and more."""
+"""Tokenizers whose tokens are parts of a character, single characters or several."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -7,7 +7,7 @@ TEXT = "Grüße aus Zürich 😀👍🏽, ça va ? 数学は楽しい。 The qui
 
 
 def trained():
-    """Byte-level BPE with merges: some of its tokens hold parts of characters, some several."""
+    """Byte-level BPE with merges: some tokens are parts of a character, some are several characters."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -20,7 +20,7 @@ def trained():
 
 
 def falling_back():
-    """Like Llama 2 and Gemma: words begin with a mark, unknown characters become <0xE2>-like tokens."""
+    """Byte fallback as in Llama 2 and Gemma: words start with a mark, unknown characters become <0xE2>-like tokens."""
     pieces = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abcdeé.", "▁a", "ab", "cd"]
     inner = Tokenizer(
         models.BPE(

@@ -47,7 +47,7 @@ class Log:
         report |= self._rollout.lengths() | {"limit": min(self._fleet.room(server) for server in self._fleet.servers)}
         if self.offload_s is not None:
             report["rest_s"] = self.offload_s
-        beside = {name: seconds.pop(name) for name in loop.BESIDE}
+        beside = {name: seconds.pop(name) for name in loop.BACKGROUND}
         self._run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
         accuracy = self.accuracy.get(max(self.accuracy, default=-1))
         self._tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy)

@@ -1,1 +1,1 @@
-"""Conversations: messages in, tokens as they were sampled, training samples out."""
+"""Conversations with the policy: sessions, chat templates, parsers, and their conversion to training samples."""

@@ -1,28 +1,28 @@
-"""Text of tokens as they come, and where a stop string ends it."""
+"""Incremental detokenisation with stop strings."""
 
 from collections.abc import Callable, Sequence
 
-UNFINISHED = "\ufffd"  # what decoding writes for bytes that are no character, or not yet
-CONTEXT = 8  # tokens decoded again with new ones: a token's text may depend on its neighbours
+UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet
+CONTEXT = 8  # tokens decoded again together with new ones: a token's text may depend on its neighbours
 
 
 class Text:
-    """Decodes a growing list of tokens without decoding all of it again each time.
+    """Decodes a growing list of tokens incrementally.
 
     Attributes:
-      text: of the tokens so far, without an unfinished character at the end, up to the first stop string.
+      text: text so far, without an incomplete character at the end, up to the first stop string.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
         self.text = ""
         self._decode = decode
         self._window: list[int] = []  # the last tokens
-        self._given = 0  # characters of the window's text that `text` has
+        self._given = 0  # characters of the window's text that are in `text`
 
     def feed(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> tuple[int, str] | None:
-        """Adds tokens. With stop strings: (how many of `tokens` it took, stop string) once one is complete.
+        """Adds tokens; returns (number of `tokens` used, stop string) once a stop string is complete.
 
-        Of stop strings that one token completes, the one that begins first counts, the longest where several do.
+        If a token completes several, the one that begins first counts; of those that begin together, the longest.
         """
         if not stops:
             self._add(tokens)
@@ -42,7 +42,7 @@ class Text:
         return None
 
     def end(self) -> None:
-        """No more tokens will come: an unfinished character is shown as such."""
+        """Ends the text: an incomplete character is appended as U+FFFD."""
         self.text += self._decode(self._window)[self._given :]
 
     def _add(self, tokens: Sequence[int]) -> None:

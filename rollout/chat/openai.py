@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's `/v1/completions` and `/v1/chat/completions`: fields and rules, for the gateway and the engine."""
+"""Validates bodies of OpenAI's `/v1/completions` and `/v1/chat/completions`, for the gateway and the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PASSED = {  # fields that cannot change an answer
     "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "prediction",
 }  # fmt: skip
-NEUTRAL: dict[str, list] = {  # of fields that a server may not have, the values that ask for nothing
+NEUTRAL: dict[str, list] = {  # values without effect, of fields that a server may not support
     "frequency_penalty": [0],
     "presence_penalty": [0],
     "logit_bias": [{}],
@@ -24,23 +24,23 @@ NEUTRAL: dict[str, list] = {  # of fields that a server may not have, the values
     "top_logprobs": [0],
     "parallel_tool_calls": [True],
 }
-COMPLETION_TOKENS = 16  # the most of a completion that asks for no other number
-CHAT_BUDGET = ("max_completion_tokens", "max_tokens")  # the first that is given counts
+COMPLETION_TOKENS = 16  # default max_tokens of a completion
+CHAT_BUDGET = ("max_completion_tokens", "max_tokens")  # in order of precedence
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def include_usage(body: Mapping[str, Any]) -> bool:
-    """Whether a streamed answer ends with how many tokens it took."""
+    """Whether a streamed answer ends with token counts."""
     options = fields.mapping(body, "stream_options")
     fields.known(options, ["include_usage", "include_obfuscation"], [])
     return fields.boolean(options, "include_usage")
 
 
 def prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int | None = None) -> list[list[int]]:
-    """The prompts of a completion: one, text or a list of ids, or a list of either.
+    """Token ids of each prompt of a completion; the field is a text or a list of ids, or a list of either.
 
     Args:
-      vocabulary: how many ids there are; None = another says so.
+      vocabulary: number of token ids; None = checked by the caller.
     """
     given: Any = body.get("prompt")
     if isinstance(given, str):
@@ -57,7 +57,7 @@ def prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int | None = No
 
 
 def encode(tokenizer: Any, text: str, name: str) -> list[int]:
-    """The ids of the field `name`, a text to be continued, with what the tokenizer puts around a text."""
+    """Encodes the field `name`, a text to continue, with the special tokens that the tokenizer adds."""
     if tokenizer is None:
         raise Refused(name, "this server has no tokenizer; send token ids, or serve a model folder with a tokenizer")
     ids = tokenizer.encode(text)
@@ -68,7 +68,7 @@ def encode(tokenizer: Any, text: str, name: str) -> list[int]:
 
 
 def messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation, as chat templates read it."""
+    """The conversation in the form that chat templates expect."""
     found = [_message(one) for one in fields.objects(body.get("messages"), "messages")]
     rule(found, "messages", "must not be empty", found)
     return found

@@ -1,6 +1,6 @@
-"""Generated text to reasoning, content and tool calls, whole or piece by piece, as four model families write them.
+"""Parses generated text into reasoning, content and tool calls, at once or streamed, in the formats of four families.
 
-What is not well-formed stays content: a call whose JSON is damaged, cut off, or not of the family's form.
+Malformed tool calls stay content: those with invalid or truncated JSON, or not in the family's format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model made; `arguments` is the text of a JSON object."""
+    """A tool call by the model; `arguments` is the text of a JSON object."""
 
     id: str
     name: str
@@ -27,14 +27,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one generation says."""
+    """A parsed generation."""
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """As a message of OpenAI's chat API."""
+        """The answer as a message of OpenAI's chat API."""
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in self.tool_calls
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of reasoning or content, to be joined to the pieces before it."""
+    """A piece of reasoning or content, to be appended to the pieces before it."""
 
     kind: Literal["reasoning", "content"]
     text: str
@@ -53,14 +53,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Style:
-    """How a model family writes tool calls.
+    """A model family's format for tool calls.
 
     Attributes:
-      open, close: markers around calls; without a `close` they last to the end of the text. The first `close` ends
-        them, even inside a JSON string.
-      read: from what stands between the markers to (name, arguments) of each call; ValueError if it is malformed.
-      bare: a message that begins with `{` is calls too, if it can be read as such.
-      switch: the variable by which chat templates of the family turn reasoning on and off.
+      open, close: markers around calls; with an empty `close` they extend to the end of the text. The first `close`
+        ends them, even inside a JSON string.
+      read: parses the text between the markers to (name, arguments) of each call; ValueError if it is malformed.
+      bare: a message that begins with `{` is parsed as calls too, if possible.
+      switch: the chat template's variable that turns reasoning on and off.
     """
 
     open: str
@@ -74,13 +74,13 @@ Piece = Text | ToolCall
 
 
 def parse(text: str, style: str, **options: Any) -> Answer:
-    """The answer in a whole text; options as of `Parser`."""
+    """Parses a complete text; options as for `Parser`."""
     parser = Parser(style, **options)
     return collect(parser.push(text) + parser.finish())
 
 
 def collect(pieces: Iterable[Piece]) -> Answer:
-    """The pieces as one answer."""
+    """Joins pieces to an answer."""
     pieces = list(pieces)
     joined = lambda kind: "".join(p.text for p in pieces if isinstance(p, Text) and p.kind == kind)
     calls = tuple(p for p in pieces if isinstance(p, ToolCall))
@@ -88,17 +88,17 @@ def collect(pieces: Iterable[Piece]) -> Answer:
 
 
 class Parser:
-    """Parses text as it comes; the pieces do not depend on where it was cut.
+    """Parses streamed text; the joined result does not depend on how the text was split.
 
-    Text that may turn out to be part of a marker is held back until that is decided, a tool call until it is complete.
-    White space around reasoning and before a tool call belongs to the format and is dropped.
+    Text that may be part of a marker is held back until that is decided, a tool call until it is complete. White space
+    around reasoning and before a tool call belongs to the format and is dropped.
 
     Args:
       style: a name in STYLES.
-      tools: look for tool calls; without, they are content.
-      reasoning: text between <think> and </think> at the beginning is reasoning, in which no calls are looked for.
+      tools: parse tool calls; otherwise they are content.
+      reasoning: treat text between <think> and </think> at the beginning as reasoning, without tool calls.
       opened: the prompt already ends with <think>.
-      nonce: makes the ids of calls: the same text with the same nonce has the same ids.
+      nonce: used in the ids of calls: the same text with the same nonce gives the same ids.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Parser:
         self._style, self._tools = STYLES[style], tools
         self._nonce = secrets.token_hex(8) if nonce is None else nonce
         self._state = "content" if not reasoning else "reasoning" if opened else "start"
-        self._buffer = ""  # not yet decided
-        self._gap = ""  # white space that is given out once text follows it
-        self._trim = self._state == "reasoning"  # drop white space up to the first text
-        self._said = False  # some content, or a call
+        self._buffer = ""  # not yet classified
+        self._gap = ""  # white space that is emitted once text follows it
+        self._trim = self._state == "reasoning"  # drop leading white space
+        self._started = False  # some content, or a call, was emitted
         self._calls = 0
 
     def push(self, text: str) -> list[Piece]:
@@ -121,7 +121,7 @@ class Parser:
         return list(self._advance(final=False))
 
     def finish(self) -> list[Piece]:
-        """The pieces held back, now that nothing follows."""
+        """Ends the text; returns the pieces held back."""
         pieces = list(self._advance(final=True))
         if self._state == "content" and self._gap and not self._calls:
             pieces.append(Text("content", self._gap))
@@ -140,15 +140,15 @@ class Parser:
                     self._state = "content"
             elif before == "reasoning":
                 text, ended = self._until(THOUGHT, final)
-                yield from self._say("reasoning", text)
+                yield from self._emit("reasoning", text)
                 if ended:
                     self._state, self._trim, self._gap = "content", True, ""
             elif before == "content":
-                if self._tools and self._style.bare and not self._said and self._buffer.lstrip().startswith("{"):
+                if self._tools and self._style.bare and not self._started and self._buffer.lstrip().startswith("{"):
                     self._state = "bare"
                     continue
                 text, calling = self._until(self._style.open if self._tools else "", final)
-                yield from self._say("content", text)
+                yield from self._emit("content", text)
                 if calling:
                     self._state = "calls"
             elif before == "calls":
@@ -163,7 +163,8 @@ class Parser:
                 yield from self._called(raw, raw)
 
     def _until(self, marker: str, final: bool) -> tuple[str, bool]:
-        """(what of the buffer comes before `marker` and cannot be part of it, whether it was found); both are taken."""
+        """Takes from the buffer the text before `marker` that cannot be part of it, and the marker if it is there;
+        returns (text, whether the marker was found)."""
         text, found, rest = self._buffer.partition(marker) if marker else (self._buffer, "", "")
         if marker and not found and not final:
             held = next(n for n in range(min(len(marker) - 1, len(text)), -1, -1) if text.endswith(marker[:n]))
@@ -171,35 +172,35 @@ class Parser:
         self._buffer = rest
         return text, bool(found)
 
-    def _say(self, kind: Literal["reasoning", "content"], text: str) -> Iterator[Piece]:
+    def _emit(self, kind: Literal["reasoning", "content"], text: str) -> Iterator[Piece]:
         text = self._gap + text
         if self._trim:
             text = text.lstrip()
-        said = text.rstrip()
-        self._gap = text[len(said) :]
-        if said:
+        shown = text.rstrip()
+        self._gap = text[len(shown) :]
+        if shown:
             self._trim = False
-            self._said |= kind == "content"
-            yield Text(kind, said)
+            self._started |= kind == "content"
+            yield Text(kind, shown)
 
     def _called(self, inner: str | None, raw: str) -> Iterator[Piece]:
         """The calls in `inner`; if it is None or malformed, `raw` as content."""
         try:
             calls = [] if inner is None else self._style.read(inner)
             texts = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
-            "".join(map("".join, texts)).encode()  # half of a surrogate pair cannot be sent
+            "".join(map("".join, texts)).encode()  # refuses lone surrogates
         except (ValueError, RecursionError):
             texts = []
         if not texts:
-            yield from self._say("content", raw)
+            yield from self._emit("content", raw)
             return
-        self._gap, self._trim, self._said = "", False, True
+        self._gap, self._trim, self._started = "", False, True
         for name, arguments in texts:
             yield ToolCall(f"call_{self._nonce}{self._calls}", name, arguments)
             self._calls += 1
 
 
-# -- what stands between the markers of each family -------------------------------------------------
+# -- the text between the markers of each family ----------------------------------------------------
 
 
 def _hermes(inner: str) -> list[tuple[str, dict]]:
@@ -224,7 +225,7 @@ def _llama(inner: str) -> list[tuple[str, dict]]:
 
 
 def _deepseek(inner: str) -> list[tuple[str, dict]]:
-    """Each call in markers of its own: `function<sep>name` and JSON in a fence (V3, R1), or `name<sep>JSON` (V3.1)."""
+    """Each call has its own markers: `function<sep>name` and JSON in a fence (V3, R1), or `name<sep>JSON` (V3.1)."""
     begin, separated, ended = DEEPSEEK
     before, *parts = inner.split(begin)
     if before.strip():
@@ -242,7 +243,7 @@ def _deepseek(inner: str) -> list[tuple[str, dict]]:
 
 
 def _call(value: Any, *keys: str) -> tuple[str, dict]:
-    """(name, arguments) of a call; the arguments under the first of `keys` that is there."""
+    """(name, arguments) of a call; the arguments are under the first of `keys` that exists."""
     if isinstance(value, dict) and isinstance(value.get("name"), str) and value["name"]:
         arguments = next((value[key] for key in keys if key in value), None)
         if isinstance(arguments, dict):

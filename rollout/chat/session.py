@@ -1,7 +1,7 @@
-"""An episode's conversations with the policy: messages in, answers out, every token as it was sampled.
+"""An episode's conversations with the policy, which record every token exactly as it was sampled.
 
-`Session.ask` takes whole conversations, as chat APIs do, and finds out which of the answers it gave a conversation goes
-on from. What was sampled then stays as it was sampled: only new messages are tokenised.
+`Session.ask` takes complete conversations, as chat APIs do, and finds which earlier answer a conversation continues.
+Sampled tokens are never retokenised: only new messages are.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .trajectory import Interaction
 
 
 class Session:
-    """One episode. Calls may overlap: agents that work side by side share a session.
+    """One episode. Calls may overlap: agents that work in parallel share a session.
 
     Attributes:
       id: unique, not secret.
-      interactions: what was asked and answered so far, in the order of the answers.
-      failure: the last one of the generation server, which an agent may have made something else of.
+      interactions: requests and answers so far, in the order of the answers.
+      failure: the last error of a generation server, which the agent may have handled or masked.
     """
 
     def __init__(self, generate: Generate, tokenizer: Any, *, sampling: Sampling | None = None):
         """
         Args:
-          generate: as `Fleet.generate`; what it says was sampled is what will be trained on.
+          generate: as `Fleet.generate`; the tokens it returns are those trained on.
           tokenizer: a Hugging Face tokenizer.
-          sampling: how tokens are drawn, whatever an agent asks for, which may only choose fewer tokens and strings
-            to stop at; None = as it asks.
+          sampling: sampling parameters that override the agent's, who may only lower max_new_tokens and add stop
+            strings or a json_schema; None = the agent's.
         """
         self.id = secrets.token_hex(8)
         self.interactions: list[Interaction] = []
@@ -45,7 +45,7 @@ class Session:
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
         added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         self._mute = {id for id, token in added if token.special and token.content not in MARKERS}
-        self._ends: dict[str, list[Interaction]] = {}  # those that end a conversation, by it, the newest first
+        self._ends: dict[str, list[Interaction]] = {}  # by key of the conversation that they end, newest first
 
     async def ask(
         self,
@@ -57,14 +57,14 @@ class Session:
         on_text: Callable[[str], None] | None = None,
         **sampling,
     ) -> Interaction:
-        """What the policy says next in a conversation.
+        """Samples the policy's next answer in a conversation.
 
         Args:
-          messages, tools: in the form of OpenAI's chat API, contents as text.
+          messages, tools: in OpenAI's format, contents as text.
           template: variables of the chat template, such as `enable_thinking`.
-          parse: the text of the answer to what it says.
+          parse: parses the answer's text.
           on_text: called with pieces of the text as they are sampled.
-          sampling: as of `Fleet.generate`, and `stop` strings, which end the text without being part of it.
+          sampling: as for `Fleet.generate`; `stop` strings are not part of the text.
 
         Raises:
           ValueError: the template refuses the messages, or the server the request.
@@ -78,19 +78,19 @@ class Session:
     async def complete(
         self, prompt: Sequence[int], *, on_text: Callable[[str], None] | None = None, **sampling
     ) -> Interaction:
-        """The policy's continuation of a prompt of tokens, which belongs to no conversation."""
+        """Samples a continuation of a list of tokens, independent of any conversation."""
         interaction = Interaction(prompt=tuple(prompt), temperature=self._temperature(sampling))
         await self._sample(interaction, Answer, on_text, sampling)
         return interaction
 
     def set_reward(self, value: Any, interaction: str = "") -> None:
-        """Gives an interaction its reward, the last one where none is named; a second reward replaces the first.
+        """Sets the reward of an interaction, by default the last one; replaces an earlier reward.
 
         Args:
           value: a number, a mapping of named components (`rewards.score`), or None = unscorable.
 
         Raises:
-          ValueError: no such interaction, or the value is none of these.
+          ValueError: there is no such interaction, or the value is invalid.
         """
         found = [x for x in self.interactions if not interaction or x.id == interaction]
         if not found:
@@ -99,7 +99,7 @@ class Session:
         found[-1].score = rewards.score(value)
 
     def samples(self, *, style: trajectory.Style = "leaves", discount: float = 1.0, **fields) -> list[Sample]:
-        """The episode as rows of training data (`trajectory.samples`), each with `fields` in its info."""
+        """Converts the episode to rows of training data (`trajectory.samples`), each with `fields` in its info."""
         decode = lambda tokens: self._tokenizer.decode(tokens.tolist())
         return [
             row.replace(
@@ -110,13 +110,13 @@ class Session:
         ]
 
     def _asked(self, messages, tools, options, temperature) -> Interaction:
-        """The interaction that is to be sampled."""
+        """Makes the interaction to be sampled, linked to the one that it continues."""
         parent, rest = None, list(messages)
         keys = _keys(messages)
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1].get("role") == "assistant" and keys[end - 1] in self._ends:
                 parent = max(self._ends[keys[end - 1]], key=lambda x: _likeness(x.answer, messages[end - 1]))
-                # What the agent does not send back, such as reasoning, is known here.
+                # Restores what agents do not send back, such as reasoning.
                 rest = [*parent.conversation, *messages[end:]]
                 break
         now = template.render(self._tokenizer, rest, tools, options, ask=True)
@@ -127,23 +127,23 @@ class Session:
         )  # fmt: skip
 
     def _extended(self, parent: Interaction, now: str, temperature: float) -> list[int] | None:
-        """The parent's tokens and those of what `now` adds to them; None where it does not go on from them."""
+        """The parent's tokens followed by those of the text that `now` appends; None if it does not extend them."""
         tokens = list(parent.tokens)
         if parent.temperature != temperature or not parent.completion.tokens:  # a row has one temperature
             return None
-        answer, tokenizer, whole = parent.answer, self._tokenizer, template.closing(self._tokenizer)
-        closing = template.after(tokenizer, tokens[-1], whole) if parent.completion.finish == "stop" else whole
+        answer, tokenizer, end = parent.answer, self._tokenizer, template.closing(self._tokenizer)
+        closing = template.after(tokenizer, tokens[-1], end) if parent.completion.finish == "stop" else end
         seen = tokenizer.decode(tokens) + closing
-        if now.startswith(seen):  # word for word
+        if now.startswith(seen):  # identical text
             added: str | None = now[len(seen) :]
-        else:  # or as the template writes what was said, with other white space in a call, say
+        else:  # or as the template renders the answer, for example with other white space in a call
             spoken = template.render(tokenizer, parent.conversation, parent.tools, parent.template, ask=False)
-            said = (answer.reasoning, answer.content)
-            added = template.continuation(parent.before, spoken, now, said=said, closing=whole)
+            parts = (answer.reasoning, answer.content)
+            added = template.continuation(parent.before, spoken, now, said=parts, closing=end)
         return None if added is None else [*tokens, *template.encode(tokenizer, closing + added)]
 
     def context(self, x: Interaction) -> dict[str, Any]:
-        """What a reward may be told of an answer beside its text and the row (`rewards.Pool`)."""
+        """The context of an answer that a reward may use, besides its text and the row (`rewards.Pool`)."""
         prompt = x.before or self._tokenizer.decode(list(x.prompt))
         return {"prompt": prompt, "prompt_ids": list(x.prompt), "completion_ids": list(x.completion.tokens)}
 
@@ -155,12 +155,12 @@ class Session:
 
     async def _sample(self, x: Interaction, parse, on_text, given) -> None:
         sampling = {name: value for name, value in given.items() if value is not None}
-        if own := self._sampling:
-            budget = min(sampling.get("max_new_tokens", own.max_new_tokens), own.max_new_tokens)
-            sampling = own.arguments() | {
+        if fixed := self._sampling:
+            budget = min(sampling.get("max_new_tokens", fixed.max_new_tokens), fixed.max_new_tokens)
+            sampling = fixed.arguments() | {
                 "max_new_tokens": budget,
-                "min_new_tokens": min(own.min_new_tokens, budget),
-                "stop": (*own.stop, *sampling.get("stop", ())),
+                "min_new_tokens": min(fixed.min_new_tokens, budget),
+                "stop": (*fixed.stop, *sampling.get("stop", ())),
                 **{name: sampling[name] for name in ("json_schema",) if name in sampling},
             }
         reader = _Reader(self._decode, sampling.get("stop", ()), on_text)
@@ -170,23 +170,23 @@ class Session:
         except ServerError as error:
             self.failure = error
             raise
-        x.text = reader.whole(x.completion)
+        x.text = reader.finish(x.completion)
         x.answer = parse(x.text)
         x.id = f"{self.id}-{len(self.interactions)}"
         self.interactions.append(x)
 
 
 def _keys(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each message what makes it and those before it the same conversation.
+    """For each message a key of the conversation up to it; equal keys mean the same conversation.
 
-    Reasoning and ids of calls do not, nor text beside calls and how arguments are spelt: SDKs leave these out or write
-    them anew.
+    Keys ignore reasoning, ids of calls, text next to calls and the formatting of arguments, because SDKs drop or
+    rewrite these.
     """
     digest, keys = xxhash.xxh3_128(), []
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        told = [[call["name"], _canonical(call["arguments"])] for call in calls]
-        digest.update(json.dumps([message.get("role"), told or message.get("content") or ""]).encode() + b"\n")
+        content = [[call["name"], _canonical(call["arguments"])] for call in calls] or message.get("content") or ""
+        digest.update(json.dumps([message.get("role"), content]).encode() + b"\n")
         keys.append(digest.hexdigest())
     return keys
 
@@ -199,7 +199,7 @@ def _canonical(arguments: Any) -> str:
 
 
 def _likeness(answer: Answer, sent: Mapping[str, Any]) -> tuple[bool, bool, bool]:
-    """How much a message that was sent back is an answer that was given: of equal ones the one given last counts."""
+    """How well a message sent back by an agent matches an earlier answer, as a sort key."""
     ids = [call.get("id") for call in sent.get("tool_calls") or ()]
     return (
         ids == [call.id for call in answer.tool_calls],
@@ -209,10 +209,9 @@ def _likeness(answer: Answer, sent: Mapping[str, Any]) -> tuple[bool, bool, bool
 
 
 class _Reader:
-    """The text of a completion, also while it grows.
+    """Decodes the text of a completion, also while it grows.
 
-    One token is held back, for the last may be the one that ends the completion, and as many characters as could turn
-    out to begin a stop string.
+    Holds back the last token, which may be the stop token, and as many characters as could begin a stop string.
     """
 
     def __init__(self, decode: Callable, stops: Sequence[str], on_text: Callable[[str], None] | None):
@@ -222,23 +221,23 @@ class _Reader:
         self._read: list[int] = []
 
     def sampled(self, tokens: list[int]) -> None:
-        """Takes the tokens so far. Raises ServerError if they are no longer those of the last time."""
+        """Takes the tokens so far. Raises ServerError if they differ from those of the last call."""
         if self._stopped:
             return
         if tokens[: len(self._read)] != self._read:
-            raise ServerError("tokens were sampled anew after their text had been sent")
+            raise ServerError("tokens were resampled after their text had been sent")
         new = tokens[len(self._read) : -1]
         self._read += new
         self._stopped = self._text.feed(new, self._stops) is not None
         self._show(self._text.text if self._stopped else self._text.text[: len(self._text.text) - self._reach])
 
-    def whole(self, completion: Completion) -> str:
-        """The text without what ended it: a stop string, or else the last token."""
-        by_length = completion.finish != "stop"
+    def finish(self, completion: Completion) -> str:
+        """The complete text, without the stop string or stop token that ended it."""
+        truncated = completion.finish != "stop"
         text = Text(self._decode)
         if text.feed(completion.tokens, self._stops) is None:
             text = Text(self._decode)
-            text.feed(completion.tokens if by_length else completion.tokens[:-1])
+            text.feed(completion.tokens if truncated else completion.tokens[:-1])
             text.end()
         self._show(text.text)
         return text.text

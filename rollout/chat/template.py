@@ -1,8 +1,8 @@
 """A tokenizer's chat template: rows and conversations to prompts, and whether one continues another.
 
-A turn that was sampled is never tokenised again: what follows it is appended to its tokens. That is right where the
-template writes the longer conversation as the shorter one and more; where it rewrites what was said (reasoning that is
-left out later, another system prompt, other tools), the longer conversation begins anew.
+A sampled turn is never retokenised: later text is appended to its tokens. That is correct if the template renders the
+longer conversation as an extension of the shorter one; if it rewrites earlier turns (drops reasoning, or has another
+system prompt or other tools), the longer conversation starts a new sequence.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Message = Mapping[str, Any]
 
 
 def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
-    """The ids that a completion of `row` follows, the same wherever a row is used.
+    """Token ids of a row's prompt, the same wherever the row is used.
 
-    They are the row's `conversation` by the chat template, up to where the assistant is to speak; without a template a
-    "prompt" is plain text, to be continued.
+    The row's `conversation` is rendered with the chat template and a generation prompt; without a template a "prompt"
+    is plain text to continue.
 
     Raises:
-      ValueError: the row has no clear prompt, the template refuses it, or the tokenizer has no token for some of it.
+      ValueError: the row has no unique prompt, the template refuses it, or the tokenizer has no token for some of it.
     """
     messages = conversation(row)
     if not tokenizer.chat_template and row.get("prompt") is not None:
@@ -35,7 +35,7 @@ def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
 
 
 def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The row's messages, or its prompt as what a user says; a list of its own.
+    """A new list of the row's messages, or with its prompt as a user message.
 
     Raises:
       ValueError: the row has neither, or both.
@@ -49,24 +49,24 @@ def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check(messages: Sequence[Message]) -> None:
-    """Raises ValueError unless each message has a role and a content, or calls of tools."""
+    """Raises ValueError unless each message has a role, and content or tool calls."""
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
             raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
 
 
 def texts(messages: Sequence[Message]) -> list[str]:
-    """What a chat template shows of the messages, for `known`."""
+    """The texts of messages that a chat template renders, for `known`."""
     return [str(message[field]) for message in messages for field in ("role", "content") if message.get(field)]
 
 
 def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options: Mapping, *, ask: bool) -> str:
-    """The text of a conversation.
+    """Renders a conversation as text.
 
     Args:
-      messages, tools: in the form of OpenAI's chat API.
+      messages, tools: in OpenAI's format.
       options: further variables of the template, such as `enable_thinking`.
-      ask: it ends where the assistant is to speak.
+      ask: add the generation prompt.
 
     Raises:
       ValueError: the tokenizer has no chat template, or the template refuses the messages.
@@ -86,7 +86,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options
                 add_generation_prompt=ask,
                 **options,
             )
-        except (TemplateError, TypeError) as error:  # TypeError: a field is not what the template takes for granted
+        except (TemplateError, TypeError) as error:  # TypeError: a field has a type that the template does not expect
             problem = problem or error
             continue
         if all(name in written for name in called):
@@ -98,7 +98,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options
 
 
 def _plain(message: Message, loaded: bool) -> dict[str, Any]:
-    """A message as templates read it: no field is None, arguments are objects or, unless `loaded`, text."""
+    """A message as templates expect it: without None; arguments are objects if `loaded`, else text."""
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = plain.get("content") or ""
     if calls := plain.get("tool_calls"):
@@ -118,49 +118,49 @@ def _loaded(arguments: Any) -> Any:
 
 
 def closing(tokenizer: Any) -> str:
-    """What the template writes after the assistant's words, such as "<|im_end|>\n"."""
+    """The text that the template adds after an assistant message, such as "<|im_end|>\n"."""
     return _closing(tokenizer, tokenizer.chat_template)
 
 
-@functools.lru_cache(maxsize=32)  # once a template, not once a turn
+@functools.lru_cache(maxsize=32)  # once per template, not per turn
 def _closing(tokenizer: Any, chat_template: str) -> str:
-    said = "areax"
-    chat = [{"role": "user", "content": said}, {"role": "assistant", "content": said}]
-    return tokenizer.apply_chat_template(chat, tokenize=False).rpartition(said)[2]
+    content = "areax"
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    return tokenizer.apply_chat_template(chat, tokenize=False).rpartition(content)[2]
 
 
 def after(tokenizer: Any, last: int, closing: str) -> str:
-    """What `closing` has after a special token that ended the turn: its own, or another such as <|eom_id|>."""
+    """The part of `closing` after the stop token `last`: either its own, or another one such as <|eom_id|>."""
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     if last not in special:  # the turn was cut off, or a stop string ended it
         return closing
-    own = tokenizer.decode([last])
-    ends = [own] if own in closing else [tokenizer.decode([id]) for id in encode(tokenizer, closing) if id in special]
+    stop = tokenizer.decode([last])
+    ends = [stop] if stop in closing else [tokenizer.decode([id]) for id in encode(tokenizer, closing) if id in special]
     return closing.partition(ends[0])[2] if ends else closing
 
 
 def opens(tokenizer: Any) -> bool:
-    """Whether the template itself begins the assistant's reasoning, which the text of an answer then goes on with."""
+    """Whether the generation prompt already opens the reasoning, so that an answer's text begins inside it."""
     return render(tokenizer, [{"role": "user", "content": "areax"}], (), {}, ask=True).rstrip().endswith("<think>")
 
 
 def continuation(before: str, spoken: str, now: str, *, said: Sequence[str], closing: str) -> str | None:
-    """What `now` has after the assistant's turn in `spoken`, both as the template writes them; None if it rewrote that.
+    """The text that `now` adds to `spoken`, both as rendered by the template; None if it rewrote the answer.
 
     Args:
-      before: the text that the assistant was asked with.
-      spoken: the text with its answer, turn closed.
-      now: the text to ask with.
+      before: the prompt of the answer.
+      spoken: the prompt with the answer, turn closed.
+      now: the next prompt.
       said: reasoning and content of the answer; a template that leaves them out has rewritten it.
     """
-    goes_on = spoken.startswith(before) and now.startswith(spoken) and bool(closing) and spoken.endswith(closing)
-    if goes_on and all(part.strip() in spoken[len(before) :] for part in said):
+    extends = spoken.startswith(before) and now.startswith(spoken) and bool(closing) and spoken.endswith(closing)
+    if extends and all(part.strip() in spoken[len(before) :] for part in said):
         return now[len(spoken) :]
     return None
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a text that already has its special tokens.
+    """Encodes a text that already contains its special tokens.
 
     Raises:
       ValueError: the tokenizer has no token for some of it.
@@ -169,7 +169,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def known(tokenizer: Any, ids: list[int], *texts: str) -> list[int]:
-    """`ids` of the texts, unless some of these have become the unknown token, which decodes to something else."""
+    """Returns `ids`, the encoded texts; raises ValueError if they contain the unknown token, which loses text."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in ids:
         return ids

@@ -1,8 +1,8 @@
-"""Interactions of an episode to rows of training data, exact to the token.
+"""Converts the interactions of an episode to rows of training data, token by token.
 
-An interaction is one request to the model and what was sampled for it. Those of an episode form a tree: an
-interaction's parent is the one that its conversation goes on from, and it either extends the parent's tokens or, where
-the chat template rewrote them, begins anew.
+An interaction is one request to the model and its completion. Those of an episode form a tree: an interaction's parent
+is the one whose conversation it continues. It either extends the parent's tokens or, if the chat template rewrote them,
+begins a new sequence.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Style = Literal["leaves", "interactions"]
 
 @dataclass(eq=False, kw_only=True)
 class Interaction:
-    """One request and its answer; what follows `temperature` is known once it is answered.
+    """One request and its answer; the fields after `temperature` are set once it is answered.
 
     Attributes:
-      parent: whose conversation it goes on from; None = nobody's.
+      parent: the interaction whose conversation it continues; None = a new conversation.
       extends: its prompt begins with all of the parent's tokens.
-      messages, tools, template: what was asked, in the form of OpenAI's chat API; empty for a prompt of tokens.
-      before: the text asked with, which the template made of the messages.
-      prompt, temperature: the tokens asked with, and how those of the completion are drawn.
+      messages, tools, template: the request, in OpenAI's format; empty for a prompt of tokens.
+      before: the prompt as text, rendered by the template.
+      prompt, temperature: the prompt's tokens, and the sampling temperature.
       id: unique.
-      completion: what was sampled.
-      text: of the completion without what ended it; of special tokens only `parsers.MARKERS` have one.
-      answer: what the text says.
-      score: its own reward, if it was given one.
+      completion: the sampled completion.
+      text: the completion's text without its stop token or string; of special tokens only `parsers.MARKERS` are kept.
+      answer: the parsed text.
+      score: its own reward, if one was set.
     """
 
     parent: Interaction | None = None
@@ -63,55 +63,57 @@ class Interaction:
 
 
 def samples(done: Sequence[Interaction], style: Style = "leaves", discount: float = 1.0) -> list[Sample]:
-    """The rows of an episode, of which every sampled token is learnt in exactly one.
+    """Converts an episode to rows; every sampled token is trained on in exactly one of them.
 
-    "leaves": a row for each interaction that no other extends, which holds those it extends. A turn that several rows
-    hold is learnt in the first. A reward stands at the last token of its turn; those of other rows are added at
-    the row's last token, so that each row has the episode's reward (`core.advantages.group` wants them to agree).
+    "leaves": one row per interaction that no other extends, containing those it extends. A turn that is in several rows
+    is trained on in the first. A reward is placed at the last token of its turn; rewards from other rows are added at
+    the row's last token, so that each row has the episode's reward (`core.advantages.group` requires them to agree).
 
-    "interactions": a row for each, with its own reward and `discount` times the rewards of those that go on from it:
-    R = r + discount * sum of R over its children. Its prompt is not learnt. Each is compared with the mean over the
-    group's episodes of their mean; what is reported is the episode's reward, the sum of all.
+    "interactions": one row per interaction, with its own reward plus `discount` times the return of those that continue
+    it: R = r + discount * sum of R over its children. Its prompt is not trained on. Each is compared with the mean over
+    the group's episodes of their mean; the reported reward is the episode's, the sum of all.
 
-    An episode that was given no reward at all, or an unscorable one, is unscorable: NaN.
+    An episode without any reward, or with an unscorable one, is unscorable: NaN.
 
     Args:
-      done: interactions in the order of their ends; those without a sampled token make no row.
+      done: interactions in the order in which they ended; those without a sampled token make no row.
 
     Raises:
-      ValueError: a discount with "leaves", where `Advantage.gamma` is for that.
-      AssertionError: an interaction does not begin with the tokens it extends, which would be a fault of this library.
+      ValueError: a discount with "leaves"; use `Advantage.gamma` there.
+      AssertionError: an interaction does not begin with the tokens it extends: a bug in this library.
     """
     if style == "leaves" and discount != 1:
         raise ValueError(
-            f'samples: a discount needs style "interactions", got {discount}; "leaves" has an objective\'s '
+            f'samples: a discount needs style "interactions", got {discount}; with "leaves" use the objective\'s '
             'advantage.gamma with credit "return"'
         )
     given = [x.score for x in done if x.score]
     total = sum(score.value for score in given) if given else math.nan
     parts = {name: sum(s.components.get(name, 0.0) for s in given) for s in given for name in s.components}
     if style == "interactions":
-        worth = returns(done, discount)
-        rows = [_row([x], {x}, math.nan if math.isnan(total) else worth[x], False) for x in done if x.completion.tokens]
+        values = returns(done, discount)
+        rows = [
+            _row([x], {x}, math.nan if math.isnan(total) else values[x], False) for x in done if x.completion.tokens
+        ]
     else:
         extended = {x.parent for x in done if x.extends}
-        rows, taken = [], set()
+        rows, seen = [], set()
         for leaf in (x for x in done if x not in extended):
             chain = _chain(leaf)
-            learnt = {x for x in chain if x not in taken and x.completion.tokens}
-            taken |= learnt
-            if learnt:
-                rows.append(_row(chain, learnt, total, True))
+            trained = {x for x in chain if x not in seen and x.completion.tokens}
+            seen |= trained
+            if trained:
+                rows.append(_row(chain, trained, total, True))
     return [row.replace(components=parts, info={"episode_reward": total}) for row in rows]
 
 
 def returns(done: Sequence[Interaction], discount: float) -> dict[Interaction, float]:
-    """R = r + discount * sum of R over the interactions that go on from it; r = 0 where none was given."""
-    worth = {x: x.score.value if x.score else 0.0 for x in done}
+    """The return of each interaction: R = r + discount * sum of R over its children; r = 0 without a reward."""
+    values = {x: x.score.value if x.score else 0.0 for x in done}
     for x in sorted(done, key=_depth, reverse=True):
         if x.parent:
-            worth[x.parent] += discount * worth[x]
-    return worth
+            values[x.parent] += discount * values[x]
+    return values
 
 
 def _depth(x: Interaction) -> int:
@@ -122,7 +124,7 @@ def _depth(x: Interaction) -> int:
 
 
 def _chain(leaf: Interaction) -> list[Interaction]:
-    """The interactions whose tokens a leaf holds, the first one first."""
+    """The interactions whose tokens a leaf contains, oldest first."""
     chain = [leaf]
     while chain[-1].extends:
         assert chain[-1].parent is not None
@@ -130,7 +132,7 @@ def _chain(leaf: Interaction) -> list[Interaction]:
     return chain[::-1]
 
 
-def _row(chain: Sequence[Interaction], learnt: set[Interaction], reward: float, per_turn: bool) -> Sample:
+def _row(chain: Sequence[Interaction], trained: set[Interaction], reward: float, per_turn: bool) -> Sample:
     leaf = chain[-1]
     n = len(leaf.tokens)
     tokens = np.asarray(leaf.tokens, np.int32)
@@ -143,7 +145,7 @@ def _row(chain: Sequence[Interaction], learnt: set[Interaction], reward: float, 
         if not np.array_equal(tokens[: len(x.tokens)], x.tokens):
             raise AssertionError(f"trajectory: interaction {leaf.id} does not begin with the tokens of {x.id}")
         end = len(x.tokens)
-        if x in learnt:
+        if x in trained:
             mask[start:end] = True
             logp[start:end], version[start:end] = x.completion.logp, x.completion.version
             if per_turn and x.score and not math.isnan(x.score.value):
@@ -159,7 +161,7 @@ def _row(chain: Sequence[Interaction], learnt: set[Interaction], reward: float, 
 
 
 def _routed(chain: Sequence[Interaction]) -> np.ndarray:
-    """Experts of each token, as they were when its successor was sampled; -1 for the last, which nobody has read."""
+    """Experts of each token when its successor was sampled; -1 for the last token, which the sampler never read."""
     leaf = chain[-1].completion.routed
     assert leaf is not None
     routed = np.pad(leaf, ((0, 1), (0, 0), (0, 0)), constant_values=-1)

@@ -1,4 +1,4 @@
-"""OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, with what SGLang adds to their answers."""
+"""OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, with SGLang's additions to the answers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from . import request_parsing, sglang_api
 from .request import Progress
 from .request_parsing import Ask
 
-RENAMED = {  # further fields -> those of sampling_params
+RENAMED = {  # further fields -> fields of sampling_params
     "n": "n",
     "seed": "sampling_seed",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
-# Fields of OpenAI, and of SGLang, that the engine does not implement, with the values that ask for nothing.
+# Fields of OpenAI and SGLang that the engine does not implement, with their values that have no effect.
 REFUSED = {
     **{name: values for name, values in openai.NEUTRAL.items() if name not in ("top_logprobs", "parallel_tool_calls")},
     **{
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 class OpenAI:
-    """Handlers of the routes under /v1, over the same engine as the native ones."""
+    """Handlers of the routes under /v1, for the engine of `service`."""
 
     def __init__(self, service: sglang_api.Service):
         self.service = service
@@ -114,13 +114,13 @@ class OpenAI:
         ask = self._ask(body, [prompt], budget, top if wanted else None)
 
         def choice(i: int, part: Progress, first: bool) -> dict:
-            said = ({"role": "assistant"} if first else {}) | {"content": part.text}
+            message = ({"role": "assistant"} if first else {}) | {"content": part.text}
             tops = part.top or [[]] * len(part.tokens)
             content = [
                 self._token(logp, id) | {"top_logprobs": [self._token(*other) for other in others]}
                 for logp, id, others in zip(part.logp, part.tokens, tops, strict=True)
             ]
-            return {"delta" if ask.stream else "message": said, "logprobs": {"content": content} if wanted else None}
+            return {"delta" if ask.stream else "message": message, "logprobs": {"content": content} if wanted else None}
 
         return await self._answer(http, body, ask, "chat.completion", choice)
 
@@ -155,7 +155,7 @@ class OpenAI:
     # -- the answer ------------------------------------------------------------------------------
 
     async def _answer(self, http: HTTPRequest, body: dict, ask: Ask, kind: str, choice) -> Response:
-        """`choice(index, part, whether it is the first part)` is what a choice holds besides how it ended."""
+        """Answers a request; `choice(index, part, is_first)` makes a choice of the answer, without its finish."""
         start = time.perf_counter()
         frame = {
             "id": ask.requests[0].rid,
@@ -198,7 +198,7 @@ class OpenAI:
         return self.service.tokenizer.decode(ids) if ids and self.service.tokenizer else ""
 
     def _name(self, id: int) -> str:
-        """A token's text; of a part of a character its name in the vocabulary, since such parts all look the same."""
+        """A token's text; for a part of a character its vocabulary entry, because all such parts decode alike."""
         piece = self.service.piece(id)
         return self.service.tokenizer.convert_ids_to_tokens(id) if UNFINISHED in piece else piece
 
@@ -209,7 +209,7 @@ class OpenAI:
 
 
 def _since(progress: Progress, last: Progress | None) -> Progress:
-    """What is new in `progress` after `last`."""
+    """The part of `progress` that is new since `last`."""
     if last is None:
         return progress
     n = len(last.tokens)
@@ -223,7 +223,7 @@ def _since(progress: Progress, last: Progress | None) -> Progress:
 
 
 def _usage(ask: Ask, done: Iterable[Progress]) -> dict:
-    """Tokens of all prompts, each counted once, and of all completions."""
+    """Token counts; each prompt counts once."""
     prompts = sum(len(request.prompt) for request in ask.requests[:: ask.n])
     generated = sum(len(progress.tokens) for progress in done)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}

@@ -1,7 +1,7 @@
-"""Bodies of generation requests, understood: the JSON of either API style to what the engine takes.
+"""Parses bodies of generation requests, in SGLang's or OpenAI's format, to requests of the engine.
 
-A field that the engine cannot honour is refused by its name, unless its value asks for nothing. Fields that cannot
-change the result (priorities, logging, routing) are passed over, as SGLang does with all that it does not know.
+A field that the engine does not support is refused, unless its value has no effect. Fields that cannot change the
+result (priorities, logging, routing) are ignored, as SGLang ignores all unknown fields.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ SEEDS = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class Ask:
-    """What a body asks for.
+    """A parsed body.
 
     Attributes:
       requests: all samples of the first prompt, then of the second, and so on.
-      n: samples a prompt.
+      n: samples per prompt.
       single: the answer is one object, not a list.
-      stream: answers are sent as they grow.
-      logprobs: for each request, whether the answer holds log-probabilities.
-      texts: log-probabilities come with the token's text.
+      stream: stream the answers.
+      logprobs: for each request, whether the answer has log-probabilities.
+      texts: log-probabilities include the token's text.
     """
 
     requests: tuple[Request, ...]
@@ -74,7 +74,7 @@ class Ask:
 
 
 def generate(body: Any, tokenizer: Any, context: int) -> Ask:
-    """The body of `/generate`.
+    """Parses the body of `/generate`.
 
     Args:
       tokenizer: for `text` prompts; None = token ids only.
@@ -116,10 +116,10 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
 
 
 def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
-    """(how to choose tokens, samples a prompt) from `sampling_params`; null stands for the default.
+    """Parses `sampling_params` to (sampling parameters, samples per prompt); null stands for the default.
 
     Args:
-      room: tokens that fit behind the prompt, the budget where max_new_tokens is null.
+      room: tokens that fit after the prompt, the budget if max_new_tokens is null.
 
     Raises:
       ValueError: a field that is unknown, out of range or cannot be honoured.
@@ -173,8 +173,8 @@ def samples(
     experts: bool = False,
     adapter: str = "",
 ) -> list[Request]:
-    """One request for each name in `rid`, all for one prompt. Sample k of a seeded request is drawn with seed + k: it
-    differs from the others, and equals a request of its own with that seed."""
+    """Makes one request per name in `rid`, all for one prompt. Sample k of a seeded request is drawn with seed + k: it
+    differs from the others, and equals a separate request with that seed."""
     if not prompt:
         raise ValueError("the prompt must have at least one token, got none")
     if chosen.seed is None or len(rid) == 1:
@@ -184,7 +184,7 @@ def samples(
 
 
 def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:
-    """Names of the `n` samples of each of P prompts: the caller's, numbered where one must do for several."""
+    """Names of the `n` samples of each of P prompts: the caller's, numbered if one stands for several."""
     if isinstance(given, list):
         rule(_all(given, str) and len(given) == P, "rid", f"must be one string, or one for each of {P} prompts", given)
         twice = sorted({rid for rid in given if given.count(rid) > 1})
@@ -199,13 +199,13 @@ def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:
 
 
 def ids(given: Any, name: str) -> tuple[int, ...]:
-    """A prompt of token ids; whether they are in the vocabulary is the engine's to say."""
+    """Checks the type of a prompt of token ids; the engine checks that they are in the vocabulary."""
     rule(_all(given, int), name, "must be a list of token ids", given)
     return tuple(given)
 
 
 def _prompts(body, tokenizer):
-    """(prompts as ids, whether the body held one prompt and not a list)."""
+    """(token ids of each prompt, whether the body has a single prompt and not a list)."""
     given = body.get("input_ids")
     if given is not None:
         rule(isinstance(given, list), "input_ids", "must be a list of token ids, or of such lists", given)

@@ -26,7 +26,7 @@ from .sglang_api import Service, read_weights
 
 log = logging.getLogger(__name__)
 
-OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for answers under way when the server is told to end
+OPTIONS: dict[str, Any] = {  # of uvicorn; the last: seconds for responses in progress at shutdown
     "loop": "auto", "lifespan": "on", "timeout_graceful_shutdown": 5
 }  # fmt: skip
 UNGUARDED = ("/health", "/health_generate", "/ready")  # answered without the key
@@ -49,10 +49,10 @@ def serve(
     Args:
       port: 0 = any free port.
       slots: sequences generated at the same time; further requests wait.
-      context: longest sequence, prompt and generated tokens; the model's own limit if that is lower.
-      version: label of the weights until the first update; None = of a published version its own, else "default".
-      seed: of requests that bring none.
-      api_key: requests must carry it, as `Authorization: Bearer KEY`.
+      context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
+      version: label of the weights until the first update; None = that of a published version, else "default".
+      seed: from which requests without a seed get theirs.
+      api_key: key that requests must send as `Authorization: Bearer KEY`.
 
     Raises:
       ValueError: the address is not available, or the folder cannot be loaded; nothing is served then.
@@ -60,14 +60,14 @@ def serve(
     with contextlib.closing(http_process.bind(host, port)) as sock:
         weights, label = read_weights(path, dtype), version or published_label(path)
         service = prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label, seed=seed)
-        del weights  # the engine has its own
+        del weights  # the engine has copies
         engine = service.engine
         url = http_process.address((host, sock.getsockname()[1]))
         ready = f"{url} serves {engine.config.family} {path}, {slots} slots of {engine.context} tokens"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
         if api_key is None and not http_process.loopback(host):
-            ready += "; WARNING: whoever reaches this address can use it and replace its weights; give an api_key"
+            ready += "; WARNING: anyone who reaches this address can use it and replace its weights; set an api_key"
         engine.start()
         try:
             http_process.serve(app(service, api_key), sock, ready, ending=engine.abort_all, **OPTIONS)
@@ -98,7 +98,7 @@ def prepare(
 
 
 def app(service: Service, api_key: str | None = None) -> ASGIApp:
-    """All routes, as an ASGI application."""
+    """The server as an ASGI application."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_):

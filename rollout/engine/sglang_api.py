@@ -329,7 +329,7 @@ class Service:
         named = version is None or isinstance(version, str) and version
         fields.rule(named, "weight_version", "must be a string that is not empty", version)
         staged = await self._stage(body)
-        # Tokens must not carry the old weights' label.
+        # Tokens must not get the old weights' label.
         version = version or f"unnamed-{together(staged.checksums)[:8]}"
         if fields.boolean(body, "abort_all_requests"):
             self.engine.abort_all()

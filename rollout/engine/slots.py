@@ -112,7 +112,7 @@ class Slots:
                 raise ValueError(
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
-        with self._alone():
+        with self._without_mesh():
             return programs.stage(params, self._device)
 
     def release(self, *, weights: bool, caches: bool) -> None:
@@ -132,20 +132,20 @@ class Slots:
 
     def stage_adapter(self, spec: Lora, tree) -> Factors:
         """Prepares an adapter for `add_adapter`, next to those in use; raises as `adapters.stage`."""
-        with self._alone():
+        with self._without_mesh():
             return jax.block_until_ready(
                 adapters.stage(spec, tree, models.table(self.config), self._dtype, self._device)
             )
 
     def add_adapter(self, staged: Factors) -> int:
         """Adds an adapter and returns its index; raises as `Adapters.add`."""
-        with self._alone():
+        with self._without_mesh():
             return self.adapters.add(staged)
 
     def clear(self) -> None:
         """Forgets which prompts slots hold; while nothing runs, wipes caches, to drop any NaN of diverged weights."""
         if not self.running:
-            with self._alone():
+            with self._without_mesh():
                 if self._caches is None:
                     self._caches = programs.caches(self.config, self.count, self.context, self._dtype)
                 else:
@@ -161,7 +161,7 @@ class Slots:
         """The number of tokens that running requests have in the cache."""
         return int(self._state[list(self.running), COLUMNS["position"]].sum())
 
-    def _alone(self):
+    def _without_mesh(self):
         """A context without the mesh that the calling thread may train on."""
         return jax.set_mesh(jax.sharding.Mesh(np.array(self._device), ()))
 

@@ -1,9 +1,9 @@
 """The fleet: routes requests to healthy servers, retries what failed, and tracks each server's state.
 
 A request goes to the healthy server that most likely has its prompt's prefix in its cache, else to the least loaded one
-(affinity.py), within each server's concurrency limit (pressure.py). A token enters a completion exactly once, with the
-log-probability and the version reported by the server that sampled it: an answer that is cut off is discarded whole and
-requested again; one that a pause ended early is continued.
+(servers/prefix_routing.py), within each server's concurrency limit (servers/concurrency.py). A token enters a
+completion exactly once, with the log-probability and the version reported by the server that sampled it: a truncated
+answer is discarded and requested again; one that a pause ended early is continued.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Attempt = Callable[[Server, str], Coroutine[Any, Any, Part]]  # (server, adapter
 
 
 class Rerouted(Broken):
-    """The server was taken out of traffic while it worked on the request."""
+    """The server was taken out of traffic while it processed the request."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Fleet:
       servers: all of them; those in state `healthy` take requests.
       published: the newest pushed version, which a recovering server loads.
       publishing: held during a push: no server becomes healthy with another version meanwhile.
-      not_offloaded: cleared while servers are offloaded (`rest.offload`); no server is recovered then.
+      not_offloaded: cleared while servers are offloaded (`offload.offload`); no server is recovered then.
       restart: replaces a dead server's process, if possible.
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
         string), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered` (concurrency limits),
@@ -154,7 +154,7 @@ class Fleet:
 
     @property
     def labels(self) -> set[str]:
-        """Weight labels in use: those that servers serve or are loading, and what one that comes back would load."""
+        """Weight labels in use: those that servers serve or are loading, and the one a recovering server would load."""
         healthy = {label for server in self.healthy for label in (*server.expected(server.admitted), *server.adapters)}
         published = (self.published, self.published.base) if self.published else ()
         return healthy | {version.label for version in published if version}
@@ -184,19 +184,18 @@ class Fleet:
     ) -> Completion:
         """Continues the prompt `tokens` by up to `max_new_tokens`; finish is `stop` or `length`.
 
-        An abort (a pause in abort mode) is resumed with what was generated so far as prompt. `text`
-        is then "": only the tokens as a whole decode rightly. With stop strings the last tokens, as
-        many as a stop string could reach back over, are sampled anew, whatever they say, because
-        the server looks for stop strings only in what one request generates.
+        An aborted request (a pause in abort mode) is resumed with the tokens so far appended to the prompt. `text` is
+        then "", because parts decoded separately may differ. With stop strings, the last tokens that could be part of
+        one are resampled, because the server searches for stop strings only in what one request generates.
 
         Args:
-          json_schema: JSON text of a schema that the text has to follow, where the server can see to it.
-          routed_experts: also report the experts that tokens went to; those of a token stay what they were when its
-            successor was sampled, whatever weights a resumption reads it with.
-          seed: the sampling stream of this completion: the same on a repeat or a resumption, for
-            servers draw token i by (seed, absolute index). Needs `fleet.seeded`.
-          on_tokens: called with the tokens so far as they come. After a repeat, or a resumption with stop strings, they
-            may be others than before; what it raises ends the request.
+          json_schema: JSON text of a schema for constrained decoding, if the server supports it.
+          routed_experts: also report the experts of each token, as they were when its successor was sampled, even if
+            a resumption recomputes them with other weights.
+          seed: the random stream of this completion; retries and resumptions continue it, because servers draw token i
+            with (seed, absolute index). Needs `fleet.seeded`.
+          on_tokens: called with all tokens so far as they arrive. After a retry, or a resumption with stop strings,
+            they may differ from before; an exception in it ends the request.
 
         Raises:
           ValueError: the server refused the request (prompt too long, a bad parameter), or does
@@ -235,11 +234,11 @@ class Fleet:
         return await self._in_time("generate", work, trouble)
 
     async def read(self, tokens: Sequence[int], *, top_k: int = 0) -> tuple[str, Part]:
-        """(the server's address, its answer), which says of `tokens` themselves how likely they are, at temperature 1;
-        nothing is generated.
+        """Computes the log-probabilities of `tokens` themselves, at temperature 1, without generating; returns (the
+        server's address, its answer).
 
         Args:
-          top_k: also report so many of the likeliest tokens at each place.
+          top_k: also report this many of the likeliest tokens at each position.
 
         Raises as `generate`.
         """
@@ -322,12 +321,12 @@ class Fleet:
     async def _send(
         self, tokens: Sequence[int], attempt: Attempt, trouble: list[str], begun: str = ""
     ) -> tuple[Server, Part]:
-        """Makes attempts, each on the best server at the time, until one gives a whole answer.
+        """Makes attempts, each on the best server at the time, until one returns a complete answer.
 
         Args:
           tokens: the prompt, for routing.
-          trouble: collects what went wrong.
-          begun: the label of the tokens that the completion has so far.
+          trouble: collects the reasons of failed attempts.
+          begun: the label of the completion's last token so far.
         """
         busy = broken = 0
         while True:
@@ -364,7 +363,7 @@ class Fleet:
                 if not name or name not in str(error):
                     raise
                 self._on_unexpected_version(
-                    server, f"{server.url}: does not have the adapter that it was given: {error}", trouble
+                    server, f"{server.url}: no longer has an adapter that was loaded: {error}", trouble
                 )
                 continue
             else:
@@ -376,7 +375,7 @@ class Fleet:
                     if len(self.servers) > 1:
                         server.cached.add(prefix_routing.chain([*tokens, *part.tokens]))
                     return server, part
-                why = f"{server.url}: samples under weights {sorted(strange)}, but was given {given}"
+                why = f"{server.url}: samples with weights {sorted(strange)}, but was given {given}"
                 self._on_unexpected_version(server, why, trouble)
                 continue
             finally:

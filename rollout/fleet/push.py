@@ -60,14 +60,14 @@ class Push:
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push did; times are those of the slowest server, in seconds.
+    """The result of a push; times are those of the slowest server, in seconds.
 
     Attributes:
       label: the weight label pushed.
       loaded: addresses of the servers that have verified it and generate.
       failed: address -> reason of the servers that did not load it; they get no requests until they have.
       pause_s: paused generation, from the pause call to the answer of the resume call; includes load_s.
-      load_s: loading; for adapters, which pause nothing, until they were loaded.
+      load_s: loading; also for adapters, which pause nothing.
       prove_s: verification after that; answers are held back meanwhile.
       probe_diff: largest mean absolute difference from the trainer's log-probabilities on the probe, in nats per token;
         None without a probe.
@@ -91,7 +91,7 @@ class PushReport:
 
 
 class PushTiming(NamedTuple):
-    """What a push took on one server."""
+    """The timing of a push on one server."""
 
     stage_bytes: int
     stage_s: float
@@ -108,13 +108,13 @@ async def push_weights(
     arrays: Any = None,
     probe: Probe | None = None,
 ) -> PushReport:
-    """Gives every healthy or offloaded server the weights in `directory` as version `label`. A directory of adapters is
-    loaded beside its base, without a pause (lora.py).
+    """Pushes the weights in `directory` as version `label` to every healthy or offloaded server. Adapters are loaded
+    over their base, without a pause (weights/lora.py).
 
-    Each server by itself: stage, pause, load, compare the reported label, resume, verify the weights
+    Independently for each server: stage, pause, load, compare the reported label, resume, verify the weights
     (weights/load.py). If a step fails or is cancelled half-way the server becomes `weights_unknown`: its requests move
-    to other servers, and it gets none before it has loaded a published version in full. One that cannot be reached
-    becomes `suspect`. The version counts as published once one server has it. If none does, all go back to the previous
+    to other servers, and it gets none before it has loaded a published version completely. One that cannot be reached
+    becomes `suspect`. The version counts as published once one server has it. If none does, all return to the previous
     version and the push is repeated, `Timeouts.push_attempts` times in all.
 
     Args:
@@ -151,7 +151,7 @@ async def push_weights(
             by_url = list(zip((server.url for server in servers), results, strict=True))
             loaded = {url: result for url, result in by_url if not isinstance(result, str)}
             failed = {url: result for url, result in by_url if isinstance(result, str)}
-            if loaded:  # with files there is no use for the arrays any more
+            if loaded:  # with files the arrays are no longer needed
                 fleet.published = replace(weights, arrays=None) if weights.directory else weights
         if loaded:
             break
@@ -195,7 +195,7 @@ async def _push_to_one(
         if server.stager:
             fetched = (await fleet.on(server, server.stager.stage(weights))).bytes
     except (ValueError, ServerError) as error:
-        why = f"the version {weights.label} did not get there: {error}"
+        why = f"staging version {weights.label} failed: {error}"
         if server.state in SOUND:  # the server is fine, but lacks the version
             fleet.fail(server, "stale", f"{server.url}: {why}")
         return why

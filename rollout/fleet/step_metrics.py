@@ -1,11 +1,11 @@
-"""Asynchrony in figures, step by step: who waited for whom, how old the groups were, what was lost and tried again.
+"""Metrics of asynchrony per step: waiting times, staleness of groups, lost and retried work.
 
     figures = Figures(fleet, lambda: {"failed": rollout.counts["failed"]})
-    with journal.watching(figures.see):
+    with events.watching(figures.see):
         ...                                            # the loop; at the end of each step:
         run.log("grpo", v, **figures.step(seconds))    # what happened since the step before
 
-What each figure is stands in `Figures.step`; all but the levels of the servers follow from the events of the journal.
+`Figures.step` documents each metric; all but the server levels are computed from the events of the journal.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 
 from .fleet import Fleet
 
-WORK = ("update_s", "save_s", "publish_s")  # parts of a step in which the trainer does something
-PUSHED = ("total_s", "pause_s", "load_s", "prove_s", "stage_s", "bytes", "stage_bytes")  # of a push, by its report
-SENT_AGAIN = ("busy", "refused", "broken", "rerouted", "strange")  # of a fleet's counts: requests that go out anew
+WORK = ("update_s", "save_s", "publish_s")  # parts of a step in which the trainer is busy
+PUSHED = ("total_s", "pause_s", "load_s", "prove_s", "stage_s", "bytes", "stage_bytes")  # fields of a push report
+SENT_AGAIN = ("busy", "refused", "broken", "rerouted", "strange")  # fleet counts of requests that are sent again
 KINDS = ("call", "group", "batch", "push", "left_out")  # events that are read
 
 
 class Figures:
-    """What a fleet and an executor did in each step."""
+    """Collects what a fleet and an executor did since the last step, and reports it as metrics."""
 
     def __init__(self, fleet: Fleet, counts: Callable[[], Mapping[str, int]]):
         """
@@ -34,31 +34,31 @@ class Figures:
         """
         self._fleet, self._counts = fleet, counts
         self._events: collections.deque[dict] = collections.deque()
-        self._ended: dict[int, tuple[float, int]] = {}  # prompt: when its group ended, and its version of admission
+        self._ended: dict[int, tuple[float, int]] = {}  # prompt: when its group ended, the version at its admission
         self._counted = self._count()
         self._held = {server: server.held.read() for server in fleet.servers}
 
     def see(self, event: dict[str, Any]) -> None:
-        """Takes an event of the journal in, from any thread."""
+        """Records an event of the journal; may be called from any thread."""
         if event["kind"] in KINDS:
             self._events.append(event)
 
     def step(self, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """The figures of what happened since the last call; those of which there was nothing are left out.
+        """The metrics of what happened since the last call; those without data are left out.
 
-        trainer_idle: share of the step's `seconds` (as `loop.run` tells them) without an update, a save or a host copy.
-        server_busy: share of the servers' time in which each held at least one request of ours, paused or not.
-        requests_in_flight: requests that all servers together held at a time, the mean over the time.
-        slot_load: these over the sequences that the servers generate at a time, where all say how many that are: below
-          1 slots stood empty, above 1 requests waited in the server.
-        request_wait_s: seconds that a request waited here for a server with room; each attempt is one.
-        generated_tokens, rollout_tokens_per_second: of completions that ended in the step, evaluations included.
+        trainer_idle: share of the step's `seconds` (from `loop.run`) without an update, a save or a host copy.
+        server_busy: share of server time with at least one of our requests on the server, paused or not.
+        requests_in_flight: requests on all servers together, averaged over time.
+        slot_load: requests_in_flight divided by the servers' slots, if all report them: below 1 slots were empty, above
+          1 requests waited on the servers.
+        request_wait_s: seconds that a request waited here for a server with room, per attempt.
+        generated_tokens, rollout_tokens_per_second: of completions that ended in the step, including evaluations.
         group_wait_s: seconds that the groups of the step's batch had waited for it since they ended.
         group_staleness: versions between their admission and the batch.
-        push_...: of the pushes that ended in the step, added up, as `publish.PushReport` has them; of push_probe_diff
+        push_...: of the pushes that ended in the step, added up, as in `push.PushReport`; of push_probe_diff
           the largest.
         too_long: rows that ended in the step and do not fit into a packed row.
-        What `counts` gave, and request_retries: requests sent again.
+        The growth of `counts`, and request_retries: requests sent again.
         """
         events = [self._events.popleft() for _ in range(len(self._events))]
         of = lambda kind: [event for event in events if event["kind"] == kind]
@@ -76,7 +76,7 @@ class Figures:
         return {**metrics, **self._servers(), **self._groups(of("group"), of("batch")), **_pushes(of("push"))}
 
     def live(self) -> dict[str, int]:
-        """What the fleet is and did so far, of which names end in _total; from any thread."""
+        """The fleet's current state, and its counts so far as `..._total`; may be called from any thread."""
         servers = list(self._fleet.servers)
         return {
             "fleet_servers": len(servers),
@@ -89,7 +89,7 @@ class Figures:
         return {**self._counts(), "request_retries": sum(self._fleet.counts[name] for name in SENT_AGAIN)}
 
     def _servers(self) -> dict[str, float]:
-        """How much the servers held, each since it was looked at last, or joined."""
+        """Load metrics of the servers, each since the last call or since it joined."""
         before, servers = self._held, self._fleet.servers
         self._held = {server: server.held.read() for server in servers}
         since = [before.get(server, server.held.made) for server in servers]

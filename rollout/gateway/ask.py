@@ -1,4 +1,4 @@
-"""What a request asks of a session."""
+"""The parsed form of a request, common to the gateway's APIs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks of a session: `Session.ask` of messages, or `Session.complete` of prompts.
+    """A parsed request: for `Session.ask` if it has messages, for `Session.complete` if it has prompts.
 
     Attributes:
-      body: the request.
-      n: answers wanted, of each prompt.
-      prompts: of tokens, where there are no messages.
+      body: the request's body.
+      n: answers per prompt.
+      prompts: token ids, if there are no messages.
     """
 
     body: Mapping[str, Any]

@@ -47,7 +47,7 @@ def read(body: Mapping[str, Any], style: Style) -> Ask:
 
 
 def refuse_seed(body: Mapping[str, Any]) -> None:
-    """Refuses a seed unless the temperature is 0, where nothing is drawn."""
+    """Refuses a seed unless the temperature is 0, where it has no effect."""
     if body.get("seed") is not None and body.get("temperature") != 0:
         raise Refused("seed", "cannot be honoured by this server; leave it out, or ask for temperature 0")
 
@@ -58,9 +58,7 @@ def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return tools
     if choice == "none":
         return []
-    raise Refused(
-        "tool_choice", f'must be "auto" or "none", for a model cannot be made to call a tool, got {choice!r:.80}'
-    )
+    raise Refused("tool_choice", f'must be "auto" or "none", because tool calls cannot be forced, got {choice!r:.80}')
 
 
 def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, Any]:

@@ -22,12 +22,12 @@ TAKEN = {
     "prompt", "model", "stream", "stream_options", "n", "stop", "seed", "max_tokens", "logprobs", "echo",
     *fields.SAMPLING,
 }  # fmt: skip
-TOP = 20  # the most of the likeliest tokens that may be asked for
-Reading = Sequence[tuple[int, float | None, Mapping[int, float]]]  # token, its log-probability, those of the likeliest
+TOP = 20  # most likeliest tokens per position that a request may ask for
+Reading = Sequence[tuple[int, float | None, Mapping[int, float]]]  # token, its log-probability, {likeliest token: logp}
 
 
 def read(body: Mapping[str, Any], tokenizer: Any) -> Ask:
-    """What a request asks. Raises Refused."""
+    """Parses a request. Raises Refused."""
     fields.known(body, TAKEN, openai.PASSED, openai.NEUTRAL)
     openai.include_usage(body)
     refuse_seed(body)

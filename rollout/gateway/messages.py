@@ -55,7 +55,7 @@ def _asked(body: Mapping[str, Any], style: Style) -> dict[str, Any]:
     messages = [message for one in fields.objects(body.get("messages"), "messages") for message in _messages(one)]
     rule(bool(messages), "messages", "must not be empty", messages)
     if messages[-1]["role"] == "assistant":
-        raise Refused("messages", "the last one must not be the assistant's: an answer cannot be begun for the model")
+        raise Refused("messages", "the last one must not be the assistant's: prefilling an answer is not supported")
     return {
         "body": body,
         "messages": system + messages,
@@ -226,9 +226,7 @@ def _chosen(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[s
     choice = fields.mapping(body, "tool_choice")
     kind = choice.get("type", "auto")
     if kind not in ("auto", "none"):
-        raise Refused(
-            "tool_choice", f'must be "auto" or "none", for a model cannot be made to call a tool, got {kind!r:.80}'
-        )
+        raise Refused("tool_choice", f'must be "auto" or "none", because tool calls cannot be forced, got {kind!r:.80}')
     if choice.get("disable_parallel_tool_use") and tools:
         raise Refused("tool_choice", "disable_parallel_tool_use cannot be honoured by this server; leave it out")
     return tools if kind == "auto" else []

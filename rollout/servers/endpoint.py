@@ -24,7 +24,7 @@ class Unreached(ServerError):
 
 
 class Busy(Unreached):
-    """The server answered 503: it is up, but accepts nothing now."""
+    """The server answered 503: it is up, but accepts no requests at the moment."""
 
 
 class Broken(ServerError):
@@ -60,13 +60,13 @@ class Endpoint:
         must_succeed: bool = False,
         on_event: Callable[[dict], None] | None = None,
     ) -> dict:
-        """Makes one call; with `timeout_s` it is retried for so many seconds while it cannot be delivered.
+        """Makes one call; with `timeout_s` it is retried for that long while it cannot be delivered.
 
         A GET changes nothing, so it is also retried after a broken connection.
 
         Args:
-          must_succeed: for routes that answer 200 to a failure too: the answer has to say `success`.
-          on_event: the answer is streamed: each event is passed to this function, the last one is returned.
+          must_succeed: for routes that answer failures with 200, too: the answer must have `success` true.
+          on_event: streams the answer: each event is passed to this function, the last one is returned.
 
         Raises:
           ValueError: a 4xx answer, with the server's message.
@@ -104,7 +104,7 @@ class Endpoint:
 
 @contextlib.contextmanager
 def _connection_errors(where: str) -> Iterator[None]:
-    """Raises Unreached or Broken for what aiohttp raises."""
+    """Converts aiohttp's errors to Unreached and Broken."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -114,7 +114,7 @@ def _connection_errors(where: str) -> Iterator[None]:
 
 
 async def _answer(where: str, reply: aiohttp.ClientResponse, on_event: Callable[[dict], None] | None) -> dict:
-    """The object in an answer; raises as `Endpoint.call`."""
+    """Parses a response to an object; raises as `Endpoint.call`."""
     status = reply.status
     if on_event and status == 200:
         return await _last_event(where, reply, on_event)
@@ -156,7 +156,7 @@ async def _last_event(where: str, reply: aiohttp.ClientResponse, on_event: Calla
 
 
 def _message(text: str) -> str:
-    """The message in an error body, in either of the two shapes that servers use."""
+    """The message in an error body, in either of the two formats that servers use."""
     try:
         body = json.loads(text)
         error = body.get("error", body)

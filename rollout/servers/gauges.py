@@ -1,4 +1,4 @@
-"""By the event loop's clock: how much of something there was over time, and how long things took."""
+"""Gauges on the event loop's clock: a level integrated over time, and durations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .. import events
 
 
 class LevelSnapshot(NamedTuple):
-    """What a level was until `at`, in seconds of the loop's clock since it was made: differences say of an interval.
+    """Cumulative statistics of a `Level` since it was made; the difference of two describes the interval between them.
 
     Attributes:
-      at: seconds, by the loop's clock.
+      at: time in seconds of the loop's clock.
       busy: seconds in which the level was above 0.
-      total: its integral.
+      total: the integral of the level over time, in seconds.
     """
 
     at: float
@@ -24,11 +24,11 @@ class LevelSnapshot(NamedTuple):
 
 
 class Level:
-    """A number that goes up and down, such as the requests that a server holds.
+    """A number that changes over time, such as a server's requests in flight.
 
     Attributes:
-      value: what it is now.
-      made: what `read` said at first.
+      value: the current value.
+      made: the first snapshot.
     """
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Level:
 
 
 class Durations(NamedTuple):
-    """How long things took, in seconds."""
+    """Count, sum and maximum of durations, in seconds."""
 
     times: int = 0
     sum: float = 0.0
@@ -53,18 +53,18 @@ class Durations(NamedTuple):
 
 
 class Waits:
-    """How long things took that ended since they were asked for last."""
+    """Collects durations; `take` returns those since the last call."""
 
     def __init__(self):
         self._took = Durations()
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """What runs within counts, unless it raises."""
+        """Adds the duration of the block, unless it raises."""
         begun = events.now()
         yield
-        took, so_far = events.now() - begun, self._took
-        self._took = Durations(so_far.times + 1, so_far.sum + took, max(so_far.max, took))
+        took, before = events.now() - begun, self._took
+        self._took = Durations(before.times + 1, before.sum + took, max(before.max, took))
 
     def take(self) -> Durations:
         taken, self._took = self._took, Durations()

@@ -14,7 +14,7 @@ import xxhash
 
 from ..errors import ServerError
 
-MANIFEST = "manifest.json"  # of a checkpoint: its version, and a hash of every tensor
+MANIFEST = "manifest.json"  # of a checkpoint: its version and a hash of every tensor
 
 _LABEL = re.compile(r"(\d+)-[0-9a-f]{8}")
 
@@ -37,10 +37,10 @@ def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
 
 @functools.cache  # asked for every token
 def version_of(label: str) -> int:
-    """The policy version in `label`; -1 for any other word.
+    """The policy version in `label`; -1 if it is not a weight label.
 
-    A server answers with such a word ("default") until the first push: it serves weights that the
-    run never numbered. -1 is also what a prompt token carries, so training finds no policy there.
+    Before the first push a server reports such a label ("default"), because the run has not numbered its weights.
+    Prompt tokens have version -1, too.
     """
     match = _LABEL.fullmatch(label)
     return int(match[1]) if match else -1

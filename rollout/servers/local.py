@@ -1,4 +1,4 @@
-"""Generation servers as processes of their own on this machine, for runs that were given no address."""
+"""Starts generation servers on this machine, for runs that were given no server addresses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STOP_S = 20.0
 
 @dataclass(frozen=True)
 class Serve:
-    """How servers run.
+    """How local servers run.
 
     Attributes:
-      inside: one server, in the process of the run itself, on its first device; it is handed new weights in memory.
-      count: servers, each a process with weights of its own; one that dies is started again.
+      inside: run one server in the trainer's process, on its first device; new weights are passed in memory.
+      count: number of servers, each a process with its own weights; one that dies is restarted.
       slots: sequences that a server generates at a time.
-      context: longest sequence, prompt and completion; the model's own limit if that is lower.
-      dtype: of weights and computation.
+      context: longest sequence, prompt and completion; the model's limit if that is lower.
+      dtype: dtype of weights and computation.
     """
 
     inside: bool = False
@@ -45,10 +45,10 @@ class Serve:
 
 
 class Local:
-    """Servers on this machine that `servers` started.
+    """Servers on this machine; made by `servers`.
 
     Attributes:
-      running: each server's process by its address.
+      running: the servers' processes by address.
     """
 
     def __init__(self, path: str | os.PathLike, options: Serve, log: IO[str]):
@@ -61,13 +61,13 @@ class Local:
         return list(self.running)
 
     async def restart(self, url: str, weights: Published | None) -> str:
-        """Ends the server at `url` and starts another, with `weights` if there are any; returns its address.
+        """Kills the server at `url` and starts another, with `weights` if there are any; returns its address.
 
-        Raises RuntimeError if it ended before it was ready, with what it said.
+        Raises RuntimeError, with its output, if it ended before it was ready.
         """
         if process := self.running.pop(url, None):
             if process.returncode is None:
-                process.kill()  # it does not answer: it would not hear a gentler word either
+                process.kill()  # it does not respond, so it would not react to SIGTERM either
             await process.wait()
         return await self.start((weights.base or weights).directory if weights else self._path)
 
@@ -76,14 +76,14 @@ class Local:
         options = self._options
         command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
         command += ["--slots", str(options.slots), "--context", str(options.context), "--dtype", options.dtype]
-        # Ctrl-C is for the run, which then ends its servers: hence a session of its own.
+        # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
-        said: deque[str] = deque(maxlen=20)
+        output: deque[str] = deque(maxlen=20)  # last lines
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        listener = asyncio.create_task(self._listen(process, said, ready))
+        listener = asyncio.create_task(self._listen(process, output, ready))
         self._listeners.add(listener)
         listener.add_done_callback(self._listeners.discard)
         try:
@@ -92,22 +92,26 @@ class Local:
             self.running[url] = process
             return url
         except TimeoutError:
-            raise RuntimeError(f"the generation server was not ready in {START_S:.0f} s: {' | '.join(said)}") from None
+            raise RuntimeError(
+                f"the generation server was not ready in {START_S:.0f} s: {' | '.join(output)}"
+            ) from None
         finally:
             if process not in self.running.values():
                 await _end(process)
 
-    async def _listen(self, process: asyncio.subprocess.Process, said: deque[str], ready: asyncio.Future[str]) -> None:
+    async def _listen(
+        self, process: asyncio.subprocess.Process, output: deque[str], ready: asyncio.Future[str]
+    ) -> None:
         assert process.stdout is not None
         async for raw in process.stdout:
             self._log.write(line := raw.decode(errors="replace"))
-            said.append(line := line.rstrip())
+            output.append(line := line.rstrip())
             found = re.match(r"(http://\S+) ", line)
             if found and not ready.done():
                 ready.set_result(found.group(1))
         code = await process.wait()
         if not ready.done():
-            ready.set_exception(RuntimeError(f"the generation server ended with code {code}: {' | '.join(said)}"))
+            ready.set_exception(RuntimeError(f"the generation server exited with code {code}: {' | '.join(output)}"))
 
     async def close(self) -> None:
         await asyncio.gather(*map(_end, self.running.values()))
@@ -120,12 +124,12 @@ class Local:
 async def servers(
     path: str | os.PathLike, options: Serve = Serve(), log: str | os.PathLike = os.devnull
 ) -> AsyncIterator[Local]:
-    """Servers of the checkpoint `path`, once they are ready; ends them on leaving.
+    """Starts servers of the checkpoint `path`; yields them once they are ready and ends them on exit.
 
-    What they say is appended to the file `log`.
+    Their output is appended to the file `log`.
 
     Raises:
-      RuntimeError: a server ended before it was ready, with what it said.
+      RuntimeError: a server ended before it was ready; with its output.
     """
     with open(log, "a", buffering=1, encoding="utf-8") as file:
         local = Local(path, options, file)
@@ -156,7 +160,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def folder(root: Path, name: str) -> Path:
-    """A new folder for this process's published versions under `root`."""
+    """Makes a new folder under `root` for the versions that this process publishes."""
     path = root / f"areax-{name}-{os.getpid()}"
     path.mkdir(parents=True)
     return path

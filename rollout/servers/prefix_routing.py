@@ -1,10 +1,10 @@
-"""Which server has the beginning of a prompt in its cache: the samples of a prompt, and the turns of an episode, meet.
+"""Prefix-aware routing: sends requests with a common prefix to the same server, for example samples of a prompt.
 
-A server keeps the keys and values of what it has read and generated (RadixAttention, arXiv:2312.07104), and reads only
-the rest of a prompt that begins likewise. The fleet remembers what it sent where, in blocks, and prefers the server
-with the longest match while that is not much busier than the least loaded one; else the least loaded server is best.
-SGLang's router decides likewise (its policy cache_aware), over a radix tree; here a block's hash covers all that stands
-before it, so that a set of hashes a server will do.
+A server caches the keys and values of what it has read and generated (RadixAttention, arXiv:2312.07104), and computes
+only the rest of a prompt with a cached prefix. The fleet remembers in blocks what it sent where, and prefers the server
+with the longest match unless that is much busier than the least loaded one. SGLang's router does the same with a radix
+tree (its policy cache_aware); here each block's hash covers all blocks before it, so one set of hashes per server is
+enough.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
-BLOCK = 64  # tokens; shorter prompts are cheap to read anywhere
-TOKENS = 1 << 20  # remembered of a server that does not say how many it can cache
-SLACK, RATIO = 8, 1.25  # a server is much busier than another with SLACK requests more, and RATIO times as many
+BLOCK = 64  # tokens; shorter prompts are cheap to compute anywhere
+TOKENS = 1 << 20  # tokens remembered for a server that does not report its cache size
+SLACK, RATIO = 8, 1.25  # much busier = more than SLACK requests more, and more than RATIO times as many
 
 
 class Held(Protocol):
-    """What is asked of a server here."""
+    """The attributes of a server that routing uses."""
 
     load: int
     cached: Cached
@@ -33,7 +33,7 @@ Choice = TypeVar("Choice", bound=Held)
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
-    """The hash of each whole block of BLOCK tokens, together with all blocks before it."""
+    """For each complete block of BLOCK tokens, a hash of it and all blocks before it."""
     data = memoryview(array("q", tokens)).cast("B")
     state, hashes = xxhash.xxh3_64(), []
     for end in range(8 * BLOCK, len(data) + 1, 8 * BLOCK):
@@ -43,26 +43,26 @@ def chain(tokens: Sequence[int]) -> list[int]:
 
 
 class Cached:
-    """What a server is taken to hold: the blocks used last, at most `tokens` tokens of them."""
+    """The blocks that a server is expected to have cached: an LRU set of at most `tokens` tokens."""
 
     def __init__(self, tokens: int = TOKENS):
         self._most = max(1, tokens // BLOCK)
-        self._known: OrderedDict[int, None] = OrderedDict()  # used longest ago first
+        self._known: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def match(self, hashes: Sequence[int]) -> int:
-        """How many blocks of a chain it holds, from the first on."""
+        """The number of leading blocks of a chain that are cached."""
         return bisect.bisect_left(hashes, True, key=lambda block: block not in self._known)
 
     def add(self, hashes: Sequence[int]) -> None:
-        """It has used these blocks now."""
-        for block in reversed(hashes):  # the first is used last: the end of a chain is forgotten first, as by servers
+        """Marks these blocks as just used."""
+        for block in reversed(hashes):  # the first block last: the end of a chain is evicted first, as on servers
             self._known[block] = None
             self._known.move_to_end(block)
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
     def clear(self) -> None:
-        """Its cache was flushed."""
+        """Forgets all blocks: the server's cache was flushed."""
         self._known.clear()
 
     def __len__(self) -> int:
@@ -70,8 +70,8 @@ class Cached:
 
 
 def choose(servers: Iterable[Choice], hashes: Sequence[int]) -> Choice:
-    """The server that holds most of the chain, of those that are not much busier than the least loaded one; of equals,
-    as where nobody holds any of it, the least loaded."""
+    """The server with the longest cached prefix, among those not much busier than the least loaded one; of equal ones
+    the least loaded."""
     servers = list(servers)
     if not hashes or len(servers) == 1:
         return min(servers, key=lambda server: server.load)

@@ -18,14 +18,14 @@ from .types import Published, Staged, State
 
 
 class Stager(Protocol):
-    """Brings a version to where a server can read it (`depot.Stager`)."""
+    """Brings a version to where a server can read it (`file_server.Stager`)."""
 
     async def stage(self, weights: Published) -> Staged: ...
 
     def beside(self, url: str) -> Stager: ...
 
 
-# Hands a version's arrays to a server; the last argument says whether the server drops its prefix cache.
+# Passes a version's arrays to a server; the last argument: whether the server drops its prefix cache.
 Handover = Callable[["Server", Published, bool], Awaitable[None]]
 
 
@@ -41,28 +41,28 @@ class Server:
 
     Attributes:
       api: its HTTP calls.
-      labels: weight labels it may report, in the order it was given them.
+      labels: weight labels it may report, in the order of the pushes.
       admitted: index in `labels` of the newest verified one.
       seeded, stages, ranks, layout, slots: as `sglang.Description`.
       stager: fetches versions to where the server can read them; None if it sees the trainer's files.
-      handover: hands it the arrays of a version that has some; None = it reads the directory.
-      prepare: stages such arrays beside the current weights, before generation is paused.
+      handover: passes it the arrays of a version, if that has any; None = it reads the directory.
+      prepare: stages such arrays next to the current weights, before generation is paused.
       has_checksums: it may report checksums of its weights.
-      fresh: this run started it, with the weights of `label`, and has given it none since.
+      fresh: this run started it with the weights of `label` and has not pushed to it since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.
       state: healthy; offloaded (released its memory until the next push); suspect (a connection failed);
         weights_unknown (a push failed half-way); stale (serves other weights); dead (does not answer); restarting;
         leaving.
-      why: what took it out of `healthy` last.
+      why: why it last left `healthy`.
       recovery: the task that recovers it while it is unhealthy.
       restarts: times of its recent restarts.
       released: it may have released its memory, which must be resumed before a load.
-      draining: it gets no new requests before it has new weights.
-      held: how many of our requests it holds, over time; `load` is the number now, `running` their tasks.
+      draining: it gets no new requests until it has new weights.
+      held: number of our requests on it, over time; `load` is the current number, `running` their tasks.
       cached: prompt prefixes it is expected to have in its cache.
       limit: how many requests it gets at a time, below the fleet's bound.
       pauses: how often it was paused for new weights.
-      base: with adapters, the label of the base weights, which it reports.
+      base: if it serves adapters, the label of the base weights, which it reports.
       adapters: adapters that requests may use, newest last; `using` counts requests per adapter.
     """
 
@@ -112,7 +112,7 @@ class Server:
         self.held.set(requests)
 
     def expected(self, oldest: int) -> list[str]:
-        """The labels it may report while number `oldest` is the oldest in use."""
+        """The labels it may report while `labels[oldest]` is the oldest in use."""
         return self.labels[oldest:] + ([self.base] if self.base else [])
 
     async def release_memory(self) -> None:
@@ -133,7 +133,7 @@ class Server:
             raise ServerError(str(error)) from error
 
     async def reclaim_memory(self, *, timeout_s: float = 120.0) -> None:
-        """Has it allocate the memory it released, unless it was restarted since, which its label shows."""
+        """Has it allocate the memory it released, unless it was restarted since then, which its label shows."""
         if self.released and await self.api.weight_label(timeout_s=timeout_s, reach_s=self.api.reach_s) == self.label:
             await self.api.resume_memory(timeout_s=timeout_s)
         self.released = False
@@ -142,7 +142,7 @@ class Server:
 async def connect(
     url: str, http: aiohttp.ClientSession, *, ready_s: float, reach_s: float, handover: Handover | None = None
 ) -> Server:
-    """The server at `url`, once it has described itself; raises as `SGLang.describe`."""
+    """Connects to the server at `url` once it answers; raises as `SGLang.describe`."""
     api = SGLang(url, http, reach_s)
     info = await api.describe(timeout_s=ready_s)
     return Server(

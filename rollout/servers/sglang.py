@@ -27,7 +27,7 @@ BULKY = (
     "input_token_logprobs", "input_top_logprobs", "output_token_logprobs", "output_top_logprobs", "weight_versions",
     "routed_experts",
 )  # fmt: skip
-ADAPTERS = 2  # adapters that stay loaded on a server, besides those in use
+ADAPTERS = 2  # newest adapters that stay loaded on a server, in addition to those in use
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SGLang(Endpoint):
             return None
 
     async def weight_label(self, *, timeout_s: float = 60.0, reach_s: float | None = None) -> str:
-        """The label of the weights that it reports to serve."""
+        """The label that it reports for its weights."""
         answer = await self.call("GET", "/model_info", timeout_s=timeout_s, reach_s=reach_s)
         label = answer.get("weight_version")
         if not isinstance(label, str):
@@ -124,8 +124,8 @@ class SGLang(Endpoint):
         )
 
     async def begin_weight_update(self, *, timeout_s: float = 60.0) -> None:
-        """Opens a session of `update_weights_from_tensor`; one that was left open is closed first."""
-        with contextlib.suppress(ValueError):  # the normal case: there was none to close
+        """Opens a session of `update_weights_from_tensor`; closes one that was left open."""
+        with contextlib.suppress(ValueError):  # the normal case: none is open
             await self.call("POST", "/end_weight_update", {}, timeout_s=timeout_s, reach_s=self.reach_s)
         await self.call(
             "POST", "/begin_weight_update", {}, timeout_s=timeout_s, reach_s=self.reach_s, must_succeed=True
@@ -149,14 +149,14 @@ class SGLang(Endpoint):
         await self.call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s, reach_s=self.reach_s)
 
     async def resume_memory(self, *, timeout_s: float = 120.0) -> None:
-        """Allocates that memory again. SGLang crashes if told so twice, or before any release."""
+        """Allocates that memory again. SGLang crashes if this is called twice, or before any release."""
         await self.call("POST", "/resume_memory_occupation", {}, timeout_s=timeout_s, reach_s=self.reach_s)
 
     async def flush_cache(self, *, timeout_s: float = 60.0) -> None:
         await self.call("POST", "/flush_cache", {}, timeout_s=timeout_s)
 
     async def abort(self, rid: str = "", *, timeout_s: float = 60.0) -> None:
-        """Ends request `rid` with what it has generated; without an id, every request on the server."""
+        """Aborts request `rid`, which returns its tokens so far; without an id, every request on the server."""
         await self.call("POST", "/abort_request", {"rid": rid, "abort_all": not rid}, timeout_s=timeout_s)
 
     async def checksums(self, *, timeout_s: float = 600.0) -> list[dict[str, str]]:
@@ -203,8 +203,8 @@ class SGLang(Endpoint):
 
         Args:
           sampling: temperature, top_p, ... as `Fleet.generate` takes them; `seed` and empty values may be missing.
-          experts_per_token: of the model, to report the experts of each token as well; 0 = do not. SGLang sends them
-            without their shape.
+          experts_per_token: the model's top_k, to also report the experts of each token; 0 = do not. SGLang sends
+            them without their shape.
           adapter: the adapter to use; "" = none.
           cache_key: requests with different keys share no cached prefix.
           on_tokens: called with all ids so far whenever there are new ones; the answer is then streamed.
@@ -277,7 +277,7 @@ def _body(tokens: Sequence[int], sampling: Mapping[str, Any], adapter: str, cach
 
 def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -> Part:
     tokens, meta = answer["output_ids"], answer["meta_info"]
-    # Prefilled beside requests that generate, one that does not gets a log-probability from SGLang, but no token.
+    # SGLang may return an output log-probability without a token for a prompt that was prefilled in a decoding batch.
     rows = meta["output_token_logprobs"] if generated else []
     if [row[1] for row in rows] != tokens:
         raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
@@ -286,7 +286,7 @@ def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -
         raise ServerError("a log-probability is missing or not finite")
     if tokens and "weight_versions" not in meta:
         raise ServerError(
-            "the answer names no weight_versions, so nobody knows which weights sampled a token; "
+            "the answer has no weight_versions, so the weights that sampled a token are unknown; "
             "use a server that reports them (SGLang 0.5.23 does)"
         )
     routed = None
@@ -295,8 +295,8 @@ def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -
         sent = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
         if not read or len(sent) % (read * experts_per_token):
             raise ServerError(
-                f"{len(sent)} experts are not {experts_per_token} in each layer for {read} tokens; the server has "
-                "another model"
+                f"routed experts must be {experts_per_token} per layer for {read} tokens, got {len(sent)} in all; the "
+                "server has another model"
             )
         routed = sent.reshape(read, -1, experts_per_token)
     return Part(
@@ -331,19 +331,19 @@ def _adapter_refusal(info: Mapping[str, Any], rank: int, modules: Collection[str
         return "serves no adapters (SGLang: --enable-lora)"
     most, room, targets = (info.get(k) for k in ("max_lora_rank", "max_loaded_loras", "lora_target_modules"))
     if most is not None and most < rank:
-        return f"takes adapters of rank {most} at most, not {rank} (SGLang: --max-lora-rank)"
+        return f"supports adapters of rank {most} at most, not {rank} (SGLang: --max-lora-rank)"
     missing = sorted(set(modules) - set(targets or ()))
     if "all" not in (targets or ()) and missing:
-        return f"takes no adapters of {', '.join(missing)} (SGLang: --lora-target-modules)"
+        return f"supports no adapters of {', '.join(missing)} (SGLang: --lora-target-modules)"
     if room is not None and room <= ADAPTERS:
         return f"keeps {room} adapters at most, and a push needs {ADAPTERS + 1} (SGLang: --max-loaded-loras)"
     if info.get("dp_size", 1) != 1:
-        return "is several replicas in one, which SGLang loads no adapters on (--dp-size); start a server for each"
+        return "has several replicas (--dp-size), on which SGLang loads no adapters; start a server for each"
     return ""
 
 
 def _slots(info: Mapping[str, Any]) -> int:
     name = "effective_max_running_requests_per_dp"
     each = [state[name] for state in info.get("internal_states") or () if isinstance(state.get(name), int)]
-    own = info.get("max_running_requests")  # in SGLang an option, in the embedded server the actual limit
-    return sum(each) or (own if isinstance(own, int) else 0)
+    limit = info.get("max_running_requests")  # in SGLang an option, in the embedded server the actual limit
+    return sum(each) or (limit if isinstance(limit, int) else 0)

@@ -27,7 +27,7 @@ class Part:
       routed: i32[tokens read, layers, experts a token], the experts of each token, if requested.
       inputs: [logp, id, text] of each prompt token, if requested; the first has no logp.
       input_top: the most likely tokens at each prompt position, if requested.
-      adapter: the adapter that the server says it used; "" if it does not say.
+      adapter: the adapter that the server reports; "" if it reports none.
       preemptions: how often the server discarded the request's cache and recomputed it.
     """
 

@@ -1,13 +1,13 @@
-"""The difference of two published versions as one file: bit patterns of the tensors' files, XORed and compressed.
+"""Encodes the difference of two published versions as one file: their tensor files XORed and compressed.
 
-A step of RL at a small learning rate leaves most bf16 weights as they were, bit for bit: their XOR with the version
-before is zero, and zstd makes little of zeros. Words are split into planes of like bytes first, for where a weight
-changed it is mostly in its low byte.
+An RL step with a small learning rate leaves most bf16 weights bit-identical: their XOR with the previous version is
+zero, which zstd compresses well. Even and odd bytes are separated first, because a changed weight mostly changes in its
+low byte.
 
     8 bytes "areaxd1\n", 4 bytes the header's length, header, then for each block 4 bytes its length and a zstd frame
 
 The header is JSON {"base": label, "label": label, "files": [[name, bytes], ...]}; blocks are BLOCK bytes of each file
-in turn, the last of a file shorter.
+in turn, the last one of a file shorter.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 import zstandard
 
 MAGIC = b"areaxd1\n"
-BLOCK = 1 << 20  # small enough that its memory is used again
-LEVEL = 1  # of zstd: on XORed weights higher ones take longer and gain little
-WORKERS = min(8, os.cpu_count() or 1)  # numpy and zstd let go of Python's lock
+BLOCK = 1 << 20  # small enough that its memory is reused
+LEVEL = 1  # of zstd: on XORed weights higher levels take longer and gain little
+WORKERS = min(8, os.cpu_count() or 1)  # threads: numpy and zstd release the GIL
 
 
 def write(path: Path, base: Path, new: Path, names: Iterable[str], labels: tuple[str, str]) -> int:
-    """Writes the delta of files that both directories have in the same size; returns its bytes.
+    """Writes the delta of files that have the same size in both directories; returns its size in bytes.
 
     Args:
       labels: of the base and of the new version.
@@ -41,7 +41,7 @@ def write(path: Path, base: Path, new: Path, names: Iterable[str], labels: tuple
     for name in names:
         now, then = ((folder / name).stat().st_size if (folder / name).is_file() else None for folder in (new, base))
         if now is None or now != then:
-            raise ValueError(f"delta: {name} must be of one size in both versions, got {then} and {now} bytes")
+            raise ValueError(f"delta: {name} must have the same size in both versions, got {then} and {now} bytes")
         sizes.append((name, now))
     header = json.dumps({"base": labels[0], "label": labels[1], "files": sizes}).encode()
     with open(path, "wb") as file, concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
@@ -59,19 +59,19 @@ def apply(path: Path, base: Path, out: Path, label: str) -> list[str]:
       label: of the version in `base`.
 
     Raises:
-      ValueError: not a delta, one of another base, or a damaged one. Files may then be half-written.
+      ValueError: not a delta, one for another base, or a damaged one. Files may then be incomplete.
     """
     with open(path, "rb") as file, concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         try:
             if file.read(len(MAGIC)) != MAGIC:
-                raise ValueError("it does not begin as one")
+                raise ValueError("wrong magic bytes")
             header = json.loads(_exactly(file, int.from_bytes(file.read(4), "little")))
             sizes = [(str(name), int(size)) for name, size in header["files"]]
-            told = header["base"]
+            wanted = header["base"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not a delta ({error})") from error
-        if told != label:
-            raise ValueError(f"{path}: a delta of version {told}, the base here is {label}")
+        if wanted != label:
+            raise ValueError(f"{path}: the delta needs the base {wanted}, got {label}")
         for name, size in sizes:
             if Path(name).name != name or not (base / name).is_file() or (base / name).stat().st_size != size:
                 raise ValueError(f"{path}: {name!r} must be a file of {size} bytes in {base}")
@@ -95,12 +95,12 @@ def _frames(file: BinaryIO) -> Iterator[bytes]:
 def _exactly(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
-        raise ValueError("it is cut off")
+        raise ValueError("it is truncated")
     return data
 
 
 def _mapped(pool: concurrent.futures.Executor, function, work: Iterable[tuple]) -> Iterator:
-    """As `pool.map`, in order, with no more in hand than keeps the workers busy."""
+    """Like `pool.map`, in order, but submits only as much work as keeps the workers busy."""
     waiting: list[concurrent.futures.Future] = []
     for arguments in work:
         waiting.append(pool.submit(function, *arguments))
@@ -123,11 +123,11 @@ def _pack(base: Path, new: Path, start: int, size: int) -> bytes:
 
 
 def _unpack(base: Path, new: int, start: int, size: int, frame: bytes) -> int:
-    """Writes a block where it belongs: with a file in memory most of the time goes into its fresh pages."""
+    """Unpacks a block and writes it in place, in the worker: page faults of a file in memory take most of the time."""
     try:
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame, max_output_size=size), np.uint8)
     except zstandard.ZstdError as error:
-        raise ValueError(f"delta: a block does not unpack ({error})") from error
+        raise ValueError(f"delta: a block cannot be decompressed ({error})") from error
     if len(planes) != size:
         raise ValueError(f"delta: a block must have {size} bytes, got {len(planes)}")
     half = size // 2

@@ -1,10 +1,10 @@
-"""Published versions over HTTP, for servers on machines that do not see the trainer's files (stager.py fetches them).
+"""Serves published versions over HTTP to stagers on machines without access to the trainer's files (stager.py).
 
     GET /LABEL?base=LABEL -> {"files": {name: {"bytes", "xxh3_128"}}, "delta": null or {"name", "bytes", "xxh3_128"}}
-    GET /LABEL/NAME -> the bytes of a file, or of the delta named before; ranges are honoured
+    GET /LABEL/NAME -> the bytes of a file, or of the delta in the listing; ranges are supported
 
-A delta from the base that the caller has is offered where it pays. Every request carries `Authorization: Bearer KEY`;
-the key is made for the run.
+A delta from the caller's base is offered if it is small enough. Every request needs `Authorization: Bearer KEY`, with a
+key that is generated for the run.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from . import delta
 
 log = logging.getLogger(__name__)
 
-KEY = "AREAX_STAGER_KEY"  # environment variable: what a stager asks of its callers
-PAYS = 0.5  # a delta has at most this share of its files' bytes
+KEY = "AREAX_STAGER_KEY"  # environment variable: the key that a stager requires of its callers
+PAYS = 0.5  # largest size of a useful delta, as a share of its files' bytes
 CHUNK = 8 << 20
-STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, and the server goes on serving
+STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, and the server keeps serving
 
 
 @contextlib.asynccontextmanager
 async def serve(host: str) -> AsyncIterator[Depot]:
-    """A depot at a free port of `host`."""
+    """Serves published versions at a free port of `host`."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
     depot = Depot(folder)
@@ -61,7 +61,7 @@ async def serve(host: str) -> AsyncIterator[Depot]:
 
 
 def towards(url: str) -> str:
-    """The address of this machine under which the machine of `url` reaches it."""
+    """This machine's address on the route to the machine of `url`."""
     parts = urlsplit(url)
     try:
         [(family, _, _, _, place), *_] = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
@@ -73,7 +73,7 @@ def towards(url: str) -> str:
 
 
 class Depot:
-    """Made by `serve`; `url` is its address, `key` what its callers need."""
+    """The file server; made by `serve`. `url` is its address, `key` the key that callers need."""
 
     def __init__(self, folder: Path):
         self.url, self.key = "", secrets.token_urlsafe(32)
@@ -84,7 +84,7 @@ class Depot:
         self._working = asyncio.Lock()
 
     def offer(self, weights: Published) -> None:
-        """Has this version from now on; forgets those whose directory is gone."""
+        """Serves this version from now on; forgets those whose directory is gone."""
         self._versions[weights.label] = Path(weights.directory)
         for label in [label for label, path in self._versions.items() if not path.exists()]:
             del self._versions[label]
@@ -96,7 +96,7 @@ class Depot:
     async def _listing(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         label = self._allowed(request)
         base = request.query.get("base", "")
-        async with self._working:  # servers that ask at the same time share one answer
+        async with self._working:  # concurrent requests share one computation
             try:
                 if label not in self._listings:
                     self._listings[label] = await asyncio.to_thread(listing, self._versions[label])
@@ -116,7 +116,7 @@ class Depot:
         raise aiohttp.web.HTTPNotFound(text=f"version {label} has no file {name}")
 
     def _allowed(self, request: aiohttp.web.Request) -> str:
-        """The label asked for."""
+        """Authenticates a request and returns its label."""
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise aiohttp.web.HTTPUnauthorized(text="the key is missing or wrong")
@@ -126,13 +126,13 @@ class Depot:
         return label
 
     def _difference(self, label: str, base: str) -> dict | None:
-        """What the listing says of a delta, once it is made; None where there is none that pays."""
+        """Makes a delta and returns its entry in the listing; None if there is none of a useful size."""
         new, old = self._versions[label], self._versions[base]
         names = sorted(path.name for path in new.glob("*.safetensors"))
         name = f"{label}-from-{base}.delta"
         try:
             size = delta.write(self._folder / name, old, new, names, (base, label))
-        except (ValueError, OSError) as error:  # another shape, a base just removed, a full disk: all of it is sent
+        except (ValueError, OSError) as error:  # another size, a base just removed, a full disk: sends all of it
             log.warning("no delta from %s to %s: %s", base, label, error)
             size = None
         if size is None or size > PAYS * sum((new / file).stat().st_size for file in names):
@@ -142,19 +142,19 @@ class Depot:
 
 
 class Stager:
-    """What fetches versions for a server that does not see the trainer's files; its address, and where it fetches."""
+    """The client of a stager, which fetches versions for a server without access to the trainer's files."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession, depot: Depot):
         self._there, self._depot = Endpoint(url, http), depot
 
     def beside(self, url: str) -> Stager:
-        """One at another address, which fetches from the same depot."""
+        """One at another address, which fetches from the same file server."""
         return Stager(url, self._there.http, self._depot)
 
     async def stage(self, weights: Published) -> Staged:
-        """`weights` on the server's machine, once every file is there and verified.
+        """Has the stager fetch `weights`; returns them once every file is on the server's machine and verified.
 
-        Raises ValueError where the stager refuses, ServerError where it cannot be reached or failed.
+        Raises ValueError if the stager refuses, ServerError if it cannot be reached or failed.
         """
         self._depot.offer(weights)
         body = {
@@ -167,11 +167,11 @@ class Stager:
         try:
             return Staged(str(answer["path"]), int(answer["bytes"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self._there.url}/stage: not an answer of a stager: {answer}") from error
+            raise ServerError(f"{self._there.url}/stage: not the answer of a stager: {answer}") from error
 
 
 def listing(directory: Path) -> dict[str, dict]:
-    """{name: {"bytes", "xxh3_128"}} of the files of a directory."""
+    """Lists the files of a directory: {name: {"bytes", "xxh3_128"}}."""
     return {path.name: described(path) for path in sorted(directory.iterdir()) if path.is_file()}
 
 

@@ -11,7 +11,7 @@ from ..servers.server import Server
 from ..servers.types import Loaded, Published
 from . import verify
 
-PROBE_S = 60.0  # for the answer to a probe
+PROBE_S = 60.0  # for the answer to the probe
 
 
 async def load(server: Server, weights: Published, mode: str) -> Loaded:
@@ -20,8 +20,8 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     A fresh server that was started with these weights is only verified.
 
     Args:
-      mode: what happens to running requests, as in `SGLang.pause`; where the server has adapters they are aborted: what
-        began with an adapter must not continue on other weights.
+      mode: what happens to running requests, as in `SGLang.pause`; on a server with adapters they are aborted, because
+        a request that began with an adapter must not continue on other weights.
 
     Raises:
       Unreached: a call could not be delivered; the server is unchanged unless it is `released` or unverified.
@@ -76,7 +76,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
 
 @contextlib.contextmanager
 def _engine_errors(server: Server) -> Iterator[None]:
-    """For code that may run an engine in this process, whose RuntimeErrors (a full device) are the server's."""
+    """Converts RuntimeErrors (a full device, for example) of an engine in this process to ServerError."""
     try:
         yield
     except RuntimeError as error:

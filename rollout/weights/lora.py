@@ -1,9 +1,9 @@
-"""Versions that are adapters: they are loaded beside a base that stays on the servers, each under its label as a name.
+"""Pushes LoRA adapters: each version is loaded under its label as a name, over base weights that stay on the servers.
 
-Nothing is paused for that. A request names the newest adapter that its server has (`lora_path`) and ends under it; the
-newest two stay loaded, and those that requests of ours still use. Servers report of a token the weights under the
-adapter (SGLang 0.5.23 does), so a token counts as sampled by a version if the server answered a request that names it
-and says that the weights under it are the base that this version belongs to.
+Loading does not pause generation. A request names the newest adapter of its server (`lora_path`) and keeps it to the
+end; the newest two stay loaded, and those that our requests still use. For each token servers report the label of the
+base weights (SGLang 0.5.23 does), so a token counts as sampled by a version if the server answered a request for that
+adapter and reports the base that the version belongs to.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..servers.labels import MANIFEST, read_label, version_of
 from ..servers.server import Server
 from ..servers.sglang import ADAPTERS, SGLang
 from ..servers.types import Loaded, Part, Published
-from . import load as whole
+from . import load as full_load
 from . import verify
 
 log = logging.getLogger(__name__)
 
-CONFIG = "adapter_config.json"  # what PEFT calls it
+CONFIG = "adapter_config.json"  # PEFT's name
 
 
 def published(directory: Path, label: str) -> Published:
@@ -54,15 +54,15 @@ def published(directory: Path, label: str) -> Published:
 
 
 async def load(server: Server, weights: Published, base: Published, mode: str) -> Loaded:
-    """As `load.load`, for adapters over `base`: the base first, in full, if the server has another one, then the
-    adapter by name, which the server must list with this directory and pass the probe with.
+    """Loads an adapter over `base`: first the base (`load.load`) if the server has another one, then the adapter by
+    name, after which the server must list it with this directory and pass the probe.
 
     Raises as `load.load`.
     """
     below = Loaded(0.0, 0.0, 0.0, None)
     held = server.base == base.label and not server.released
     if not held or await server.api.weight_label(reach_s=server.api.reach_s) != server.base:
-        below = await whole.load(server, base, mode)
+        below = await full_load.load(server, base, mode)
         server.base = base.label
     directory = (await server.stager.stage(weights)).directory if server.stager else weights.directory
     label = weights.label
@@ -75,7 +75,7 @@ async def load(server: Server, weights: Published, base: Published, mode: str) -
     loaded = now()
     difference = None
     if weights.probe:
-        answer = await server.api.read(weights.probe.tokens, adapter=label, timeout_s=whole.PROBE_S)
+        answer = await server.api.read(weights.probe.tokens, adapter=label, timeout_s=full_load.PROBE_S)
         difference = verify.probe_difference(server, weights.probe, answer)
     if label not in server.adapters:
         server.adapters.append(label)

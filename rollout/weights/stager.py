@@ -1,11 +1,11 @@
-"""Fetches published versions for a server that does not see the trainer's files: a process beside it.
+"""The stager: a process next to a server without access to the trainer's files, which fetches published versions.
 
     AREAX_STAGER_KEY=... python -m areax.rollout.weights.stager --host 10.0.0.7 --port 31000 --root /dev/shm/areax
 
 POST /stage {"key", "label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version
-`label` of the depot at `source` (depot.py) lies in `path`, whole and verified; meanwhile the server goes on serving.
-What breaks off is resumed where it stopped. Where the depot has a delta from the newest version here, and deltas have
-been faster than whole versions, that is fetched in place of the tensors. The newest two versions are kept.
+`label` of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps
+running meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
+deltas have been faster than whole versions, it is fetched instead of the tensors. The newest two versions are kept.
 GET /health -> {"versions"}, to anyone.
 """
 
@@ -42,16 +42,16 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 KEEP = 2  # versions; the newest is the base of the next delta
-ATTEMPTS = 5  # in a row that bring nothing
-PAUSE_S = 0.2  # before the second; doubles
-READ_S = 30.0  # without a byte, a connection is given up
-LISTING_S = 1800.0  # for a depot to hash a version and make a delta
+ATTEMPTS = 5  # consecutive attempts without progress
+PAUSE_S = 0.2  # before the second attempt; doubles
+READ_S = 30.0  # a connection without data is closed after this
+LISTING_S = 1800.0  # for the file server to hash a version and make a delta
 CHUNK = 1 << 20
 BODY = 64 * 2**10
 
 
 def app(root: Path, *, key: str | None = None) -> Starlette:
-    """The routes, as an ASGI application; versions lie in `root`, by label."""
+    """The stager as an ASGI application; versions are stored in `root`, by label."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
@@ -97,75 +97,75 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
 async def fetch_version(
     root: Path, label: str, source: str, source_key: str, speeds: dict[str, float] | None = None
 ) -> dict[str, Any]:
-    """Brings version `label` to `root/label`, which appears by rename; what is there already is not fetched again.
+    """Fetches version `label` to `root/label`, which appears by rename; files that exist already are not fetched again.
 
     Args:
-      speeds: bytes of a version a second, by how the last ones came: "delta" or "all". Over a fast connection all of a
-        version is here sooner than its delta is made; without a figure for both a delta is tried.
+      speeds: bytes of a version per second of the last fetches, by kind: "delta" or "all". Over a fast connection a
+        complete version arrives sooner than its delta is made; until both are known a delta is tried.
 
     Raises:
-      ValueError: the depot refuses, or has no such version.
-      RuntimeError: it cannot be reached, or what came is not what its hashes say.
-      OSError: this disk.
+      ValueError: the file server refuses, or has no such version.
+      RuntimeError: it cannot be reached, or the data does not match its hashes.
+      OSError: writing to this disk failed.
     """
     begun = time.monotonic()
-    said = {"path": str(root / label), "bytes": 0, "resumed": 0, "delta": False}
+    report = {"path": str(root / label), "bytes": 0, "resumed": 0, "delta": False}
     if not (root / label).is_dir():
         kept = [path.name for path in _kept(root)]
         speeds = {} if speeds is None else speeds
         base = kept[-1] if kept and speeds.get("delta", math.inf) >= speeds.get("all", 0.0) else ""
         part = root / f".{label}.part"
         part.mkdir(exist_ok=True)
-        for other in root.glob(".*.part"):  # a version that was given up
+        for other in root.glob(".*.part"):  # an abandoned version
             if other != part:
                 await asyncio.to_thread(shutil.rmtree, other)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=READ_S)
         headers = {"Authorization": f"Bearer {source_key}"}
         try:
             async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as http:
-                fetch = _Fetch(http, f"{source}/{label}", said)
+                fetch = _Fetch(http, f"{source}/{label}", report)
                 listing = await fetch.listing(base)
                 files = _checked(listing, label)
                 made = await _from_delta(fetch, listing.get("delta"), root / base, part, files) if base else set()
                 for name in files.keys() - made:
                     await fetch.file(name, part / name, files[name])
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # what is here is no use, and others want the room
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # frees the space of the incomplete version
                 await asyncio.to_thread(shutil.rmtree, part)
             raise
         os.rename(part, root / label)
         total = sum(entry["bytes"] for entry in files.values())
-        speeds["delta" if said["delta"] else "all"] = total / (time.monotonic() - begun)
+        speeds["delta" if report["delta"] else "all"] = total / (time.monotonic() - begun)
         for old in _kept(root)[:-KEEP]:
             await asyncio.to_thread(shutil.rmtree, old.rename(root / f".{old.name}.part"))
-    return said | {"seconds": time.monotonic() - begun}
+    return report | {"seconds": time.monotonic() - begun}
 
 
 def _kept(root: Path) -> list[Path]:
-    """Versions here, the newest last."""
+    """The versions stored here, newest last."""
     found = [path for path in root.iterdir() if version_of(path.name) >= 0]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns)  # a new run begins with small numbers again
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)  # by time: a new run starts again at low numbers
 
 
 def _checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
-    """The files of a listing, if it is one and its manifest is the one that gave the label its name."""
+    """The files of a listing, after checking its format and that its manifest has the label's hash."""
     try:
         files: dict[str, dict[str, Any]] = {
-            str(name): {"bytes": int(told["bytes"]), "xxh3_128": str(told["xxh3_128"])}
-            for name, told in listing["files"].items()
+            str(name): {"bytes": int(entry["bytes"]), "xxh3_128": str(entry["xxh3_128"])}
+            for name, entry in listing["files"].items()
         }
         manifest = files[MANIFEST]["xxh3_128"]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RuntimeError(f"stager: the listing of {label} is not one ({error!r})") from error
+        raise RuntimeError(f"stager: the listing of {label} is malformed ({error!r})") from error
     if not all(Path(name).name == name and not name.startswith(".") for name in files):
-        raise RuntimeError(f"stager: the listing of {label} names files outside of it: {sorted(files)}")
+        raise RuntimeError(f"stager: the listing of {label} must name files without folders, got {sorted(files)}")
     if manifest[:8] != label.partition("-")[2]:
-        raise RuntimeError(f"stager: {label} is the name of another manifest than the depot's, {manifest[:8]}")
+        raise RuntimeError(f"stager: {label} is the name of another manifest than the file server's, {manifest[:8]}")
     return files
 
 
 async def _from_delta(fetch: _Fetch, offered: dict | None, base: Path, part: Path, files: dict) -> set[str]:
-    """The files that a delta made; none where there is no delta, or it did not lead to what was published."""
+    """Applies the offered delta; returns the files it made, none if there is no delta or a result has a wrong hash."""
     if not offered:
         return set()
     path = part / ".delta"
@@ -176,21 +176,21 @@ async def _from_delta(fetch: _Fetch, offered: dict | None, base: Path, part: Pat
             if await asyncio.to_thread(described, part / name) != files[name]:
                 raise ValueError(f"{name} is not what was published")
     except (ValueError, KeyError, RuntimeError) as error:
-        log.warning("stager: all of the version is fetched, for its delta is of no use: %s", error)
+        log.warning("stager: fetching the complete version, because its delta is unusable: %s", error)
         for name in files:
             (part / name).unlink(missing_ok=True)
         return set()
     finally:
         path.unlink(missing_ok=True)
-    fetch.said["delta"] = True
+    fetch.report["delta"] = True
     return set(made)
 
 
 class _Fetch:
-    """Fetches files of one version; `said` counts bytes."""
+    """Fetches files of one version; counts bytes in `report`."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, said: dict[str, Any]):
-        self.http, self.url, self.said = http, url, said
+    def __init__(self, http: aiohttp.ClientSession, url: str, report: dict[str, Any]):
+        self.http, self.url, self.report = http, url, report
 
     async def listing(self, base: str) -> dict[str, Any]:
         async def once() -> dict[str, Any]:
@@ -201,23 +201,23 @@ class _Fetch:
         return await _persistently(self.url, once)
 
     async def file(self, name: str, path: Path, wanted: dict) -> None:
-        """Fetches a file, or the rest of it, and sees that it is what was announced: twice, if need be."""
+        """Fetches a file, or the rest of it, and verifies it; a second time if it is damaged."""
         url = f"{self.url}/{name}"
         here = lambda: path.stat().st_size if path.exists() else -1
         for last in (False, True):
             if here() > wanted["bytes"]:
                 path.unlink()
-            self.said["resumed"] += max(0, here())
+            self.report["resumed"] += max(0, here())
             await _persistently(url, lambda: self._rest(url, path, here(), wanted["bytes"]), here)
             got = await asyncio.to_thread(described, path)
             if all(got[field] == wanted[field] for field in got):
                 return
             path.unlink()
             if last:
-                raise RuntimeError(f"{url}: came damaged twice")
+                raise RuntimeError(f"{url}: arrived damaged twice")
 
     async def _rest(self, url: str, path: Path, have: int, size: int) -> None:
-        """Appends what is missing."""
+        """Fetches the missing bytes and appends them."""
         if have == size:
             return
         async with self.http.get(url, headers={"Range": f"bytes={have}-"} if have > 0 else {}) as reply:
@@ -226,13 +226,13 @@ class _Fetch:
             with open(path, "ab" if reply.status == 206 else "wb") as file:
                 async for chunk in reply.content.iter_chunked(CHUNK):
                     file.write(chunk)
-                    self.said["bytes"] += len(chunk)
-        if (came := path.stat().st_size) != size:
-            raise aiohttp.ClientPayloadError(f"{came} of {size} bytes are here")
+                    self.report["bytes"] += len(chunk)
+        if (arrived := path.stat().st_size) != size:
+            raise aiohttp.ClientPayloadError(f"{arrived} of {size} bytes arrived")
 
 
 async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
-    """The text of an answer that is one."""
+    """The text of a successful response; raises ValueError for 4xx, ClientPayloadError for other errors."""
     text = await reply.text()
     if 400 <= reply.status < 500:
         raise ValueError(f"{url}: HTTP {reply.status}: {text[:200]}")
@@ -242,7 +242,7 @@ async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
 
 
 async def _persistently(url: str, once: Callable[[], Awaitable[Result]], progress: Callable[[], int] = int) -> Result:
-    """The result of `once`, tried again until ATTEMPTS in a row broke off without progress."""
+    """The result of `once`, retried until ATTEMPTS in a row failed without progress."""
     failed, before = 0, progress()
     while True:
         try:
@@ -252,21 +252,22 @@ async def _persistently(url: str, once: Callable[[], Awaitable[Result]], progres
             failed, before = (0, now) if now > before else (failed + 1, before)
             if failed == ATTEMPTS:
                 raise RuntimeError(
-                    f"{url}: {ATTEMPTS} attempts in a row brought nothing; the last: {type(error).__name__}: {error}"
+                    f"{url}: {ATTEMPTS} attempts in a row without progress; the last: {type(error).__name__}: {error}"
                 ) from error
         await asyncio.sleep(PAUSE_S * 2**failed)
 
 
 def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | None = None) -> None:
-    """Serves until SIGTERM or SIGINT; once ready prints one line that begins with the URL.
+    """Serves until SIGTERM or SIGINT; prints a line that begins with the URL once it is ready.
 
-    Raises ValueError: the folder or the address cannot be had, or others can reach it and there is no key.
+    Raises ValueError if the folder or the address is not available, or if other machines can reach it and there is no
+    key.
     """
     folder = Path(root).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"stager: {folder} cannot be made ({error})") from error
+        raise ValueError(f"stager: cannot create {folder} ({error})") from error
     with http_process.bind_guarded(host, port, key=key, variable=KEY, what="stager") as sock:
         http_process.serve(
             app(folder, key=key), sock, f"{http_process.address(sock.getsockname())} stages versions in {folder}"
@@ -274,10 +275,12 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=f"Fetches published weights for a server beside it; the key: {KEY}.")
-    parser.add_argument("--root", required=True, help="folder for versions, better in memory: /dev/shm/areax")
+    parser = argparse.ArgumentParser(
+        description=f"Fetches published weights for a server on this machine; callers need the key in {KEY}."
+    )
+    parser.add_argument("--root", required=True, help="folder for versions, preferably in memory: /dev/shm/areax")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=31000, help="0 = any that is free")
+    parser.add_argument("--port", type=int, default=31000, help="0 = any free port")
     try:
         serve(**vars(parser.parse_args()), key=os.environ.get(KEY))
     except ValueError as error:

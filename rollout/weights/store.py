@@ -1,4 +1,4 @@
-"""The directory of published versions: where it lies, how versions are written to it, which are pruned.
+"""The directory of published versions: its location, writing versions to it, pruning.
 
 A published version is a directory with a `manifest.json` that appears by rename, complete. Its label,
 `"{version}-{8 hex digits of the manifest's hash}"`, covers every tensor, because the manifest holds the tensors'
@@ -20,16 +20,16 @@ from ..servers.labels import MANIFEST, read_label, version_of
 
 log = logging.getLogger(__name__)
 
-ROOMS = 6  # more attempts on a full disk, after 1, 2, 4 ... seconds
+ROOMS = 6  # retries on a full disk, after 1, 2, 4 ... seconds
 
 
 async def written(write: Callable[[], Path], root: Path, in_use: Callable[[], Collection[str]]) -> Path:
-    """The directory that `write`, in a thread, has written; on a full disk older versions go, and it is tried again.
+    """Runs `write` in a thread and returns the directory it wrote; on a full disk prunes older versions and retries.
 
     Args:
-      in_use: labels of versions under `root` that must stay.
+      in_use: returns the labels of versions under `root` that must stay.
 
-    Raises OSError where there is no room after a minute.
+    Raises OSError if there is no space after a minute.
     """
     attempt = 0
     while True:
@@ -38,14 +38,14 @@ async def written(write: Callable[[], Path], root: Path, in_use: Callable[[], Co
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or attempt == ROOMS:
                 raise
-            log.warning("%s: no room for a version (%s); older ones go, and it is tried again", root, error.strerror)
+            log.warning("%s: no space for a version (%s); pruning older ones and retrying", root, error.strerror)
         await asyncio.to_thread(prune, root, 1, in_use())
         await asyncio.sleep(2.0**attempt)
         attempt += 1
 
 
 def choose_root(size: int = 0) -> Path:
-    """A folder for versions that servers on this machine read: in memory if there is room on it.
+    """Chooses a folder for versions that servers on this machine read: in memory if there is space.
 
     Args:
       size: bytes of one version. Three must fit: two are kept while the next is written.
@@ -60,14 +60,14 @@ def choose_root(size: int = 0) -> Path:
 def prune(root: str | os.PathLike, keep: int = 2, in_use: Collection[str] = ()) -> list[Path]:
     """Removes published versions under `root`, except the newest `keep` and those labelled `in_use`.
 
-    Only directories with a manifest are looked at. Each disappears by rename before its files go,
-    so that nobody reads half of it. Returns what was removed, oldest first.
+    Ignores directories without a manifest. Each one is renamed before its files are deleted, so that nothing reads an
+    incomplete version. Returns the removed directories, oldest first.
     """
     if keep < 1:
         raise ValueError(f"prune: keep must be at least 1, got {keep}")
     root = Path(root)
-    for rest in root.glob(".*.removing"):  # of a run that ended in between
-        shutil.rmtree(rest)
+    for leftover in root.glob(".*.removing"):  # of a run that was interrupted here
+        shutil.rmtree(leftover)
     found = [
         (read_label(path / MANIFEST), path)
         for path in root.iterdir()

@@ -1,6 +1,6 @@
-"""Pushes tensors over HTTP to servers that neither see the trainer's files nor have a stager beside them.
+"""Pushes tensors over HTTP to servers that have neither access to the trainer's files nor a stager.
 
-SGLang answers "success" to names that it does not know, so what it holds afterwards has to be verified (verify.py).
+SGLang answers "success" to names that it does not know, so the result has to be verified (verify.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..servers.types import Published
 
 
 def handover(messages: Callable[[Any], Iterator[tuple[str, bool]]]) -> Handover:
-    """A handover that sends a version's tensors in messages of some hundred MB.
+    """Makes a handover that sends a version's tensors in messages of some hundred MB.
 
     Args:
       messages: yields a version's arrays as serialised messages, each with whether it is the last

@@ -38,10 +38,10 @@ def compare_checksums(server: Server, weights: Published, ranks: list[dict[str, 
         differ = [
             name for ours, theirs in zip(ranks, first, strict=True) for name in ours if ours[name] != theirs[name]
         ]
-        source = "another server that has this version"
+        source = "another server with this version"
     if differ:
         raise ServerError(
-            f"{server.url}: reports {weights.label}, but {len(differ)} tensors are not those of {source}: {differ[0]}"
+            f"{server.url}: reports {weights.label}, but {len(differ)} tensors differ from {source}, first {differ[0]}"
         )
 
 
@@ -61,11 +61,11 @@ def probe_difference(server: Server, known: Probe, part: Part) -> float:
     """
     theirs = [row[0] for row in part.inputs][1:]
     if len(theirs) != len(known.logp) or not all(isinstance(x, int | float) and math.isfinite(x) for x in theirs):
-        raise ServerError(f"{server.url}: gives no log-probabilities of a known prompt of {len(known.tokens)} tokens")
+        raise ServerError(f"{server.url}: returns no log-probabilities for the probe of {len(known.tokens)} tokens")
     difference = sum(abs(a - b) for a, b in zip(theirs, known.logp, strict=True)) / len(theirs)
     if not difference <= known.tolerance:
         raise ServerError(
-            f"{server.url}: its log-probabilities of a known prompt differ from the trainer's by {difference:.3g} nats "
-            f"a token, allowed are {known.tolerance:g}: it holds other weights than it reports, or computes otherwise"
+            f"{server.url}: log-probabilities of the probe must be within {known.tolerance:g} nats per token of the "
+            f"trainer's, got {difference:.3g}: its weights are not those it reports, or it computes differently"
         )
     return difference

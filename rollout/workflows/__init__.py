@@ -29,7 +29,7 @@ async def single_turn(
     Args:
       row: has "prompt" (a user's message) or "messages" (a list of {"role", "content"}).
       tokenizer: a Hugging Face tokenizer; without a chat template it continues "prompt" as plain text.
-      reward: `rewards.pool`'s, or any coroutine function of (text, row, **context); text is without special tokens,
+      reward: from `rewards.pool`, or any coroutine function of (text, row, **context); text has no special tokens,
         and the context is prompt (as templated), prompt_ids and completion_ids.
 
     Returns:
@@ -58,7 +58,7 @@ async def single_turn(
     )
 
 
-@functools.lru_cache(maxsize=4096)  # the episodes of a group ask for the same prompt, and templates are slow
+@functools.lru_cache(maxsize=4096)  # the episodes of a group share a prompt, and templates are slow
 def _templated(tokenizer: Any, row: str) -> tuple[tuple[int, ...], str]:
     prompt = template.prompt(tokenizer, json.loads(row))
     return tuple(prompt), tokenizer.decode(prompt)

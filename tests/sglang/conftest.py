@@ -1,6 +1,6 @@
-"""Two published versions of a tiny model, and the servers that the contract is tried on.
+"""Published versions of a tiny model, and the servers that the contract tests run against.
 
-Without AREAX_SGLANG_PYTHON, the python of an environment with SGLang, only the embedded server is tried.
+Only the embedded server is tested unless AREAX_SGLANG_PYTHON names the Python of an environment with SGLang.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ ADAPTERS = (
     "--enable-lora", "--max-lora-rank", str(RANK), "--lora-backend", "torch_native",
     "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
-CONTEXT = 4096  # long enough that a request does not end before a test gets to it
+CONTEXT = 4096  # long enough that a request is still running when a test gets to it
 HF = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
@@ -43,20 +43,20 @@ HF = {
 
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory):
-    """Policy versions as directories, with their labels, and what our own forward pass says of them.
+    """Policy versions as directories, their labels, and reference outputs of our own forward pass.
 
     Versions 0 and 1 have nothing in common; 2 is version 0 with 3 % of its weights changed.
 
     `logp(v, tokens, temperature)` is [T, V]: row t holds the log-probabilities of the token at index t + 1;
-    `greedy(v, tokens, n)` are the n likeliest next tokens; `ending` is a prompt after which that soon is a stop token.
-    `probe(v)` is what a push compares; `handover` gives SGLang `params[v]` in messages of two or three tensors.
+    `greedy(v, tokens, n)` is the greedy continuation of n tokens; `ending` is a prompt whose continuation soon stops.
+    `probe(v)` is the probe that a push compares; `handover` sends SGLang `params[v]`, two or three tensors a message.
     """
     root = tmp_path_factory.mktemp("published")
     tokens = tokenizer.byte_level()
     config = models.config_from_hf({**HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id})
     forward = jax.jit(lambda p, token_BT: models.forward(p, token_BT, config=config))
 
-    def perturb(key):  # norms at exactly 1 would hide an error in them
+    def perturb(key):  # norm weights of exactly 1 would hide an error in the norms
         weights = param.init(key, models.table(config))
         noise = iter(jax.random.split(key, 100))
         return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), weights)
@@ -101,11 +101,11 @@ def versions(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def adapters(versions, tmp_path_factory):
-    """Versions 1 to 4 as published adapters over version 0, with their labels, and what PEFT and transformers say.
+    """Versions 1 to 4 as published adapters over version 0, their labels, and reference outputs of PEFT.
 
-    `logp(v, tokens)` is as of `versions`; version 0 is the base.
+    `logp(v, tokens)` is as in `versions`; version 0 is the base.
     """
-    import peft  # heavy, and for these tests alone
+    import peft  # slow to import, and needed by these tests only
     import torch
     import transformers
 
@@ -147,13 +147,13 @@ def sglang(versions, tmp_path_factory):
 
 @pytest.fixture(params=["embedded", "sglang"] if PYTHON else ["embedded"])
 def server(request, versions):
-    """Each server in turn, with version 0 loaded, whatever the test before left behind."""
+    """Each server in turn, with version 0 loaded, whatever state the previous test left it in."""
     return renewed(request.getfixturevalue(request.param), versions)
 
 
 @pytest.fixture
 def real(sglang, versions):
-    """The real server alone."""
+    """The real SGLang server only."""
     return renewed(sglang, versions)
 
 
@@ -165,7 +165,7 @@ def renewed(server, versions):
     body = {"model_path": str(versions.paths[0]), "weight_version": versions.labels[0]}
     server.ok("/abort_request", {"rid": "", "abort_all": True})
     deadline = time.monotonic() + 30
-    while server.post("/update_weights_from_disk", body)[0] != 200:  # until what was aborted has ended
+    while server.post("/update_weights_from_disk", body)[0] != 200:  # until the aborted requests have ended
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return server

@@ -1,6 +1,6 @@
-"""Adapters by name, tried unchanged on the embedded server and on the real SGLang.
+"""LoRA adapters selected by name: the same tests on the embedded server and on the real SGLang.
 
-Every log-probability is compared with PEFT and transformers, for the adapter that the token is said to come from.
+Every log-probability is compared with PEFT on transformers, for the adapter that the server reports for the token.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from areax.rollout.weights import lora
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*")]  # PEFT on transformers 5
 if not os.environ.get("AREAX_SGLANG_PYTHON"):
-    pytestmark.append(pytest.mark.slow)  # on the embedded server alone
+    pytestmark.append(pytest.mark.slow)  # on the embedded server only
 PROMPT = [5, 17, 42, 100, 61, 7, 8, 9]
 
 
@@ -36,8 +36,8 @@ def listed(server):
     return {card["id"]: card["root"] for card in server.ok("/v1/models")["data"] if card["parent"]}
 
 
-def test_one_prompt_under_several_adapters(server, versions, adapters):
-    """What is cached of a prompt belongs to the adapter that it was read with; the weights under it are reported."""
+def test_cached_prefixes_are_not_shared_between_adapters(server, versions, adapters):
+    """The prefix cache is keyed by adapter; the reported weight version is that of the base."""
     assert load(server, adapters, 1)["success"] and load(server, adapters, 2)["success"]
     assert listed(server) == {adapters.labels[v]: str(adapters.paths[v]) for v in (1, 2)}
     cached = []
@@ -50,7 +50,7 @@ def test_one_prompt_under_several_adapters(server, versions, adapters):
     assert cached[1:] == [False, False, True, True, True]
 
 
-def test_adapters_decode_together_and_beside_none(server, adapters):
+def test_a_batch_may_mix_adapters_and_the_base_model(server, adapters):
     for v in (1, 2):
         load(server, adapters, v)
     prompts, used = [[*PROMPT, i] for i in range(6)], [0, 1, 2, 2, 0, 1]
@@ -60,7 +60,7 @@ def test_adapters_decode_together_and_beside_none(server, adapters):
         exact(adapters, v, prompt, answer["output_ids"], [r[0] for r in answer["meta_info"]["output_token_logprobs"]])
 
 
-def test_what_servers_refuse(server, adapters, tmp_path):
+def test_duplicate_unknown_and_missing_adapters_are_rejected(server, adapters, tmp_path):
     load(server, adapters, 1)
     name = adapters.labels[1]
     for body, words in (
@@ -73,13 +73,13 @@ def test_what_servers_refuse(server, adapters, tmp_path):
     assert status == 400 and "9-00000000" in answer["error_message"]
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "lora_path": "9-00000000"}
     status, answer = server.post("/generate", body)
-    assert status == 400 and "9-00000000" in answer["error"]["message"]  # by which our client knows the case
+    assert status == 400 and "9-00000000" in answer["error"]["message"]  # our client recognises the case by the name
     assert list(listed(server)) == [name]
 
 
 @pytest.mark.parametrize("way", ["disk", "stager"])
-def test_our_client_carries_requests_over_a_push(server, versions, adapters, tmp_path, way):
-    """Nothing pauses, each completion is of one version, and names that nobody uses are unloaded."""
+def test_client_requests_survive_a_push(server, versions, adapters, tmp_path, way):
+    """Generation is not paused, each completion has one version, and unused adapters are unloaded."""
     prompts = [[*PROMPT, i] for i in range(4)]
     until = lambda fleet, n: fleet.generate(PROMPT, max_new_tokens=n, ignore_eos=True)
 
@@ -92,7 +92,7 @@ def test_our_client_carries_requests_over_a_push(server, versions, adapters, tmp
             api = fleet.servers[0].api
             answer = api.generate
 
-            async def late(*given, adapter, **more):  # so that no request ends before the pushes, however slow they are
+            async def late(*given, adapter, **more):  # no request ends before the pushes, however slow they are
                 part = await answer(*given, adapter=adapter, **more)
                 if adapter == adapters.labels[1]:
                     await pushed.wait()
@@ -127,8 +127,8 @@ def test_our_client_carries_requests_over_a_push(server, versions, adapters, tmp
     exact(adapters, 4, PROMPT[:1], PROMPT[1:], [row[0] for row in read.inputs[1:]])
 
 
-def test_a_server_that_lost_its_adapters_gets_them_back_before_a_request(server, versions, adapters):
-    """As after a restart: other weights under another name, and no adapter."""
+def test_lost_adapters_are_reloaded_before_the_next_request(server, versions, adapters):
+    """As after a restart: the server has other weights, another label and no adapters."""
 
     async def main():
         async with client.connect([server.url]) as fleet:
@@ -145,6 +145,6 @@ def test_a_server_that_lost_its_adapters_gets_them_back_before_a_request(server,
     exact(adapters, 1, PROMPT, one.tokens, one.logp)
 
 
-def test_servers_say_what_adapters_they_take(server, adapters):
+def test_servers_report_which_adapters_they_accept(server, adapters):
     modules = json.loads((adapters.paths[1] / "adapter_config.json").read_text())["target_modules"]
     assert asyncio.run(lora.refusal([server.url], 4, modules)) == ""

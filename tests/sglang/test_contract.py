@@ -1,6 +1,6 @@
-"""What areax relies on in a generation server, tried unchanged on the embedded one and on the real SGLang.
+"""What areax requires of a generation server: the same tests on the embedded server and on the real SGLang.
 
-Every log-probability is compared with our own forward pass of the weights that the server names for that token.
+Every log-probability is compared with our own forward pass under the weights that the server reports for that token.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def spans_cover(answer):
 
 
 def exact(versions, prompt, answer, temperature=1.0):
-    """Asserts that each token carries the log-probability that its version gives it; returns the labels."""
+    """Asserts that each token has its log-probability under the version it is labelled with; returns the labels."""
     meta, ids = answer["meta_info"], answer["output_ids"]
     rows = meta["output_token_logprobs"]
     assert [row[1] for row in rows] == ids and meta["completion_tokens"] == len(ids)
@@ -52,12 +52,12 @@ def load(server, versions, v, **fields):
     return server.ok("/update_weights_from_disk", body)
 
 
-names = (f"long-{i}" for i in itertools.count())  # SGLang aborts the name of a stream 2 s after its end
+names = (f"long-{i}" for i in itertools.count())  # SGLang aborts the request id of a stream 2 s after its end
 
 
 @contextlib.contextmanager
 def long_request(server):
-    """Yields the name of a request that runs until it is aborted, and its events from the first few tokens on."""
+    """Yields the id of a request that runs until it is aborted, and its events after the first few tokens."""
     params = {"temperature": 1.0, "max_new_tokens": 4000, "ignore_eos": True}
     body = {"input_ids": PROMPT, "rid": next(names), "sampling_params": params, "return_logprob": True}
     with server.stream("/generate", body) as events:
@@ -66,7 +66,7 @@ def long_request(server):
 
 
 def grow(events, more):
-    """Reads events until there are `more` tokens than in the next one."""
+    """Reads events until there are `more` tokens beyond those of the next event."""
     goal = None
     for event in events:
         goal = goal or len(event["output_ids"]) + more
@@ -83,7 +83,7 @@ def last(events):
 # -- generation ----------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_and_what_is_told_of_them(server, versions):
+def test_greedy_tokens_and_their_metadata(server, versions):
     answer = server.generate(PROMPT, max_new_tokens=12)
     assert answer["output_ids"] == versions.greedy(0, PROMPT, 12)
     meta = answer["meta_info"]
@@ -100,13 +100,13 @@ def test_logprobs_are_those_of_the_scaled_distribution(server, versions, tempera
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}])
-def test_filters_choose_but_leave_logprobs_alone(server, versions, filters):
+def test_sampling_filters_do_not_change_logprobs(server, versions, filters):
     answer = server.generate(PROMPT, temperature=1.0, max_new_tokens=12, **filters)
     exact(versions, PROMPT, answer)
     logp_TV = versions.logp(0, [*PROMPT, *answer["output_ids"]])[len(PROMPT) - 1 :]
     for logp_V, id in zip(logp_TV, answer["output_ids"], strict=False):
         p_V = np.exp(logp_V)
-        above = p_V[p_V > p_V[id] * (1 + 1e-5)]  # what is likelier than the token drawn
+        above = p_V[p_V > p_V[id] * (1 + 1e-5)]  # tokens more likely than the one drawn
         assert len(above) < filters.get("top_k", len(p_V))
         assert above.sum() <= filters.get("top_p", 1.0) + 1e-5
         assert p_V[id] >= filters.get("min_p", 0.0) * p_V.max() * (1 - 1e-5)
@@ -144,12 +144,12 @@ def test_top_logprobs_with_text(server, versions):
     ]
 
 
-def test_logprobs_only_where_asked_for(server):
+def test_logprobs_are_returned_only_on_request(server):
     meta = server.generate(PROMPT, logprobs=False, fields={"logprob_start_len": 0})["meta_info"]
     assert "output_token_logprobs" not in meta and "input_token_logprobs" not in meta
 
 
-def test_a_batch_is_its_requests_in_order(server, versions):
+def test_a_batch_is_answered_in_order(server, versions):
     prompts = [PROMPT, OTHER, [9]]
     params = [{"temperature": 0.0, "max_new_tokens": n, "ignore_eos": True} for n in (3, 5, 7)]
     body = {"input_ids": prompts, "sampling_params": params, "rid": ["a", "b", "c"], "return_logprob": True}
@@ -165,7 +165,7 @@ def test_a_list_of_one_prompt_is_answered_with_a_list(server):
     assert answer["output_ids"] == server.generate(PROMPT)["output_ids"]
 
 
-def test_samples_of_a_prompt_stand_together(server, versions):
+def test_samples_of_one_prompt_are_adjacent(server, versions):
     answers = server.generate([PROMPT, OTHER], n=3, temperature=1.0, max_new_tokens=16)
     assert [a["meta_info"]["prompt_tokens"] for a in answers] == [5, 5, 5, 4, 4, 4]
     for answer, prompt in zip(answers, [PROMPT] * 3 + [OTHER] * 3, strict=True):
@@ -174,14 +174,14 @@ def test_samples_of_a_prompt_stand_together(server, versions):
     assert len({answer["meta_info"]["id"] for answer in answers}) == 6
 
 
-def test_names_of_requests(server):
+def test_request_ids(server):
     body = {"sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     assert server.ok("/generate", {"input_ids": PROMPT, "rid": "mine", **body})["meta_info"]["id"] == "mine"
     answers = server.ok("/generate", {"input_ids": [PROMPT, OTHER], "rid": "ours", **body})
     assert [answer["meta_info"]["id"] for answer in answers] == ["ours_0", "ours_1"]
 
 
-def test_text_is_encoded_here_as_there(server, versions):
+def test_text_prompts_are_encoded_as_the_tokenizer_does(server, versions):
     params = {"temperature": 0, "max_new_tokens": 6}
     text = server.ok("/generate", {"text": "What is 3 + 4?", "sampling_params": params})
     ids = server.ok("/generate", {"input_ids": versions.tokenizer.encode("What is 3 + 4?"), "sampling_params": params})
@@ -190,10 +190,10 @@ def test_text_is_encoded_here_as_there(server, versions):
     assert pair[0]["output_ids"] == ids["output_ids"] and len(pair) == 2
 
 
-# -- where it ends -------------------------------------------------------------------------------
+# -- stopping ------------------------------------------------------------------------------------
 
 
-def test_a_stop_id_ends_and_is_reported(server, versions):
+def test_a_stop_token_ends_the_request_and_is_reported(server, versions):
     ids = versions.greedy(0, PROMPT, 12)
     place = next(i for i in range(3, 12) if ids[i] not in ids[:i])
     answer = server.generate(PROMPT, max_new_tokens=12, stop_token_ids=[ids[place]], ignore_eos=False)
@@ -203,7 +203,7 @@ def test_a_stop_id_ends_and_is_reported(server, versions):
     exact(versions, PROMPT, answer)
 
 
-def test_the_models_own_stop_tokens(server, versions):
+def test_the_stop_tokens_of_the_model_apply_unless_ignored(server, versions):
     ids = versions.greedy(0, versions.ending, 12)
     end = next(i for i, id in enumerate(ids) if id in versions.config.eos)
     answer = server.generate(versions.ending, max_new_tokens=12, ignore_eos=False)
@@ -215,7 +215,7 @@ def test_the_models_own_stop_tokens(server, versions):
 
 def test_a_stop_string_may_span_tokens(server, versions):
     decode = lambda ids: versions.tokenizer.decode(ids, skip_special_tokens=True)
-    for first in range(100, 200):  # a prompt whose continuation has two plain letters side by side
+    for first in range(100, 200):  # a prompt whose continuation has two adjacent ASCII tokens
         ids = versions.greedy(0, [first], 12)
         at = [i for i in range(1, 11) if all(decode([id]).isascii() and decode([id]) for id in ids[i : i + 2])]
         if at and (word := decode(ids[at[0] : at[0] + 2])) not in decode(ids[: at[0] + 1]):
@@ -227,13 +227,13 @@ def test_a_stop_string_may_span_tokens(server, versions):
     exact(versions, [first], answer)
 
 
-def test_no_stop_before_the_least_length(server, versions):
+def test_no_stop_before_min_new_tokens(server, versions):
     stop = versions.greedy(0, PROMPT, 3)[2]
     answer = server.generate(PROMPT, max_new_tokens=6, min_new_tokens=5, stop_token_ids=[stop], ignore_eos=False)
     assert len(answer["output_ids"]) >= 5 and stop not in answer["output_ids"][:5]
 
 
-def test_a_budget_of_nothing_scores_the_prompt(server, versions):
+def test_zero_new_tokens_scores_the_prompt(server, versions):
     answer = server.generate(PROMPT, max_new_tokens=0, fields={"logprob_start_len": 0})
     assert answer["output_ids"] == [] and answer["text"] == ""
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
@@ -243,7 +243,7 @@ def test_a_budget_of_nothing_scores_the_prompt(server, versions):
         assert id == PROMPT[i] and logp == pytest.approx(logp_TV[i - 1, id], abs=TOLERANCE)
 
 
-# -- refusals ------------------------------------------------------------------------------------
+# -- bad requests --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,17 +294,17 @@ def test_bad_bodies_are_400(server, body):
     assert status == 400 and (answer.get("error") or answer.get("object") == "error")
 
 
-def test_a_refused_batch_leaves_nothing_running(server):
+def test_a_rejected_batch_leaves_nothing_running(server):
     params = {"temperature": 0, "max_new_tokens": 900}
     assert server.post("/generate", {"input_ids": [PROMPT, [5] * 5000], "sampling_params": params})[0] == 400
     time.sleep(0.1)
-    assert server.ask("POST", "/flush_cache")[0] == 200  # only an idle server flushes
+    assert server.ask("POST", "/flush_cache")[0] == 200  # only an idle server flushes its cache
 
 
 # -- streams, seeds ------------------------------------------------------------------------------
 
 
-def test_a_stream_grows_to_the_answer(server):
+def test_a_stream_grows_to_the_full_answer(server):
     params = {"temperature": 0.0, "max_new_tokens": 10, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
     with server.stream("/generate", body) as events:
@@ -320,15 +320,15 @@ def test_a_stream_grows_to_the_answer(server):
     assert events[-1]["meta_info"]["weight_versions"] == whole["meta_info"]["weight_versions"]
 
 
-def test_a_streamed_batch_names_its_requests(server):
+def test_events_of_a_streamed_batch_carry_request_ids(server):
     params = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
     with server.stream("/generate", {"input_ids": [PROMPT, OTHER], "sampling_params": params}) as events:
         ends = {event["index"]: event["output_ids"] for event in events if event["meta_info"]["finish_reason"]}
     assert ends == {i: server.generate(p, max_new_tokens=4)["output_ids"] for i, p in enumerate([PROMPT, OTHER])}
 
 
-def test_seeds_where_declared(server, versions):
-    """A server that declares determinism honours seeds; to any other our client sends none."""
+def test_seeds_are_honoured_where_determinism_is_declared(server, versions):
+    """A server that declares determinism honours seeds; our client sends none to other servers."""
     declared = server.ok("/server_info")["enable_deterministic_inference"]
 
     async def run():
@@ -354,7 +354,7 @@ def test_seeds_where_declared(server, versions):
 # -- pauses and aborts ---------------------------------------------------------------------------
 
 
-def test_abort_returns_what_there_is(server, versions):
+def test_an_abort_returns_the_tokens_so_far(server, versions):
     with long_request(server) as (rid, events):
         server.ok("/abort_request", {"rid": rid})
         answer = last(events)
@@ -363,7 +363,7 @@ def test_abort_returns_what_there_is(server, versions):
     exact(versions, PROMPT, answer)
 
 
-def test_aborting_what_is_not_there_is_no_error(server):
+def test_aborting_an_unknown_request_is_no_error(server):
     server.ok("/abort_request", {"rid": "nobody"})
     server.ok("/abort_request", {"rid": ""})
 
@@ -398,14 +398,14 @@ def test_other_pauses_keep_running_requests(server, versions, mode, retractions)
 def test_health_and_readiness(server):
     assert server.get("/health")[0] == server.get("/health_generate")[0] == server.get("/ready")[0] == 200
     server.ok("/pause_generation", {"mode": "retract"})
-    server.ok("/pause_generation", {"mode": "retract"})  # twice is once
+    server.ok("/pause_generation", {"mode": "retract"})  # pausing twice is pausing once
     assert server.get("/ready")[0] == 503
     server.ok("/continue_generation", {})
     server.ok("/continue_generation", {})
     assert server.get("/health")[0] == 200
 
 
-def test_a_pause_needs_a_mode_that_exists(server):
+def test_a_pause_needs_a_valid_mode(server):
     assert server.post("/pause_generation", {"mode": "sometimes"})[0] == 400
     assert server.ask("POST", "/pause_generation")[0] == 400
     assert server.get("/ready")[0] == 200
@@ -429,7 +429,7 @@ def test_push_from_disk(server, versions):
     assert server.ok("/weights_checker", {"action": "checksum"}) == before
 
 
-def test_a_push_under_a_pause_is_seen_in_the_spans(server, versions):
+def test_weight_version_spans_show_a_push_during_a_pause(server, versions):
     with long_request(server) as (rid, events):
         server.ok("/pause_generation", {"mode": "retract"})
         load(server, versions, 1)
@@ -437,7 +437,7 @@ def test_a_push_under_a_pause_is_seen_in_the_spans(server, versions):
         grow(events, 16)
         server.ok("/abort_request", {"rid": rid})
         answer = last(events)
-    labels = exact(versions, PROMPT, answer)  # each part by its own weights, the second with a new cache
+    labels = exact(versions, PROMPT, answer)  # each part under its own weights, the second with a new KV cache
     assert [span["version"] for span in answer["meta_info"]["weight_versions"]] == versions.labels[:2]
     assert labels.count(versions.labels[0]) >= 4 and labels.count(versions.labels[1]) >= 8
 
@@ -451,7 +451,7 @@ def test_a_push_without_a_pause_waits_for_running_requests(server, versions):
     assert server.ok("/model_info")["weight_version"] == versions.labels[1]
 
 
-def test_a_push_that_fails_changes_nothing(server, versions, tmp_path):
+def test_a_failed_push_changes_nothing(server, versions, tmp_path):
     before = server.ok("/weights_checker", {"action": "checksum"})
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "nowhere", tmp_path / "empty"):
@@ -463,7 +463,7 @@ def test_a_push_that_fails_changes_nothing(server, versions, tmp_path):
     exact(versions, PROMPT, server.generate(PROMPT))
 
 
-def test_a_label_of_its_own(server):
+def test_the_version_label_can_be_changed_without_new_weights(server):
     answer = server.ok("/update_weight_version", {"new_version": "renamed", "abort_all_requests": False})
     assert answer["success"] is True and answer["new_version"] == "renamed"
     assert server.ok("/model_info")["weight_version"] == "renamed"
@@ -471,18 +471,18 @@ def test_a_label_of_its_own(server):
     assert server.post("/update_weight_version", {})[0] == 400
 
 
-def test_a_flushed_cache_changes_no_answer(server, versions):
+def test_flushing_the_cache_changes_no_answer(server, versions):
     prompt = list(range(60, 160))
     exact(versions, prompt, server.generate(prompt))
-    exact(versions, prompt, server.generate(prompt))  # now from the cache, where there is one
+    exact(versions, prompt, server.generate(prompt))  # this time from the prefix cache, if the server has one
     assert server.ask("POST", "/flush_cache")[0] == 200 and server.get("/flush_cache")[0] == 200
     exact(versions, prompt, server.generate(prompt))
 
 
-# -- through our client --------------------------------------------------------------------------
+# -- with our client -----------------------------------------------------------------------------
 
 
-def test_a_server_says_how_much_it_has_to_do(server, versions):
+def test_servers_report_their_load(server, versions):
     from areax.rollout.servers.sglang import load_report
 
     idle = load_report(server.ok("/v1/loads"))
@@ -497,8 +497,8 @@ def test_a_server_says_how_much_it_has_to_do(server, versions):
         assert busy[-1].running == 1 and busy[-1].waiting == 0 and 0 < busy[-1].usage < 1
 
 
-def test_our_client_streams(server, versions):
-    """Tokens come one after the other, and the answer is that of a request that is not streamed."""
+def test_streaming_through_our_client(server, versions):
+    """Tokens arrive incrementally, and the answer equals that of a request without streaming."""
     load(server, versions, 0)
 
     async def main():
@@ -520,7 +520,7 @@ def test_our_client_streams(server, versions):
 
 @functools.cache
 def pace(server):
-    """How many tokens four requests take about two seconds for."""
+    """The number of tokens that four concurrent requests generate in about two seconds."""
     prompts = [[*OTHER, i] for i in range(4)]
 
     def seconds(length):
@@ -528,15 +528,15 @@ def pace(server):
         server.generate(prompts, max_new_tokens=length)
         return time.monotonic() - begin
 
-    quickest = min(seconds(32) for _ in range(3))  # the first compile, which a push would wait for
+    quickest = min(seconds(32) for _ in range(3))  # the first one compiles, which a push would wait for
     length = int(min(2000, max(64, 2.0 * 32 / quickest)))
     seconds(length)
     return length
 
 
 def ways():
-    """Each way in each mode on SGLang; the embedded server takes no tensors, and one delta is like another to it. The
-    two ways in which it need not end what runs are slow."""
+    """Each transport in each mode on SGLang. The embedded server takes no tensors, and one
+    mode with deltas is enough for it; the two modes that let requests run on are slow there."""
     for server in ("embedded", "sglang") if os.environ.get("AREAX_SGLANG_PYTHON") else ("embedded",):
         for way, mode in itertools.product(("disk", "delta", "tensors"), ("abort", "retract", "drain", "in_place")):
             if server == "sglang" or way == "disk" or (way, mode) == ("delta", "retract"):
@@ -545,8 +545,8 @@ def ways():
 
 
 @pytest.mark.parametrize(("server", "way", "mode"), list(ways()), indirect=["server"])
-def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, way, mode):
-    """From version 0 to another, read where it was written, fetched as a delta by a stager, or handed over."""
+def test_client_requests_survive_a_push(server, versions, tmp_path, way, mode):
+    """From version 0 to another: read from disk, fetched as a delta by a stager, or handed over as tensors."""
     prompts, length = [[*PROMPT, i] for i in range(4)], pace(server)
     new = 2 if way == "delta" else 1
     handover, handed = (versions.handover, versions.params[new]) if way == "tensors" else (None, None)
@@ -557,7 +557,7 @@ def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, way
             ask = lambda p, n=length, **more: fleet.generate(p, max_new_tokens=n, ignore_eos=True, **more)
             if stagers:
                 whole = await push_weights(fleet, versions.paths[0], versions.labels[0])
-                # before the requests, which on a busy machine might end before it is there
+                # staged first: on a busy machine the requests might end before it arrives
                 part = await fleet.servers[0].stager.stage(Published(str(versions.paths[new]), versions.labels[new]))
                 assert 0 < part.bytes < 0.5 * whole.stage_bytes
             begun = asyncio.Event()
@@ -584,18 +584,18 @@ def test_our_client_carries_requests_over_a_push(server, versions, tmp_path, way
             logp_TV = versions.logp(v, [*prompt, *one.tokens])[len(prompt) - 1 :]
             ours = [logp_TV[i, id] for i, id in enumerate(one.tokens) if one.version[i] == v]
             theirs = [logp for logp, its in zip(one.logp, one.version, strict=True) if its == v]
-            if mixed and mode == "in_place" and v == new:  # over the old version's cache
+            if mixed and mode == "in_place" and v == new:  # computed over the old version's KV cache
                 assert np.abs(np.subtract(theirs, ours)).max() > TOLERANCE
             else:
                 np.testing.assert_allclose(theirs, ours, atol=TOLERANCE)
         switched += mixed
     assert switched == 0 if mode == "drain" else switched > 0
     assert counts["resumed"] >= switched if mode == "abort" else counts["resumed"] == 0
-    assert not counts["preempted"]  # what a push put back says nothing of the server's memory
+    assert not counts["preempted"]  # retractions by a push say nothing about the server's memory
 
 
-def test_a_rest_and_the_push_that_ends_it(server, versions):
-    """What runs is put back, what comes waits, and both go on with the weights that end the rest."""
+def test_offloading_and_the_push_that_ends_it(server, versions):
+    """Running requests are retracted, new ones wait, and both continue under the pushed weights."""
     push = lambda fleet, v: push_weights(fleet, versions.paths[v], versions.labels[v])
 
     async def main():

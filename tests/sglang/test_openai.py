@@ -1,4 +1,4 @@
-"""OpenAI's routes on the embedded server and on the real SGLang: the same words, scores and errors as /generate."""
+"""OpenAI's routes on the embedded server and on the real SGLang: the same text, scores and errors as /generate."""
 
 import json
 
@@ -87,7 +87,7 @@ def test_chat(server, versions):
     assert all(len(row["top_logprobs"]) == 2 and row["top_logprobs"][0]["logprob"] == row["logprob"] for row in rows)
 
 
-def test_chat_in_parts_of_text_and_with_several_samples(server):
+def test_chat_with_text_parts_and_several_samples(server):
     parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
     plain = server.ok(CHAT, {**FIXED, "messages": MESSAGES})["choices"][0]["message"]["content"]
     answer = server.ok(CHAT, {**FIXED, "messages": parts, "n": 2, "max_completion_tokens": 6})

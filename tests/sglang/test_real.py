@@ -1,7 +1,7 @@
-"""What the real server does that a client has to know: each test shows a trap, and fails when SGLang closes it.
+"""Pitfalls of the real SGLang that a client has to work around; each test fails once SGLang fixes its pitfall.
 
-Left out are those that end the whole server: a token id outside the vocabulary, an empty prompt, and updates from a
-file cut short, with a misshapen tensor or with an unknown load_format.
+Omitted are those that crash the server: a token id outside the vocabulary, an empty prompt, and updates from a
+truncated file, with a tensor of the wrong shape or with an unknown load_format.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ def altered(versions, tmp_path):
     return altered
 
 
-def test_an_adapter_that_was_unloaded_comes_back_when_it_is_asked_for(real, adapters):
-    """So that nobody may ask for a name whose directory holds something else by now."""
+def test_requesting_an_unloaded_adapter_loads_it_again(real, adapters):
+    """So a client must never use an old name whose directory may hold something else by now."""
     name = adapters.labels[1]
     real.ok("/load_lora_adapter", {"lora_name": name, "lora_path": str(adapters.paths[1])})
     real.ok("/unload_lora_adapter", {"lora_name": name})
@@ -61,8 +61,8 @@ def test_an_adapter_that_was_unloaded_comes_back_when_it_is_asked_for(real, adap
     assert listed() == [name]
 
 
-def test_the_scale_of_an_adapter_is_alpha_by_rank_whatever_it_says(real, adapters, tmp_path):
-    """Hence `write_published` puts rsLoRA's scale into alpha."""
+def test_use_rslora_is_ignored_and_the_scale_is_alpha_over_rank(real, adapters, tmp_path):
+    """Hence `write_published` folds rsLoRA's scale into alpha."""
     shutil.copytree(adapters.paths[1], tmp_path / "root")
     about = json.loads((tmp_path / "root/adapter_config.json").read_text())
     (tmp_path / "root/adapter_config.json").write_text(json.dumps(about | {"use_rslora": True}))
@@ -73,13 +73,13 @@ def test_the_scale_of_an_adapter_is_alpha_by_rank_whatever_it_says(real, adapter
     np.testing.assert_allclose([row[0] for row in answers[0]], [row[0] for row in answers[1]], atol=1e-5)
 
 
-def test_a_seed_is_dropped_without_deterministic_inference(real):
+def test_seeds_are_ignored_without_deterministic_inference(real):
     draw = lambda: real.generate(PROMPT, temperature=1.0, max_new_tokens=24, sampling_seed=7)["output_ids"]
     assert draw() != draw()
 
 
-def test_a_prompt_read_beside_generation_gets_a_logprob_but_no_token(real):
-    """The one that the others in its prefill are given; alone it gets none."""
+def test_a_scored_prompt_gets_an_output_logprob_if_others_generate(real):
+    """It gets one, without a token, if it is prefilled together with generating requests; alone it gets none."""
     read, generate = {"max_new_tokens": 0}, {"max_new_tokens": 2, "ignore_eos": True}
     body = {"input_ids": [PROMPT, [*PROMPT, 7]], "return_logprob": True}
     for params, rows in (([read, generate], 1), ([read, read], 0)):
@@ -87,18 +87,18 @@ def test_a_prompt_read_beside_generation_gets_a_logprob_but_no_token(real):
         assert answer["output_ids"] == [] and len(answer["meta_info"]["output_token_logprobs"]) == rows
 
 
-def test_unknown_fields_of_a_body_are_dropped(real):
+def test_unknown_fields_of_a_body_are_ignored(real):
     assert real.generate(PROMPT, fields={"no_such_field": 1})["output_ids"] == real.generate(PROMPT)["output_ids"]
 
 
-def test_ignore_eos_ignores_the_callers_stop_ids_too(real):
+def test_ignore_eos_also_ignores_stop_token_ids(real):
     stop = real.generate(PROMPT)["output_ids"][3]
     assert len(real.generate(PROMPT, stop_token_ids=[stop], ignore_eos=False)["output_ids"]) < 8
     assert len(real.generate(PROMPT, stop_token_ids=[stop], ignore_eos=True)["output_ids"]) == 8
 
 
-def test_logprobs_before_the_least_length_leave_out_the_stop_ids(real, versions):
-    """There they are those of the distribution without stop tokens, so not the policy's."""
+def test_logprobs_before_min_new_tokens_exclude_stop_tokens(real, versions):
+    """They are those of the distribution renormalised without stop tokens, so not the policy's."""
     stop = real.generate(PROMPT)["output_ids"][2]
     answer = real.generate(PROMPT, max_new_tokens=5, min_new_tokens=5, stop_token_ids=[stop], ignore_eos=False)
     row_T = np.array([row[0] for row in answer["meta_info"]["output_token_logprobs"]])
@@ -111,7 +111,7 @@ def test_logprobs_before_the_least_length_leave_out_the_stop_ids(real, versions)
     assert np.abs(row_T - ours_T).max() > 1e-3
 
 
-def test_an_abort_is_lost_on_a_request_that_a_pause_holds(real):
+def test_an_abort_of_a_request_held_by_a_pause_is_lost(real):
     real.ok("/pause_generation", {"mode": "abort"})
     held = servers.Later(lambda: real.generate(PROMPT, fields={"rid": "held"}))
     time.sleep(0.3)
@@ -120,7 +120,7 @@ def test_an_abort_is_lost_on_a_request_that_a_pause_holds(real):
     assert held.result()["meta_info"]["finish_reason"]["type"] == "length"
 
 
-def test_the_name_of_a_stream_is_aborted_two_seconds_after_its_end(real):
+def test_a_reused_request_id_of_a_finished_stream_is_aborted(real):
     params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
     body = {"input_ids": PROMPT, "rid": "again"}
     with real.stream("/generate", {**body, "sampling_params": params}) as events:
@@ -129,20 +129,20 @@ def test_the_name_of_a_stream_is_aborted_two_seconds_after_its_end(real):
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_new_weights_without_a_label_keep_the_old_one(real, versions):
+def test_new_weights_without_a_label_keep_the_old_label(real, versions):
     before = checksum(real)
     assert update(real, versions.paths[1])[0] == 200
     assert checksum(real) != before and label(real) == versions.labels[0]
     assert real.generate(PROMPT)["meta_info"]["weight_versions"][0]["version"] == versions.labels[0]
 
 
-def test_an_unknown_tensor_is_a_success(real, altered):
+def test_an_update_with_an_unknown_tensor_reports_success(real, altered):
     path = altered(lambda tensors: tensors.update({"model.layers.0.nope.weight": np.zeros(3, np.float32)}))
     status, answer = update(real, path, "extra")
     assert status == 200 and answer["success"] and label(real) == "extra"
 
 
-def test_missing_tensors_are_a_success_and_half_of_the_old_weights_stay(real, versions, altered):
+def test_an_update_with_missing_tensors_reports_success_and_keeps_the_old_ones(real, versions, altered):
     def drop(tensors):
         for name in [name for name in tensors if "layers.1." in name]:
             del tensors[name]
@@ -154,15 +154,15 @@ def test_missing_tensors_are_a_success_and_half_of_the_old_weights_stay(real, ve
     assert {name.split(".")[2] for name in whole if half[name] == whole[name] and "layers" in name} == {"1"}
 
 
-def test_another_models_config_is_not_read(real, altered):
+def test_an_update_does_not_read_config_json(real, altered):
     path = altered(lambda tensors: None)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert update(real, path, "other")[0] == 200 and label(real) == "other"
 
 
-def test_an_update_under_an_in_place_pause_fails_and_happens(real, versions):
-    """400, and the label of old weights on new ones: a push pauses with retract or abort."""
+def test_an_update_during_an_in_place_pause_fails_but_takes_effect(real, versions):
+    """Status 400, and new weights under the old label: hence a push pauses with retract or abort."""
     before = checksum(real)
     params = {"temperature": 1.0, "max_new_tokens": 4000, "ignore_eos": True}
     body = {"input_ids": PROMPT, "rid": "in-place", "sampling_params": params}
@@ -178,8 +178,8 @@ def test_an_update_under_an_in_place_pause_fails_and_happens(real, versions):
 
 
 @pytest.mark.parametrize("kind", ["in place with a flush", "half a checkpoint", "names that it does not know"])
-def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, monkeypatch, kind):
-    """What runs meanwhile is answered by the version before, loaded again in full."""
+def test_a_push_that_leaves_wrong_weights_is_detected_and_undone(real, versions, altered, monkeypatch, kind):
+    """Requests that run meanwhile are answered under the previous version, reloaded in full."""
     mode, path, handover = "retract", versions.paths[1], None
     if kind == "in place with a flush":
         mode, load = "in_place", SGLang.update_weights_from_disk
@@ -211,8 +211,8 @@ def test_a_push_that_poisons_is_found_out_and_undone(real, versions, altered, mo
     np.testing.assert_allclose(done.logp, [logp_TV[i, id] for i, id in enumerate(done.tokens)], atol=1e-4)
 
 
-def test_a_session_that_somebody_left_open_is_closed(real, versions):
-    """A trainer that ended in the midst of its tensors does not keep the next from pushing."""
+def test_a_push_closes_a_weight_update_session_left_open(real, versions):
+    """A trainer that died while sending tensors does not block the next one."""
     real.ok("/begin_weight_update", {})
 
     async def run():
@@ -224,8 +224,8 @@ def test_a_session_that_somebody_left_open_is_closed(real, versions):
     assert asyncio.run(run()).loaded == (real.url,)
 
 
-def test_the_next_turn_of_an_episode_is_cached_until_a_push(real, versions, tmp_path):
-    """What a fleet routes by: all that was read or generated, in whole, is not read again under the same weights."""
+def test_the_prefix_of_the_next_turn_is_cached_until_a_push(real, versions, tmp_path):
+    """Prefix routing relies on it: whatever was read or generated is not read again under the same weights."""
     prompt = [int(i) for i in np.random.default_rng(0).integers(5, 250, 200)]
 
     async def main():
