@@ -176,7 +176,7 @@ def test_processes_of_a_job_are_handed_arrays_alone(place):
         handed.append(data)
         return trainer.train_packed(state, *data)
 
-    report = trainer.train_on_batch(state, job_program.groups(0)[:2], run)  # fit in one microbatch, as above
+    report = trainer.train_on_batch(state, job_program.groups(0)[:2], run)
     assert report["reward"] > 0 and report["groups"][0][0][0].info
     assert {type(x) for x in jax.tree.leaves(handed)} == {np.ndarray} and pickle.dumps(handed)
 
