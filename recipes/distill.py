@@ -33,12 +33,13 @@ class Config(offline_options.Options):
 
     Attributes:
       model: Hugging Face directory of the student: weights, config.json and tokenizer.
-      data: rows with "prompt" (or "messages") and "completion": a JSONL or Parquet file, a folder, or a hub data set.
-      teacher: Hugging Face directory of a local teacher, with the student's tokenizer.
+      data: rows with prompt and completion: "prompt" (or "messages") and "completion"; a JSONL or Parquet file, a
+        folder, or a data set on the hub.
+      teacher: Hugging Face directory of a local teacher; it must have the student's tokenizer.
       teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
-        "teacher"; servers of one name share the load. Needs --objective.top-k.
+        "teacher"; servers of one name share the load. They need `objective.top_k`.
       objective: the divergence, its temperature and top-k, and the weight of an SFT term.
-      heldout: rows to evaluate the divergence on, never trained on; "" = none.
+      heldout: rows to evaluate on; they are never trained on. "" = none.
       run: how student and local teacher are computed; the teacher's weights are kept in `run.dtype`.
     """
 

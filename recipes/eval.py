@@ -23,8 +23,8 @@ class Config:
     Attributes:
       model: Hugging Face directory: weights, config.json and tokenizer; with `servers` only the tokenizer is read.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a data set on the hub.
-      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
+        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       workflow: an episode: `module:function` of `generate` and a row, or an agent (`rollout.workflows.resolve.bind`).
       workflow_options: further arguments of the workflow, a JSON object.

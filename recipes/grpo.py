@@ -38,12 +38,12 @@ FIRST_OPTIONS = (
 
 @dataclass(frozen=True)
 class Config:
-    """Asynchronous reinforcement learning, with GRPO unless another objective is chosen.
+    """Asynchronous reinforcement learning; the objective is GRPO unless another is chosen.
 
     Attributes:
       model: Hugging Face directory: weights, config.json and tokenizer.
       data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub.
-      reward: `module:function` or `file.py:function`, called as f(text, row) -> number.
+      reward: `module:function` or `file.py:function`: called as f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, samples.
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.

@@ -25,9 +25,9 @@ class Config(offline_options.Options):
     """Supervised fine-tuning.
 
     Attributes:
-      data: rows with "prompt" and "completion", or with "messages" that end with the assistant's (with "completion",
-        the prompt may be "messages", too): a JSONL or Parquet file, a folder, or a data set on the hub.
-      learn: "last" = the assistant's last turn, "all" = all its turns (by the chat template's generation blocks, or by
+      data: rows with "prompt" and "completion", or with "messages"; these are the prompt if there is a "completion",
+        and else end with the assistant's turn. A JSONL or Parquet file, a folder, or a data set on the hub.
+      learn: turns of the assistant to train on: the "last", or "all" (by the chat template's generation blocks, or by
         what each turn adds if it has none).
     """
 

@@ -152,7 +152,7 @@ class Sampling:
 
     Attributes:
       temperature: 0 = greedy.
-      max_new_tokens, min_new_tokens: limits on generated tokens, the stop token included.
+      max_new_tokens, min_new_tokens: limits on generated tokens; the stop token included.
       top_p, top_k, min_p: 1, -1 and 0 disable them.
       stop, stop_token_ids: strings and ids that end a completion, in addition to the model's own.
       routed_experts: for MoE models: record the experts each token is routed to and replay them in training.

@@ -20,8 +20,8 @@ class Options:
       data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, report.
-      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
+        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       heldout: rows to evaluate the loss on, never trained on; "" = none.

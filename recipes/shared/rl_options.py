@@ -24,8 +24,8 @@ class Prompts:
     """Which prompts are sampled, and in what order.
 
     Attributes:
-      row: `module:function` or `file.py:function` that turns a record of the data into a row, or None to leave it out;
-        `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
+        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
       max_prompt: longest prompt in tokens; rows with longer ones are left out and counted; 0 = no limit.
       curriculum: the order of the rows.
