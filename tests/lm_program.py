@@ -22,7 +22,7 @@ TASKS = {
 output_type: generate_until
 doc_to_text: "{{prompt}}"
 doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["9"], do_sample: false, temperature: 0, max_gen_toks: 6}
+generation_kwargs: {until: ["+"], do_sample: false, temperature: 0, max_gen_toks: 6}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """,
     "choose": """

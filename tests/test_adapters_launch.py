@@ -111,7 +111,7 @@ def trained(out, steps):
     # the servers sample from the pushed weights: the trainer finds the same log-probabilities
     assert all(line["max_logp_diff"] <= 1e-4 for line in lines)
     assert [label.partition("-")[0] for label in summary["server_version"]] == [str(steps)]
-    return json.loads((out / "config.json").read_text())["servers"]
+    return json.loads((out / "config.json").read_text())["serving"]["servers"]
 
 
 def serving(url):
@@ -299,7 +299,7 @@ def test_a_killed_server_restarts_with_the_newest_weights(data, tmp_path):
     with launched(*SERVED, "--logs", tmp_path / "logs", "--", *grpo(data, out, 100000)) as process:
         metrics = out / "metrics.jsonl"
         jobs.until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 1))
-        urls = json.loads((out / "config.json").read_text())["servers"]
+        urls = json.loads((out / "config.json").read_text())["serving"]["servers"]
         before = [serving(url) for url in urls]
         os.kill(before[1], signal.SIGKILL)
         jobs.until(lambda: serving(urls[1]) not in (None, before[1]))
