@@ -5,8 +5,10 @@ The environment is set before JAX and torch load, and child processes inherit it
 """
 
 import contextlib
+import importlib
 import itertools
 import os
+import sys
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
@@ -72,3 +74,15 @@ def pytest_runtest_setup(item):
     for platform in ("gpu", "tpu"):
         if item.get_closest_marker(platform) and jax.default_backend() != platform:
             pytest.skip(f"needs a {platform.upper()}, JAX's backend is {jax.default_backend()}")
+
+
+@pytest.fixture
+def benchmark_modules(monkeypatch):
+    """Imports modules of benchmarks/ by name, and removes them afterwards, since their names are generic."""
+    folder = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            del sys.modules[name]

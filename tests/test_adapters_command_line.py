@@ -84,6 +84,9 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
         ("[1, 2]", "must hold options by name, got list"),
         ("a: [", "must be YAML or JSON, got: "),
         ("", "must hold options by name, got NoneType"),
+        ("servers: &x [*x]", "must not contain itself, as YAML's anchors allow"),
+        ("[" * 100_000, "must be YAML or JSON, got: "),
+        ("a: \x00", "must be YAML or JSON, got: "),
     ],
 )
 def test_errors_in_a_config_file_name_the_file_in_one_line(tmp_path, text, message):

@@ -1,9 +1,7 @@
 """The logic of the benchmark suite: alternating sides, result rows, the check against committed ratios; no timings."""
 
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import jax
@@ -17,17 +15,6 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture
-def suite(monkeypatch):
-    """Imports modules of the suite, and removes them afterwards, since their names are generic."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
-
-
 def row(case="train", model="S", peer="tunix", ratio=2.0, agreement=1.0):
     side = {"seconds": 1.0, "seconds_min": 0.9, "seconds_max": 1.1, "cpu_seconds": 1.5, "peak_mb": 100.0}
     return {
@@ -38,7 +25,7 @@ def row(case="train", model="S", peer="tunix", ratio=2.0, agreement=1.0):
     }  # fmt: skip
 
 
-def test_sides_alternate_in_separate_processes(suite, tmp_path, monkeypatch):
+def test_sides_alternate_in_separate_processes(benchmark_modules, tmp_path, monkeypatch):
     code = """
 import os, pathlib
 UNIT, PEERS = "things/s", {None: ("plain",)}
@@ -54,7 +41,7 @@ def plain(folder, model): return side("plain")
     (tmp_path / "turns_case.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.syspath_prepend(str(tmp_path))
-    [found] = suite("run").measure("turns_case", None, str(tmp_path), 3, ("plain",))
+    [found] = benchmark_modules("run").measure("turns_case", None, str(tmp_path), 3, ("plain",))
     turns = [line.split() for line in (tmp_path / "turns").read_text().splitlines()]
     # Two warm-up repetitions; short work runs ten times in a row.
     assert [name for name, _ in turns] == ["ours", "plain"] * 2 + (["ours"] * 10 + ["plain"] * 10) * 3
@@ -62,20 +49,20 @@ def plain(folder, model): return side("plain")
     assert (found["case"], found["model"], found["peer"], found["agreement"]) == ("turns_case", None, "plain", 1.0)
     assert found["ours"] == 6 / found["ours_details"]["seconds"]
     assert found["ratio"] == pytest.approx(found["theirs_details"]["seconds"] / found["ours_details"]["seconds"])
-    [alone] = suite("run").measure("turns_case", None, str(tmp_path), 1, ())
+    [alone] = benchmark_modules("run").measure("turns_case", None, str(tmp_path), 1, ())
     assert "theirs" not in alone and alone["ours"] > 0
 
 
-def test_a_side_that_fails_ends_the_run(suite, tmp_path, monkeypatch):
+def test_a_side_that_fails_ends_the_run(benchmark_modules, tmp_path, monkeypatch):
     (tmp_path / "failing_case.py").write_text('UNIT, PEERS = "x", {}\ndef work(model): return 1, None\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RuntimeError, match="failing_case .* ours ended with code 1"):
-        suite("run").measure("failing_case", None, str(tmp_path), 1, ())
+        benchmark_modules("run").measure("failing_case", None, str(tmp_path), 1, ())
 
 
-def test_a_row_replaces_that_of_the_same_case_model_and_peer(suite, tmp_path, monkeypatch):
-    run = suite("run")
+def test_a_row_replaces_that_of_the_same_case_model_and_peer(benchmark_modules, tmp_path, monkeypatch):
+    run = benchmark_modules("run")
     monkeypatch.setattr(run, "HERE", tmp_path)
     begin, end = run.TABLE
     (tmp_path / "RESULTS.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
@@ -97,8 +84,8 @@ def test_a_row_replaces_that_of_the_same_case_model_and_peer(suite, tmp_path, mo
     assert "async" not in page and "old" not in page
 
 
-def test_regressions_are_found(suite, capsys):
-    run = suite("run")
+def test_regressions_are_found(benchmark_modules, capsys):
+    run = benchmark_modules("run")
     before = [row(ratio=2.0), row(peer="transformers", ratio=2.0), row("generate", ratio=2.0)]
     rows = [row(ratio=1.63), row(peer="transformers", ratio=1.6), row("generate", agreement=0.5), row("grpo")]
     assert list(run.fallen(rows, before).values()) == [
@@ -108,8 +95,8 @@ def test_regressions_are_found(suite, capsys):
     assert "grpo S vs tunix: ratio 2.00, no committed one" in capsys.readouterr().out
 
 
-def test_the_interval_covers_the_median_with_the_stated_probability(suite):
-    interval = suite("run").interval
+def test_the_interval_covers_the_median_with_the_stated_probability(benchmark_modules):
+    interval = benchmark_modules("run").interval
     assert interval([3, 1, 2]) == (1, 3) and interval(range(7)) == (0, 6) and interval(range(15)) == (3, 11)
     drawn = np.random.default_rng(0).exponential(size=(2000, 15))
     inside = np.mean([low <= np.log(2) <= high for low, high in map(interval, drawn)])
@@ -117,8 +104,8 @@ def test_the_interval_covers_the_median_with_the_stated_probability(suite):
 
 
 @pytest.mark.parametrize("second, code", [(1.9, 0), (1.5, 1)])
-def test_regressions_are_measured_again(suite, monkeypatch, capsys, second, code):
-    run = suite("run")
+def test_regressions_are_measured_again(benchmark_modules, monkeypatch, capsys, second, code):
+    run = benchmark_modules("run")
     monkeypatch.setattr(run, "committed", lambda: [row(), row("generate")])
     asked = []
 
@@ -135,8 +122,8 @@ def test_regressions_are_measured_again(suite, monkeypatch, capsys, second, code
     assert last.startswith("train S vs tunix: ratio 1.50" if code else "no ratio fell")
 
 
-def test_committed_rows_are_of_known_cases(suite):
-    run = suite("run")
+def test_committed_rows_are_of_known_cases(benchmark_modules):
+    run = benchmark_modules("run")
     rows = json.loads((BENCHMARKS / "results.json").read_text())
     assert len({run.name(r) for r in rows}) == len(rows)
     assert {r["case"] for r in rows} <= {*run.CASES, "async", "delta", "pause", "long_rows", "borders"}
@@ -151,22 +138,22 @@ def test_committed_rows_are_of_known_cases(suite):
         (["--qiuck"], "unrecognized arguments: --qiuck"),
     ],
 )
-def test_a_wrong_command_line_is_an_error(suite, given, says, capsys):
+def test_a_wrong_command_line_is_an_error(benchmark_modules, given, says, capsys):
     with pytest.raises(SystemExit) as ended:
-        suite("run").main(given)
+        benchmark_modules("run").main(given)
     assert says in f"{ended.value} {capsys.readouterr().err}"
 
 
-def test_a_case_includes_all_of_its_models(suite):
-    pairs_of = suite("run").pairs_of
+def test_a_case_includes_all_of_its_models(benchmark_modules):
+    pairs_of = benchmark_modules("run").pairs_of
     assert pairs_of(["train/S", "push"]) == [("train", "S"), ("push", None)]
     assert pairs_of(["train"]) == [("train", "M"), ("train", "S"), ("train", "MoE")]
 
 
-def test_every_case_has_a_side_for_each_peer(suite):
-    run, sizes, side = suite("run"), suite("sizes"), suite("side")
+def test_every_case_has_a_side_for_each_peer(benchmark_modules):
+    run, sizes, side = benchmark_modules("run"), benchmark_modules("sizes"), benchmark_modules("side")
     for case in run.CASES:
-        module = suite(case)
+        module = benchmark_modules(case)
         for model, peers in module.PEERS.items():
             assert model in run.REPETITIONS and (model or module.SOURCE) in sizes.HF
             assert all(callable(getattr(module, name)) and name in side.PACKAGES for name in ("ours", *peers))
@@ -183,8 +170,8 @@ def test_both_environments_have_the_same_versions():
 
 
 @pytest.mark.parametrize("name, millions", [("S", 0.85), ("M", 29.4), ("MoE", 13.65)])
-def test_models_have_the_stated_sizes(suite, name, millions):
-    sizes = suite("sizes")
+def test_models_have_the_stated_sizes(benchmark_modules, name, millions):
+    sizes = benchmark_modules("sizes")
     table = models.table(models.config_from_hf(sizes.config(name)))
     leaves, _ = jax.tree_util.tree_flatten_with_path(param.abstract(table, "float32"))
     weights = {jax.tree_util.keystr(path): x.size for path, x in leaves}
@@ -193,24 +180,24 @@ def test_models_have_the_stated_sizes(suite, name, millions):
     assert sizes.matmul_weights(name) == sum(share(key) * size for key, size in weights.items())
 
 
-def test_lengths_are_lognormal(suite):
-    sizes = suite("sizes")
+def test_lengths_are_lognormal(benchmark_modules):
+    sizes = benchmark_modules("sizes")
     many = np.array(sizes.lognormal(200_000, mean=180, sigma=0.8, longest=10**6, seed=1))
     assert many.mean() == pytest.approx(180, rel=0.01) and np.log(many).std() == pytest.approx(0.8, rel=0.01)
     cut = sizes.lognormal(1000, mean=180, sigma=0.8, longest=1024, seed=1)
     assert (
         max(cut) == 1024 and min(cut) >= 2 and cut == sizes.lognormal(1000, mean=180, sigma=0.8, longest=1024, seed=1)
     )
-    lengths = np.array(suite("varlen").LENGTHS)
+    lengths = np.array(benchmark_modules("varlen").LENGTHS)
     assert len(lengths) == 64 and (lengths.sum(), lengths.max()) == (11598, 727)
     padded = lambda x: 8 * x.reshape(8, 8).max(1).sum() / x.sum()
     assert (round(padded(lengths), 2), round(padded(np.sort(lengths)), 2)) == (2.48, 1.24)
-    answers = np.array(suite("continuous").LENGTHS)
+    answers = np.array(benchmark_modules("continuous").LENGTHS)
     assert round(16 * answers.reshape(8, 16).max(1).sum() / answers.sum(), 2) == 3.01
 
 
-def test_a_paced_loop_takes_one_step_per_call(suite):
-    peers, log = suite("peers"), []
+def test_a_paced_loop_takes_one_step_per_call(benchmark_modules):
+    peers, log = benchmark_modules("peers"), []
 
     def loop(pause):
         result = None
@@ -226,18 +213,18 @@ def test_a_paced_loop_takes_one_step_per_call(suite):
     assert log == [0, 1]
 
 
-def test_an_exception_in_a_paced_loop_is_raised(suite):
+def test_an_exception_in_a_paced_loop_is_raised(benchmark_modules):
     def loop(pause):
         pause()
         raise KeyError("broken")
 
-    once = suite("peers").paced(loop)
+    once = benchmark_modules("peers").paced(loop)
     with pytest.raises(KeyError, match="broken"):
         once()
 
 
-def test_token_ids_round_trip_through_text(suite):
-    peers = suite("peers")
+def test_token_ids_round_trip_through_text(benchmark_modules):
+    peers = benchmark_modules("peers")
     ids = [7, 0, 511]
     assert peers.Numbers(512).encode(peers.text(ids)) == ids
     tokens = peers.number_tokenizer(512)

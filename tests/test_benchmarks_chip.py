@@ -1,6 +1,5 @@
 """`make chip`: pending steps, rows, the page; under `slow` every step on tiny models."""
 
-import importlib
 import inspect
 import json
 import math
@@ -25,54 +24,45 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COMMAND = [sys.executable, str(BENCHMARKS / "chip.py")]
 
 
-@pytest.fixture
-def chip(monkeypatch):
-    """Imports modules of the benchmarks, and removes them afterwards."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
-            del sys.modules[name]
-
-
 def row(step="decode/tiny/4", device="a GPU", **more):
     settings = {"shape": "tiny", "dtype": "bfloat16", "slots": 4, "prompt": 8, "new": 16}
     own = {"step": step, "device": device, "settings": settings, "code": "0123456789ab", "versions": {"jax": "0.11.2"}}
     return own | {"seconds": 1.0, "date": "2026-01-01"} | more
 
 
-def test_steps_can_be_done(chip):
+def test_steps_can_be_done(benchmark_modules):
     """Unique names, settings that `measure` accepts, known models, limits that fit in one call."""
-    module, shapes = chip("chips.steps"), chip("chips.shapes")
+    module, shapes = benchmark_modules("chips.steps"), benchmark_modules("chips.shapes")
     for sizes in (module.FULL, module.TINY):
         todo = module.steps(sizes, "gpu", peer=True)
         names = [step.name for step in todo]
         assert len(set(names)) == len(names) and todo[0].kind == "smoke"
         for step in todo:
-            inspect.signature(chip(f"chips.{step.kind}").measure).bind(**step.settings, chip=None, keep=None)
+            inspect.signature(benchmark_modules(f"chips.{step.kind}").measure).bind(
+                **step.settings, chip=None, keep=None
+            )
             if "shape" in step.settings:
                 models.config_from_hf(shapes.hf(step.settings["shape"], 8))
-            assert step.limit_s + 3 * chip("chips.work").END_S < 540
+            assert step.limit_s + 3 * benchmark_modules("chips.work").END_S < 540
             assert step.after == "" or names.index(step.after) < names.index(step.name)
         alone = module.steps(sizes, "gpu", peer=False)
         assert alone == [step for step in todo if step.settings.get("system") != "transformers"]
 
 
 @pytest.mark.parametrize("shape, remat", [("tiny", "dots"), ("tiny-moe", "full")])
-def test_the_plan_is_that_of_areax_plan(chip, tmp_path, shape, remat):
+def test_the_plan_is_that_of_areax_plan(benchmark_modules, tmp_path, shape, remat):
     """As `areax plan sft` computes it."""
-    (tmp_path / "config.json").write_text(json.dumps(chip("chips.shapes").hf(shape, 64)))
+    (tmp_path / "config.json").write_text(json.dumps(benchmark_modules("chips.shapes").hf(shape, 64)))
     run = models.Run(dtype="bfloat16", remat=remat)
     config = sft.Config(str(tmp_path), "", length=64, rows=1, batch=4, run=run)
     wanted = plan.plan(config, plan.Options(chip="h200", sample_tokens=16))["figures"]
-    got = chip("chips.train").planned("h200", shape, 64, 4, remat, "bfloat16")
+    got = benchmark_modules("chips.train").planned("h200", shape, 64, 4, remat, "bfloat16")
     for name in ("mfu", "peak_bytes", "model_flops", "step_s"):
         assert got[name] == wanted[name]["value"], name
 
 
-def test_what_is_left_and_in_which_order(chip):
-    Step, pending = chip("chips.steps").Step, chip("chips.work").pending
+def test_what_is_left_and_in_which_order(benchmark_modules):
+    Step, pending = benchmark_modules("chips.steps").Step, benchmark_modules("chips.work").pending
     todo = [Step(name, "decode", {}, 1) for name in ("new", "old", "there", "broken", "lost", "again")]
     wanted = {step.name: {"step": step.name, "code": "2"} for step in todo}
     mine = {
@@ -86,8 +76,8 @@ def test_what_is_left_and_in_which_order(chip):
     assert left == ["again", "new", "lost", "old"]
 
 
-def test_a_row_is_of_its_settings_code_and_packages(chip):
-    rows, Step = chip("chips.rows"), chip("chips.steps").Step
+def test_a_row_is_of_its_settings_code_and_packages(benchmark_modules):
+    rows, Step = benchmark_modules("chips.rows"), benchmark_modules("chips.steps").Step
     own = rows.identity(Step("decode/tiny/4", "decode", {"slots": 4}, 60), "a GPU")
     assert rows.holds(own | {"result": {}}, own) and rows.holds(own | {"failed": "out of memory"}, own)
     for name in own:
@@ -98,8 +88,8 @@ def test_a_row_is_of_its_settings_code_and_packages(chip):
     assert len({rows.identity(Step("x", kind, settings, 1), "a GPU")["code"] for kind, settings in kinds}) == 4
 
 
-def test_causes_are_one_line(chip):
-    cause = chip("chips.process").cause
+def test_causes_are_one_line(benchmark_modules):
+    cause = benchmark_modules("chips.process").cause
     for huge in (lambda: jnp.zeros(1 << 50), lambda: np.zeros(1 << 58)):
         with pytest.raises((RuntimeError, MemoryError)) as raised:
             huge()
@@ -107,16 +97,16 @@ def test_causes_are_one_line(chip):
     assert cause(ValueError("one\n  two")) == "ValueError: one two"
 
 
-def test_a_row_takes_the_place_of_its_step_and_device(chip):
-    place = chip("chips.rows").place
+def test_a_row_takes_the_place_of_its_step_and_device(benchmark_modules):
+    place = benchmark_modules("chips.rows").place
     found = []
     for n, (step, device) in enumerate([("d/16", "b"), ("d/128", "a"), ("d/16", "a"), ("d/128", "a"), ("smoke", "a")]):
         found = place(found, row(step, device, n=n))
     assert [one["n"] for one in found] == [2, 3, 4, 0]
 
 
-def test_a_file_is_written_whole_or_not_at_all(chip, tmp_path, monkeypatch):
-    rows = chip("chips.rows")
+def test_a_file_is_written_whole_or_not_at_all(benchmark_modules, tmp_path, monkeypatch):
+    rows = benchmark_modules("chips.rows")
     rows.write(tmp_path, [row()], "page")
     before = (tmp_path / "chips.json").read_text()
     assert rows.read(tmp_path) == [row()] and rows.read(tmp_path / "nowhere") == []
@@ -133,8 +123,8 @@ def test_a_file_is_written_whole_or_not_at_all(chip, tmp_path, monkeypatch):
         rows.read(tmp_path)
 
 
-def test_the_page_shows_figures_failures_and_nothing_that_was_not_measured(chip):
-    page = chip("chips.page")
+def test_the_page_shows_figures_failures_and_nothing_that_was_not_measured(benchmark_modules):
+    page = benchmark_modules("chips.page")
     assert "|" not in page.page([])
     result = {"tokens_per_s": 12345.6, "token_s": 0.0047, "engine_bytes": 2e9, "peak_bytes": None, "first_s": 20.0}
     smoke = {"passed": 3, "failed": 1, "skipped": 2, "failures": [{"test": "tests/x.py::y", "says": "too far"}]}
@@ -149,8 +139,8 @@ def test_the_page_shows_figures_failures_and_nothing_that_was_not_measured(chip)
     assert page.line(row(failed="out of memory")) == "out of memory"
 
 
-def test_rows_in_the_tree_are_of_accelerators(chip):
-    found = chip("chips.rows").read(BENCHMARKS)
+def test_rows_in_the_tree_are_of_accelerators(benchmark_modules):
+    found = benchmark_modules("chips.rows").read(BENCHMARKS)
     assert all(one["device"] != "cpu" and "tiny" not in one["step"] for one in found)
 
 
@@ -241,8 +231,12 @@ def kill_second(words):
 
 
 @pytest.mark.slow
-def test_steps_that_fail_are_rows_and_the_next_are_done(chip, tmp_path, capfd, monkeypatch):
-    work, process, module = chip("chips.work").work, chip("chips.process"), chip("chips.steps")
+def test_steps_that_fail_are_rows_and_the_next_are_done(benchmark_modules, tmp_path, capfd, monkeypatch):
+    work, process, module = (
+        benchmark_modules("chips.work").work,
+        benchmark_modules("chips.process"),
+        benchmark_modules("chips.steps"),
+    )
     whole = next(step for step in module.steps(module.TINY, "gpu", peer=False) if step.kind == "decode")
     small, Step = whole.settings, module.Step
     todo = [

@@ -34,7 +34,7 @@ def read(path: str | Path, config: type) -> tuple[list[str], dict[str, Any]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         values = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"--config {path}: must be YAML or JSON, got: {' '.join(str(error).split())}") from None
     if not isinstance(values, Mapping):
         raise ValueError(f"--config {path}: must hold options by name, got {type(values).__name__}")
@@ -43,6 +43,8 @@ def read(path: str | Path, config: type) -> tuple[list[str], dict[str, Any]]:
         return [word for words in _arguments(values, config, "", choices) for word in words], choices
     except _Wrong as error:
         raise ValueError(f"--config {path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"--config {path}: must not contain itself, as YAML's anchors allow") from None
 
 
 class _Wrong(Exception):
