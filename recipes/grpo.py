@@ -108,18 +108,18 @@ def main(config: Config) -> dict:
 
 
 def read(config: Config, tokens) -> tuple:
-    """(prompts, held-out rows); raises if the reward or the workflow cannot be found."""
+    """Reads (prompts, held-out rows); raises ValueError if the reward or the workflow does not exist."""
     object_path.resolve(config.reward)
     resolve.find(config.rollout.workflow)
-    its, heldout = config.prompts, config.evaluation.heldout
-    rows = common.read_rows(config.data, its.row, its.limit)
-    heldout_rows = common.read_rows(heldout, its.row) if heldout else []
-    rows, heldout_rows = (common.keep_short(some, tokens, its.max_prompt) for some in (rows, heldout_rows))
-    return ordered(rows, its.curriculum, seed=config.seed), heldout_rows
+    options, heldout = config.prompts, config.evaluation.heldout
+    rows = common.read_rows(config.data, options.row, options.limit)
+    heldout_rows = common.read_rows(heldout, options.row) if heldout else []
+    rows, heldout_rows = (common.keep_short(some, tokens, options.max_prompt) for some in (rows, heldout_rows))
+    return ordered(rows, options.curriculum, seed=config.seed), heldout_rows
 
 
 def build_trainer(config: Config) -> Trainer:
-    """Models, optimisers and compiled functions."""
+    """Builds the trainer: models, optimisers and compiled functions."""
     return build(
         config.training, model=config.model, init=config.init, seed=config.seed, steps=config.steps,
         temperature=config.rollout.sampling.temperature, shuffle_rewards=config.rewards.shuffle_rewards,

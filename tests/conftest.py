@@ -18,7 +18,7 @@ for name, value in {
     "JAX_COMPILATION_CACHE_DIR": str(CACHE / "jax"),
     "HF_HUB_OFFLINE": "1",
     "HF_HOME": str(CACHE / "huggingface"),
-    "OMP_NUM_THREADS": "1",  # torch's threads: more wait for each other in loops, beside two processes on two cores
+    "OMP_NUM_THREADS": "1",  # of torch: two test processes share two cores, and idle threads busy-wait
     "TOKENIZERS_PARALLELISM": "false",  # else tokenizers warns in every forked child
 }.items():
     os.environ.setdefault(name, value)
@@ -33,8 +33,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 
 def exchange(root):
-    """Gives each worker the programs that the others compiled in earlier runs. Within a run none are shared: JAX does
-    not write a file in one piece."""
+    """Gives each worker the programs that the others compiled in earlier runs. Within a run none are
+    shared: JAX does not write files atomically."""
     folders = [root, *root.glob("gw*")]
     for one, other in itertools.permutations(folders, 2):
         for path in one.glob("*-cache"):

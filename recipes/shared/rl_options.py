@@ -231,62 +231,66 @@ def _rollout_conflicts(config: Any) -> Iterator[str]:
 
 
 def _server_conflicts(config: Any) -> Iterator[str]:
-    its, lora = config.serving, config.training.lora
-    if its.colocated and config.rollout.eta:
+    serving, lora = config.serving, config.training.lora
+    if serving.colocated and config.rollout.eta:
         yield (
             "--colocated offloads servers while the trainer updates, so that nothing is generated ahead: it needs "
             f"--eta 0, got {config.rollout.eta}"
         )
-    for option in ("servers", "published") if its.serve.inside else ():
-        if getattr(its, option):
+    for option in ("servers", "published") if serving.serve.inside else ():
+        if getattr(serving, option):
             yield (
                 "--serve.inside starts a server in this process and hands it versions in memory; leave out "
-                f"--{option}, got {getattr(its, option)}"
+                f"--{option}, got {getattr(serving, option)}"
             )
-    if its.stagers and len(its.stagers) != len(its.servers):
+    if serving.stagers and len(serving.stagers) != len(serving.servers):
         yield (
-            f"--stagers must name one stager per server, in the order of --servers, got {len(its.stagers)} for "
-            f"{len(its.servers)}"
+            f"--stagers must name one stager per server, in the order of --servers, got {len(serving.stagers)} for "
+            f"{len(serving.servers)}"
         )
-    if its.push.way == "tensors" and (its.stagers or not its.servers):
+    if serving.push.way == "tensors" and (serving.stagers or not serving.servers):
         yield (
             "--push.way tensors is for SGLang servers at --servers, without --stagers, got "
-            f"{its.servers or 'none'} and {its.stagers or 'none'}; servers started here read the files"
+            f"{serving.servers or 'none'} and {serving.stagers or 'none'}; servers started here read the files"
         )
-    if its.push.lora == "adapter" and not lora.rank:
+    if serving.push.lora == "adapter" and not lora.rank:
         yield "--push.lora adapter needs adapters to push, got --lora.rank 0; give a rank, or leave it out"
 
 
 def _training_conflicts(config: Any) -> Iterator[str]:
-    its = config.training
-    if its.critic != CriticOptions() and not its.objective.needs_values:
-        yield f"{its.objective.name} has no critic, got {its.critic}; use ppo, or leave it out"
-    if its.critic.warmup >= config.steps and its.objective.needs_values:
+    training = config.training
+    if training.critic != CriticOptions() and not training.objective.needs_values:
+        yield f"{training.objective.name} has no critic, got {training.critic}; use ppo, or leave it out"
+    if training.critic.warmup >= config.steps and training.objective.needs_values:
         yield (
             f"--critic.warmup must be below --steps {config.steps}, for the policy to train at all, got "
-            f"{its.critic.warmup}"
+            f"{training.critic.warmup}"
         )
-    if its.lora.rank and its.reference_every:
+    if training.lora.rank and training.reference_every:
         yield (
-            f"--reference-every {its.reference_every} would move the weights under the adapters, which stay fixed with "
-            f"--lora.rank {its.lora.rank}; leave out one of them"
+            f"--reference-every {training.reference_every} would move the weights under the adapters, which stay fixed "
+            f"with --lora.rank {training.lora.rank}; leave out one of them"
         )
 
 
-def _teacher_conflicts(its: Training, sampling: Sampling) -> Iterator[str]:
-    used = its.objective.advantage.teacher or its.distill_coef
-    if bool(its.teacher) + bool(its.teachers) != (used != 0):
+def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
+    used = training.objective.advantage.teacher or training.distill_coef
+    if bool(training.teacher) + bool(training.teachers) != (used != 0):
         yield (
             "name one of --teacher and --teachers where --objective.advantage.teacher or --distill-coef is not 0, "
-            f"and neither elsewhere, got {its.teacher!r} and {its.teachers}"
+            f"and neither elsewhere, got {training.teacher!r} and {training.teachers}"
         )
-    if its.teachers and its.objective.advantage.teacher and sampling.temperature != 1:
+    if training.teachers and training.objective.advantage.teacher and sampling.temperature != 1:
         yield (
             f"--teachers give log-probabilities at temperature 1, got --sampling.temperature {sampling.temperature:g}; "
             "use --teacher, a directory"
         )
-    if its.teachers and its.distill_coef and (not its.distill.top_k or its.distill.temperature != 1):
+    if (
+        training.teachers
+        and training.distill_coef
+        and (not training.distill.top_k or training.distill.temperature != 1)
+    ):
         yield (
             "--teachers give log-probabilities of --distill.top-k tokens at temperature 1, got "
-            f"{its.distill.top_k} and --distill.temperature {its.distill.temperature:g}; or use --teacher"
+            f"{training.distill.top_k} and --distill.temperature {training.distill.temperature:g}; or use --teacher"
         )

@@ -224,14 +224,13 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
     """
     policy, critic, options = trainer.policy, trainer.critic, trainer.options
     # One at a time: gloo, which connects processes on the CPU, hangs if many computations are queued.
-    ask = lambda scores, params, batch: jax.block_until_ready(scores(params, batch))
+    logp_of = lambda model, batch: jax.block_until_ready(model.scores(model.params, batch)).logp_BT
     if critic:
         batches = [b.replace(value_BT=learner.scored(critic, b).value_BT) for b in batches]
-    if it := trainer.reference:
-        batches = [b.replace(ref_BT=ask(it.scores, it.params, b).logp_BT) for b in batches]
-    if it := trainer.teacher:
-        say = lambda batch, it: {**batch.target, "teacher": ask(it.scores, it.params, batch).logp_BT}
-        batches = [b.replace(target=say(b, it)) for b in batches]
+    if reference := trainer.reference:
+        batches = [b.replace(ref_BT=logp_of(reference, b)) for b in batches]
+    if teacher := trainer.teacher:
+        batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
     scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
     ready = [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)]
     report: dict = {}
@@ -240,10 +239,10 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
         if not critic or trainer.version >= options.critic.warmup:
             policy.state, new = policy.step(policy.state, batch, *policy.frozen)
         if critic:
-            critic.state, its = critic.step(critic.state, critic.prepare(batch))
+            critic.state, of_critic = critic.step(critic.state, critic.prepare(batch))
             new = new | {
                 name if name.startswith(("value", "return", "moment")) else f"critic_{name}": x
-                for name, x in its.items()
+                for name, x in of_critic.items()
             }
         report = jax.block_until_ready(common.merge(report, new) if report else new)
     return report, [placement.host(score.logp_BT) for score in scores if score is not None]
