@@ -66,6 +66,11 @@ test: export XLA_FLAGS += $(fast)
 test: $(dev) ## run the tests, under 10 minutes on two cores
 	$(py) -m pytest -q $(both)
 
+.PHONY: test-docs
+test-docs: export XLA_FLAGS += $(fast)
+test-docs: $(dev) ## test that the guides, README's code and printed results work as shown, followed to the letter
+	$(py) -m pytest -q $(call marked,docs) $(both)
+
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
 test-slow: $(dev) ## test every algorithm from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`

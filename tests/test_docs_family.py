@@ -48,6 +48,7 @@ def reference():
     return model
 
 
+@pytest.mark.docs
 def test_the_family_of_the_guide_equals_transformers(family, tmp_path):
     model = reference()
     model.save_pretrained(tmp_path / "theirs")

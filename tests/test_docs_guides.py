@@ -112,6 +112,7 @@ def pytest_(*arguments):
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
 
 
+@pytest.mark.docs
 def test_files_written_by_new_work_unchanged(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for kind in ("workflow", "reward", "dataset", "recipe"):
@@ -148,28 +149,33 @@ def scored(out, run=""):
         assert Path(f"{run}/model").is_dir()
 
 
+@pytest.mark.docs
 def test_the_workflow_guide(here, capfd):
     follow("add-a-workflow")
     scored(capfd.readouterr().out, "runs/guess")
     assert Path("runs/guess/report.html").is_file()
 
 
+@pytest.mark.docs
 def test_the_reward_guide(here, capfd):
     follow("add-a-reward")
     scored(capfd.readouterr().out)
 
 
+@pytest.mark.docs
 def test_the_data_set_guide(here, capfd):
     follow("add-a-data-set")
     assert "1 of 3 rows are left out, by desk.py:row" in capfd.readouterr().err
     assert Path("runs/desk/model").is_dir()
 
 
+@pytest.mark.docs
 def test_the_agent_guide(here, capfd):
     follow("train-an-agent")
     scored(capfd.readouterr().out, "runs/clerk")
 
 
+@pytest.mark.docs
 def test_the_testing_guide(tmp_path, monkeypatch):
     """The page's test passes, and fails for each of the faults that the page lists."""
     monkeypatch.chdir(tmp_path)

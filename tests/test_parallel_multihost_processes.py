@@ -106,6 +106,7 @@ def launch(place, *arguments, logs="logs", **more):
 # -- the numbers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.mesh
 def test_two_processes_train_as_one(place, alone):
     command = ["--processes", "2", "--", "train", "sft", *options(place, "two"), "--mesh.fsdp", "2"]
     with launch(place, *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
@@ -36,6 +37,7 @@ def run(source, path):
     return space
 
 
+@pytest.mark.docs
 def test_the_ten_lines_run_and_three_more_run_them_on_a_mesh(tmp_path):
     one = run(TEN, tmp_path)
     imports, rest = TEN.split("\n\n")

@@ -146,6 +146,7 @@ def test_with_eta_0_it_is_the_synchronous_loop(place, first):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_curriculum_is_saved_and_resumed(place, capsys):
     """Rows that are sometimes solved are drawn, one too long is not; a run that was killed draws the same."""
     (place / "digit.py").write_text("def score(text, row):\n    return float(text[:1] in '012')\n")
@@ -338,6 +339,7 @@ def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
         grpo.main(config(place, "none", steps=1, sampling=sampling))
 
 
+@pytest.mark.slow
 def test_asynchronous_keeps_the_bound(place):
     """And while it runs it is watched by Prometheus; afterwards by TensorBoard."""
     with socket.create_server(("127.0.0.1", 0)) as sock:

@@ -147,6 +147,7 @@ def test_a_mesh_changes_nothing_and_a_run_may_go_on_upon_another(place):
         sft.main(config(place, "bad", mesh=Layout(dp=2)))
 
 
+@pytest.mark.slow
 def test_experts_can_be_balanced(place):
     """The terms are in the loss and in the log; held-out rows are measured without them."""
     tiny.model(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import pytest
 import virtual
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,22 +59,23 @@ def adapter(root):
 UNLIMITED = client.Timeouts(max_restarts=10**6, push_attempts=10**6)
 
 
-@settings(max_examples=120)
-@given(
-    events=events,
-    eta=st.integers(0, 3),
-    mode=st.sampled_from(["retract", "abort", "drain", "in_place"]),
-    parallel_servers=st.integers(0, 2),
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
-    train_s=st.floats(0.0, 3.0),
-    max_concurrent=st.integers(1, 8),
-    restarts=st.booleans(),
-    turns=st.integers(1, 3),
-    refused=st.sampled_from([0, 3]),  # 3: every third group is refused
-    oversample=st.integers(0, G),
-    adapters=st.booleans(),
-)
-def test_every_label_is_correct_and_nothing_is_lost(
+SCHEDULES = {
+    "events": events,
+    "eta": st.integers(0, 3),
+    "mode": st.sampled_from(["retract", "abort", "drain", "in_place"]),
+    "parallel_servers": st.integers(0, 2),
+    "lengths": st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    "train_s": st.floats(0.0, 3.0),
+    "max_concurrent": st.integers(1, 8),
+    "restarts": st.booleans(),
+    "turns": st.integers(1, 3),
+    "refused": st.sampled_from([0, 3]),  # 3: every third group is refused
+    "oversample": st.integers(0, G),
+    "adapters": st.booleans(),
+}
+
+
+def check(
     tmp_path_factory,
     events,
     eta,
@@ -223,3 +225,16 @@ def test_every_label_is_correct_and_nothing_is_lost(
     assert len({i for i in missed if not refused or i % refused}) == counts["failed"]
     assert counts["accepted"] == G * BATCHES and counts["dropped"] == counts["running"] == 0
     assert counts["refused"] >= sum(1 for i in missed if refused and i % refused == 0)
+
+
+@settings(max_examples=40)
+@given(**SCHEDULES)
+def test_every_label_is_correct_and_nothing_is_lost(tmp_path_factory, **schedule):
+    check(tmp_path_factory, **schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(**SCHEDULES)
+def test_every_label_is_correct_and_nothing_is_lost_in_more_schedules(tmp_path_factory, **schedule):
+    check(tmp_path_factory, **schedule)

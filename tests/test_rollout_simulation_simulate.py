@@ -141,7 +141,8 @@ def test_the_command_line(capsys):
     assert found["outcomes"][0]["step_s"] == pytest.approx(step_s)
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.docs
+@pytest.mark.parametrize("which", [0, 1])
 def test_the_guide_shows_what_it_prints(capsys, which):
     page = (Path(__file__).parents[1] / "docs/simulate.md").read_text()
     command, shown = re.findall(r"\$ areax (simulate .*)\n((?:.*\n)*?)```", page)[which]
