@@ -68,7 +68,7 @@ def test_equal_rewards_give_exact_zero():
         np.testing.assert_array_equal(got, np.zeros((4, 6)))
 
 
-def test_to_tokens():
+def test_advantages_are_broadcast_to_completion_tokens():
     adv, segment = jnp.asarray([[5.0, 7.0]]), jnp.asarray([[1, 1, 2, 0]])
     np.testing.assert_array_equal(segments.to_tokens(adv, segment), [[5, 5, 7, 0]])
 

@@ -49,7 +49,7 @@ def by_transformers(logits_AE, top_k=K):
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.6])
-def test_statistics_are_those_of_the_real_tokens(kept):
+def test_routing_statistics_ignore_padding(kept):
     """In float64 from the definitions; the loss built of them is transformers'."""
     rng = np.random.default_rng(1)
     logits_BTE = rng.normal(size=(2, 9, E)).astype(np.float32) * 3
@@ -68,12 +68,12 @@ def test_statistics_are_those_of_the_real_tokens(kept):
     np.testing.assert_allclose(ours, by_transformers(logits_BTE[real_BT]), rtol=1e-5)
 
 
-def test_the_load_term_of_equal_use_is_top_k():
+def test_the_load_balancing_loss_of_uniform_routing_is_top_k():
     everyone = np.eye(E, dtype=np.float32) * 4 + np.roll(np.eye(E, dtype=np.float32), 1, 1) * 3
     np.testing.assert_allclose(by_transformers(everyone), K, rtol=1e-5)
 
 
-def test_layers_report_and_the_terms_are_those_of_the_papers():
+def test_the_auxiliary_losses_match_the_papers():
     """Term by term against float64 sums over what the router of each layer saw."""
     data = rows()
     objective = balance.wrap(losses.SFT(), BOTH)
@@ -96,7 +96,7 @@ def test_layers_report_and_the_terms_are_those_of_the_papers():
     np.testing.assert_allclose([told["expert_idle"], told["expert_idle_max"]], [idle.mean(), idle.max()], atol=1e-7)
 
 
-def test_microbatches_do_not_change_the_terms():
+def test_the_auxiliary_losses_do_not_depend_on_the_microbatching():
     """One microbatch or several: the same loss, metrics and gradients."""
     data, out = rows(), []
     objective = balance.wrap(losses.SFT(), BOTH)
@@ -136,7 +136,7 @@ def test_needs():
         jax.eval_shape(step.make_loss(score, alone), params, alone.prepare(batch))
 
 
-def test_the_bias_takes_part_in_the_choice_alone():
+def test_the_router_bias_affects_only_which_experts_are_chosen():
     rng = np.random.default_rng(0)
     prob_BTE = jax.nn.softmax(jnp.asarray(rng.normal(size=(2, 7, E)), jnp.float32))
     bias_E = jnp.asarray([0, 0, 2.0, 0, 0, 0])
@@ -150,7 +150,7 @@ def test_the_bias_takes_part_in_the_choice_alone():
     )  # fmt: skip
 
 
-def test_biases_balance_in_training():
+def test_router_bias_updates_balance_the_load():
     """Weights at rest and a bias that moves: the load becomes even; the optimiser and the gradient leave it alone."""
     biased = lambda stack: stack | {"router_bias": jnp.zeros(stack["router"].shape[:2])} if "router" in stack else stack
     params = PARAMS | {"stacks": [biased(stack) for stack in PARAMS["stacks"]]}

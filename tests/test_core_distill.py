@@ -80,7 +80,7 @@ def ours(function, student):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("kind, beta", [("forward", 0.5), ("reverse", 0.5), ("js", 0.1), ("js", 0.5), ("js", 0.9)])
-def test_divergences_are_those_of_the_papers(wide, kind, beta, temperature):
+def test_divergences_match_the_papers(wide, kind, beta, temperature):
     student, teachers = both()
     how = dict(kind=kind, beta=beta, temperature=temperature)
     full = partial(divergence.full, teacher_CV=jnp.asarray(teachers), **how)
@@ -95,7 +95,7 @@ def test_divergences_are_those_of_the_papers(wide, kind, beta, temperature):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_of_the_vocabulary_named_is_the_whole_of_it(wide, kind):
+def test_top_k_of_the_vocabulary_size_equals_the_full_divergence(wide, kind):
     student, teachers = both()
     ids_CK, logp_CK = divergence.teacher_top(jnp.asarray(teachers), 11, 0.7)
     top = partial(divergence.top, ids_CK=ids_CK, logp_CK=logp_CK, kind=kind, temperature=0.7)
@@ -105,7 +105,7 @@ def test_all_of_the_vocabulary_named_is_the_whole_of_it(wide, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_student_like_its_teacher_has_nothing_to_learn(wide, kind):
+def test_a_student_equal_to_its_teacher_has_zero_loss_and_gradient(wide, kind):
     student, _ = both()
     ids_CK, logp_CK = divergence.teacher_top(jnp.asarray(student), 4)
     for function in (
@@ -122,7 +122,7 @@ def test_no_gradient_reaches_the_teacher(wide):
     np.testing.assert_array_equal(grad, 0)
 
 
-def test_js_has_the_limits_that_it_says(wide):
+def test_generalised_js_tends_to_forward_and_reverse_kl(wide):
     student, teachers = map(jnp.asarray, both())
     of = lambda kind, beta=0.5: divergence.full(student, teachers, kind=kind, beta=beta)
     np.testing.assert_allclose(of("js", 1e-7) / 1e-7, of("forward"), rtol=1e-4)
@@ -147,7 +147,7 @@ def test_fp32_keeps_its_precision_where_probabilities_underflow():
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind, beta, theirs", [("forward", 0.5, 0.0), ("js", 0.3, 0.3), ("reverse", 0.5, 1.0)])
-def test_trl_computes_the_same(wide, kind, beta, theirs, temperature):
+def test_the_loss_matches_trl(wide, kind, beta, theirs, temperature):
     """TRL calls forward and reverse beta 0 and 1, where its scale jumps: between them js goes to 0 at both ends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -179,7 +179,7 @@ def hidden(A=37, D=8, E=12, V=23, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", [losses.Distill("js"), losses.Distill("reverse", top_k=5, temperature=2.0)])
-def test_chunks_change_nothing(wide, objective):
+def test_the_loss_does_not_depend_on_the_chunk_size(wide, objective):
     """Value and gradients in the student's hidden states and head, of a local teacher and of one that came along."""
     h, w, teachers_h, teachers_w, target = hidden()
     teachers_logits = teachers_h @ teachers_w.T
@@ -203,7 +203,7 @@ def test_chunks_change_nothing(wide, objective):
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_chunks():
+def test_memory_is_bounded_by_the_chunk_size():
     """The gradient of a divergence from a local teacher holds no logits of all tokens."""
     A, D, V = 1024, 32, 8192
     of = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
@@ -283,7 +283,7 @@ def one_device():
     return sgd_step(samples(), SPEC)
 
 
-def test_a_step_is_the_mean_over_tokens_of_the_papers():
+def test_a_step_averages_the_divergence_over_tokens():
     """Each sequence alone, through plain forward passes of both models; what is padded behind it changes nothing."""
     (config, params), (its, weights) = STUDENT(), TEACHER()
 
@@ -308,7 +308,7 @@ def test_a_step_is_the_mean_over_tokens_of_the_papers():
         np.testing.assert_allclose(b - a, g, atol=1e-5 * float(np.abs(g).max()) + 2e-7)
 
 
-def test_packing_order_and_microbatches_change_nothing():
+def test_the_loss_does_not_depend_on_packing_order_or_microbatching():
     shuffled = [samples()[i] for i in np.random.default_rng(1).permutation(len(samples()))]
     same(sgd_step(shuffled, SPEC, rows=1), one_device())
 
@@ -321,7 +321,7 @@ def extras(K=0, objective=SPEC, its=None, weights=None):
     return np.asarray(jax.jit(score)(params, batch, *teachers).extra["divergence"])[batch.mask_BT]
 
 
-def test_a_served_teacher_is_a_local_one():
+def test_a_served_teacher_equals_a_local_one():
     """The whole vocabulary named; and fewer tokens, taken here or brought along."""
     np.testing.assert_allclose(extras(64, replace(SPEC, top_k=64)), extras(0, SPEC, *TEACHER()), atol=1e-5)
     few = replace(SPEC, top_k=5)
@@ -350,14 +350,14 @@ SIZES = {
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_mesh_changes_nothing(layout):
+def test_the_loss_is_the_same_on_a_mesh(layout):
     run = models.Run(cp=LAYOUTS[layout])
     same(sgd_step(samples(), SPEC, layout=SIZES[layout], run=run), one_device())
 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probabilities_travel_with_their_tokens(layout):
+def test_teacher_log_probabilities_stay_with_their_tokens_when_packed(layout):
     run, few = models.Run(cp=LAYOUTS[layout]), replace(SPEC, top_k=5)
     got = sgd_step(samples(5), few, layout=SIZES[layout], run=run, local=False)
     same(got, sgd_step(samples(5), few, local=False))
@@ -374,7 +374,7 @@ def scored(batch, **changes):
     return types.SimpleNamespace(logp_BT=-draw(), entropy_BT=draw(), extra=extra)
 
 
-def test_a_teacher_that_is_not_finite_teaches_nothing_and_is_counted():
+def test_tokens_with_non_finite_teacher_values_are_masked_and_counted():
     data = samples(5)
     ids, logp = data[0].arrays["teacher_ids"], data[0].arrays["teacher_logp"][1].copy()
     logp[5, 2], logp[6, 0], logp[1, 1] = np.nan, -np.inf, np.nan  # the last one is not learnt
@@ -393,7 +393,7 @@ def test_a_teacher_that_is_not_finite_teaches_nothing_and_is_counted():
     assert jnp.isfinite(made["divergence"]).all()
 
 
-def test_a_student_that_is_not_finite_is_seen():
+def test_a_non_finite_student_gives_a_non_finite_loss():
     """On a token that is learnt; on others nothing is read."""
     batch = jax.tree.map(jnp.asarray, packing.pack(samples(), LENGTH, rows=8))
     total = jax.jit(jax.value_and_grad(lambda x: SPEC.loss(scored(batch, divergence=x), SPEC.prepare(batch))[0]))
@@ -405,7 +405,7 @@ def test_a_student_that_is_not_finite_is_seen():
     np.testing.assert_array_equal(jnp.isnan(made["divergence"]), [True, False])
 
 
-def test_bad_settings_are_one_line():
+def test_bad_settings_give_a_one_line_error():
     for changes, words in (
         (dict(divergence="kl"), "divergence must be one of forward, reverse, js, got kl"),
         (dict(beta=1.0), "beta must be between 0 and 1"),

@@ -63,7 +63,7 @@ def test_masked_tokens_do_not_matter_to_sft():
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_an_objective_needs_is_told():
+def test_an_objective_lists_the_fields_it_needs():
     with pytest.raises(ValueError, match="needs scores"):
         losses.GRPO().prepare(packing.pack(samples(), 32))
     with pytest.raises(ValueError, match="needs ref_BT"):

@@ -21,7 +21,7 @@ def floats(n):
 
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from([0, 1, 4, 30]).flatmap(floats), st.sampled_from([0, 1, 4, 26]))  # few lengths to compile
-def test_a_union_is_the_whole(values, cut):
+def test_merged_metrics_equal_those_of_the_whole(values, cut):
     values = np.float32(values)
     whole = metrics.to_dict({"x": of(values)})
     merged = metrics.to_dict({"x": merge(of(values[:cut]), of(values[cut:]))})
@@ -33,13 +33,13 @@ def test_a_union_is_the_whole(values, cut):
             np.testing.assert_allclose(whole[name], merged[name], rtol=1e-5, atol=1e-6)
 
 
-def test_masked_values_do_not_count_even_nan():
+def test_masked_values_are_ignored_even_if_nan():
     m = metrics.of(jnp.asarray([1.0, jnp.nan, 3.0]), jnp.asarray([True, False, True]), edges=EDGES)
     assert (float(m.sum), float(m.count), float(m.min), float(m.max)) == (4, 2, 1, 3)
     assert m.bins.tolist() == [0, 0, 2]
 
 
-def test_empty_is_neutral_and_left_out():
+def test_empty_metrics_are_neutral_and_not_reported():
     like = jax.eval_shape(lambda: {"x": metrics.of(jnp.ones(3), edges=EDGES)})
     empty = metrics.empty_like(like)
     assert metrics.to_dict(empty) == {}

@@ -159,13 +159,13 @@ def by_loops(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_three_steps_are_those_of_the_paper(name):
+def test_three_steps_match_the_paper(name):
     got, _ = ran(spec(name))
     close(got[-1], by_loops(name), WEIGHTS, 1e-4 if name == "muon" else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
-def test_three_steps_are_those_of_torch(name):
+def test_three_steps_match_torch(name):
     """Torch's Muon iterates in bfloat16."""
     import torch
 
@@ -194,7 +194,7 @@ def test_three_steps_are_those_of_torch(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_a_stack_is_updated_as_its_matrices_alone(name):
+def test_a_stack_is_updated_like_its_separate_matrices(name):
     """A table whose every layer and expert is a weight of its own."""
     top = {}
     split = lambda tree: {
@@ -211,7 +211,7 @@ def test_a_stack_is_updated_as_its_matrices_alone(name):
     close(nested(together[-1]), alone[-1], nested(WEIGHTS), 3e-6)
 
 
-def test_muons_first_step_is_that_of_optax():
+def test_the_first_step_of_muon_matches_optax():
     """Later ones correct the bias of its momentum, which the paper's do not; and experts are gathered there."""
     numbers = lambda leaf: optax.contrib.MuonDimensionNumbers(-1, -2) if leaf.shape[-2:] != (1, 8) else None
     of = lambda tree: {name: tree["stacks"][0][name] for name in ("q", "o", "expert_up")}
@@ -223,7 +223,7 @@ def test_muons_first_step_is_that_of_optax():
     close(of(got[1]), optax.apply_updates(of(WEIGHTS), updates), of(WEIGHTS), 1e-5)
 
 
-def test_singular_values_end_near_one():
+def test_muon_updates_have_singular_values_near_one():
     rng = np.random.default_rng(0)
     u, v = (np.linalg.qr(rng.normal(size=(n, 12)))[0] for n in (12, 40))
     values = np.geomspace(0.01, 1, 12)
@@ -237,7 +237,7 @@ def test_singular_values_end_near_one():
 # -- what is around the direction ------------------------------------------------------------------
 
 
-def test_the_default_is_adamw_of_optax_to_the_bit():
+def test_the_default_equals_optax_adamw_bit_for_bit():
     options = optim.Optimizer(lr=LR, weight_decay=DECAY)
     mask = param.tree_map(lambda leaf: len(leaf.param.axes.split()) > 1, TABLE)
     plain = optax.chain(
@@ -252,7 +252,7 @@ def test_the_default_is_adamw_of_optax_to_the_bit():
     "name, named",
     list(zip(NAMES, [("matrix", "embedding"), ("norm",), ("bias", "embedding"), ("matrix", "norm"), ()], strict=True)),
 )
-def test_decay_touches_the_kinds_named(name, named):
+def test_weight_decay_applies_only_to_the_named_kinds(name, named):
     """Of a weight without gradient rate x decay is taken, or nothing."""
     kinds = {
         "embed": "embedding", "head": "embedding", "norm": "norm", "norm1": "norm", "q_bias": "bias",
@@ -284,7 +284,7 @@ def test_schedules():
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_frozen_weights_stay_put_and_count_for_nothing(name):
+def test_frozen_weights_do_not_change_or_enter_the_norm(name):
     """Neither does their gradient, in the norm that is clipped, nor are there moments of them."""
     options = spec(name, clip=1.0, ema=0.9)
     got, opt_state = run(optim.make_optimizer(options, FROZEN))
@@ -324,7 +324,7 @@ def test_the_average_follows_the_weights_after_each_update(name):
         (dict(ema=1.0), "ema must be at least 0 and below 1, got 1.0"),
     ],
 )
-def test_what_an_optimiser_cannot_do_is_one_line(options, line):
+def test_unsupported_options_give_a_one_line_error(options, line):
     with pytest.raises(ValueError, match=line) as caught:
         optim.Optimizer(**options)
     assert "\n" not in str(caught.value)
@@ -349,7 +349,7 @@ def quadratic(params, batch):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", NAMES)
-def test_the_state_is_split_like_the_weights_and_skipped(name, tmp_path):
+def test_the_state_is_sharded_like_the_weights(name, tmp_path):
     on = mesh.make(mesh.Layout(fsdp=2, ep=2, tp=2))
     table = SMALL if name in ("adamw", "lion") else replace(SMALL, top=SMALL.top | {"embed": FROZEN.top["embed"]})
     optimizer = optim.make_optimizer(spec(name, clip=1.0, ema=0.9), table)
@@ -393,7 +393,7 @@ def test_the_state_is_split_like_the_weights_and_skipped(name, tmp_path):
             assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-def test_factored_moments_lie_by_the_axis_that_they_have():
+def test_factored_moments_are_sharded_by_their_remaining_axis():
     on = mesh.make(mesh.Layout(fsdp=2, ep=2, tp=2))
     optimizer = optim.make_optimizer(optim.Optimizer("adafactor"), TABLE)
     factored = optax.tree.get(rules.of_state(optimizer, TABLE, on).opt_state, "inner_states")["matrix"].inner_state

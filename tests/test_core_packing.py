@@ -129,7 +129,7 @@ def test_lengths_are_chosen_from_the_list():
     assert packing.pack(samples, [16, 32, 64]).token_BT.shape[-1] == 32
 
 
-def test_bad_input_is_told():
+def test_bad_input_gives_a_one_line_error():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="got 33 in sample 1; raise length"):
         packing.pack([make(0, 5, rng), make(1, 33, rng)], 32)

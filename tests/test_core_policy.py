@@ -294,7 +294,7 @@ def case():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_value_and_gradient_are_those_of_the_papers(name, case):
+def test_value_and_gradient_match_the_papers(name, case):
     slopes = compare(case, EVERY[name])
     assert max(np.abs(s).max() for s in slopes[0]) > 1e-4
     if EVERY[name].entropy.coef:
@@ -311,7 +311,7 @@ def packings():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_microbatches_rows_and_order_do_not_matter(name, case, packings):
+def test_the_loss_does_not_depend_on_microbatching_rows_or_order(name, case, packings):
     """The sum over microbatches of any packing of any order is the same, and so are the metrics."""
     spec, (whole, several) = EVERY[name], packings
     other = whole if name in OF_A_MICROBATCH else several
@@ -345,7 +345,7 @@ def test_any_rows_in_any_packing(name, seed):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_at_ratio_1_every_gradient_is_that_of_reinforce(name, case):
+def test_at_ratio_1_every_gradient_equals_reinforce(name, case):
     spec, at_one = PRESETS[name], same_policies(case)
     parts = {name: getattr(spec, name) for name in BESIDE_THE_RATIO}
     plain = policy.Policy(surrogate="score", **parts)
@@ -390,7 +390,7 @@ def broken(rows, what):
     + [("teacher", "teacher"), ("teacher alone", "teacher")]
     + [(name, "reference") for name, spec in VARIANTS.items() if spec.kl.coef],
 )
-def test_bad_numbers_teach_nothing_and_are_counted(name, what, case):
+def test_non_finite_inputs_are_masked_and_counted(name, what, case):
     """Tokens that are not finite are taken out, by loops too; junk off the mask is never seen."""
     spec, rows = EVERY[name], broken(case.rows, what)
     bad = case.but(rows=rows, batch=packed(rows))
@@ -467,7 +467,7 @@ def test_limits(case):
         np.testing.assert_allclose(a, b, atol=1e-12)  # phi(1) = 1
 
 
-def test_gae_of_a_critic_that_knows_nothing_is_the_returns(case):
+def test_gae_with_a_zero_critic_equals_the_returns(case):
     blank = case.but(values=[0 * v for v in case.values])
     a, b = blank.prepare(losses.PPO(advantage=dict(lam=1.0))), blank.prepare(losses.ReinforcePlusPlus())
     np.testing.assert_allclose(a.adv_BT, b.adv_BT, atol=1e-12)
@@ -486,7 +486,7 @@ def test_weights_and_proximal_policy_carry_no_gradient(name, case):
 
 
 @pytest.mark.parametrize("clip", [0.5, 0.05, 0.0])
-def test_the_critic_learns_the_returns(clip, case):
+def test_the_critic_loss_regresses_on_the_returns(clip, case):
     spec, critic = losses.PPO(advantage=dict(gamma=0.95)), Critic(clip=clip)
     mu = [np.asarray(s.logp, np.float64) for s in case.rows]
     shaped = oracles.shape(case.rows, spec)
@@ -503,7 +503,7 @@ def test_the_critic_learns_the_returns(clip, case):
 
 
 @pytest.mark.parametrize("fraction", [1e-4, 0.05])
-def test_clip_cov_draws_so_many_of_its_candidates(fraction, case):
+def test_clip_cov_samples_the_stated_number_of_candidates(fraction, case):
     """What is drawn is a part of what a fraction of 1 takes, and of the stated number."""
     plain = dict(advantage=dict(mean="none", std="none"), shaping=dict(bias=0.5))  # no advantage of 0
     bounds = dict(cov_low=0.1, cov_high=0.6) | plain
@@ -527,7 +527,7 @@ def test_a_part_of_the_reward_that_is_nan_is_an_unscorable_rollout(part_of, case
     compare(case.but(rows=rows, batch=packed(rows)), spec)
 
 
-def test_vespo_fades_out_however_far_a_sequence_has_gone(case):
+def test_vespo_weights_vanish_for_far_off_policy_sequences(case):
     """phi goes to 0 on both sides, also where W itself has no floating-point number."""
     for far in (-800.0, 800.0):
         now = [case.now[0] + far * case.rows[0].mask, *case.now[1:]]
@@ -566,6 +566,6 @@ def test_objectives_print_their_formula():
         (lambda: losses.GRPO(entropy=dict(classes=(1.0,))), "classes must be empty without a coef"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(make, words):
+def test_impossible_settings_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -172,7 +172,7 @@ def of_pair(spec, chosen, rejected):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_value_and_gradient_are_those_of_the_papers(name):
+def test_pairwise_value_and_gradient_match_the_papers(name):
     spec = EVERY[name]
     rows = samples(spec)
     loss, gradient, report = evaluate(spec, rows)
@@ -278,7 +278,7 @@ TRL_DPO = {  # ours: TRL's loss types
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRL_DPO)
-def test_pairs_as_in_trl(name, trl):
+def test_pairwise_losses_match_trl(name, trl):
     spec, kinds = TRL_DPO[name]
     rows = in_order(spec)
     if spec.sft_coef:  # TRL's is a mean over tokens of the batch, ours one over pairs: the same where lengths are equal
@@ -307,7 +307,7 @@ def test_pairs_as_in_trl(name, trl):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SimPO", "smoothed SimPO", "ORPO"])
-def test_reference_free_pairs_as_in_trl(name, trl):
+def test_reference_free_losses_match_trl(name, trl):
     """Its functions take mean log-probabilities of the learnt tokens; ORPO's is without the SFT term, whose mean TRL
     takes over all tokens of prompts and completions of the batch, and in fp32."""
     spec = EVERY[name]
@@ -329,7 +329,7 @@ def test_reference_free_pairs_as_in_trl(name, trl):
 
 
 @pytest.mark.slow
-def test_kto_as_in_trl(trl):
+def test_kto_matches_trl(trl):
     spec = VARIANTS["weighted KTO"]
     rows = sorted(samples(spec), key=lambda s: -s.label)
     rows = [saying(s, "now", said(s, "now") + 0.2 * s.mask) if s.label == -1 else s for s in rows]  # so that z0 > 0
@@ -356,7 +356,7 @@ def test_kto_as_in_trl(trl):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["RewardModel", "margins", "centred"])
-def test_reward_models_as_in_trl(name, trl):
+def test_reward_model_losses_match_trl(name, trl):
     spec = EVERY[name]
     rows = in_order(spec)
     loss, gradient, report = evaluate(spec, rows)
@@ -380,7 +380,7 @@ def test_reward_models_as_in_trl(name, trl):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_order_packing_padding_and_microbatches_do_not_matter(name):
+def test_the_loss_does_not_depend_on_order_packing_padding_or_microbatching(name):
     spec = EVERY[name]
     rows = samples(spec, seed=3)
     loss, gradient, report = evaluate(spec, rows)
@@ -397,7 +397,7 @@ def test_order_packing_padding_and_microbatches_do_not_matter(name):
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_what_is_not_learnt_does_not_matter(name):
+def test_masked_tokens_do_not_matter(name):
     """NaN off the mask, and in values that are not of the last token, reach neither loss nor gradient."""
     spec = EVERY[name]
     rows = samples(spec)
@@ -423,7 +423,7 @@ def test_swapped_sides_swap_the_gradient(name):
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 99))
-def test_one_of_a_pair_and_its_mirror_is_right(seed):
+def test_exactly_one_of_a_pair_and_its_mirror_is_ranked_correctly(seed):
     """Labels turned round: accuracy becomes 1 - accuracy, margin its negative, chosen and rejected change places."""
     for spec in (losses.DPO(), losses.SimPO(), losses.RewardModel()):
         rows = [s.replace(weight=1.0) for s in samples(spec, seed)]
@@ -558,6 +558,6 @@ def test_objectives_print_their_formula():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
+def test_impossible_settings_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -46,7 +46,7 @@ def test_gae_and_returns_by_loops(seed, gamma, lam):
     np.testing.assert_allclose(RETURNS(args[0], *args[2:], gamma=gamma), whole, atol=1e-12)
 
 
-def test_gae_by_its_definition():
+def test_gae_matches_its_definition():
     """sum_k (gamma lam)^k delta_(t+k), for the loops themselves."""
     r, v, gamma, lam = [1.0, 0.0, 2.0, -1.0], [0.5, -1.0, 0.25, 2.0], 0.9, 0.7
     ahead = [*v[1:], 0.0]

@@ -147,7 +147,7 @@ GSPO = dict(clip_low=0.05, clip_high=0.1)
         (dict(loss_type="dapo", entropy=0.1), policy(losses.GRPO, entropy=dict(coef=0.1))),
     ],
 )
-def test_losses_of_trl_grpo(theirs, spec):
+def test_losses_match_trl_grpo(theirs, spec):
     same(trl("GRPOTrainer", standardised(), **theirs), spec)
 
 
@@ -155,7 +155,7 @@ def test_deviation_of_the_batch():
     same(trl("GRPOTrainer", standardised("batch"), loss_type="dapo", high=0.2), policy(losses.LitePPO))
 
 
-def test_loss_of_trl_rloo():
+def test_the_loss_matches_trl_rloo():
     """TRL clips the ratio of the whole completion; every token here gains the same, so their mean is that gain."""
     groups = np.reshape(REWARDS, (-1, GROUP))
     others = (groups - (groups.sum(1, keepdims=True) - groups) / (GROUP - 1)).reshape(-1)
@@ -164,7 +164,7 @@ def test_loss_of_trl_rloo():
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.12])
-def test_off_policy_sequences_are_those_of_trl(threshold):
+def test_off_policy_sequence_masking_matches_trl(threshold):
     """TRL compares the current policy with the one that sampled; here that before the update, made the same."""
     mask, A = torch.tensor(MASK, dtype=torch.float64), torch.tensor(standardised())[:, None]
     now = OLD - np.random.default_rng(1).uniform(0, 0.2, MASK.shape)

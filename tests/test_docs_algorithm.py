@@ -35,9 +35,9 @@ def test_the_algorithm_of_the_guide_equals_the_paper(topr, monkeypatch):
     monkeypatch.setitem(policies.EVERY, "TOPR", topr())
     monkeypatch.setitem(policies.PRESETS, "TOPR", topr())
     case = policies.Case(policies.samples())
-    policies.test_value_and_gradient_are_those_of_the_papers("TOPR", case)
-    policies.test_at_ratio_1_every_gradient_is_that_of_reinforce("TOPR", case)
-    policies.test_bad_numbers_teach_nothing_and_are_counted("TOPR", "behaviour", case)
+    policies.test_value_and_gradient_match_the_papers("TOPR", case)
+    policies.test_at_ratio_1_every_gradient_equals_reinforce("TOPR", case)
+    policies.test_non_finite_inputs_are_masked_and_counted("TOPR", "behaviour", case)
     assert "gain = A log pi, times stop(min(r, 1)) if A < 0" in str(topr())
     assert "not as in the paper: the ratio is the token's" in str(topr())
 

@@ -62,7 +62,7 @@ def reference(H, window, dtype="float32", **sizes):
 @pytest.mark.kernel
 @pytest.mark.parametrize("H", [32, 80])  # less than a lane; no power of two
 @pytest.mark.parametrize("name, window", [(name, window) for name, case in CASES.items() for window in case[1]])
-def test_kernels_compute_what_the_reference_computes(name, window, H):
+def test_kernels_match_the_reference(name, window, H):
     kernel, _, (atol, atol_of_gradients) = CASES[name]
     more = {} if window is None else {"window": window}
     got = passes(lambda q, k, v: kernel(q, k, v, segments(), **more), H)
@@ -82,7 +82,7 @@ def test_triton_fills_rows_and_heads():
 @pytest.mark.gpu
 @pytest.mark.parametrize("N, T, window", [(K, T, None), (3 * K, 200, 37)])
 @pytest.mark.parametrize("H", [8, 64, 72, 128, 256])
-def test_triton_computes_what_the_reference_computes_on_its_own_platform(H, N, T, window):
+def test_triton_matches_the_reference_on_a_gpu(H, N, T, window):
     kernel = lambda q, k, v: triton.causal(q, k, v, segments(T), window=window)
     with jax.default_matmul_precision("highest"):
         both = passes(kernel, H, N=N, T=T), reference(H, window, N=N, T=T)
@@ -92,7 +92,7 @@ def test_triton_computes_what_the_reference_computes_on_its_own_platform(H, N, T
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 37])
-def test_cudnn_computes_what_the_reference_computes_on_its_own_platform(window):
+def test_cudnn_matches_the_reference_on_a_gpu(window):
     """In rows that hold one sequence each."""
     one = np.ones((B, T), np.int32)
     causal = lambda q, k, v: chunked.causal(q, k, v, one, segment_index(jnp.asarray(one)), window=window)
@@ -141,7 +141,7 @@ def live_kernels(program):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", CASES)
-def test_remat_keeps_what_a_kernel_gave(name):
+def test_remat_saves_the_output_of_a_kernel(name):
     """The forward kernel is needed once a step under "dots", twice under "full"."""
     q, k, v, _ = arrays(32)
     kernel = lambda q: CASES[name][0](q, k, v, segments()).sum()
@@ -212,7 +212,7 @@ def needs(platform="gpu", dtype="bfloat16", length=4096, head_dim=128, **more):
         ("auto", needs(sinks=True), "chunked: sinks True .*; no backend supports this"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(name, asked, words):
+def test_unsupported_options_are_refused_by_name(name, asked, words):
     with pytest.raises(ValueError, match=words):
         backends.choose(name, asked)
 

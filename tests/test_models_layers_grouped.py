@@ -69,7 +69,7 @@ def test_values_and_gradients(kind):
         assert not np.any(runs[0][1][2][0][2])
 
 
-def test_parts_of_the_experts_add_up():
+def test_outputs_of_expert_shards_add_up():
     """What devices with other experts compute sums to the whole."""
     rng = np.random.default_rng(1)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -152,7 +152,7 @@ def test_the_kernel_for_gpus_equals_blocked(kind, D, F, interpret):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
-def test_a_mixture_by_one_product_after_the_other_equals_the_blockwise_one(monkeypatch):
+def test_separate_matmuls_equal_the_fused_blockwise_mixture(monkeypatch):
     """As kernels compute it, with the gradients of all that goes in."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)

@@ -112,7 +112,7 @@ def loss_and_gradient(params, batch):
     return jax.value_and_grad(total)(params)
 
 
-def test_replaying_ones_own_choices_changes_nothing():
+def test_replaying_the_routers_own_choice_changes_nothing():
     """In packed rows, where each sequence's choices were recorded alone; padding chooses for itself."""
     padded = lambda s: np.pad(s.tokens, (0, 12 - len(s.tokens)))  # behind, where nothing looks
     own = samples(lambda s: np.asarray(chosen_alone(PARAMS, padded(s)))[: len(s.tokens)])
@@ -125,7 +125,7 @@ def test_replaying_ones_own_choices_changes_nothing():
         np.testing.assert_allclose(a, b, atol=1e-6 * float(np.abs(b).max()))
 
 
-def test_replaying_other_choices_is_what_happens():
+def test_replayed_experts_replace_the_routers_choice():
     """Each token's experts are those of its own record, also behind other sequences of the row."""
     rng = np.random.default_rng(5)
     other = samples(lambda s: np.stack([rng.permutation(E)[:K] for _ in range(len(s.tokens) * 2)]).reshape(-1, 2, K))

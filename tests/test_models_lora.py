@@ -63,7 +63,7 @@ def tokens():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_adapted_equals_merged(family):
+def test_adapters_equal_merged_weights(family):
     """The factors beside a weight act as their product on top of it, in every kind of layer."""
     config, base, _, adapters = model(family)
     forward = jax.jit(partial(models.forward, token_BT=tokens(), config=config))
@@ -76,7 +76,7 @@ def test_adapted_equals_merged(family):
     assert float(jnp.abs(forward(base) - logits).max()) > 0.1 * scale
 
 
-def test_a_model_starts_as_its_base():
+def test_new_adapters_leave_the_model_unchanged():
     config, base, table, _ = model("qwen3")
     adapters = param.init(jax.random.key(0), table)
     a, b = adapters["stacks"][0]["down_a"], adapters["stacks"][0]["down_b"]
@@ -93,7 +93,7 @@ def test_scale():
     assert lora.Lora(rank=4, alpha=8, rslora=True).scale == 4
 
 
-def test_a_base_in_bf16_stays_so():
+def test_a_bf16_base_stays_bf16():
     """Merging adds in fp32 and rounds once."""
     _, base, _, adapters = model("qwen3")
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base)
@@ -150,7 +150,7 @@ MESHES = [
     "family, name, dispatch",
     [pytest.param(*case, marks=pytest.mark.mesh if case in OFTEN else pytest.mark.wide) for case in MESHES],
 )
-def test_a_mesh_changes_nothing(family, name, dispatch):
+def test_adapters_are_the_same_on_a_mesh(family, name, dispatch):
     loss, params = sgd_step(family, LAYOUTS[name], dispatch)
     wanted, reference = one_device(family)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
@@ -160,7 +160,7 @@ def test_a_mesh_changes_nothing(family, name, dispatch):
         assert scale > 0 and float(np.abs(a - b).max()) <= 1e-5 * scale + 2e-7
 
 
-def test_training_moves_adapters_alone():
+def test_training_updates_only_the_adapters():
     config, base, table, _ = model("qwen3")
     before = jax.tree.map(np.asarray, base)
     adam = optim.make_optimizer(optim.Optimizer(lr=1e-2), table)

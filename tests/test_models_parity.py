@@ -259,7 +259,7 @@ def old_spelling(config_json):
     return old | {"torch_dtype": "bfloat16"}
 
 
-def test_old_spellings_mean_the_same(case, tmp_path):
+def test_old_config_spellings_are_read(case, tmp_path):
     old = old_spelling(json.loads((case.path / "config.json").read_text()))
     config = models.config_from_hf(old)
     same = {k: v for k, v in vars(config).items() if k != "source"}
@@ -280,7 +280,7 @@ def test_old_spellings_mean_the_same(case, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_a_model_made_here_is_understood(name, tmp_path):
+def test_transformers_loads_a_model_created_here(name, tmp_path):
     """From a config.json with the least in it, without transformers having touched it."""
     least = dict(TINY, model_type=name, num_attention_heads=4, head_dim=8, num_key_value_heads=2)
     config = models.config_from_hf(least)
@@ -386,7 +386,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(family, options):
         ),
     ],
 )  # fmt: skip
-def test_windows_that_cannot_be_are_refused(family, options, words):
+def test_impossible_windows_are_refused(family, options, words):
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8) if family == "qwen3_moe" else {}
     with pytest.raises(ValueError, match=f"config.json: .*{words}"):
         models.config_from_hf(dict(TINY, model_type=family, num_attention_heads=4) | experts | options)

@@ -68,7 +68,7 @@ def kept(keep):
     return found
 
 
-def test_what_is_kept():
+def test_which_activations_are_saved():
     """Widths: 32 the layer's input, q, attention's output and its projection; 16 k and v; 48 gate and up; 4 the
     log-sum-exp of each head."""
     assert kept("full") == {(32, "device"): 1}
@@ -80,7 +80,7 @@ def test_what_is_kept():
 
 
 @pytest.mark.parametrize("keep, loops", [("full", 3), ("dots", 2), ((("mlp_gate_up", "save"),), 2), ("none", 2)])
-def test_experts_are_computed_again_where_their_halves_are_not_kept(keep, loops):
+def test_experts_are_recomputed_unless_their_activations_are_saved(keep, loops):
     """Loops over blocks: forward, backward, and forward once more."""
     config, params = model("qwen3_moe")
     program = jax.make_jaxpr(jax.grad(loss), static_argnums=(1, 2))(params, config, keep)
@@ -96,6 +96,6 @@ def test_experts_are_computed_again_where_their_halves_are_not_kept(keep, loops)
         ("dost", "must be one of full, dots, none, offload, or pairs .*, got 'dost'"),
     ],
 )
-def test_what_means_nothing_is_refused(keep, words):
+def test_meaningless_policies_are_refused(keep, words):
     with pytest.raises(ValueError, match=f"remat: {words}"):
         remat.checkpoint(keep)
