@@ -71,7 +71,7 @@ def exchanged(x_PD, count_NN, R, how):
     return island(fn, (P("ep"), P()), P("ep"))(x_PD, count_NN)
 
 
-def test_rows_arrive_in_the_order_of_their_senders():
+def test_received_rows_are_in_the_order_of_their_senders():
     """Against a loop, with rows that stay, a device that sends nothing and one that gets nothing; gradients go back."""
     rng = np.random.default_rng(0)
     N, rows, R = 8, 9, 40
@@ -112,7 +112,7 @@ def test_each_platform_gets_its_own_exchange(platform):
     assert ("stablehlo.all_to_all" in text) == (platform == "cpu")
 
 
-def test_choosing_experts_moves_nothing():
+def test_routing_needs_no_communication():
     on = mesh.make(mesh.Layout(fsdp=2, cp=2, ep=2))
     score_BTE = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
     with jax.set_mesh(on):

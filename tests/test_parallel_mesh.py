@@ -165,7 +165,7 @@ def cases():
 
 
 @pytest.mark.parametrize("family, layout, objective", list(cases()))
-def test_a_step_equals_that_of_one_device(family, layout, objective):
+def test_a_step_equals_one_device(family, layout, objective):
     [got] = sgd_steps(family, OBJECTIVES[objective], layout, 1)
     [wanted] = one_device(family, objective, 1)
     compare(got, wanted, model(family)[2])
@@ -173,7 +173,7 @@ def test_a_step_equals_that_of_one_device(family, layout, objective):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("layout", ["cp8 gather", "dp2 cp2 tp2 ring"])
-def test_statistics_of_sequences_cross_devices(layout):
+def test_sequence_statistics_are_summed_over_devices(layout):
     [got] = sgd_steps("qwen3", OBJECTIVES["sequences"], layout, 1)
     [wanted] = one_device("qwen3", "sequences", 1)
     compare(got, wanted, model("qwen3")[2])
@@ -184,7 +184,7 @@ def test_statistics_of_sequences_cross_devices(layout):
     [pytest.param("fsdp2 tp4", marks=pytest.mark.wide), pytest.param("dp2 cp2 tp2 ring", marks=pytest.mark.mesh)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_steps_equal_those_of_one_device(family, layout):
+def test_three_steps_equal_one_device(family, layout):
     got, wanted = sgd_steps(family, losses.SFT(), layout, 3), one_device(family, "sft", 3)
     for a, b in zip(got, wanted, strict=True):
         compare(a, b, model(family)[2])
@@ -212,7 +212,7 @@ def test_replayed_experts_stay_with_their_tokens():
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("how", get_args(context.Method))
-def test_a_program_moves_what_its_method_says_and_no_hidden_states(how):
+def test_the_compiled_step_communicates_what_its_method_states(how):
     """Keys and values are gathered, traded or passed on; nothing of the size of a row's hidden states is gathered."""
     config, table, params = model("llama")
     on = mesh.make(mesh.Layout(cp=8))
@@ -232,7 +232,7 @@ def test_a_program_moves_what_its_method_says_and_no_hidden_states(how):
 
 
 @pytest.mark.parametrize("window, calls", [(None, "all-gather"), (7, "collective-permute"), (44, "all-gather")])
-def test_gathering_fetches_no_more_than_a_window_reaches(window, calls):
+def test_gather_fetches_only_keys_within_the_window(window, calls):
     """Six positions a device: a window of 7 reaches one device, one of 44 all of them."""
     causal = partial(chunked.causal, window=window)
     attend = partial(context.attention, causal, None, method="gather", window=window)
@@ -242,7 +242,7 @@ def test_gathering_fetches_no_more_than_a_window_reaches(window, calls):
     assert {call for call in ("all-gather", "collective-permute") if f" {call}(" in text} == {calls}
 
 
-def test_zig_zag_gives_every_device_the_same_work():
+def test_zig_zag_balances_the_work_of_devices():
     order = ring.order(32, 4)
     np.testing.assert_array_equal(np.sort(order), np.arange(32))
     assert {int(piece.sum()) for piece in order.reshape(4, -1)} == {sum(range(32)) // 4}

@@ -135,7 +135,7 @@ def test_four_processes_of_two_devices_train_as_one(place, alone):
         pytest.param(4, 1, {"fsdp": 4}, marks=pytest.mark.wide),
     ],
 )
-def test_grpo_steps_on_groups_that_process_0_hands_out(place, count, devices, layout):
+def test_grpo_steps_on_batches_from_process_0(place, count, devices, layout):
     wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / "grpo-alone"))
     out = place / f"grpo-{count}"
     command = [PROGRAM, "grpo_steps", str(place / "model"), json.dumps(layout), str(out)]
@@ -146,7 +146,7 @@ def test_grpo_steps_on_groups_that_process_0_hands_out(place, count, devices, la
 
 
 @pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters"], wide=["teacher", "moving reference"]))
-def test_what_stands_beside_the_policy_is_split_too(place, beside):
+def test_reference_and_critic_are_sharded_too(place, beside):
     wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / f"{beside} alone"), beside)
     out = place / beside
     command = [PROGRAM, "grpo_steps", str(place / "model"), '{"fsdp": 2}', str(out), beside]
@@ -200,7 +200,7 @@ def test_grpo_end_to_end(place):
     hf.verify(place / "rl/model")
 
 
-def test_one_process_follows_nobody():
+def test_a_single_process_needs_no_lockstep():
     with lockstep.leader({"add": lambda a, b: a + b}) as run_on_all:
         assert run_on_all("add", 1, 2) == 3
     assert processes.anyone(True) is True
@@ -268,7 +268,7 @@ def test_one_killed_ends_the_others(place, victim):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("how, codes", [("nothing", [0, 0]), ("text", [3, 1])])
-def test_sys_exit_means_what_it_means_elsewhere(place, how, codes):
+def test_sys_exit_keeps_its_meaning(place, how, codes):
     logs = place / f"leave-{how}"
     running = jobs.start([[PROGRAM, "leave", how]] * 2, logs)
     try:
@@ -278,7 +278,7 @@ def test_sys_exit_means_what_it_means_elsewhere(place, how, codes):
     assert ("enough of this" in (logs / "1.log").read_text()) == (how == "text")
 
 
-def test_strangers_do_not_keep_a_process_from_being_watched(monkeypatch):
+def test_foreign_connections_do_not_disturb_liveness_checks(monkeypatch):
     """One is silent, one resets its connection, one says something else."""
     store = {}
     client = types.SimpleNamespace(key_value_set=store.__setitem__)
@@ -331,7 +331,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_all(place, number):
 
 
 @pytest.mark.mesh
-def test_processes_with_other_options_are_told(place):
+def test_processes_with_different_options_are_refused(place):
     logs = place / "other-logs"
     command = ["-m", "areax", "train", "sft", *options(place, "other"), "--mesh.fsdp", "2", "--seed"]
     running = jobs.start([[*command, str(i)] for i in range(2)], logs)
@@ -376,7 +376,7 @@ def test_clusters_are_left_to_jax():
     assert processes.found({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}
 
 
-def test_the_launcher_refuses_what_it_cannot_do(capsys):
+def test_the_launcher_refuses_impossible_options(capsys):
     for arguments, words in (
         (["--processes", "2"], "needs a command after --"),
         (["--processes", "1", "--", "train"], "--processes must be at least 2, got 1"),

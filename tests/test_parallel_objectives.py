@@ -45,7 +45,7 @@ def samples():
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_devices_change_nothing(name):
+def test_objectives_are_the_same_on_a_mesh(name):
     spec = OBJECTIVES[name]
     batch = packing.pack(samples(), 32, rows=16, components=["greedy"]).with_scalars(version=np.int32(4))
     rng = np.random.default_rng(1)

@@ -98,7 +98,7 @@ REMATS, DTYPES = ("full", "dots", "none"), (None, "bfloat16")
         for k, dtype in enumerate(DTYPES)
     ],
 )
-def test_layers_keep_what_the_formula_says(family, remat, dtype):
+def test_saved_activations_of_layers_match_the_formula(family, remat, dtype):
     """By JAX's own account. Weights are arguments, not counted; a mixture's part under "none" is an estimate."""
     _, arrays, of_layers = stacked(family, models.Run(dtype=dtype, remat=remat), 5, 128, mesh.make())
     got = sum(x.size * x.dtype.itemsize for x, its in zip(arrays, of_layers, strict=True) if its)
@@ -112,7 +112,7 @@ def test_layers_keep_what_the_formula_says(family, remat, dtype):
 @pytest.mark.mesh
 @pytest.mark.parametrize("remat", REMATS)
 @pytest.mark.parametrize("layout", [mesh.Layout(fsdp=4, tp=2), mesh.Layout(dp=2, cp=2, tp=2)], ids=str)
-def test_each_device_keeps_what_the_formula_says(layout, remat):
+def test_saved_activations_of_each_device_match_the_formula(layout, remat):
     """As XLA's partitioner lays out what is kept, none of which is told where to lie."""
     on = mesh.make(layout)
     with jax.set_mesh(on):
@@ -135,7 +135,7 @@ ARGUMENTS = [pytest.param(*pair, marks=[pytest.mark.mesh] * (i > 1)) for i, pair
 
 
 @pytest.mark.parametrize("family, layout, objective, microbatches", ARGUMENTS)
-def test_argument_bytes_are_those_of_the_compiled_step(family, layout, objective, microbatches):
+def test_argument_bytes_match_the_compiled_step(family, layout, objective, microbatches):
     spec = aot.Step(config(family), objective, ADAMW, models.Run(), layout, B, T, microbatches, slots=4)
     formula = memory.memory(job(family, layout, microbatches=microbatches, slots=4, reads=aot.reads(spec)))
     analysis = compiled(family, layout, objective, microbatches=microbatches).memory_analysis()
@@ -143,7 +143,7 @@ def test_argument_bytes_are_those_of_the_compiled_step(family, layout, objective
 
 
 @pytest.mark.parametrize("optimizer", [optim.Optimizer("muon"), optim.Optimizer("adafactor", ema=0.9)])
-def test_argument_bytes_of_other_optimisers_are_those_of_the_compiled_step(optimizer):
+def test_argument_bytes_of_other_optimisers_match_the_compiled_step(optimizer):
     layout, one = mesh.Layout(fsdp=4, tp=2), config("qwen3", num_hidden_layers=1)
     spec = aot.Step(one, SFT, optimizer, RUN, layout, B, T, 1, slots=4)
     formula = memory.memory(job("qwen3", layout, config=one, slots=4, reads=aot.reads(spec), optim=optimizer))
@@ -151,7 +151,7 @@ def test_argument_bytes_of_other_optimisers_are_those_of_the_compiled_step(optim
     assert formula.arguments == analysis.argument_size_in_bytes
 
 
-def test_moments_and_averages_take_what_their_shapes_say():
+def test_moments_and_averages_take_the_memory_of_their_shapes():
     held = lambda *args, **rest: memory.memory(job("qwen3", optim=optim.Optimizer(*args, **rest)))
     weights = held().params
     assert held().moments == 2 * weights + 12 and held(ema=0.9).moments == 3 * weights + 12
@@ -185,7 +185,7 @@ def dots(text: str) -> int:
 
 
 @pytest.mark.parametrize("remat", REMATS)
-def test_flops_are_those_of_the_compiled_matmuls(remat, family="qwen3"):
+def test_flops_match_the_compiled_matmuls(remat, family="qwen3"):
     """One layer, one row and one chunk of queries: each matmul stands once in the program, and all pairs are computed.
 
     There XLA sees that "full" and "none" would compute the same scores twice in one place, and does it once.
@@ -233,7 +233,7 @@ def payloads(made: Job) -> dict[str, float]:
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_fsdp_moves_what_the_formula_says(remat):
+def test_fsdp_traffic_matches_the_formula(remat):
     """Gathers of weights to the byte; their gradients too, which XLA sums on a CPU before it parts them."""
     layout = mesh.Layout(fsdp=8)
     got = collectives(compiled("qwen3", layout, run=models.Run(remat=remat)).as_text(), 3)
@@ -244,7 +244,7 @@ def test_fsdp_moves_what_the_formula_says(remat):
 
 
 @pytest.mark.mesh
-def test_ulysses_moves_what_the_formula_says():
+def test_ulysses_traffic_matches_the_formula():
     layout = mesh.Layout(dp=4, cp=2)
     got = collectives(compiled("qwen3", layout, run=models.Run(cp="ulysses")).as_text(), 3)
     assert got["all-to-all"] == payloads(job("qwen3", layout, cp="ulysses"))["cp_trade"]
@@ -277,7 +277,7 @@ def figures(*args, chip="h100", **rest):
     return {f.name: f.value for f in plan.plan(job(*args, **rest), CHIPS[chip]).figures}
 
 
-def test_what_cannot_be_split_is_refused_by_name():
+def test_impossible_layouts_are_refused_by_name():
     for layout, rest, line in (
         (mesh.Layout(dp=3), {}, r"--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
         (mesh.Layout(cp=3), {}, r"--length must be a multiple of cp = 3, got 64"),
@@ -290,7 +290,7 @@ def test_what_cannot_be_split_is_refused_by_name():
             job("qwen3", layout, **rest)
 
 
-def test_more_rows_than_fit_do_not_fit():
+def test_too_many_rows_do_not_fit():
     made = job("qwen3", mesh.Layout(fsdp=2), rows=2, length=4096, remat="none")
     most, usable = plan.most_rows(made, CHIPS["v6e"]), plan.USABLE * CHIPS["v6e"].memory
     peak = lambda rows: memory.memory(dataclasses.replace(made, rows=rows)).peak

@@ -38,7 +38,7 @@ def trained(layout):
         return compiled(start, batch)[0], shardings, compiled, batch
 
 
-def test_the_rules_place_weights():
+def test_weights_are_sharded_by_the_rules():
     on = mesh.make(mesh.Layout(fsdp=2, tp=4))
     params = rules.of_params(TABLE, on)
     assert params["embed"].spec == P("tp", "fsdp") and params["stacks"][0]["q"].spec == P(None, "tp", "fsdp")
@@ -47,7 +47,7 @@ def test_the_rules_place_weights():
 
 
 @pytest.mark.parametrize("layout", [FSDP8, DP2_TP4])
-def test_moments_lie_where_weights_lie_and_nothing_more_is_held(layout):
+def test_moments_are_sharded_like_weights_without_extra_memory(layout):
     trained_state, shardings, compiled, batch = trained(layout)
     for x, sharding in zip(jax.tree.leaves(trained_state), jax.tree.leaves(shardings), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
@@ -78,7 +78,7 @@ def test_a_checkpoint_loads_into_shards_and_leaves_them(tmp_path):
     assert (path / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
-def test_what_cannot_be_split_is_refused_by_name():
+def test_impossible_layouts_are_refused_by_name():
     with pytest.raises(ValueError, match=r"mesh: fsdp 3 needs 3 devices, got 8"):
         mesh.make(mesh.Layout(fsdp=3))
     with pytest.raises(ValueError, match=r"mesh: tp must be at least 1, got 0"):

@@ -55,7 +55,7 @@ def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(plac
 
 
 @pytest.mark.slow
-def test_a_served_teacher_gives_the_numbers_of_a_local_one(place):
+def test_a_served_teacher_equals_a_local_one(place):
     spec = Distill("js", top_k=6)
     local = distill.main(config(place, "local", steps=3, objective=spec))
     with servers.embedded(place / "teacher", slots=8, context=64) as remote:
@@ -71,13 +71,13 @@ def test_a_served_teacher_gives_the_numbers_of_a_local_one(place):
 
 
 @pytest.mark.mesh
-def test_a_mesh_changes_nothing(place):
+def test_training_is_the_same_on_a_mesh(place):
     one = distill.main(config(place, "one", steps=3, rows=4))
     many = distill.main(config(place, "many", steps=3, rows=4, mesh=Layout(fsdp=2, cp=2, tp=2), run=Run(cp="ring")))
     np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-4)
 
 
-def test_options_that_do_not_go_together_are_one_line(place):
+def test_incompatible_options_give_a_one_line_error(place):
     url = ("http://127.0.0.1:1",)
     for words, changes in (
         ("name either --teacher, a directory, or --teachers, servers, got none", dict(teacher="")),
@@ -105,7 +105,7 @@ def test_teachers_of_other_tokenizers_and_vocabularies_are_refused(place):
         distill.main(config(place, "bad", data=str(place / "no.jsonl")))
 
 
-def test_the_command_line_has_it(place, capsys, monkeypatch):
+def test_distill_is_a_command(place, capsys, monkeypatch):
     words = ["--model", str(place / "student"), "--data", "rows", "--teachers", "a=http://x", "b=http://y"]
     words += ["--objective.divergence", "js", "--objective.beta", "0.3"]
     seen = []

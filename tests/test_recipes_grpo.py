@@ -118,7 +118,7 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first):
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
-def test_with_eta_0_it_is_the_synchronous_loop(place, first):
+def test_eta_0_equals_the_synchronous_loop(place, first):
     """By hand, one request after the other and nothing beside it, come the same parameters, to the bit."""
     own, path = config(place, "by hand"), place / "by hand"
     tokens = tokenizer.load(own.model)
@@ -169,7 +169,7 @@ def test_a_curriculum_is_saved_and_resumed(place, capsys):
         np.testing.assert_array_equal(a, b)
 
 
-def test_processes_of_a_job_are_handed_arrays_alone(place):
+def test_other_processes_receive_only_packed_arrays(place):
     """Samples bring what only process 0 needs, or can have."""
     state, handed = grpo.build_trainer(config(place, "handed")), []
 
@@ -198,7 +198,7 @@ def test_a_critic_is_saved_and_resumed(place):
 
 
 @pytest.mark.slow
-def test_adapters_by_name_train_what_merged_ones_do(place):
+def test_named_adapters_train_like_merged_ones(place):
     """With eta = 0 and the same seeds; the run with names in two parts."""
     common = dict(lora=Lora(rank=2, rslora=True), optim=Optimizer(lr=3e-2, b2=0.99))
     merged = grpo.main(config(place, "merged", steps=2, push=Push(lora="merged"), **common))
@@ -218,7 +218,7 @@ def test_adapters_by_name_train_what_merged_ones_do(place):
     assert [push["pause_s"] > 0 for push in pushes] == [True, False, True, False]  # for the base alone
 
 
-def test_a_push_of_adapters_that_cannot_be_is_refused(place):
+def test_adapters_the_server_cannot_load_are_refused(place):
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
     push = Push(lora="adapter")
     tiny.model(place / "experts", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
@@ -265,7 +265,7 @@ def test_served_teachers_and_greedy_baselines(place):
     assert abs(lines[0]["divergence"]) < 1e-5 < lines[1]["divergence"] and "reward_greedy" in lines[0]
 
 
-def test_groups_of_equal_rewards_are_sampled_anew(place):
+def test_groups_with_equal_rewards_are_resampled(place):
     (place / "rare.py").write_text("def score(text, row):\n    return float(text.startswith('0'))\n")
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
     done = grpo.main(run)
@@ -276,7 +276,7 @@ def test_groups_of_equal_rewards_are_sampled_anew(place):
 
 
 @pytest.mark.mesh
-def test_a_trainer_on_a_mesh_takes_the_step_of_one_device(place):
+def test_a_step_on_a_mesh_equals_one_device(place):
     """The first batch is sampled from the same weights with the same seeds, so both learn from the same tokens."""
     first = []
     for name, layout in {"one": Layout(), "mesh": Layout(fsdp=2, cp=2, tp=2)}.items():
@@ -319,7 +319,7 @@ def test_every_algorithm_trains_from_the_command_line(place, name):
 
 
 @pytest.mark.mesh
-def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
+def test_training_replays_the_experts_of_sampling(place, monkeypatch):
     """A mixture is served, what it reports travels with the samples, and the trainer's scores agree."""
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
     tiny.model(place / "mixture", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
@@ -340,7 +340,7 @@ def test_experts_of_sampling_are_those_of_training(place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_asynchronous_keeps_the_bound(place):
+def test_asynchronous_runs_keep_the_staleness_bound(place):
     """And while it runs it is watched by Prometheus; afterwards by TensorBoard."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
@@ -373,7 +373,7 @@ def test_asynchronous_keeps_the_bound(place):
     assert sum(x["generated_tokens"] for x in lines) == pytest.approx(sum(x["length"] * 16 for x in lines))
 
 
-def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path, monkeypatch):
+def test_a_damaged_version_is_rewritten_before_it_is_pushed(tmp_path, monkeypatch):
     """What is written is not read again by the process that wrote and hashed it."""
     config = models.config_from_hf({**tiny.HF, "vocab_size": 16})
     params = tiny.weights(models.table(config), 0.2)
@@ -394,7 +394,7 @@ def test_a_damaged_version_is_written_again_before_a_server_sees_it(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_is_started_again_and_changes_no_number(place, monkeypatch):
+def test_restarting_a_dead_server_changes_no_number(place, monkeypatch):
     """The samples are a function of the weights and the seeds, whichever server draws them, and when."""
     plain = grpo.main(config(place, "plain", steps=8))
 
@@ -464,7 +464,7 @@ def test_a_reward_that_raises_ends_the_run_with_one_line(place):
         ({"sampling": Sampling(max_new_tokens=4, top_p=0.9)}, "top_p"),
     ],
 )
-def test_bad_input_is_one_line(place, changes, words):
+def test_bad_input_gives_a_one_line_error(place, changes, words):
     with pytest.raises(ValueError, match=words):
         grpo.main(config(place, "bad" + words[:3].strip(), steps=1, **changes))
 
@@ -489,7 +489,7 @@ def test_two_steps_on_gsm8k(place):
     assert done["complete"] and done["max_logp_diff"] <= 1e-4
 
 
-def test_shuffled_rewards_keep_the_multiset(place):
+def test_shuffled_rewards_are_a_permutation(place):
     samples = [[_sample(10 * g + i).replace(rollout=3 * g + i) for i in range(3)] for g in range(4)]
     mixed = describe.shuffled(samples, seed=(0, 1))
     flat = lambda groups: [s.reward for group in groups for s in group]
@@ -503,7 +503,7 @@ def _sample(reward):
     return sampled([1, 2], Completion([3, 4], [-1.0, -1.0], [0, 0], "stop"), temperature=1.0, reward=reward)
 
 
-def test_rows_that_do_not_fit_are_left_out_and_temperatures_are_compared(caplog):
+def test_too_long_rows_are_left_out_and_temperatures_are_compared(caplog):
     row = lambda n, temperature=1.0: sampled(
         [5], Completion([6] * n, [-1.0] * n, [0] * n, "stop"), temperature=temperature, reward=1.0
     )
@@ -535,7 +535,7 @@ def same(place, one, other):
 INSIDE = Serve(inside=True, slots=8, context=64)
 
 
-def test_a_server_inside_that_rests_changes_no_number(place, first):
+def test_offloading_an_in_process_server_changes_no_number(place, first):
     """Weights handed over in memory, with nothing written, are those that would have been read from files."""
     before = set(threading.enumerate())
     done = grpo.main(config(place, "inside", servers=(), serve=INSIDE, colocated=True))
@@ -547,7 +547,7 @@ def test_a_server_inside_that_rests_changes_no_number(place, first):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
+def test_killing_an_offloaded_server_changes_no_number(place, monkeypatch):
     """It is started again once the trainer has updated, and not before."""
     killed, started = [], []
     rest, start = grpo.offload.offload, local.Local.start
@@ -570,7 +570,7 @@ def test_a_server_that_is_killed_at_rest_changes_no_number(place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_inside_generates_while_the_trainer_updates(place):
+def test_an_in_process_server_generates_while_the_trainer_updates(place):
     done = grpo.main(config(place, "inside ahead", servers=(), serve=INSIDE, eta=2, steps=5, lora=Lora(rank=2)))
     assert done["complete"] and done["counts"]["accepted"] == 20 and done["max_logp_diff"] <= 1e-4
     lines = [x for x in run_dir.read_lines(place / "inside ahead/metrics.jsonl") if x["kind"] == "grpo"]
@@ -585,11 +585,11 @@ def test_a_server_inside_generates_while_the_trainer_updates(place):
         ({"serve": INSIDE, "servers": (), "published": "there"}, "leave out --published, got there"),
     ],
 )
-def test_what_cannot_be_shared_is_one_line(place, changes, words):
+def test_devices_that_cannot_be_shared_give_a_one_line_error(place, changes, words):
     with pytest.raises(ValueError, match=words):
         config(place, "never", **changes)
 
 
-def test_one_server_is_inside():
+def test_only_one_server_may_be_in_process():
     with pytest.raises(ValueError, match="--serve.count must be 1 with --serve.inside, got 2"):
         Serve(inside=True, count=2)

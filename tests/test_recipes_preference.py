@@ -71,7 +71,7 @@ def test_dpo_learns_and_resumed_equals_uninterrupted(place):
     assert steps == list(range(1, 9))
 
 
-def test_pairs_that_do_not_fit_are_left_out(place, capsys):
+def test_too_long_pairs_are_left_out(place, capsys):
     rows = [{"prompt": "1+", "chosen": "2" * n, "rejected": "3" * m} for n, m in ((1, 1), (70, 1), (1, 70), (2, 2))]
     long = config(place, "long", data=str(tiny.rows(place / "long.jsonl", rows)), heldout="", steps=1)
     assert preference.main(replace(long, too_long="drop"))["complete"]
@@ -156,7 +156,7 @@ def test_end_of_turn_is_never_padding(place):
 
 
 @pytest.mark.mesh
-def test_a_mesh_changes_nothing(place):
+def test_training_is_the_same_on_a_mesh(place):
     for objective in (losses.DPO(), losses.RewardModel()):
         few = dict(steps=2, objective=objective)
         one = preference.main(config(place, f"one-{objective.name}", **few))
@@ -165,14 +165,14 @@ def test_a_mesh_changes_nothing(place):
             np.testing.assert_allclose(on[name], one[name], rtol=1e-4)
 
 
-def test_margins_are_rewards():
+def test_margins_are_differences_of_rewards():
     rows = [{"prompt": "1+", "chosen": "2", "rejected": "3", "margin": 0.5}]
     sample = lambda row, text: supervised([1, 2], [3])
     made = preference.pairs(sample, losses.RewardModel(margin=True), rows)
     assert [(s.reward, s.label, s.pair, s.rollout) for s in made] == [(0.5, 1.0, 0, 0), (0.0, 0.0, 0, 1)]
 
 
-def test_every_completion_of_kto_meets_another_prompt():
+def test_kto_pairs_every_completion_with_another_prompt():
     rows = [{"prompt": str(i), "completion": str(i), "label": i % 2 == 0} for i in range(3)]
     seen = []
     sample = lambda row, text: seen.append((row["prompt"], text)) or supervised([1, 2], [3])
@@ -195,14 +195,14 @@ def test_every_completion_of_kto_meets_another_prompt():
         (losses.RewardModel(margin=True), "prompt chosen rejected", "RewardModel: every row needs a number 'margin'"),
     ],
 )
-def test_rows_that_do_not_fit_are_named(place, objective, fields, words):
+def test_too_long_rows_are_named(place, objective, fields, words):
     tiny.rows(place / "bad.jsonl", [dict.fromkeys(fields.split(), "1")])
     with pytest.raises(ValueError, match=words) as error:
         preference.main(config(place, "bad", data=str(place / "bad.jsonl"), objective=objective))
     assert "\n" not in str(error.value)
 
 
-def test_other_bad_input_is_one_line(place, tmp_path):
+def test_other_bad_input_gives_a_one_line_error(place, tmp_path):
     with pytest.raises(ValueError, match="--batch must be at least 2"):
         config(place, "bad", batch=1, objective=losses.KTO())
     with pytest.raises(ValueError, match="a checkpoint must be a directory that exists"):
@@ -211,7 +211,7 @@ def test_other_bad_input_is_one_line(place, tmp_path):
         reward_model.load(place / "model")("2", {"prompt": "1"})
 
 
-def test_an_objective_is_a_command(monkeypatch, capsys):
+def test_every_objective_is_a_command(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(preference, "main", lambda config: seen.append(config.objective))
     required = ["--model", "m", "--data", "d"]

@@ -113,7 +113,7 @@ def test_a_runs_own_config_starts_the_same_run(place, runs):
     assert json.loads((place / "parts/config.json").read_text())["steps"] == 6
 
 
-def test_a_run_with_an_average_exports_it(place, runs, monkeypatch):
+def test_the_weight_average_is_exported(place, runs, monkeypatch):
     """And goes on from the weights themselves."""
     trained, export = [], learner.export
 
@@ -135,7 +135,7 @@ def test_a_run_with_an_average_exports_it(place, runs, monkeypatch):
 
 
 @pytest.mark.mesh
-def test_a_mesh_changes_nothing_and_a_run_may_go_on_upon_another(place):
+def test_training_is_the_same_on_a_mesh_and_resumes_on_another(place):
     """One option: the numbers stay, and a state saved on one mesh is taken up on the next."""
     one = sft.main(config(place, "one", steps=4))
     sft.main(config(place, "mesh", steps=2, mesh=Layout(fsdp=2, cp=2, tp=2)))
@@ -162,7 +162,7 @@ def test_experts_can_be_balanced(place):
     assert told["balance_load"] > 0 and told["expert_load"] >= 1
 
 
-def test_adapters_train_over_weights_that_stay(place):
+def test_adapters_train_over_frozen_weights(place):
     """Resumed as uninterrupted; the model written is the base with the adapters written merged into it."""
     tiny.model(place / "half", torch_dtype="bfloat16")
     spec = Lora(rank=4, alpha=8, targets=("q", "down"))
@@ -230,7 +230,7 @@ def test_all_turns_of_a_conversation_are_learnt(place):
     assert [learnt("all", talk) // learnt("last", talk) for talk in talks] == [2, 3, 1]
 
 
-def test_rows_that_do_not_fit_are_refused_or_left_out(place, capsys):
+def test_too_long_rows_are_refused_or_left_out(place, capsys):
     tiny.rows(place / "long.jsonl", [{"prompt": "1+1", "completion": "2" * n} for n in (1, 30, 2, 40)])
     long = config(place, "long", data=str(place / "long.jsonl"), length=24, steps=2, batch=4)
     with pytest.raises(ValueError, match="must fit in a row of 24 tokens, got 52 in sample"):
@@ -241,7 +241,7 @@ def test_rows_that_do_not_fit_are_refused_or_left_out(place, capsys):
         sft.main(replace(long, too_long="drop", length=8))
 
 
-def test_a_row_function_may_leave_records_out(place, capsys):
+def test_a_row_function_may_skip_records(place, capsys):
     (place / "own.py").write_text("def row(record):\n    return None if record['prompt'] == '1' else record\n")
     tiny.rows(place / "some.jsonl", [{"prompt": str(i), "completion": "2"} for i in range(5)])
     rows = common.read_rows(str(place / "some.jsonl"), f"{place}/own.py:row", 3)
@@ -253,7 +253,7 @@ def test_a_row_function_may_leave_records_out(place, capsys):
     assert made[0] == {"prompt": "0", "completion": "2", "answer": "2"}
 
 
-def test_bad_input_is_one_line(place):
+def test_bad_input_gives_a_one_line_error(place):
     tiny.rows(place / "no.jsonl", [{"prompt": "1+1"}])
     with pytest.raises(ValueError, match="completion"):
         sft.main(config(place, "bad", data=str(place / "no.jsonl")))

@@ -213,7 +213,7 @@ def test_the_answer_of_a_row_may_be_a_number_or_a_solution(answer):
 def test_very_long_texts_are_scored_quickly(text):
     start = time.process_time()
     assert gsm8k.reward(text, {"answer": "72"}) == 0.0
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 5  # what is quadratic in the length takes minutes
 
 
 @pytest.mark.parametrize(

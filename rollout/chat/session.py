@@ -139,7 +139,7 @@ class Session:
         else:  # or as the template renders the answer, for example with other white space in a call
             spoken = template.render(tokenizer, parent.conversation, parent.tools, parent.template, ask=False)
             parts = (answer.reasoning, answer.content)
-            added = template.continuation(parent.before, spoken, now, said=parts, closing=end)
+            added = template.continuation(parent.before, spoken, now, texts=parts, closing=end)
         return None if added is None else [*tokens, *template.encode(tokenizer, closing + added)]
 
     def context(self, x: Interaction) -> dict[str, Any]:

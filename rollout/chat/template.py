@@ -144,17 +144,17 @@ def opens(tokenizer: Any) -> bool:
     return render(tokenizer, [{"role": "user", "content": "areax"}], (), {}, ask=True).rstrip().endswith("<think>")
 
 
-def continuation(before: str, spoken: str, now: str, *, said: Sequence[str], closing: str) -> str | None:
+def continuation(before: str, spoken: str, now: str, *, texts: Sequence[str], closing: str) -> str | None:
     """The text that `now` adds to `spoken`, both as rendered by the template; None if it rewrote the answer.
 
     Args:
       before: the prompt of the answer.
       spoken: the prompt with the answer, turn closed.
       now: the next prompt.
-      said: reasoning and content of the answer; a template that leaves them out has rewritten it.
+      texts: reasoning and content of the answer; a template that leaves them out has rewritten it.
     """
     extends = spoken.startswith(before) and now.startswith(spoken) and bool(closing) and spoken.endswith(closing)
-    if extends and all(part.strip() in spoken[len(before) :] for part in said):
+    if extends and all(part.strip() in spoken[len(before) :] for part in texts):
         return now[len(spoken) :]
     return None
 

@@ -22,14 +22,14 @@ TOKENS = 1 << 20  # tokens remembered for a server that does not report its cach
 SLACK, RATIO = 8, 1.25  # much busier = more than SLACK requests more, and more than RATIO times as many
 
 
-class Held(Protocol):
+class Routable(Protocol):
     """The attributes of a server that routing uses."""
 
     load: int
     cached: Cached
 
 
-Choice = TypeVar("Choice", bound=Held)
+Choice = TypeVar("Choice", bound=Routable)
 
 
 def chain(tokens: Sequence[int]) -> list[int]:

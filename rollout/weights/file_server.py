@@ -41,20 +41,20 @@ STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, an
 
 
 @contextlib.asynccontextmanager
-async def serve(host: str) -> AsyncIterator[Depot]:
+async def serve(host: str) -> AsyncIterator[FileServer]:
     """Serves published versions at a free port of `host`."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
-    depot = Depot(folder)
+    file_server = FileServer(folder)
     app = aiohttp.web.Application()
-    app.router.add_get("/{label}", depot._listing)
-    app.router.add_get("/{label}/{name}", depot._file)
+    app.router.add_get("/{label}", file_server._listing)
+    app.router.add_get("/{label}/{name}", file_server._file)
     runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         await aiohttp.web.TCPSite(runner, host, 0).start()
-        depot.url = http_process.address(runner.addresses[0])
-        yield depot
+        file_server.url = http_process.address(runner.addresses[0])
+        yield file_server
     finally:
         await runner.cleanup()
         await asyncio.to_thread(shutil.rmtree, folder)
@@ -72,7 +72,7 @@ def towards(url: str) -> str:
         raise ValueError(f"stager: {url} cannot be reached from here ({error})") from error
 
 
-class Depot:
+class FileServer:
     """The file server; made by `serve`. `url` is its address, `key` the key that callers need."""
 
     def __init__(self, folder: Path):
@@ -144,24 +144,24 @@ class Depot:
 class Stager:
     """The client of a stager, which fetches versions for a server without access to the trainer's files."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession, depot: Depot):
-        self._there, self._depot = Endpoint(url, http), depot
+    def __init__(self, url: str, http: aiohttp.ClientSession, file_server: FileServer):
+        self._there, self._file_server = Endpoint(url, http), file_server
 
     def beside(self, url: str) -> Stager:
         """One at another address, which fetches from the same file server."""
-        return Stager(url, self._there.http, self._depot)
+        return Stager(url, self._there.http, self._file_server)
 
     async def stage(self, weights: Published) -> Staged:
         """Has the stager fetch `weights`; returns them once every file is on the server's machine and verified.
 
         Raises ValueError if the stager refuses, ServerError if it cannot be reached or failed.
         """
-        self._depot.offer(weights)
+        self._file_server.offer(weights)
         body = {
             "key": os.environ.get(KEY, ""),
             "label": weights.label,
-            "source": self._depot.url,
-            "source_key": self._depot.key,
+            "source": self._file_server.url,
+            "source_key": self._file_server.key,
         }
         answer = await self._there.call("POST", "/stage", body, timeout_s=STAGE_S, reach_s=self._there.reach_s)
         try:
