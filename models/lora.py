@@ -20,7 +20,7 @@ class Lora:
     """Options of LoRA adapters.
 
     Attributes:
-      rank: rank of the adapters (PEFT's r); 0 = no adapters, all weights are trained.
+      rank: rank of LoRA adapters (PEFT's r; 0 = no LoRA): with 0 all weights are trained.
       alpha: adapters are scaled by alpha / rank (PEFT's lora_alpha).
       targets: names of the layers' matrices in the family's table, or patterns ("expert_*") (PEFT's target_modules);
         the default is all projections of attention and MLPs, including routed and shared experts, but not routers.

@@ -28,7 +28,8 @@ class Run:
     """Execution options, hashable; none of them changes the mathematics.
 
     Attributes:
-      dtype: dtype of activations and matmuls; None = the weights'. Norms, softmax and the head stay in fp32.
+      dtype: compute dtype (None = that of the weights): activations and matmuls, for example bfloat16. Norms, softmax
+        and the head stay in fp32.
       remat: gradient checkpointing: "full" recomputes each layer from its input, "dots" all but attention and matmuls
         with weights, "none" nothing, each using more memory than the one before; "dots" is the fastest on a CPU.
         "offload" keeps what "dots" keeps in host memory; or pairs of a name and "save" or "offload", see

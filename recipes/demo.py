@@ -36,14 +36,14 @@ DEMONSTRATIONS = 1 << 16
 
 @dataclass(frozen=True)
 class Config:
-    """Options of the demo.
+    """Trains a small model from scratch, then improves it by asynchronous RL.
 
     Attributes:
       out: directory for data, both stages, `model/`, report.html and summary.json.
       seed: random seed of weights, demonstrations, order and sampling.
       split: seed of the split of operands into training, development and held-out pairs.
       rows: rows to evaluate: "heldout", or "dev" while choosing settings.
-      eta: maximum staleness: versions between admitting a group and training on it; 0 = synchronous.
+      eta: maximum staleness in versions (0 = synchronous): from admitting a group to training on it.
       sft_steps: steps of the SFT stage.
       rl_steps: batches of the GRPO stage.
       sft_lr: learning rate of the SFT stage.

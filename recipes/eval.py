@@ -18,7 +18,7 @@ from areax.rollout.workflows import agents, resolve
 
 @dataclass(frozen=True)
 class Config:
-    """Evaluation of a checkpoint.
+    """Evaluates a checkpoint on rows, with a reward.
 
     Attributes:
       model: Hugging Face directory: weights, config.json and tokenizer; with `servers` only the tokenizer is read.

@@ -151,10 +151,14 @@ class Sampling:
     stop tokens) are for evaluation.
 
     Attributes:
-      temperature: 0 = greedy.
-      max_new_tokens, min_new_tokens: limits on generated tokens; the stop token included.
-      top_p, top_k, min_p: 1, -1 and 0 disable them.
-      stop, stop_token_ids: strings and ids that end a completion, in addition to the model's own.
+      temperature: sampling temperature; 0 = greedy.
+      max_new_tokens: longest completion in tokens; the stop token counts (max_completion_length in TRL).
+      min_new_tokens: shortest completion in tokens; the stop token counts.
+      top_p: nucleus sampling: the likeliest tokens up to this total probability; 1 = off.
+      top_k: only the k likeliest tokens; -1 = off.
+      min_p: only tokens of at least this share of the likeliest token's probability; 0 = off.
+      stop: strings that end a completion, in addition to the model's own stop tokens.
+      stop_token_ids: token ids that end a completion, in addition to the model's own.
       routed_experts: for MoE models: record the experts each token is routed to and replay them in training.
     """
 

@@ -28,12 +28,13 @@ class Options:
       steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
       batch: rows per optimiser step.
       length: longest sequence; also tokens per packed row.
-      too_long: rows longer than that: "refuse" ends the run at the first, "drop" leaves them out and prints how many.
+      too_long: what to do with rows longer than `length`: "refuse" ends the run at the first, "drop" leaves them out
+        and prints how many.
       rows: packed rows per microbatch.
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
       mesh: devices along each axis; their product must be 1 or the number of devices.
-      save_every: steps between checkpoints; 0 = only at the end.
+      save_every: steps between checkpoints (0 = at the end).
       evaluate_every: steps between evaluations; 0 = only at the end.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
       seed: random seed of new weights and row order.

@@ -47,7 +47,7 @@ class Rollout:
       agent: serving agents that use the OpenAI or Anthropic API.
       groups: prompts per batch.
       group_size: completions per prompt (num_generations in TRL).
-      eta: maximum staleness: versions between admitting a group and training on it; 0 = synchronous.
+      eta: maximum staleness in versions (0 = synchronous): from admitting a group to training on it.
       max_concurrent: maximum number of groups in flight.
       oversample: extra groups per batch: it takes the first groups to finish; the others are stopped and run again in a
         later batch. For eta 0, so that a batch does not wait for its slowest groups.
