@@ -146,7 +146,7 @@ def test_grpo_steps_on_batches_from_process_0(place, count, devices, layout):
 
 
 @pytest.mark.parametrize("beside", marked(mesh=["critic", "adapters"], wide=["teacher", "moving reference"]))
-def test_reference_and_critic_are_sharded_too(place, beside):
+def test_auxiliary_models_and_adapters_are_sharded_too(place, beside):
     wanted = job_program.grpo_steps(str(place / "model"), "{}", str(place / f"{beside} alone"), beside)
     out = place / beside
     command = [PROGRAM, "grpo_steps", str(place / "model"), '{"fsdp": 2}', str(out), beside]

@@ -585,7 +585,7 @@ def test_an_in_process_server_generates_while_the_trainer_updates(place):
         ({"serve": INSIDE, "servers": (), "published": "there"}, "leave out --published, got there"),
     ],
 )
-def test_devices_that_cannot_be_shared_give_a_one_line_error(place, changes, words):
+def test_incompatible_serving_options_give_a_one_line_error(place, changes, words):
     with pytest.raises(ValueError, match=words):
         config(place, "never", **changes)
 

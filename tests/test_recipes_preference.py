@@ -165,7 +165,7 @@ def test_training_is_the_same_on_a_mesh(place):
             np.testing.assert_allclose(on[name], one[name], rtol=1e-4)
 
 
-def test_margins_are_differences_of_rewards():
+def test_a_margin_is_the_reward_of_the_chosen_answer():
     rows = [{"prompt": "1+", "chosen": "2", "rejected": "3", "margin": 0.5}]
     sample = lambda row, text: supervised([1, 2], [3])
     made = preference.pairs(sample, losses.RewardModel(margin=True), rows)
@@ -195,7 +195,7 @@ def test_kto_pairs_every_completion_with_another_prompt():
         (losses.RewardModel(margin=True), "prompt chosen rejected", "RewardModel: every row needs a number 'margin'"),
     ],
 )
-def test_too_long_rows_are_named(place, objective, fields, words):
+def test_rows_without_required_fields_are_named(place, objective, fields, words):
     tiny.rows(place / "bad.jsonl", [dict.fromkeys(fields.split(), "1")])
     with pytest.raises(ValueError, match=words) as error:
         preference.main(config(place, "bad", data=str(place / "bad.jsonl"), objective=objective))
