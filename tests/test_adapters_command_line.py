@@ -149,6 +149,7 @@ def test_errors_are_one_line(capsys, tmp_path):
         (["--model", "m", "--data", "d", "--steps", "x"], "--steps must be a whole number, got 'x'"),
         (["--model", "m", "--data", "d", "--optim.lr", "x"], "--optim.lr must be a number, got 'x'"),
         (["--model", "m", "--data", "d", "--init", "x"], "invalid choice 'x'"),
+        (["--model", "m", "--data", "d", "--run.dtype", "float8"], "invalid choice 'float8'"),
         (["--model", "m", "--data"], ": --data needs a value; see"),
         (["--model", "m", "--data", "d", "--out", "-x"], ": --out needs a value; see"),
         (["--model", "m", "--data", "d", "more"], ": unexpected values: more; see"),
@@ -182,6 +183,12 @@ def test_all_options_are_shown_with_their_defaults(name):
     assert max(map(len, text.splitlines())) <= help.WIDTH
     for option in (o for group in help._groups(config, None) for o in group.options):
         assert option.text, f"--{option.name} has no help text"
+
+
+@pytest.mark.parametrize("option", ["groups", "group_size", "max_concurrent", "rows"])
+def test_counts_must_be_at_least_one(option):
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} must be at least 1, got 0"):
+        replaced(grpo.Config("m", "d", "r"), **{option: 0})
 
 
 def test_help_shows_the_defaults_of_the_algorithm(capsys):
