@@ -76,7 +76,7 @@ def _recipe(recipe: str, command: str):
         module, settings = importlib.import_module(f"areax.recipes.{base}"), {"objective": preset()}
     else:
         known = [*RECIPES, *(name for name in algorithms if name not in RECIPES)]
-        near = difflib.get_close_matches(recipe, known, 1)
+        near = difflib.get_close_matches(recipe.lower(), known, 1)
         raise ValueError(
             f"areax {command}: recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
             + (f"; did you mean {near[0]}?" if near else "")

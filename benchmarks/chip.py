@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         chip = "h100" if given.tiny else device.chip
         work(todo, device, out, until=began + given.budget, redo=given.redo, chip=chip)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         sys.exit(f"chip.py: {error}")
     except KeyboardInterrupt:
         print("chip.py: interrupted; finished rows are kept", file=sys.stderr)

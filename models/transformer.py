@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ class Run:
       expert_kernel: grouped matmul kernel for experts, see `models.layers.grouped`; "auto" = by platform.
     """
 
-    dtype: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     remat: Keep = "full"
     attention: backends.Name = "auto"
     query_chunk: int | None = None

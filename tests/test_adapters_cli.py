@@ -44,6 +44,10 @@ def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     assert "abc" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--steps", "abc")
     assert "'checkpoint', 'random'" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--init", "no")
     assert "needs a recipe" in bad(capsys, "train")
+    assert "did you mean grpo?" in bad(capsys, "train", "GRPO")
+    assert bad(capsys, "serve") == "areax serve: needs PATH; see areax serve --help\n"
+    assert bad(capsys, "convert") == "areax convert: needs SRC, DST; see areax convert --help\n"
+    assert bad(capsys, "launch").startswith("areax launch: --processes must be")
 
 
 def test_missing_and_truncated_checkpoints(capsys, model, tmp_path):

@@ -3,7 +3,9 @@
 import dataclasses
 import importlib
 import json
+import os
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -87,6 +89,12 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
         ("servers: &x [*x]", "must not contain itself, as YAML's anchors allow"),
         ("[" * 100_000, "must be YAML or JSON, got: "),
         ("a: \x00", "must be YAML or JSON, got: "),
+        ("model:", "model must be text, got None; write it in quotes"),
+        ("out: no", "out must be text, got False; write it in quotes"),
+        ("out: 010", "out must be text, got 8; write it in quotes"),
+        ("servers: [a, null]", "servers must be text, got None; write it in quotes"),
+        ("out: [a, b]", "out must be one value, got ['a', 'b']"),
+        ("sampling: {stop: [a, --, b]}", "sampling.stop: no value but the first may begin with -, got '--'"),
     ],
 )
 def test_errors_in_a_config_file_name_the_file_in_one_line(tmp_path, text, message):
@@ -94,6 +102,41 @@ def test_errors_in_a_config_file_name_the_file_in_one_line(tmp_path, text, messa
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"--config {path}: {message}")):
         config_file.read(path, grpo.Config)
+
+
+def test_a_file_that_names_some_options_of_an_objective_keeps_the_algorithm(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: d\nobjective: {beta: 0.2}")
+    for objective in (losses.KTO(), losses.SimPO(), losses.IPO()):
+        given = parse.instance(preference.Config, {"objective": objective})
+        got = read(preference.Config, "--config", str(path), given=given)
+        assert got.objective == replace(objective, beta=0.2)
+    assert read(preference.Config, "--config", str(path)).objective == losses.DPO(beta=0.2)
+    path.write_text("model: m\ndata: d\nobjective.desirable_weight: 2.0\nobjective.beta: 0.2")
+    assert read(preference.Config, "--config", str(path)).objective == losses.KTO(desirable_weight=2.0, beta=0.2)
+
+
+def test_values_of_lists_that_begin_with_dashes(tmp_path):
+    path = tmp_path / "run.json"
+    values = {"model": "m", "data": "d", "reward": "r", "sampling": {"stop": ["--x", "b"], "stop_token_ids": [1, -1]}}
+    path.write_text(json.dumps(values), encoding="utf-8-sig")  # as some editors write UTF-8
+    sampling = read(grpo.Config, "--config", str(path)).rollout.sampling
+    assert (sampling.stop, sampling.stop_token_ids) == (("--x", "b"), (1, -1))
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_errors_are_the_same_in_a_terminal_of_any_width(capsys, monkeypatch, columns):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for arguments, message in (
+        (["--model", "m"], "needs --data"),
+        (["--stpes", "3"], "unrecognized options: --stpes; did you mean --steps?"),
+        (["--model", "m", "--data", "d", "--steps", "x" * 100], f"--steps must be a whole number, got '{'x' * 100}'"),
+    ):
+        assert cli.main(["train", "sft", *arguments]) == 2
+        assert capsys.readouterr().err == f"areax train sft: {message}; see areax train sft --help-all\n"
+    assert os.environ["COLUMNS"] == columns
 
 
 def test_errors_are_one_line(capsys, tmp_path):
@@ -106,6 +149,11 @@ def test_errors_are_one_line(capsys, tmp_path):
         (["--model", "m", "--data", "d", "--steps", "x"], "--steps must be a whole number, got 'x'"),
         (["--model", "m", "--data", "d", "--optim.lr", "x"], "--optim.lr must be a number, got 'x'"),
         (["--model", "m", "--data", "d", "--init", "x"], "invalid choice 'x'"),
+        (["--model", "m", "--data", "d", "--run.dtype", "float8"], "invalid choice 'float8'"),
+        (["--model", "m", "--data"], ": --data needs a value; see"),
+        (["--model", "m", "--data", "d", "--out", "-x"], ": --out needs a value; see"),
+        (["--model", "m", "--data", "d", "more"], ": unexpected values: more; see"),
+        (["--model", "m", "--data", "d", "--run.remat", "x"], "from ['x']; see areax train sft --help-all"),
     ):
         assert cli.main(["train", "sft", *arguments]) == 2
         error = capsys.readouterr().err
@@ -135,6 +183,12 @@ def test_all_options_are_shown_with_their_defaults(name):
     assert max(map(len, text.splitlines())) <= help.WIDTH
     for option in (o for group in help._groups(config, None) for o in group.options):
         assert option.text, f"--{option.name} has no help text"
+
+
+@pytest.mark.parametrize("option", ["groups", "group_size", "max_concurrent", "rows"])
+def test_counts_must_be_at_least_one(option):
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} must be at least 1, got 0"):
+        replaced(grpo.Config("m", "d", "r"), **{option: 0})
 
 
 def test_help_shows_the_defaults_of_the_algorithm(capsys):

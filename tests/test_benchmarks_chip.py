@@ -118,9 +118,16 @@ def test_a_file_is_written_whole_or_not_at_all(benchmark_modules, tmp_path, monk
     with pytest.raises(OSError, match="no space left"):
         rows.write(tmp_path, [], "other page")
     assert (tmp_path / "chips.json").read_text() == before and (tmp_path / "CHIPS.md").read_text() == "page"
-    (tmp_path / "chips.json").write_text(before[:-9])
-    with pytest.raises(ValueError, match="chips.json: damaged: .*; restore it"):
-        rows.read(tmp_path)
+    for damaged in (before[:-9].encode(), b"", b"\xff", b"null", b"{}", b"[1]", b'[{"step": "smoke"}]'):
+        (tmp_path / "chips.json").write_bytes(damaged)
+        with pytest.raises(ValueError, match="chips.json: damaged: .*; restore it"):
+            rows.read(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    done = subprocess.run([*COMMAND, "--tiny", "--out", str(tmp_path / "file")], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("chip.py: ") and done.stderr.count("\n") == 1
 
 
 def test_the_page_shows_figures_failures_and_nothing_that_was_not_measured(benchmark_modules):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from .options import dataclasses_of, groups
+from .options import dataclasses_of, default_of, groups
 
 
-def read(path: str | Path, config: type) -> tuple[list[str], dict[str, Any]]:
+def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], dict[str, Any]]:
     """The options in a file, such as a run's config.json.
 
     Sections are groups or nested dataclasses, as a run writes them; names may also be those of the command line, such
@@ -22,17 +24,18 @@ def read(path: str | Path, config: type) -> tuple[list[str], dict[str, Any]]:
 
     Args:
       config: the dataclass whose options they are.
+      given: an instance of it whose values are the defaults.
 
     Returns:
       (arguments, choices): arguments for the parser, and {field: instance} for fields that may be one of several
-      dataclasses, such as the objective of `preference`: the one that has the options named.
+      dataclasses, such as the objective of `preference`: one that has the options named; none if the default has them.
 
     Raises:
       OSError: the file cannot be read.
       ValueError: it is neither YAML nor JSON, not a mapping, or names an option that does not exist.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         values = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"--config {path}: must be YAML or JSON, got: {' '.join(str(error).split())}") from None
@@ -40,7 +43,7 @@ def read(path: str | Path, config: type) -> tuple[list[str], dict[str, Any]]:
         raise ValueError(f"--config {path}: must hold options by name, got {type(values).__name__}")
     choices: dict[str, Any] = {}
     try:
-        return [word for words in _arguments(values, config, "", choices) for word in words], choices
+        return [word for words in _arguments(values, config, given, choices) for word in words], choices
     except _Wrong as error:
         raise ValueError(f"--config {path}: {error}") from None
     except RecursionError:
@@ -51,24 +54,29 @@ class _Wrong(Exception):
     """An option that does not exist, or has a value of another kind."""
 
 
-def _arguments(values: Mapping, config: type, prefix: str, choices: dict[str, Any]) -> Iterator[list[str]]:
+def _arguments(
+    values: Mapping, config: type, given: Any, choices: dict[str, Any], prefix: str = ""
+) -> Iterator[list[str]]:
     hints, sections = get_type_hints(config), groups(config)
+    defaults = {f.name: default_of(f) if given is None else getattr(given, f.name) for f in dataclasses.fields(config)}
     for key, value in values.items():
         name, _, rest = str(key).replace("-", "_").partition(".")
         if rest:
             value = {rest: value}
         if name not in hints:
-            group = next((g for g in sections.values() if name in get_type_hints(g)), None)
+            group = next((g for g, kind in sections.items() if name in get_type_hints(kind)), None)
             if group is None:
                 raise _Wrong(_unknown(prefix + name, [prefix + n for n in _names(config)]))
-            yield from _arguments({name: value}, group, prefix, choices)
+            yield from _arguments({name: value}, sections[group], defaults[group], choices, prefix)
         elif kinds := dataclasses_of(hints[name]):
             if not isinstance(value, Mapping):
                 raise _Wrong(f"{prefix}{name} must hold options by name, got {value!r}")
-            kind = _having(kinds, value)
-            if len(kinds) > 1:
-                choices[name] = kind()
-            yield from _arguments(value, kind, prefix if name in sections else f"{prefix}{name}.", choices)
+            chosen = choices.get(name, defaults[name])
+            kind = _having(kinds, value, type(chosen))
+            if len(kinds) > 1 and not isinstance(chosen, kind):
+                chosen = choices[name] = kind()
+            inside = prefix if name in sections else f"{prefix}{name}."
+            yield from _arguments(value, kind, chosen if isinstance(chosen, kind) else None, choices, inside)
         else:
             yield _words(prefix, name, value, hints[name])
 
@@ -82,9 +90,24 @@ def _words(prefix: str, name: str, value: Any, hint: Any) -> list[str]:
         if not isinstance(value, bool):
             raise _Wrong(f"{option} must be true or false, got {value!r}")
         return [f"--{option}" if value else f"--{prefix.replace('_', '-')}no-{name.replace('_', '-')}"]
-    if isinstance(value, list):
-        return [f"--{option}", *map(str, _flattened(value))]
-    return [f"--{option}={value}"]
+    union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    inside = [part for kind in union if get_origin(kind) is tuple for part in get_args(kind)]
+    if not isinstance(value, list):
+        return [f"--{option}={_word(option, value, (*union, *inside))}"]
+    if not inside:
+        raise _Wrong(f"{option} must be one value, got {value}")
+    words = [_word(option, part, tuple(inside)) for part in _flattened(value)]
+    # A parser takes an option's first value as it is after "=", but a later one that begins with - for an option.
+    if bad := [word for word in words[1:] if re.match(r"-(?![\d.])", word)]:
+        raise _Wrong(f"{option}: no value but the first may begin with -, got {bad[0]!r}")
+    return [f"--{option}={words[0]}", *words[1:]] if words else [f"--{option}"]
+
+
+def _word(option: str, value: Any, kinds: tuple) -> str:
+    """A value as on the command line; text must be text, as YAML reads `no` as false and `010` as 8."""
+    if str in kinds and type(value) not in (str, *kinds):
+        raise _Wrong(f"{option} must be text, got {value!r}; write it in quotes")
+    return str(value)
 
 
 def _flattened(values: list) -> Iterator:
@@ -92,10 +115,12 @@ def _flattened(values: list) -> Iterator:
         yield from _flattened(value) if isinstance(value, list) else [value]
 
 
-def _having(kinds: tuple[type, ...], values: Mapping) -> type:
-    """The dataclass that has these fields; the first if none has all."""
+def _having(kinds: tuple[type, ...], values: Mapping, default: type) -> type:
+    """The dataclass that has just these fields, as a run writes them; else one that has them all, the default first."""
     names = {str(key).replace("-", "_").partition(".")[0] for key in values}
-    return next((k for k in kinds if names <= {f.name for f in dataclasses.fields(k)}), kinds[0])
+    fields = {kind: {f.name for f in dataclasses.fields(kind)} for kind in kinds}
+    first = sorted(kinds, key=lambda kind: kind is not default)
+    return next((k for k in first if names == fields[k]), next((k for k in first if names <= fields[k]), first[0]))
 
 
 def _names(config: type) -> list[str]:

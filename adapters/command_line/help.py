@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import docstring_parser
 import tyro
 
-from .options import dataclasses_of, groups
+from .options import dataclasses_of, default_of, groups
 
 WIDTH = 80
 FOOTER = "--help-all: every option, by group   --config FILE: options from YAML or JSON"
@@ -79,7 +79,7 @@ def _groups(config: type, given: Any, name: str = "", text: str = "", prefix: st
     texts = _documented(config)[1]
     plain, below = [], []
     for field in dataclasses.fields(config):
-        default = getattr(given, field.name) if given is not None else _default(field)
+        default = getattr(given, field.name) if given is not None else default_of(field)
         if kinds := dataclasses_of(hints[field.name]):
             kind = type(default) if default is not tyro.MISSING else kinds[0]
             inside = prefix if field.name in sections else f"{prefix}{_dashed(field.name)}."
@@ -94,12 +94,6 @@ def _groups(config: type, given: Any, name: str = "", text: str = "", prefix: st
         yield Group(name, text, plain)
     for part in below:
         yield from _groups(*part)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
 
 
 def _shown(value: Any) -> str | None:

@@ -25,6 +25,13 @@ def groups(config: type) -> dict[str, type]:
     }
 
 
+def default_of(field: dataclasses.Field) -> Any:
+    """A field's default; tyro.MISSING if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+
 def flat(config: Any) -> SimpleNamespace:
     """The values of all options by their names on the command line: those of groups beside the Config's own."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -7,8 +7,9 @@ import dataclasses
 import difflib
 import inspect
 import io
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tyro
@@ -37,12 +38,12 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
         arguments, given = _with_files(target, arguments, prog, given)
     captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(captured):
+        with _captured(captured, width=100_000):
             values = _quietly(target, arguments, prog, given)
     except SystemExit as exit:
         if not exit.code:
-            raise
-        sentence = _one_line(captured.getvalue(), arguments, _help(target, prog, given))
+            _quietly(target, arguments, prog, given)  # help: again, now for the terminal
+        sentence = _one_line(captured.getvalue(), arguments, _help(target, prog, given)).removeprefix(f"{prog}: ")
         raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
     return values() if callable(values) else values
 
@@ -66,7 +67,7 @@ def _with_files(target: type, arguments: list[str], prog: str, given: Any) -> tu
         path = path if equals else next(remaining, "")
         if not path or path.startswith("--"):
             raise ValueError(f"{prog}: --config needs a YAML or JSON file, got {path or 'nothing'}")
-        more, choices = config_file.read(path, target)
+        more, choices = config_file.read(path, target, given)
         words += more
         if choices:
             given = instance(target, choices) if given is None else options.replaced(given, **choices)
@@ -92,9 +93,24 @@ def _quietly(target, arguments, prog, given=None):
 
 def _help(target, prog: str, given=None) -> str:
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+    with _captured(text, width=80), contextlib.suppress(SystemExit):
         _quietly(target, ["--help"], prog, given)
     return text.getvalue()
+
+
+@contextlib.contextmanager
+def _captured(output: io.StringIO, width: int) -> Iterator[None]:
+    """Captures what tyro prints, without colours and in this width, whatever the terminal is."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    try:
+        # tyro colours errors, too, if standard output is a terminal.
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            yield
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
 
 
 def _one_line(message: str, arguments: Sequence[str], help_text: str) -> str:
@@ -107,16 +123,21 @@ def _one_line(message: str, arguments: Sequence[str], help_text: str) -> str:
         near = [difflib.get_close_matches(name, known, 1) for name in unknown]
         hints = [f"; did you mean {match[0]}?" for match in near if match]
         return f"unrecognized options: {' '.join(unknown)}{''.join(hints)}"
+    if value := re.search(r"Missing value for argument '(\S+)'", message):
+        return f"{value[1]} needs a value"
+    if "Missing from" in message:
+        missing = re.findall(r"^[│ ] {5}(\S+)", message.partition("For full helptext")[0], re.M)
+        return f"needs {', '.join(missing)}"
     lines = [line.strip("─╭╮╰╯│ ") for line in message.splitlines()]
     body = [line for line in lines[1:] if not set(line) <= {"-"}]
-    cut = next((i for i, line in enumerate(body) if re.match(r"(Perhaps|Argument helptext|For full)", line)), len(body))
-    if body and body[0].startswith("Missing"):
-        return f"needs {', '.join(line.split()[0] for line in body[1:cut] if line.startswith('--'))}"
+    after = re.compile(r"Perhaps|Argument helptext|For full|Got errors")
+    cut = next((i for i, line in enumerate(body) if after.match(line)), len(body))
     sentence = " ".join(body[:cut]).rstrip(".")
     for theirs, ours in (
         ("Error parsing ", ""),
+        ("Unrecognized options:", "unexpected values:"),
         (": invalid literal for int() with base 10:", " must be a whole number, got"),
         (": could not convert string to float:", " must be a number, got"),
     ):
         sentence = sentence.replace(theirs, ours)
-    return sentence
+    return sentence.removeprefix("Config: ")

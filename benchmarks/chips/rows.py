@@ -12,6 +12,7 @@ from chips.steps import Step
 BENCHMARKS = Path(__file__).parents[1]
 ROOT = BENCHMARKS.parent
 CODE = ("core", "models", "parallel", "rollout", "adapters", "recipes")
+KEYS = {"step", "device", "settings", "code", "versions", "seconds", "date"}  # of every row
 PACKAGES = {"areax": ("jax", "jaxlib"), "transformers": ("torch", "transformers")}
 
 
@@ -54,8 +55,11 @@ def read(folder: Path) -> list[dict]:
     """
     path = folder / "chips.json"
     try:
-        return json.loads(path.read_text()) if path.exists() else []
-    except json.JSONDecodeError as error:
+        rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= KEYS for row in rows):
+            raise ValueError(f"must be a list of rows with {', '.join(sorted(KEYS))}")
+        return rows
+    except ValueError as error:
         raise ValueError(f"{path}: damaged: {error}; restore it, or remove it to begin anew") from None
 
 

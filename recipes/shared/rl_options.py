@@ -200,6 +200,10 @@ def conflicts(config: Any) -> Iterator[str]:
 def _out_of_range(config: Any) -> Iterator[str]:
     rollout, training = config.rollout, config.training
     for part, option, holds, rule in (
+        (rollout, "groups", rollout.groups >= 1, "at least 1"),
+        (rollout, "group_size", rollout.group_size >= 1, "at least 1"),
+        (rollout, "max_concurrent", rollout.max_concurrent >= 1, "at least 1"),
+        (training, "rows", training.rows >= 1, "at least 1"),
         (training, "minibatches", training.minibatches >= 1, "at least 1"),
         (training, "epochs", training.epochs >= 1, "at least 1"),
         (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
