@@ -37,7 +37,7 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
-from areax.recipes.shared import describe, learner, publishing, rollouts, trainer
+from areax.recipes.shared import describe, learner, publishing, rl_log, rollouts, trainer
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import events, object_path
 from areax.rollout.chat import template
@@ -116,6 +116,15 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first):
     assert all(0 < x["push_probe_diff"] <= 1e-5 and x["push_prove_s"] > 0 for x in lines)
     shown = list(run_dir.read_lines(place / "first/samples.jsonl"))
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
+
+
+def test_a_complete_run_keeps_its_options(place, tmp_path):
+    """What is started again with others trains nothing; a run that goes on writes those that it goes on with."""
+    own = replaced(config(place, "options", steps=3), out=str(tmp_path))
+    for start, lr, kept in ((0, 1e-2, 1e-2), (2, 1e-3, 1e-3), (3, 9.0, 1e-3)):
+        changed = replaced(own, optim=Optimizer(lr=lr))
+        with rl_log.opened(changed, changed.saving, None, start):
+            assert json.loads((tmp_path / "config.json").read_text())["training"]["optim"]["lr"] == kept
 
 
 def test_eta_0_equals_the_synchronous_loop(place, first):

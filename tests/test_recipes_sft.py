@@ -113,6 +113,14 @@ def test_a_runs_own_config_starts_the_same_run(place, runs):
     assert json.loads((place / "parts/config.json").read_text())["steps"] == 6
 
 
+def test_a_complete_run_keeps_its_options(place, runs):
+    """Starting it again with others trains nothing, so config.json says what it was trained with."""
+    out = place / "whole"
+    before, trained = (out / "config.json").read_text(), losses(out)
+    assert cli.main(["train", "sft", "--config", str(out / "config.json"), "--optim.lr", "9"]) == 0
+    assert (out / "config.json").read_text() == before and losses(out) == trained
+
+
 def test_the_weight_average_is_exported(place, runs, monkeypatch):
     """And goes on from the weights themselves."""
     trained, export = [], learner.export

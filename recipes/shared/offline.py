@@ -131,8 +131,9 @@ def fit(
         if start:
             own.state, _ = store.restore(own.state)
         last: dict = {}
+        complete = 0 < config.steps <= start  # a complete run keeps the options it was trained with
         with (
-            run_dir.open_run(out, config=config, keep={kind: start}, quiet=quiet) as run,
+            run_dir.open_run(out, config=None if complete else config, keep={kind: start}, quiet=quiet) as run,
             sinks.following(out, config.track, quiet=quiet),
             run_dir.progress(kind, config.steps, start=start, quiet=quiet) as tick,
         ):

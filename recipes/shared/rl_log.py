@@ -66,7 +66,8 @@ def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
     out = Path(config.out)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        run = enter(run_dir.open_run(out, config=config, keep={"grpo": start, "eval": start}))
+        complete = 0 < config.steps <= start  # a complete run keeps the options it was trained with
+        run = enter(run_dir.open_run(out, config=None if complete else config, keep={"grpo": start, "eval": start}))
         track = enter(sinks.following(out, saving.track))
         enter(events.writing(out / chrome_trace.JOURNAL))
         tick = enter(run_dir.progress("grpo", config.steps, start=start))
