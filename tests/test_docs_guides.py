@@ -176,6 +176,18 @@ def test_the_agent_guide(here, capfd):
 
 
 @pytest.mark.docs
+def test_the_tiny_model_of_the_command_line(tmp_path):
+    tiny.rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)])
+    script = next(content for _, content in BLOCK.findall(page("command-line")) if "--init random" in content)
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=tmp_path, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert hf.load(tmp_path / "runs/tiny/model")[0].layers == 2
+
+
+@pytest.mark.docs
 def test_the_testing_guide(tmp_path, monkeypatch):
     """The page's test passes, and fails for each of the faults that the page lists."""
     monkeypatch.chdir(tmp_path)
