@@ -41,7 +41,7 @@ def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, met
     Raises:
       ValueError: query heads are not divisible by tp, or with "ulysses" by tp x cp.
     """
-    if meshes.alone():
+    if meshes.one_device():
         return causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
     cp = meshes.size("cp")
     N, K, sharing = q_BTNH.shape[2], k_BTKH.shape[2], meshes.size("tp") * (cp if method == "ulysses" else 1)

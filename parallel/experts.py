@@ -29,7 +29,7 @@ def top(score_BTE, k: int):
     Each device sorts its own tokens' scores; XLA's partitioner would gather all of them first.
     """
     best = lambda score_BTE: jax.lax.top_k(score_BTE, k)[1]
-    if meshes.alone():
+    if meshes.one_device():
         return best(score_BTE)
     return island(best, rows(), rows())(score_BTE)
 
@@ -60,7 +60,7 @@ def dispatch(compute, x_BTD, index_BTK, weight_BTK, matrices, method: Method = "
         tokens = (x.reshape(B * T, -1) for x in (x_BTD, index_BTK, weight_BTK))
         return mix(*tokens, matrices).reshape(B, T, D)
 
-    if meshes.alone():
+    if meshes.one_device():
         return flat(partial(compute, first=0, parts=1), x_BTD, index_BTK, weight_BTK, *matrices)
     dispatched = {"gather": gather, "all_to_all": all_to_all}[method]
     local = partial(flat, lambda *tokens: jax.lax.psum(dispatched(compute, *tokens), "tp"))

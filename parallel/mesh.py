@@ -79,6 +79,6 @@ def size(*axes: str) -> int:
     return math.prod(shape.get(axis, 1) for axis in axes)
 
 
-def alone() -> bool:
+def one_device() -> bool:
     """Whether the ambient mesh has one device, or there is no mesh."""
     return size(*AXES) == 1

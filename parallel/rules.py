@@ -114,7 +114,7 @@ def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, 
 
 def constrain(x, axes: str, rules: ShardingRules = RULES):
     """Constrains x's sharding on the ambient mesh by its leading logical axes ("batch seq"); a no-op without a mesh."""
-    if meshes.alone():
+    if meshes.one_device():
         return x
     return jax.lax.with_sharding_constraint(x, spec(tuple(axes.split()), rules, where=axes, shape=x.shape))
 

@@ -16,7 +16,7 @@ TABLE = P("tp", None)  # embedding or head matrix while in use
 
 def take(table_VD, token_BT):
     """Embedding lookup, [B, T, D]: each device looks up the tokens in its shard, summed over tp."""
-    if meshes.alone():
+    if meshes.one_device():
         return jnp.take(table_VD, token_BT, axis=0)
 
     def local(table_VD, token_BT):
@@ -49,7 +49,7 @@ def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chu
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
-    if meshes.alone():
+    if meshes.one_device():
         return local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others)
     split = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
     each = rows()

@@ -42,8 +42,7 @@ class Config(offline_options.Options):
       heldout: rows to evaluate loss and accuracy on, never trained on; "" = none.
       batch: rows per optimiser step; each has two sequences.
       too_long: what to do with rows longer than `length`: "refuse" ends the run at the first, "drop" leaves them out
-        and prints how many.
-        KTO also pairs each completion with the prompt of another row.
+        and prints how many. KTO also pairs each completion with the prompt of another row.
       lora: trains adapters instead of all weights, with the base model as the reference; rank 0 = all weights. Not for
         reward models, whose new head must train.
     """

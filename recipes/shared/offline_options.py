@@ -34,7 +34,7 @@ class Options:
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
       mesh: devices along each axis; their product must be 1 or the number of devices.
-      save_every: steps between checkpoints (0 = at the end).
+      save_every: steps between checkpoints (0 = end only).
       evaluate_every: steps between evaluations; 0 = only at the end.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
       seed: random seed of new weights and row order.

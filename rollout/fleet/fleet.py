@@ -529,7 +529,7 @@ class Fleet:
             handover=self.servers[0].handover,
         )
         if others:
-            server.stager = others.beside(stager.rstrip("/"))
+            server.stager = others.at(stager.rstrip("/"))
         if self.seeded and not server.seeded:
             raise ValueError(
                 f"join: {url} honours no seed, the others do; start SGLang with --enable-deterministic-inference"

@@ -44,7 +44,7 @@ class Figures:
             self._events.append(event)
 
     def step(self, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of what happened since the last call; those without data are left out.
+        """Returns the metrics of the time since the last call; those without data are left out.
 
         trainer_idle: share of the step's `seconds` (from `loop.run`) without an update, a save or a host copy.
         server_busy: share of server time with at least one of our requests on the server, paused or not.

@@ -147,8 +147,8 @@ class Stager:
     def __init__(self, url: str, http: aiohttp.ClientSession, file_server: FileServer):
         self._there, self._file_server = Endpoint(url, http), file_server
 
-    def beside(self, url: str) -> Stager:
-        """One at another address, which fetches from the same file server."""
+    def at(self, url: str) -> Stager:
+        """A client of the stager at another address, which fetches from the same file server."""
         return Stager(url, self._there.http, self._file_server)
 
     async def stage(self, weights: Published) -> Staged:
