@@ -16,6 +16,7 @@ peers := .venv-bench
 unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes with whole files each; the first to finish takes tests from the other
+three = -n 3 --dist worksteal# on two cores: a sixth of the time, tests wait for timeouts and other processes
 # XLA compiles in a fifth of the time: unoptimised, with its older code generator, in one thread. What runs is tiny.
 fast = --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 # Collects only files that have the mark: importing all of them takes longer than some marks' tests.
@@ -64,7 +65,7 @@ demo-holds: $(runtime) ## check the last demo and its controls against docs/demo
 .PHONY: test
 test: export XLA_FLAGS += $(fast)
 test: $(dev) ## run the tests, under 10 minutes on two cores
-	$(py) -m pytest -q $(both)
+	$(py) -m pytest -q $(three)
 
 .PHONY: test-docs
 test-docs: export XLA_FLAGS += $(fast)

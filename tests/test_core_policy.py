@@ -14,6 +14,7 @@ import oracles
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sweeps import thinned
 
 from areax.core import losses, metrics, packing, policy
 from areax.core.critic import Critic
@@ -293,7 +294,7 @@ def case():
         return Case(samples())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*PRESETS, *thinned(VARIANTS, 2, pytest.mark.slow)])
 def test_value_and_gradient_match_the_papers(name, case):
     slopes = compare(case, EVERY[name])
     assert max(np.abs(s).max() for s in slopes[0]) > 1e-4
@@ -310,7 +311,7 @@ def packings():
         return Case(order), Case(order, 4)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", thinned(EVERY, 3, pytest.mark.slow))
 def test_the_loss_does_not_depend_on_microbatching_rows_or_order(name, case, packings):
     """The sum over microbatches of any packing of any order is the same, and so are the metrics."""
     spec, (whole, several) = EVERY[name], packings
@@ -384,12 +385,14 @@ def broken(rows, what):
     return out
 
 
-@pytest.mark.parametrize(
-    "name, what",
-    [(name, "behaviour") for name in (*PRESETS, *BROKEN)]
-    + [("teacher", "teacher"), ("teacher alone", "teacher")]
-    + [(name, "reference") for name, spec in VARIANTS.items() if spec.kl.coef],
-)
+NON_FINITE = [
+    *[("teacher", "teacher"), ("teacher alone", "teacher")],
+    *[(name, "reference") for name, spec in VARIANTS.items() if spec.kl.coef],
+    *[(name, "behaviour") for name in (*PRESETS, *BROKEN)],
+]
+
+
+@pytest.mark.parametrize("name, what", thinned(NON_FINITE, 2, pytest.mark.slow))
 def test_non_finite_inputs_are_masked_and_counted(name, what, case):
     """Tokens that are not finite are taken out, by loops too; junk off the mask is never seen."""
     spec, rows = EVERY[name], broken(case.rows, what)
@@ -429,8 +432,12 @@ def nothing_to_learn(kind):
     return Case(rows)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("kind", ["no tokens", "groups of one", "equal rewards", "all unscorable"])
+KINDS = ["no tokens", "groups of one", "equal rewards", "all unscorable"]
+# Of each preset one kind in `make test`, in turn.
+NOTHING = [(name, KINDS[(i + k) % 4]) for i, name in enumerate(PRESETS) for k in range(4)]
+
+
+@pytest.mark.parametrize("name, kind", thinned(NOTHING, 4, pytest.mark.slow))
 def test_nothing_to_learn_is_finite(name, kind):
     spec = PRESETS[name]
     loss, slopes = nothing_to_learn(kind).gradient(spec)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import thinned
 from torch.nn.functional import logsigmoid
 
 from areax.core import losses, metrics, packing
@@ -171,7 +172,7 @@ def of_pair(spec, chosen, rejected):
     return link + spec.sft_coef * nll
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", thinned(EVERY, 2, pytest.mark.slow))
 def test_pairwise_value_and_gradient_match_the_papers(name):
     spec = EVERY[name]
     rows = samples(spec)
@@ -379,7 +380,7 @@ def test_reward_model_losses_match_trl(name, trl):
 # -- properties ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", thinned(EVERY, 2, pytest.mark.slow))
 def test_the_loss_does_not_depend_on_order_packing_padding_or_microbatching(name):
     spec = EVERY[name]
     rows = samples(spec, seed=3)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from sweeps import thinned
 
 from areax import models
 from areax.models import remat
@@ -20,6 +21,7 @@ FAMILIES = {
 }
 T = 40
 POLICIES = ["full", "dots", "offload", (("qkv", "save"), ("attention", "offload")), (("layer_input", "offload"),)]
+CASES = [("qwen2", POLICIES), ("qwen3_moe", POLICIES[:-1])]
 
 
 def model(family):
@@ -35,9 +37,7 @@ def loss(params, config, keep):
     return jnp.mean(jnp.square(jax.nn.log_softmax(logits_BTV)) * (segment_BT > 0)[..., None])
 
 
-@pytest.mark.parametrize(
-    "family, policies", [("qwen2", POLICIES), ("qwen3_moe", POLICIES[:-1])], ids=["qwen2", "qwen3_moe"]
-)
+@pytest.mark.parametrize("family, policies", thinned(CASES, 2, pytest.mark.slow), ids=["qwen2", "qwen3_moe"])
 def test_loss_and_gradients_are_the_same(family, policies):
     with jax.enable_x64(True):  # so that what differs is not rounding
         config, params = model(family)

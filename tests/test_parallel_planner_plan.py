@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from sweeps import thinned
 
 from areax import models
 from areax.adapters.commands import aot
@@ -142,7 +143,10 @@ def test_argument_bytes_match_the_compiled_step(family, layout, objective, micro
     assert formula.arguments == analysis.argument_size_in_bytes
 
 
-@pytest.mark.parametrize("optimizer", [optim.Optimizer("muon"), optim.Optimizer("adafactor", ema=0.9)])
+OPTIMIZERS = [optim.Optimizer("adafactor", ema=0.9), optim.Optimizer("muon")]
+
+
+@pytest.mark.parametrize("optimizer", thinned(OPTIMIZERS, 2, pytest.mark.slow))
 def test_argument_bytes_of_other_optimisers_match_the_compiled_step(optimizer):
     layout, one = mesh.Layout(fsdp=4, tp=2), config("qwen3", num_hidden_layers=1)
     spec = aot.Step(one, SFT, optimizer, RUN, layout, B, T, 1, slots=4)
@@ -184,7 +188,7 @@ def dots(text: str) -> int:
     )
 
 
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("remat", thinned(REMATS, 3, pytest.mark.slow))
 def test_flops_match_the_compiled_matmuls(remat, family="qwen3"):
     """One layer, one row and one chunk of queries: each matmul stands once in the program, and all pairs are computed.
 

@@ -544,6 +544,7 @@ def same(place, one, other):
 INSIDE = Serve(inside=True, slots=8, context=64)
 
 
+@pytest.mark.slow
 def test_offloading_an_in_process_server_changes_no_number(place, first):
     """Weights handed over in memory, with nothing written, are those that would have been read from files."""
     before = set(threading.enumerate())

@@ -56,7 +56,11 @@ def model(case):
     return config, tiny.weights(models.table(config), 0.16)
 
 
-@pytest.fixture(scope="module", params=CASES)
+# What qwen2 has, the others have too.
+SERVED = [pytest.param(case, marks=[pytest.mark.slow] * (case == "qwen2")) for case in CASES]
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def served(request):
     config, params = model(request.param)
     engine = Engine(config, params, slots=4, context=160, steps=4)

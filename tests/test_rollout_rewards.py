@@ -519,6 +519,7 @@ def test_answers_sent_before_a_worker_died_are_not_lost(tmp_path):
     assert [i for i, value in enumerate(values) if value != i] == [3]
 
 
+@pytest.mark.slow
 def test_a_short_run_of_the_benchmark():
     """The full benchmark makes 10,000 calls; here everything but the timings is checked."""
     script = Path(__file__).parents[1] / "benchmarks" / "rewards.py"

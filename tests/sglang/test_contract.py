@@ -520,7 +520,7 @@ def test_streaming_through_our_client(server, versions):
 
 @functools.cache
 def pace(server):
-    """The number of tokens that four concurrent requests generate in about two seconds."""
+    """The number of tokens that four concurrent requests generate in about a second."""
     prompts = [[*OTHER, i] for i in range(4)]
 
     def seconds(length):
@@ -529,7 +529,7 @@ def pace(server):
         return time.monotonic() - begin
 
     quickest = min(seconds(32) for _ in range(3))  # the first one compiles, which a push would wait for
-    length = int(min(2000, max(64, 2.0 * 32 / quickest)))
+    length = int(min(2000, max(64, 32 / quickest)))
     seconds(length)
     return length
 
