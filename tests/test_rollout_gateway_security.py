@@ -12,6 +12,7 @@ from gateways import CHAT, TOKENS, online, served
 
 from areax.rollout.gateway.server import serve
 from areax.rollout.gateway.sessions import Limits
+from areax.rollout.http_process import limits as http_limits
 
 
 async def good(place):
@@ -117,7 +118,7 @@ def test_a_body_of_100_mb(declared, caplog):
         assert refused == ["refused: POST '/v1/chat/completions': 413 HTTPException"]
 
     with caplog.at_level(logging.WARNING):
-        served(test, limits=Limits(body_bytes=2**20))
+        served(test, limits=Limits(http=http_limits.Limits(body_bytes=2**20)))
 
 
 async def raw(place, sent, *, wait=5.0):
@@ -144,7 +145,7 @@ def test_slow_requests(caplog):
         await good(place)
 
     with caplog.at_level(logging.WARNING):
-        served(test, limits=Limits(body_s=0.2, head_s=0.2))
+        served(test, limits=Limits(http=http_limits.Limits(body_s=0.2, head_s=0.2)))
 
 
 def test_a_body_that_arrives_after_its_session_was_closed_is_refused():

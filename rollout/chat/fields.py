@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import reprlib
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ SAMPLING = {  # names in requests -> names of `Fleet.generate`
 }
 FRACTIONS = {"temperature", "top_p", "min_p"}
 MOST = 128  # most answers per request
+MOST_STOPS, LONGEST_STOP = 128, 1024  # stop strings per request, and characters of one: each token is compared with all
+LONGEST_NAME = 4096  # characters of names and paths
 
 
 class Refused(ValueError):
@@ -33,8 +36,14 @@ def rule(held: Any, name: str, text: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    text = repr(value)
+    """A value as errors show it, in at most 80 characters; takes no longer for large ones."""
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+_REPR = reprlib.Repr()
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 20
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 160
 
 
 def known(
@@ -84,6 +93,8 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     words = () if value is None else (value,) if isinstance(value, str) else value
     right = isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words)
     rule(right, name, "must be a string or a list of strings, none empty", value)
+    short = len(words) <= MOST_STOPS and all(len(word) <= LONGEST_STOP for word in words)
+    rule(short, name, f"must be at most {MOST_STOPS} strings of {LONGEST_STOP} characters", value)
     return tuple(words)
 
 
@@ -153,9 +164,17 @@ def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
 
 def number(body: Mapping[str, Any], name: str) -> float:
     value = body[name]
-    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     rule(right, name, "must be a finite number", value)
     return float(value)
+
+
+def name(body: Mapping[str, Any], field: str) -> str:
+    """A name or path that the request must have."""
+    value = body.get(field)
+    right = isinstance(value, str) and 0 < len(value) <= LONGEST_NAME and "\0" not in value
+    rule(right, field, f"must be a string of 1 to {LONGEST_NAME} characters", value)
+    return str(value)
 
 
 def integer(body: Mapping[str, Any], name: str, *, least: int | None = None, most: int | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -16,6 +17,7 @@ from starlette.routing import Route
 
 from ...adapters import peft
 from ..chat import fields
+from ..http_process.limits import read_json
 from . import request_parsing, sglang_api
 
 
@@ -24,6 +26,7 @@ class Adapters:
 
     def __init__(self, service: sglang_api.Service):
         self.engine = service.engine
+        self._unloading = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         return [
@@ -33,20 +36,24 @@ class Adapters:
 
     async def load(self, http: HTTPRequest) -> Response:
         """Loads a PEFT directory under a name, after checking it completely (and its hashes, if it has a manifest)."""
-        body = await sglang_api.read(http)
+        body = await read_json(http)
         fields.refuse(body, {"pinned": request_parsing.NOTHING})
-        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        name, path = fields.name(body, "lora_name"), fields.name(body, "lora_path")
 
         def load() -> None:
-            peft.verify(path)
-            spec, tree = peft.load(path, self.engine.config)
+            with sglang_api.readable(path):
+                if (config := Path(path) / peft.CONFIG).is_file():
+                    sglang_api.check_file_size(config, sglang_api.CONFIG_BYTES)
+                peft.verify(path)
+                spec, tree = peft.load(path, self.engine.config)
             self.engine.load_adapter(name, spec, tree, path)
 
         return await self._answer(load)
 
     async def unload(self, http: HTTPRequest) -> Response:
-        name = _text(await sglang_api.read(http), "lora_name")
-        return await self._answer(lambda: self.engine.unload_adapter(name))
+        name = fields.name(await read_json(http), "lora_name")
+        async with self._unloading:  # it may wait for requests: at most one thread does
+            return await self._answer(lambda: self.engine.unload_adapter(name))
 
     async def _answer(self, act: Callable[[], None]) -> Response:
         try:
@@ -56,9 +63,3 @@ class Adapters:
         else:
             result = {"success": True, "error_message": ""}
         return sglang_api.Answer(result | {"loaded_adapters": self.engine.adapters}, 200 if result["success"] else 400)
-
-
-def _text(body: dict, name: str) -> str:
-    value: Any = body.get(name)
-    fields.rule(isinstance(value, str) and value, name, "must be a string that is not empty", value)
-    return value

@@ -12,9 +12,12 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
+from starlette.exceptions import HTTPException
+
 from .request import Progress, Request
 
 WATCH_S = 1.0  # delay before watching for a disconnected client, which would cost a quarter of a short request
+REQUESTS, PROMPT_TOKENS = 2**14, 2**24  # most that the engine holds, running or waiting
 
 
 class Bridge:
@@ -23,12 +26,14 @@ class Bridge:
     Attributes:
       engine: the Engine.
       running: names of the requests in the engine.
+      tokens: of their prompts.
       heard: time.monotonic() of the last progress.
     """
 
     def __init__(self, engine):
         self.engine = engine
         self.running: set[str] = set()
+        self.tokens = 0
         self.heard = 0.0
         self._loop = asyncio.get_running_loop()
         self._mail: collections.deque[tuple[Callable[[Progress], None], Progress]] = collections.deque()
@@ -38,7 +43,7 @@ class Bridge:
         """Waits for the last Progress of each of `requests`; aborts them and returns None if `gone()` returns first.
 
         Raises:
-          ValueError: the engine refuses one of them; the others are aborted.
+          ValueError: the engine refuses one of them, and has none then.
         """
         last: dict[str, Progress] = {}
         done = self._loop.create_future()
@@ -101,8 +106,15 @@ class Bridge:
 
     def abort(self, rid: str) -> None:
         """Aborts request `rid`, or all samples named `rid_...`."""
-        for name in [name for name in self.running if name == rid or name.startswith(rid + "_")]:
-            self.engine.abort(name)
+        start = rid + "_"
+        if names := [name for name in self.running if name == rid or name.startswith(start)]:
+            self.engine.abort(*names)
+
+    def check_room(self, requests: Sequence[Request]) -> None:
+        """Raises HTTPException (503) if the engine would hold too many requests, or too many tokens of prompts."""
+        tokens = self.tokens + _prompt_tokens(requests)
+        if len(self.running) + len(requests) > REQUESTS or (self.running and tokens > PROMPT_TOKENS):
+            raise HTTPException(503, f"{len(self.running)} requests are running or waiting; try again later")
 
     @contextlib.contextmanager
     def _submitted(self, requests: Sequence[Request], take, every: bool) -> Iterator[None]:
@@ -114,20 +126,20 @@ class Bridge:
                     with contextlib.suppress(RuntimeError):  # the loop is closed
                         self._loop.call_soon_threadsafe(self._deliver)
 
-        submitted = []
+        names = {request.rid for request in requests}
+        if taken := names & self.running:
+            raise ValueError(f"rid: must not be that of a running request, got {min(taken)!r}")
+        self.engine.submit_all(requests, on_progress)
+        tokens = _prompt_tokens(requests)
+        self.running |= names
+        self.tokens += tokens
         try:
-            for request in requests:
-                if request.rid in self.running:
-                    raise ValueError(f"rid: must not be that of a running request, got {request.rid!r}")
-                self.engine.submit(request, on_progress)
-                self.running.add(request.rid)
-                submitted.append(request.rid)
             yield
         finally:
-            for rid in submitted:
-                if rid in self.running:
-                    self.running.discard(rid)
-                    self.engine.abort(rid)
+            self.tokens -= tokens
+            if left := names & self.running:
+                self.running -= left
+                self.engine.abort(*left)
 
     def _deliver(self) -> None:
         self._woken = False  # set first: anything posted from here on wakes the loop again
@@ -137,3 +149,8 @@ class Bridge:
             if progress.finish:
                 self.running.discard(progress.rid)
             take(progress)
+
+
+def _prompt_tokens(requests: Sequence[Request]) -> int:
+    """Tokens of the prompts; samples share theirs."""
+    return sum(map(len, {id(request.prompt): request.prompt for request in requests}.values()))

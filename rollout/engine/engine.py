@@ -15,10 +15,11 @@ from typing import Any
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from .adapters import Loaded
-from .request import Progress, Request, check
+from .request import Progress, Request, check, check_prompt
 from .slots import Live, Slots
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
+ADAPTERS = 64  # most adapters loaded at the same time
 
 
 class Engine:
@@ -118,6 +119,10 @@ class Engine:
         """
         self._enqueue([(request, on_progress)])
 
+    def submit_all(self, requests: Sequence[Request], on_progress: Callable[[Progress], None]) -> None:
+        """`submit`s all of the requests, or none."""
+        self._enqueue([(request, on_progress) for request in requests])
+
     def generate(self, requests: Sequence[Request]) -> list[Progress]:
         """Serves the requests and waits for all of them; starts the engine if necessary."""
         if self._thread is None:
@@ -130,9 +135,10 @@ class Engine:
         self._enqueue([(request, keep(result)) for request, result in zip(requests, results, strict=True)])
         return [result.result() for result in results]
 
-    def abort(self, rid: str) -> None:
-        """Aborts a request, which finishes with its tokens so far; unknown names are ignored."""
-        self._post(lambda: self._abort(lambda live: live.request.rid == rid))
+    def abort(self, *rids: str) -> None:
+        """Aborts requests, which finish with their tokens so far; unknown names are ignored."""
+        names = frozenset(rids)
+        self._post(lambda: self._abort(lambda live: live.request.rid in names))
 
     def abort_all(self) -> None:
         """Aborts every request, running or waiting."""
@@ -268,8 +274,11 @@ class Engine:
           path: where it came from.
 
         Raises:
-          ValueError: the name is taken, or the adapter's rank or targets differ from those of loaded ones.
+          ValueError: the name is taken, ADAPTERS are loaded, or the adapter's rank or targets differ from theirs.
         """
+        with self._wake:
+            if len(self._adapters) >= ADAPTERS:
+                raise ValueError(f"adapters: at most {ADAPTERS} may be loaded; unload one first")
         staged = self._slots.stage_adapter(spec, adapters)
 
         def act():
@@ -331,8 +340,10 @@ class Engine:
 
     # Between the threads.
 
-    def _enqueue(self, pairs: Iterable[tuple[Request, Callable[[Progress], None]]]) -> None:
+    def _enqueue(self, pairs: Sequence[tuple[Request, Callable[[Progress], None]]]) -> None:
         lives = []
+        for prompt in {id(request.prompt): request.prompt for request, _ in pairs}.values():
+            check_prompt(prompt, self.config.vocab)
         for request, tell in pairs:
             eos = () if request.sampling.ignore_eos else self.config.eos
             stops = frozenset(eos) | frozenset(request.sampling.stop_token_ids)

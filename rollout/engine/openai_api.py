@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -13,6 +12,7 @@ from starlette.routing import Route
 
 from ..chat import fields, openai, template
 from ..chat.detokenizer import UNFINISHED
+from ..http_process.limits import read_json
 from . import request_parsing, sglang_api
 from .request import Progress
 from .request_parsing import Ask
@@ -80,9 +80,9 @@ class OpenAI:
         return sglang_api.Answer({"error": error}, 404)
 
     async def completions(self, http: HTTPRequest) -> Response:
-        body = await sglang_api.read(http)
+        body = await read_json(http)
         fields.refuse(body, REFUSED)
-        prompts = openai.prompts(body, self.service.tokenizer)
+        prompts = await sglang_api.off_loop(http, self._prompts, body)
         echo = fields.boolean(body, "echo")
         top = None if body.get("logprobs") is None else fields.integer(body, "logprobs", least=0)
         budget = {"max_new_tokens": openai.COMPLETION_TOKENS, **fields.sampling(body, most=["max_tokens"], stop="stop")}
@@ -105,9 +105,9 @@ class OpenAI:
         return await self._answer(http, body, ask, "text_completion", choice)
 
     async def chat(self, http: HTTPRequest) -> Response:
-        body = await sglang_api.read(http)
+        body = await read_json(http)
         fields.refuse(body, REFUSED)
-        prompt = self._prompt(openai.messages(body))
+        prompt = await sglang_api.off_loop(http, self._prompt, body)
         wanted = fields.boolean(body, "logprobs")
         top = 0 if body.get("top_logprobs") is None else fields.integer(body, "top_logprobs", least=0)
         budget = {"max_new_tokens": None, **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop")}
@@ -126,9 +126,21 @@ class OpenAI:
 
     # -- the prompt ------------------------------------------------------------------------------
 
-    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _prompts(self, body: dict) -> list[list[int]]:
+        given = body.get("prompt")
+        if isinstance(given, list) and given and isinstance(given[0], list | str):
+            request_parsing.check_count(len(given), 1)
+        for text in given if isinstance(given, list) else [given]:
+            if isinstance(text, str):
+                request_parsing.check_text(text, self.service.tokenizer, self.service.engine.context, "prompt")
+        return openai.prompts(body, self.service.tokenizer)
+
+    def _prompt(self, body: dict) -> list[int]:
+        messages = openai.messages(body)
         if self.service.tokenizer is None:
             raise fields.Refused("messages", "this server has no tokenizer; send token ids to /generate")
+        text = "".join(message["content"] for message in messages)
+        request_parsing.check_text(text, self.service.tokenizer, self.service.engine.context, "messages")
         return template.prompt(self.service.tokenizer, {"messages": messages})
 
     def _ask(
@@ -137,12 +149,15 @@ class OpenAI:
         openai.include_usage(body)
         given = {theirs: body[name] for name, theirs in RENAMED.items() if body.get(name) is not None} | sampling
         chosen = [request_parsing.sampling(given, self.service.engine.context - len(prompt)) for prompt in prompts]
+        request_parsing.check_count(len(prompts), chosen[0][1])
         names = request_parsing.rids(body.get("rid"), len(prompts), len(prompts) == 1, chosen[0][1])
         requests = [
             request
             for prompt, (one, _), rid in zip(prompts, chosen, names, strict=True)
             for request in request_parsing.samples(tuple(prompt), one, rid, inputs, top or 0)
         ]
+        request_parsing.check_size(requests, (top is not None,) * len(requests))
+        self.service.bridge.check_room(requests)
         return Ask(
             requests=tuple(requests),
             n=chosen[0][1],

@@ -1,6 +1,7 @@
 """Requests to the engine and their progress, without jax: shared by the engine and its server."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 TOP = 20  # most likeliest tokens reported per position
@@ -85,8 +86,15 @@ class Progress:
     retractions: int = 0
 
 
+def check_prompt(prompt: Sequence[int], vocab: int) -> None:
+    """Raises ValueError unless each token is in the vocabulary."""
+    if problem := _outside("input_ids", prompt, vocab):
+        raise ValueError(problem)
+
+
 def check(request: Request, stops: frozenset[int], vocab: int, context: int, decodes: bool, experts: bool) -> None:
-    """Raises ValueError if the request cannot be served; one line, in SGLang's wording where it has any.
+    """Raises ValueError if the request cannot be served; one line, in SGLang's wording where it has any. The tokens of
+    its prompt are left to `check_prompt`, once for all samples.
 
     Args:
       stops: all ids that end it, including the model's.
@@ -105,10 +113,10 @@ def _problem(
     if request.routed_experts and not experts:
         return "return_routed_experts needs a model with experts, but this one has none."
     start = request.input_logprobs_from
-    for name, ids in {"input_ids": request.prompt, "stop_token_ids": s.stop_token_ids}.items():
-        bad = [x for x in ids if type(x) is not int or not 0 <= x < vocab]
-        if bad:
-            return f"{name} must be integers from 0 to {vocab - 1}, the model's vocabulary, got {bad[0]!r}."
+    if len(stops) > STOPS:
+        return f"stop_token_ids: at most {STOPS} are supported, including the model's."
+    if problem := _outside("stop_token_ids", s.stop_token_ids, vocab):
+        return problem
     for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed"):
         value = getattr(s, name)
         if type(value) is not int and not (name == "seed" and value is None):
@@ -140,10 +148,15 @@ def _problem(
         return "stop strings need a tokenizer, but the engine has none."
     if not all(s.stop):
         return "stop strings must not be empty."
-    if len(stops) > STOPS:
-        return f"stop_token_ids: at most {STOPS} are supported, including the model's."
     if not 0 <= request.top_logprobs <= TOP:
         return f"top_logprobs must be from 0 to {TOP}, got {request.top_logprobs}."
     if not (start is None or 0 <= start <= n):
         return f"input logprobs must start within the input ({n} tokens), got {start}."
+    return None
+
+
+def _outside(name: str, ids: Sequence[int], vocab: int) -> str | None:
+    for id in ids:
+        if type(id) is not int or not 0 <= id < vocab:
+            return f"{name} must be integers from 0 to {vocab - 1}, the model's vocabulary, got {id!r:.80}."
     return None

@@ -6,6 +6,8 @@ result (priorities, logging, routing) are ignored, as SGLang ignores all unknown
 
 from __future__ import annotations
 
+import collections
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +52,9 @@ GENERATE_REFUSED = dict.fromkeys(
     NOTHING,
 )  # fmt: skip
 SEEDS = range(-(2**63), 2**63)
+REQUESTS = 1024  # most samples of a body
+LOGPROBS = 2**19  # most log-probabilities in an answer for several samples
+LONGEST_RID = 256  # characters
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,13 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
     if not isinstance(body, Mapping):
         raise ValueError(f"/generate: the body must be a JSON object, got {shown(body)}")
     fields.refuse(body, GENERATE_REFUSED)
-    prompts, single = _prompts(body, tokenizer)
+    prompts, single = _prompts(body, tokenizer, context)
     P = len(prompts)
     params = _each(body, "sampling_params", P, Mapping, {})
     chosen = [sampling(p, context - len(prompt)) for p, prompt in zip(params, prompts, strict=True)]
     n = chosen[0][1] if chosen else 1
     rule({n} >= {m for _, m in chosen}, "n", "must be the same for all prompts of a body", [m for _, m in chosen])
+    check_count(P, n)
     wanted = _each(body, "return_logprob", P, bool, False)
     starts = _each(body, "logprob_start_len", P, int, -1)
     tops = _each(body, "top_logprobs_num", P, int, 0)
@@ -105,14 +111,33 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
             raise ValueError(f"logprob_start_len: must be at most the prompt's {len(prompt)} tokens, got {start}")
         inputs = start if logprob and 0 <= start < len(prompt) else None
         requests += samples(prompt, one, rid, inputs, max(top, 0) if logprob else 0, experts, adapter or "")
+    logprobs = tuple(logprob for logprob in wanted for _ in range(n))
+    check_size(requests, logprobs)
     return Ask(
         requests=tuple(requests),
         n=n,
         single=single and n == 1,
         stream=fields.boolean(body, "stream"),
-        logprobs=tuple(logprob for logprob in wanted for _ in range(n)),
+        logprobs=logprobs,
         texts=fields.boolean(body, "return_text_in_logprobs"),
     )
+
+
+def check_count(prompts: int, n: int) -> None:
+    """Raises Refused if a body has too many samples."""
+    rule(prompts * n <= REQUESTS, "n", f"must give at most {REQUESTS} samples, prompts times n", prompts * n)
+
+
+def check_size(requests: Sequence[Request], logprobs: Sequence[bool]) -> None:
+    """Raises Refused if the answer for several samples would have too many log-probabilities."""
+    if len(requests) == 1:
+        return
+    size = 0
+    for request in (request for request, wanted in zip(requests, logprobs, strict=True) if wanted):
+        start = request.input_logprobs_from
+        inputs = 0 if start is None else len(request.prompt) - start
+        size += (inputs + request.sampling.max_new_tokens) * (1 + request.top_logprobs)
+    rule(size <= LOGPROBS, "n", f"must give at most {LOGPROBS} log-probabilities, those of top_logprobs included", size)
 
 
 def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
@@ -127,7 +152,7 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     fields.refuse(given, SAMPLING_REFUSED)
     if not given.keys() <= KNOWN:
         unknown = min(given.keys() - KNOWN)
-        raise ValueError(f"sampling_params: unknown field {unknown!r}; known are {', '.join(sorted(SAMPLING))}")
+        raise ValueError(f"sampling_params: unknown field {shown(unknown)}; known are {', '.join(sorted(SAMPLING))}")
     given = {"max_new_tokens": 128, **given}
     most = _integer(given, "max_new_tokens", max(0, room))
     least = _integer(given, "min_new_tokens", 0)
@@ -143,7 +168,7 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     rule(top_k == -1 or top_k >= 1, "top_k", "must be -1 (off) or at least 1", top_k)
     rule(most >= 0, "max_new_tokens", "must be at least 0", most)
     rule(0 <= least <= most, "min_new_tokens", f"must be from 0 to max_new_tokens, which is {most}", least)
-    rule(n >= 1, "n", "must be at least 1", n)
+    rule(1 <= n <= REQUESTS, "n", f"must be from 1 to {REQUESTS}", n)
     rule(seed is None or seed in SEEDS, "sampling_seed", "must be in [-2**63, 2**63)", seed)
     stop = fields.stops(given, "stop")
     stop_ids = given.get("stop_token_ids")
@@ -185,15 +210,19 @@ def samples(
 
 def rids(given: Any, P: int, single: bool, n: int) -> list[list[str]]:
     """Names of the `n` samples of each of P prompts: the caller's, numbered if one stands for several."""
+    if given is None:
+        return [[f"{random.getrandbits(128):032x}" for _ in range(n)] for _ in range(P)]
     if isinstance(given, list):
         rule(_all(given, str) and len(given) == P, "rid", f"must be one string, or one for each of {P} prompts", given)
-        twice = sorted({rid for rid in given if given.count(rid) > 1})
+        rule(
+            all(0 < len(rid) <= LONGEST_RID for rid in given), "rid", f"must have 1 to {LONGEST_RID} characters", given
+        )
+        twice = sorted(rid for rid, count in collections.Counter(given).items() if count > 1)
         rule(not twice, "rid", "must differ within a body", twice)
         names = given
-    elif given is None:
-        return [[f"{random.getrandbits(128):032x}" for _ in range(n)] for _ in range(P)]
     else:
-        rule(isinstance(given, str) and given != "", "rid", "must be a string that is not empty", given)
+        right = isinstance(given, str) and 0 < len(given) <= LONGEST_RID
+        rule(right, "rid", f"must be a string of 1 to {LONGEST_RID} characters", given)
         names = [given] if single else [f"{given}_{i}" for i in range(P)]
     return [[name] if n == 1 else [f"{name}_{k}" for k in range(n)] for name in names]
 
@@ -204,12 +233,13 @@ def ids(given: Any, name: str) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _prompts(body, tokenizer):
+def _prompts(body, tokenizer, context):
     """(token ids of each prompt, whether the body has a single prompt and not a list)."""
     given = body.get("input_ids")
     if given is not None:
         rule(isinstance(given, list), "input_ids", "must be a list of token ids, or of such lists", given)
         if given and isinstance(given[0], list):
+            check_count(len(given), 1)
             return [ids(one, "input_ids") for one in given], False
         return [ids(given, "input_ids")], True
     text = body.get("text")
@@ -217,7 +247,22 @@ def _prompts(body, tokenizer):
         raise ValueError("/generate: give the prompt as text or as input_ids")
     rule(isinstance(text, str) or (_all(text, str) and text != []), "text", "must be a string or a list of them", text)
     words = [text] if isinstance(text, str) else text
+    check_count(len(words), 1)
+    for word in words:
+        check_text(word, tokenizer, context, "text")
     return [tuple(openai.encode(tokenizer, word, "text")) for word in words], isinstance(text, str)
+
+
+def check_text(text: str, tokenizer: Any, context: int, name: str) -> None:
+    """Raises Refused if a text is too long for the context whatever its tokens, which take long to find."""
+    if tokenizer is not None and len(text) > context:
+        most = context * _longest_token(tokenizer)
+        rule(len(text) <= most, name, f"must have at most {most} characters for {context} tokens", len(text))
+
+
+@functools.lru_cache(1)
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _each(body, name, P, kind, default):

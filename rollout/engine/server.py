@@ -9,15 +9,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
 from .. import http_process
+from ..http_process import limits
 from ..servers.labels import read_label
 from .adapters_api import Adapters
 from .engine import Engine
@@ -106,21 +106,16 @@ def app(service: Service, api_key: str | None = None) -> ASGIApp:
         yield
 
     routes = [*service.routes(), *Adapters(service).routes(), *OpenAI(service).routes()]
-    handlers = {ValueError: _refused, ClientDisconnect: _gone}
-    inner = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    inner = limits.app(routes, failed=_failed, lifespan=lifespan)
     return inner if api_key is None else _guarded(inner, api_key)
 
 
-async def _refused(http: HTTPRequest, error: Exception) -> Response:
-    """The response to an invalid request, in SGLang's format for errors of the route."""
-    if http.url.path == "/generate":
-        return JSONResponse({"error": {"message": str(error)}}, 400)
-    body = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-    return JSONResponse(body, 400)
-
-
-async def _gone(http: HTTPRequest, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+async def _failed(http: HTTPRequest, error: Exception) -> Response:
+    """The response to an error: {"error": {"message", "code"}}, next to the fields of SGLang's other form."""
+    status, message = limits.status_of(error)
+    kind = "BadRequestError" if status == 400 else "InternalServerError" if status >= 500 else "Error"
+    more = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+    return limits.refused(status, message, getattr(error, "headers", None), more)
 
 
 def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
@@ -130,7 +125,8 @@ def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
         if scope["type"] == "http" and scope["path"] not in UNGUARDED:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, expected):
-                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+                refusal = HTTPException(401, "the key is missing or wrong", limits.CLOSE)
+                await (await _failed(HTTPRequest(scope), refusal))(scope, receive, send)
                 return
         await inner(scope, receive, send)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from starlette.routing import Route
 from ... import __version__
 from ...adapters import hf
 from ..chat import fields
+from ..http_process.limits import read_json
 from . import request_parsing
 from .async_bridge import Bridge
 from .engine import RELEASABLE
@@ -35,6 +37,8 @@ from .request import Progress, Request, Sampling
 
 PAUSES = ("abort", "retract", "in_place")
 HEALTHY_S = 20.0  # how long /health waits for progress
+CONFIG_BYTES = 2**20  # largest config.json, of a model or an adapter
+SMALL = 2**16  # bytes of a body that is parsed without a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +95,8 @@ class Service:
             Route("/continue_generation", self.continue_generation, methods=post),
             Route("/abort_request", self.abort_request, methods=post),
             Route("/flush_cache", self.flush_cache, methods=either),
-            Route("/release_memory_occupation", self.release_memory_occupation, methods=either),
-            Route("/resume_memory_occupation", self.resume_memory_occupation, methods=either),
+            Route("/release_memory_occupation", self.release_memory_occupation, methods=post),
+            Route("/resume_memory_occupation", self.resume_memory_occupation, methods=post),
             Route("/stage_weights_from_disk", self.stage_weights_from_disk, methods=post),
             Route("/update_weights_from_disk", self.update_weights_from_disk, methods=post),
             Route("/update_weight_version", self.update_weight_version, methods=post),
@@ -103,7 +107,9 @@ class Service:
 
     async def generate(self, http: HTTPRequest) -> Response:
         start = time.perf_counter()
-        ask = request_parsing.generate(await read(http), self.tokenizer, self.engine.context)
+        body = await read_json(http)
+        ask = await off_loop(http, request_parsing.generate, body, self.tokenizer, self.engine.context)
+        self.bridge.check_room(ask.requests)
         if ask.stream:
             return events(self._answers(ask, self.bridge.stream(ask.requests), start))
         done = await self.bridge.finish(ask.requests, disconnected(http))
@@ -241,21 +247,21 @@ class Service:
     # -- pauses and aborts -----------------------------------------------------------------------
 
     async def pause_generation(self, http: HTTPRequest) -> Response:
-        mode = (await read(http)).get("mode", "abort")
-        if mode not in PAUSES:
-            raise ValueError(f"mode: must be one of {', '.join(PAUSES)}, got {mode!r}")
+        mode = (await read_json(http)).get("mode", "abort")
+        fields.rule(mode in PAUSES, "mode", f"must be one of {', '.join(PAUSES)}", mode)
         await asyncio.to_thread(self.engine.pause, mode)
         return Answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: HTTPRequest) -> Response:
-        await read(http)
+        await read_json(http)
         await asyncio.to_thread(self.engine.resume)
         return Answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort_request(self, http: HTTPRequest) -> Response:
-        body = await read(http)
+        body = await read_json(http)
         rid = body.get("rid") or ""
-        fields.rule(isinstance(rid, str), "rid", "must be a string", rid)
+        right = isinstance(rid, str) and len(rid) <= request_parsing.LONGEST_RID
+        fields.rule(right, "rid", f"must be a string of at most {request_parsing.LONGEST_RID} characters", rid)
         if fields.boolean(body, "abort_all"):
             self.engine.abort_all()
         elif rid:
@@ -269,7 +275,7 @@ class Service:
     # -- memory ----------------------------------------------------------------------------------
 
     async def release_memory_occupation(self, http: HTTPRequest) -> Response:
-        named = tags(await read(http))
+        named = tags(await read_json(http))
         if "weights" in named:
             self._staged = None
         await asyncio.to_thread(self.engine.release, named)
@@ -278,14 +284,14 @@ class Service:
     async def resume_memory_occupation(self, http: HTTPRequest) -> Response:
         """Allocates released memory. Unlike SGLang, whose weights then have arbitrary content, this server generates
         only once weights are loaded; and it is not an error if nothing was released."""
-        await asyncio.to_thread(self.engine.reclaim, tags(await read(http)))
+        await asyncio.to_thread(self.engine.reclaim, tags(await read_json(http)))
         return Answer(None)
 
     # -- weights ---------------------------------------------------------------------------------
 
     async def update_weights_from_disk(self, http: HTTPRequest) -> Response:
         """Loads a checkpoint folder of the same model, after reading and checking it completely."""
-        body = await read(http)
+        body = await read_json(http)
         async with self._updating:
             try:
                 version = await self._update(body)
@@ -297,7 +303,7 @@ class Service:
     async def stage_weights_from_disk(self, http: HTTPRequest) -> Response:
         """Reads a checkpoint folder of the same model next to the weights in use, while requests continue; an update
         from this folder then only swaps them, which shortens the pause."""
-        body = await read(http)
+        body = await read_json(http)
         async with self._updating:
             try:
                 await self._stage(body)
@@ -306,8 +312,7 @@ class Service:
         return Answer({"success": True, "message": "Staged model weights."})
 
     async def _stage(self, body: dict) -> Staged:
-        path: Any = body.get("model_path")
-        fields.rule(isinstance(path, str), "model_path", "must name a checkpoint folder", path)
+        path = fields.name(body, "model_path")
         fields.refuse(body, {"load_format": ("auto", "safetensors")})
         files = await asyncio.to_thread(state_of, path)
         if self._staged is None or (self._staged.path, self._staged.files) != (path, files):
@@ -320,14 +325,25 @@ class Service:
             self._same_model(config, path)
             return self.engine.stage(params)
 
-        _, weights, checksums = read_weights(path, self.dtype, stage)
+        with readable(path):
+            self._check_config(path)
+            _, weights, checksums = read_weights(path, self.dtype, stage)
         return Staged(path, files, weights, checksums)
 
+    def _check_config(self, path: str) -> None:
+        """Refuses another model by its config.json, before anything of it is built, which could be of any size."""
+        file = Path(path) / "config.json"
+        if file.is_file():
+            check_file_size(file, CONFIG_BYTES)
+            layers = hf.read_json(file).get("num_hidden_layers")
+            if layers != self.engine.config.layers:
+                problem = f"num_hidden_layers {fields.shown(layers)} instead of {self.engine.config.layers}"
+                raise ValueError(f"{path}: must contain the model that is served, but has {problem}")
+        self._same_model(hf.read_config(path), path, but=("source", "prefix", "value_head"))
+
     async def _update(self, body: dict) -> str:
-        version: Any = body.get("weight_version")
         flush = fields.boolean({"flush_cache": True, **body}, "flush_cache")
-        named = version is None or isinstance(version, str) and version
-        fields.rule(named, "weight_version", "must be a string that is not empty", version)
+        version = None if body.get("weight_version") is None else fields.name(body, "weight_version")
         staged = await self._stage(body)
         # Tokens must not get the old weights' label.
         version = version or f"unnamed-{together(staged.checksums)[:8]}"
@@ -337,16 +353,15 @@ class Service:
         self.path, self.checksums, self._staged = staged.path, staged.checksums, None
         return version
 
-    def _same_model(self, config, path: str) -> None:
+    def _same_model(self, config, path: str, but: Sequence[str] = ("source",)) -> None:
         ours, theirs = dataclasses.asdict(self.engine.config), dataclasses.asdict(config)
-        if other := [name for name in ours if name != "source" and ours[name] != theirs.get(name)]:
-            shown = ", ".join(f"{name} {theirs.get(name)!r} instead of {ours[name]!r}" for name in other)
+        if other := [name for name in ours if name not in but and ours[name] != theirs.get(name)]:
+            shown = ", ".join(f"{name} {fields.shown(theirs.get(name))} instead of {ours[name]!r}" for name in other)
             raise ValueError(f"{path}: must contain the model that is served, but has {shown}")
 
     async def update_weight_version(self, http: HTTPRequest) -> Response:
-        body = await read(http)
-        version = body.get("new_version")
-        fields.rule(isinstance(version, str) and version, "new_version", "must be a string that is not empty", version)
+        body = await read_json(http)
+        version = fields.name(body, "new_version")
         if fields.boolean({"abort_all_requests": True, **body}, "abort_all_requests"):
             self.engine.abort_all()
         await asyncio.to_thread(self.engine.set_version, version)
@@ -355,9 +370,10 @@ class Service:
 
     async def weights_checker(self, http: HTTPRequest) -> Response:
         """xxh3-128 of each loaded tensor, comparable with a published manifest.json."""
-        action = (await read(http)).get("action", "checksum") if await http.body() else "checksum"
+        action = (await read_json(http)).get("action", "checksum") if await http.body() else "checksum"
         if action != "checksum":
-            return Answer({"success": False, "message": f"action: must be checksum, got {action!r}"}, 400)
+            message = f"action: must be checksum, got {fields.shown(action)}"
+            return Answer({"success": False, "message": message}, 400)
         if not self.engine.loaded:
             return Answer({"success": False, "message": "weights: released, and none loaded since"}, 400)
         total = together(self.checksums)
@@ -367,10 +383,29 @@ class Service:
 
 def state_of(path: str) -> frozenset:
     """(name, inode, size, modification time) of the files in a folder; empty if there is no folder."""
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         return frozenset()
-    found = ((file.name, file.stat()) for file in os.scandir(path))
-    return frozenset((name, is_.st_ino, is_.st_size, is_.st_mtime_ns) for name, is_ in found)
+    with readable(path):
+        found = ((file.name, file.stat()) for file in os.scandir(path))
+        return frozenset((name, is_.st_ino, is_.st_size, is_.st_mtime_ns) for name, is_ in found)
+
+
+@contextlib.contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Raises ValueError if the folder cannot be read, or its files have what no such file has."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{path}: malformed ({type(error).__name__}: {error!s:.100})") from error
+
+
+def check_file_size(path: Path, most: int) -> None:
+    """Raises ValueError if a file is larger than `most` bytes."""
+    size = path.stat().st_size
+    if size > most:
+        raise ValueError(f"{path}: must have at most {most} bytes, got {size}")
 
 
 def read_weights(
@@ -406,8 +441,8 @@ def together(checksums: dict[str, str]) -> str:
 def tags(body: dict) -> Sequence[str]:
     """The kinds of memory that a request names; all of them if it names none."""
     named = body.get("tags") or RELEASABLE
-    right = isinstance(named, list | tuple) and all(isinstance(tag, str) for tag in named)
-    fields.rule(right, "tags", "must be a list of strings", named)
+    right = isinstance(named, list | tuple) and all(tag in RELEASABLE for tag in named)
+    fields.rule(right, "tags", f"must be a list of {', '.join(RELEASABLE)}", named)
     return named
 
 
@@ -421,15 +456,11 @@ class Answer(JSONResponse):
         return _encode(content).encode()
 
 
-async def read(http: HTTPRequest) -> dict:
-    """Reads the JSON object in a request's body."""
-    try:
-        body = json.loads(await http.body())
-    except ValueError as error:
-        raise ValueError(f"{http.url.path}: the body must be JSON ({error})") from error
-    if not isinstance(body, dict):
-        raise ValueError(f"{http.url.path}: the body must be a JSON object, got {type(body).__name__}")
-    return body
+async def off_loop(http: HTTPRequest, function: Callable[..., Any], *args: Any) -> Any:
+    """The result of `function`, which takes long for a large body: in a thread then, while others are answered."""
+    if len(await http.body()) <= SMALL:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
 
 
 def events(answers: AsyncIterator[dict]) -> Response:

@@ -1,10 +1,25 @@
-"""The parsed form of a request, common to the gateway's APIs."""
+"""The body of a request, and its parsed form, common to the gateway's APIs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.requests import Request
+
+from ..chat.fields import Refused
+from ..http_process import limits
+
+
+async def read_body(http: Request, most: limits.Limits) -> dict[str, Any]:
+    """Reads the request's body, a JSON object; {} if there is none. Raises HTTPException, Refused."""
+    if not await http.body():
+        return {}
+    try:
+        return await limits.read_json(http, most)
+    except ValueError as error:
+        raise Refused("body", str(error).removeprefix("the body ")) from None
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from ..chat.fields import Refused
+from ..http_process.limits import GONE, status_of
 from . import chat, messages
 
 log = logging.getLogger(__name__)
 
 KINDS = (HTTPException, ValueError, RuntimeError, ClientDisconnect)  # anything else is a bug in this library
-GONE = 499  # the client disconnected; nobody reads the response
 
 
 async def failed(http: Request, error: Exception) -> Response:
-    """The response to a request that raised one of KINDS."""
+    """The response to a request that raised an error."""
     status, message = report(http, error)
     if status == GONE:
         return Response(status_code=GONE)
@@ -29,12 +29,7 @@ async def failed(http: Request, error: Exception) -> Response:
 
 def report(http: Request, error: Exception) -> tuple[int, str]:
     """Logs an error in one line, without keys and request content; returns (status, message)."""
-    if isinstance(error, HTTPException):
-        status, message = error.status_code, error.detail
-    elif isinstance(error, ClientDisconnect):
-        status, message = GONE, ""
-    else:
-        status, message = 400 if isinstance(error, ValueError) else 500, str(error)
+    status, message = status_of(error)
     what = f"{http.method} {http.url.path[:100]!r}: {status}"
     if status >= 500:
         log.error("failed: %s: %.300r", what, message)

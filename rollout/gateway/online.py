@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ..chat.fields import Refused
 from ..chat.session import Session
 from ..types import Sample
-from .listener import read_json
+from .ask import read_body
 from .sessions import Entry, Limits, Sessions
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Online:
     async def _start(self, http: Request) -> Response:
         if not self._sessions.admin(http):
             raise HTTPException(401, "starting a session needs the admin key")
-        wanted = await read_json(http, self._limits)
+        wanted = await read_body(http, self._limits.http)
         if self._on_start is None:
             raise HTTPException(403, "this server starts no sessions over HTTP")
         if self._sessions.full:
@@ -71,7 +71,7 @@ class Online:
 
     async def _reward(self, http: Request) -> Response:
         session = self._sessions.named(http).session
-        body = await read_json(http, self._limits)
+        body = await read_body(http, self._limits.http)
         interaction = body.get("interaction") or ""
         if "value" not in body or not body.keys() <= {"value", "interaction"} or not isinstance(interaction, str):
             raise Refused("body", 'must have a "value" and optionally the id of an "interaction"')

@@ -14,29 +14,28 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from .. import http_process
 from ..chat import parsers, template
 from ..chat.fields import Refused
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
-from ..http_process import loopback
+from ..http_process import limits as http_limits
 from ..servers.types import Part
 from ..types import Completion
 from . import chat, completions, errors, messages, responses, work
-from .ask import Ask
-from .listener import CLOSE, listen, read_json
+from .ask import Ask, read_body
 from .online import End, Online, Start
 from .sessions import Entry, Limits, Sessions
 
 APIS: dict[str, Any] = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages}
 Read = Callable[..., Awaitable[tuple[str, Part]]]
+GRACE_S = 1  # for responses in progress at shutdown
 
 
 @contextlib.asynccontextmanager
@@ -73,19 +72,23 @@ async def serve(
     """
     if style not in STYLES:
         raise ValueError(f"serve: style must be one of {', '.join(STYLES)}, got {style!r}")
-    if not admin_key and not loopback(host):
+    if not admin_key and not http_process.loopback(host):
         raise ValueError(f"serve: a host that other machines can reach needs an admin_key, got {host!r} and none")
     sessions = Sessions(limits, admin_key)
     online = Online(sessions, limits, on_start, on_end)
     gateway = Gateway(tokenizer, sessions, limits, style, reasoning, model, read)
-    async with listen(_app([*gateway.routes(), *online.routes()], limits), host, port, limits) as gateway.url:
-        online.base_url = f"{gateway.url}/v1"
-        expiry = asyncio.create_task(online.expire())
-        try:
-            yield gateway
-        finally:
-            expiry.cancel()
-            await sessions.close_all()
+    app = http_limits.app([*gateway.routes(), *online.routes()], limits.http, errors.failed)
+    options: dict[str, Any] = dict(lifespan="off", log_config=None, log_level=None, timeout_graceful_shutdown=GRACE_S)
+    with contextlib.closing(http_process.bind(host, port)) as sock:
+        async with http_process.running(http_process.server(app, limits.http, **options), sock):
+            gateway.url = http_process.address((host, sock.getsockname()[1]))
+            online.base_url = f"{gateway.url}/v1"
+            expiry = asyncio.create_task(online.expire())
+            try:
+                yield gateway
+            finally:
+                expiry.cancel()
+                await sessions.close_all()
 
 
 class Gateway:
@@ -204,7 +207,7 @@ class Gateway:
         return JSONResponse({"input_tokens": len(template.encode(self._tokenizer, self._rendered(ask)))})
 
     async def _body(self, http: Request) -> dict[str, Any]:
-        return {"model": self._model, **await read_json(http, self._limits)}
+        return {"model": self._model, **await read_body(http, self._limits.http)}
 
     def _rendered(self, ask: Ask) -> str:
         for name, value in ask.template.items():  # a client must not pass its own template
@@ -217,23 +220,6 @@ class Gateway:
             self._sessions.of(http)
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "areax"}
         return JSONResponse({"object": "list", "data": [card]})
-
-
-def _app(routes: Sequence[Route], limits: Limits) -> ASGIApp:
-    """The routes as an ASGI application that checks the size of headers first."""
-    inner = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors.KINDS, errors.failed))
-    inner.router.redirect_slashes = False
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in headers)
-        if len(headers) <= limits.headers and size <= limits.header_bytes:
-            await inner(scope, receive, send)
-            return
-        refused = HTTPException(431, f"at most {limits.headers} headers of {limits.header_bytes} bytes", CLOSE)
-        await (await errors.failed(Request(scope), refused))(scope, receive, send)
-
-    return app
 
 
 async def _health(http: Request) -> Response:

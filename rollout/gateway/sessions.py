@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ..chat.session import Session
+from ..http_process import limits
 
 
 @dataclass(frozen=True)
@@ -20,21 +21,13 @@ class Limits:
     """Limits of clients; requests that exceed one are refused.
 
     Attributes:
-      body_bytes, body_s: size of a request's body, and seconds in which it must arrive.
-      header_bytes, headers: total size and number of a request's headers.
-      head_s: seconds in which the request line and headers must arrive.
-      connections: open at the same time.
+      http: of connections, headers and bodies.
       generations: running in one session at the same time.
       sessions: open at the same time.
       idle_s, total_s: seconds after which a session started over HTTP expires, when unused and in any case.
     """
 
-    body_bytes: int = 32 * 2**20
-    body_s: float = 60.0
-    header_bytes: int = 2**16
-    headers: int = 100
-    head_s: float = 10.0
-    connections: int = 4096
+    http: limits.Limits = limits.Limits()
     generations: int = 128
     sessions: int = 4096
     idle_s: float = 3600.0
@@ -102,9 +95,9 @@ class Sessions:
 
     def stale(self) -> list[Entry]:
         """The expired sessions, among those started over HTTP."""
-        now, limits = time.monotonic(), self._limits
-        old = lambda entry: now - entry.started > limits.total_s
-        idle = lambda entry: not entry.running and now - entry.used > limits.idle_s
+        now, most = time.monotonic(), self._limits
+        old = lambda entry: now - entry.started > most.total_s
+        idle = lambda entry: not entry.running and now - entry.used > most.idle_s
         return [entry for entry in self._by_id.values() if entry.online and (old(entry) or idle(entry))]
 
     # -- authentication; raises HTTPException if it fails ----------------------------------------

@@ -2,8 +2,8 @@
 
 POST /run {"code": text, "stdin": text, "limits": {name: number}} -> {"stdout", "stderr", "code", "why"}, as
 `sandbox.run_python`; stdin and limits are optional. GET /health -> `sandbox.isolation`, without a key. The key is sent
-as `Authorization: Bearer KEY`. Other statuses than 200 come with {"error": text}: 400 invalid request, 401 wrong key,
-408 and 413 slow or large body, 500 the sandbox failed, 503 busy.
+as `Authorization: Bearer KEY`. Other statuses than 200 come with {"error": {"message", "code"}}: 400 invalid request,
+401 wrong key, 403 a browser's page, 408 and 413 slow or large body, 431 headers, 502 the sandbox failed, 503 busy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from . import Limits, Result
 
 if TYPE_CHECKING:
     import aiohttp
-    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Remote:
                 status, content = answer.status, json.loads(await answer.read())
             if status == 200:
                 return Result(**content)
-            error = content["error"]
+            error = content["error"]["message"]
         except (aiohttp.ClientError, TimeoutError, ValueError, TypeError, KeyError) as failed:
             raise ServerError(f"sandbox: no answer from {self.url}: {type(failed).__name__}: {failed}") from failed
         if status == 400:
@@ -83,17 +83,20 @@ class Remote:
         raise ServerError(f"sandbox: {self.url} answered {status}: {error}")
 
 
-def app(*, places: int, key: str | None = None, most: Limits = MOST) -> Starlette:
+def app(*, places: int, key: str | None = None, most: Limits = MOST) -> ASGIApp:
     """The server as an ASGI application.
 
     Args:
       places: most programs that run at the same time.
       most: upper bounds of the limits in requests.
     """
-    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
+    from ..http_process import limits as http_limits
+
+    bounds = http_limits.Limits(body_bytes=BODY, body_s=BODY_S)
     free = asyncio.Semaphore(places)
     inside = 0
 
@@ -101,22 +104,16 @@ def app(*, places: int, key: str | None = None, most: Limits = MOST) -> Starlett
         nonlocal inside
         given = request.headers.get("authorization", "").encode()
         if key is not None and not hmac.compare_digest(given, f"Bearer {key}".encode()):
-            return refused(401, "the key is missing or wrong")
+            raise HTTPException(401, "the key is missing or wrong", http_limits.CLOSE)
         if inside >= places * WAITING:
-            return refused(503, f"{inside} programs are running or waiting; try again later")
+            raise HTTPException(503, f"{inside} programs are running or waiting; try again later", http_limits.CLOSE)
         inside += 1
         try:
-            code, stdin, limits = _asked(await _body(request), most)
+            code, stdin, limits = _asked(http_limits.parse(await request.body(), bounds), most)
             async with free:
                 result = await sandbox.run_python(code, stdin=stdin, **limits)
-        except TimeoutError:
-            return refused(408, f"the body must arrive within {BODY_S:g} s")
-        except OverflowError as error:
-            return refused(413, str(error))
-        except ValueError as error:
-            return refused(400, str(error))
         except ServerError as error:
-            return refused(500, str(error))
+            raise HTTPException(502, str(error)) from error
         finally:
             inside -= 1
         return JSONResponse(asdict(result))
@@ -124,30 +121,12 @@ def app(*, places: int, key: str | None = None, most: Limits = MOST) -> Starlett
     async def health(request: Request) -> Response:
         return JSONResponse(asdict(await asyncio.to_thread(sandbox.isolation)))
 
-    def refused(status: int, error: str) -> Response:
-        log.warning("sandbox: refused a request, %d: %s", status, error)
-        return JSONResponse({"error": error}, status, {"Connection": "close"})  # the rest of a body is not read
-
-    return Starlette(routes=[Route("/run", run, methods=["POST"]), Route("/health", health)])
+    return http_limits.app([Route("/run", run, methods=["POST"]), Route("/health", health)], bounds)
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async with asyncio.timeout(BODY_S):
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY:
-                raise OverflowError(f"the body must have at most {BODY} bytes")
-    return bytes(body)
-
-
-def _asked(body: bytes, most: Limits) -> tuple[str, str, dict[str, Any]]:
+def _asked(asked: dict[str, Any], most: Limits) -> tuple[str, str, dict[str, Any]]:
     """Parses a request body to (code, stdin, limits); raises ValueError if it is invalid."""
-    try:
-        asked = json.loads(body)
-    except RecursionError:
-        raise ValueError("sandbox: the body is nested too deeply") from None
-    if not isinstance(asked, dict) or not asked.keys() <= {"code", "stdin", "limits"}:
+    if not asked.keys() <= {"code", "stdin", "limits"}:
         raise ValueError("sandbox: the body must be an object with code, and optionally stdin and limits")
     code, stdin, limits = asked.get("code"), asked.get("stdin", ""), asked.get("limits", {})
     if not (isinstance(code, str) and isinstance(stdin, str) and isinstance(limits, dict)):

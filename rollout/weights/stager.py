@@ -25,6 +25,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -34,9 +35,9 @@ from . import delta
 from .file_server import KEY, described
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -47,51 +48,65 @@ PAUSE_S = 0.2  # before the second attempt; doubles
 READ_S = 30.0  # a connection without data is closed after this
 LISTING_S = 1800.0  # for the file server to hash a version and make a delta
 CHUNK = 1 << 20
-BODY = 64 * 2**10
+BODY = 64 * 2**10  # bytes
+LISTING = 64 * 2**20  # bytes of a listing, or of an error, of a file server
+WAITING = 16  # requests at a time; more get a 503
 
 
-def app(root: Path, *, key: str | None = None) -> Starlette:
+def app(root: Path, *, key: str | None = None) -> ASGIApp:
     """The stager as an ASGI application; versions are stored in `root`, by label."""
-    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
+    from ..http_process import limits
+
+    bounds = limits.Limits(body_bytes=BODY)
     one_at_a_time, speeds = asyncio.Lock(), dict[str, float]()
+    inside = 0
 
     async def stage(request: Request) -> Response:
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > BODY:
-                return refused(413, f"a body has at most {BODY} bytes")
-        try:
-            asked = json.loads(body)
-            label, source, source_key = (str(asked[name]) for name in ("label", "source", "source_key"))
-        except (ValueError, KeyError, TypeError):
-            return refused(400, "the body must be an object with label, source, source_key and key")
-        if key is not None and not hmac.compare_digest(str(asked.get("key")).encode(), key.encode()):
-            return refused(401, f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager")
-        if version_of(label) < 0:
-            return refused(400, f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
+        nonlocal inside
+        label, source, source_key = _asked(await limits.read_json(request, bounds), key)
+        if inside >= WAITING:
+            raise HTTPException(503, f"{inside} requests are waiting; try again later")
+        inside += 1
         try:
             async with one_at_a_time:
                 return JSONResponse(await fetch_version(root, label, source, source_key, speeds))
-        except ValueError as error:
-            return refused(400, str(error))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            return refused(500, f"{root}: {'the disk is full' if full else error}")
+            raise HTTPException(507, f"{root}: {'the disk is full' if full else error}") from error
         except RuntimeError as error:
-            return refused(500, str(error))
+            raise HTTPException(502, str(error)) from error
+        finally:
+            inside -= 1
 
     async def health(request: Request) -> Response:
         return JSONResponse({"versions": [path.name for path in _kept(root)]})
 
-    def refused(status: int, error: str) -> Response:
-        log.warning("stager: refused a request, %d: %s", status, error)
-        return JSONResponse({"error": {"message": error}}, status, {"Connection": "close"})
+    return limits.app([Route("/stage", stage, methods=["POST"]), Route("/health", health)], bounds)
 
-    return Starlette(routes=[Route("/stage", stage, methods=["POST"]), Route("/health", health)])
+
+def _asked(asked: dict[str, Any], key: str | None) -> tuple[str, str, str]:
+    """(label, source, source key) of a request. Raises ValueError, HTTPException if it has the wrong key."""
+    from starlette.exceptions import HTTPException
+
+    fields = [asked.get(name) for name in ("label", "source", "source_key")]
+    if not all(isinstance(field, str) for field in fields):
+        raise ValueError("the body must be an object with label, source, source_key and key")
+    if key is not None and not hmac.compare_digest(str(asked.get("key")).encode(), key.encode()):
+        problem = f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager"
+        raise HTTPException(401, problem, {"connection": "close"})
+    label, source, source_key = map(str, fields)
+    if len(label) > 64 or version_of(label) < 0:
+        raise ValueError(f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
+    parts = urlsplit(source)  # raises ValueError, too
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"the source must be the address of a file server, got {source!r:.80}")
+    if not (source_key.isascii() and source_key.isprintable()):
+        raise ValueError("the source_key must be printable ASCII")
+    return label, source, source_key
 
 
 async def fetch_version(
@@ -227,13 +242,18 @@ class _Fetch:
                 async for chunk in reply.content.iter_chunked(CHUNK):
                     file.write(chunk)
                     self.report["bytes"] += len(chunk)
+                    if file.tell() > size:
+                        break
         if (arrived := path.stat().st_size) != size:
             raise aiohttp.ClientPayloadError(f"{arrived} of {size} bytes arrived")
 
 
 async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
     """The text of a successful response; raises ValueError for 4xx, ClientPayloadError for other errors."""
-    text = await reply.text()
+    content = await reply.content.read(LISTING)
+    if not reply.content.at_eof():
+        raise RuntimeError(f"{url}: the answer must have less than {LISTING} bytes")
+    text = content.decode(errors="replace")
     if 400 <= reply.status < 500:
         raise ValueError(f"{url}: HTTP {reply.status}: {text[:200]}")
     if reply.status != 200:

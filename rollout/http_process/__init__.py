@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
+    from .limits import Limits
+
+STALLED_S = 120.0  # a connection is closed whose client takes no data for this long
+
 
 def bind(host: str, port: int, what: str = "serve") -> socket.socket:
     """Binds a socket to host:port (0 = any free port), to reserve the address; it does not listen yet.
@@ -34,6 +38,8 @@ def bind(host: str, port: int, what: str = "serve") -> socket.socket:
     # asyncio sets TCP_NODELAY only if the protocol is given; without it each answer waits 40 ms for the one before.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALLED_S))
     try:
         sock.bind(address)
     except OSError as error:
@@ -77,9 +83,17 @@ def address(place: tuple) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def server(app: ASGIApp, **options: Any) -> uvicorn.Server:
-    """Makes a uvicorn server that leaves signals to the program; `options` are passed to `uvicorn.Config`."""
+def server(app: ASGIApp, limits: Limits | None = None, **options: Any) -> uvicorn.Server:
+    """Makes a uvicorn server that leaves signals to the program; `options` are passed to `uvicorn.Config`.
+
+    Args:
+      limits: of connections, as `limits.app` has them for requests; None = the defaults.
+    """
     import uvicorn
+
+    from . import limits as limiting
+
+    limits = limits or limiting.Limits()
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -87,7 +101,13 @@ def server(app: ASGIApp, **options: Any) -> uvicorn.Server:
             yield
 
     quiet: dict[str, Any] = dict(log_level="warning", access_log=False, proxy_headers=False, server_header=False)
-    return Server(uvicorn.Config(app, **(quiet | options)))
+    bounds: dict[str, Any] = {
+        "http": limiting.protocol(limits),
+        "ws": "none",
+        "limit_concurrency": limits.connections,
+        "timeout_keep_alive": limits.idle_s,
+    }
+    return Server(uvicorn.Config(app, **(quiet | bounds | options)))
 
 
 @contextlib.asynccontextmanager
@@ -110,15 +130,21 @@ async def running(server: uvicorn.Server, sock: socket.socket) -> AsyncIterator[
 
 
 def serve(
-    app: ASGIApp, sock: socket.socket, ready: str, *, ending: Callable[[], None] = lambda: None, **options: Any
+    app: ASGIApp,
+    sock: socket.socket,
+    ready: str,
+    *,
+    limits: Limits | None = None,
+    ending: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> None:
     """Serves until SIGTERM or SIGINT; prints the line `ready` once requests are answered.
 
     Args:
       ending: called on shutdown, before it waits for responses in progress.
-      options: as for `server`.
+      limits, options: as for `server`.
     """
-    made = server(app, **({"loop": "asyncio", "timeout_graceful_shutdown": 1} | options))
+    made = server(app, limits, **({"loop": "asyncio", "timeout_graceful_shutdown": 1} | options))
     ends = (signal.SIGINT, signal.SIGTERM)
 
     async def run() -> None:
