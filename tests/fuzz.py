@@ -16,6 +16,7 @@ from pathlib import Path
 
 SECONDS = 20  # without an answer for this long a request hangs
 THREADS = 3
+ENOUGH = 20  # failures, after which it ends
 DEEP = 100_000
 
 
@@ -82,6 +83,9 @@ def encoded(value) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
+SPELT = [Raw(encoded(value).decode()) for value in VALUES]
+
+
 def places(value, found=None):
     """Every container and key in a JSON value."""
     found = [] if found is None else found
@@ -99,7 +103,7 @@ def spoilt(rng: random.Random, routes: list[Route]) -> tuple[str, str, bytes, di
     if kind < 0.7 and body:
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             container, key = rng.choice(places(body))
-            container[key] = copy.deepcopy(rng.choice(VALUES))
+            container[key] = rng.choice(SPELT)
         if rng.random() < 0.1:
             body[rng.choice(["n", "rid", "stop", "seed", "extra", "", "\0", "a" * 1_000])] = copy.deepcopy(
                 rng.choice(VALUES)
@@ -174,7 +178,7 @@ def attack(
     rng = random.Random(seed)
 
     def send(most: int) -> None:
-        while report.sent < most:
+        while report.sent < most and len(report.failures) < ENOUGH:
             with lock:
                 request = spoilt(rng, routes)
                 report.sent += 1

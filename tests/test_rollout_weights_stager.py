@@ -345,7 +345,7 @@ def test_a_stager_refuses_wrong_keys_and_malformed_requests(place, monkeypatch):
                     (ask | {"key": "wrong"}, 401, "AREAX_STAGER_KEY"),
                     (ask | {"label": "../../etc"}, 400, "a label must be"),
                     ({"key": KEY}, 400, "the body must be an object"),
-                    ([], 400, "the body must be an object"),
+                    ([], 400, "the body must be a JSON object"),
                 ):
                     async with http.post(f"{url}/stage", json=body) as reply:
                         assert reply.status == status and words in (await reply.json())["error"]["message"]

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
 
+ANOTHER_PAGE = "this server does not serve pages of other addresses (see the headers Origin and Sec-Fetch-Site)"
 CLOSE = {"connection": "close"}  # the unread rest of a request must not be parsed as the next one
 GONE = 499  # the client disconnected; nobody reads the response
 Failed = Callable[[Request, Exception], Awaitable[Response]]
@@ -81,23 +82,23 @@ def _refusal(scope: Scope, limits: Limits) -> HTTPException | None:
     headers = scope["headers"]
     if len(headers) > limits.headers or sum(len(name) + len(value) for name, value in headers) > limits.header_bytes:
         return HTTPException(431, f"at most {limits.headers} headers of {limits.header_bytes} bytes", CLOSE)
-    found = {name: value.decode("latin-1") for name, value in headers}
-    if _from_another_page(found):
-        return HTTPException(403, "pages of other addresses may not use this server (Origin, Sec-Fetch-Site)", CLOSE)
-    length = found.get(b"content-length", "0")
+    found = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+    if from_another_page(found):
+        return HTTPException(403, ANOTHER_PAGE, CLOSE)
+    length = found.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > limits.body_bytes:
         return _too_large(limits)
     return None
 
 
-def _from_another_page(headers: Mapping[bytes, str]) -> bool:
+def from_another_page(headers: Mapping[str, str]) -> bool:
     """Whether a browser sends the request for a page of another address; only browsers send these headers.
 
     A name that an attacker can point at this machine (DNS rebinding) is not an address of this server.
     """
-    if headers.get(b"sec-fetch-site", "none") not in ("none", "same-origin"):
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return True
-    origin = headers.get(b"origin")
+    origin = headers.get("origin")
     if origin is None:
         return False
     try:
@@ -106,7 +107,7 @@ def _from_another_page(headers: Mapping[bytes, str]) -> bool:
             ipaddress.ip_address(page.hostname or "")
     except ValueError:
         return True
-    return page.netloc != headers.get(b"host")
+    return page.netloc != headers.get("host")
 
 
 def _too_large(limits: Limits) -> HTTPException:
@@ -159,7 +160,9 @@ def parse(body: bytes, limits: Limits = Limits()) -> dict[str, Any]:  # noqa: B0
         raise ValueError(f"the body must have at most {limits.containers} arrays and objects")
     try:
         value = json.loads(body, parse_constant=_constant)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+    except ValueError as error:
         raise ValueError(f"the body must be JSON ({' '.join(str(error).split())[:100]})") from None
     if not isinstance(value, dict):
         raise ValueError(f"the body must be a JSON object, got {type(value).__name__}")

@@ -4,13 +4,14 @@
     GET /LABEL/NAME -> the bytes of a file, or of the delta in the listing; ranges are supported
 
 A delta from the caller's base is offered if it is small enough. Every request needs `Authorization: Bearer KEY`, with a
-key that is generated for the run.
+key that is generated for the run. Other statuses than 200 and 206 come with {"error": {"message", "code"}}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import os
@@ -28,6 +29,7 @@ import xxhash
 
 from .. import http_process
 from ..errors import ServerError
+from ..http_process import limits
 from ..servers.endpoint import Endpoint
 from ..servers.types import Published, Staged
 from . import delta
@@ -46,18 +48,62 @@ async def serve(host: str) -> AsyncIterator[FileServer]:
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
     file_server = FileServer(folder)
-    app = aiohttp.web.Application()
+    heads = _Heads(limits.Limits())
+    app = aiohttp.web.Application(middlewares=[heads.arrived, _answered])
     app.router.add_get("/{label}", file_server._listing)
     app.router.add_get("/{label}/{name}", file_server._file)
     runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
+    assert runner.server is not None
     try:
-        await aiohttp.web.TCPSite(runner, host, 0).start()
-        file_server.url = http_process.address(runner.addresses[0])
-        yield file_server
+        with http_process.bind(host, 0, "file server") as sock:
+            file_server.url = http_process.address(sock.getsockname())
+            make = functools.partial(heads.awaited, runner.server)
+            async with await asyncio.get_running_loop().create_server(make, sock=sock):
+                yield file_server
+                await runner.cleanup()
     finally:
         await runner.cleanup()
         await asyncio.to_thread(shutil.rmtree, folder)
+
+
+class _Heads:
+    """Closes connections on which no request arrives in time, as `limits.protocol` does for the other servers."""
+
+    def __init__(self, most: limits.Limits):
+        self._most = most
+        self._late: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+
+    def awaited(self, server: aiohttp.web.Server) -> asyncio.BaseProtocol:
+        """Makes the protocol of a new connection."""
+        protocol = server()
+        delay = self._most.head_s if len(server.connections) < self._most.connections else 0.0
+        self._late[protocol] = asyncio.get_running_loop().call_later(delay, self._close, protocol)
+        return protocol
+
+    def _close(self, protocol: Any) -> None:
+        del self._late[protocol]
+        protocol.force_close()
+
+    @aiohttp.web.middleware
+    async def arrived(self, request: aiohttp.web.Request, handler: Any) -> aiohttp.web.StreamResponse:
+        if late := self._late.pop(request.protocol, None):
+            late.cancel()
+        response = await handler(request)
+        response.force_close()  # so that every connection has one request, which this has waited for
+        return response
+
+
+@aiohttp.web.middleware
+async def _answered(request: aiohttp.web.Request, handler: Any) -> aiohttp.web.StreamResponse:
+    """The response, also to errors: {"error": {"message", "code"}}."""
+    try:
+        if limits.from_another_page(request.headers):
+            raise aiohttp.web.HTTPForbidden(text=limits.ANOTHER_PAGE)
+        return await handler(request)
+    except aiohttp.web.HTTPException as error:
+        content = {"error": {"message": error.text or error.reason, "code": error.status}}
+        return aiohttp.web.json_response(content, status=error.status)
 
 
 def towards(url: str) -> str:
@@ -117,7 +163,7 @@ class FileServer:
 
     def _allowed(self, request: aiohttp.web.Request) -> str:
         """Authenticates a request and returns its label."""
-        given = request.headers.get("authorization", "").encode()
+        given = request.headers.get("authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise aiohttp.web.HTTPUnauthorized(text="the key is missing or wrong")
         label = request.match_info["label"]

@@ -211,7 +211,10 @@ class _Fetch:
         async def once() -> dict[str, Any]:
             timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
             async with self.http.get(self.url, params={"base": base} if base else {}, timeout=timeout) as reply:
-                return json.loads(await _agreed(self.url, reply))
+                try:
+                    return json.loads(await _agreed(self.url, reply))
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise RuntimeError(f"{self.url}: not the answer of a file server ({error})") from error
 
         return await _persistently(self.url, once)
 
@@ -255,10 +258,18 @@ async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
         raise RuntimeError(f"{url}: the answer must have less than {LISTING} bytes")
     text = content.decode(errors="replace")
     if 400 <= reply.status < 500:
-        raise ValueError(f"{url}: HTTP {reply.status}: {text[:200]}")
+        raise ValueError(f"{url}: HTTP {reply.status}: {_error(text)}")
     if reply.status != 200:
-        raise aiohttp.ClientPayloadError(f"HTTP {reply.status}: {text[:200]}")
+        raise aiohttp.ClientPayloadError(f"HTTP {reply.status}: {_error(text)}")
     return text
+
+
+def _error(text: str) -> str:
+    """The message in the body of an error."""
+    try:
+        return str(json.loads(text)["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return text[:200]
 
 
 async def _persistently(url: str, once: Callable[[], Awaitable[Result]], progress: Callable[[], int] = int) -> Result:
