@@ -180,6 +180,75 @@ def test_unknown_routes_and_methods(server):
     assert server.get("/generate")[0] == 405
 
 
+LONG_MESSAGE = [{"role": "user", "content": "1" * 100_000}]
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "path, body, words",
+    [
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": 10**9}}, "n: must be from 1 to 1024"),
+        ("/v1/completions", {"prompt": "1+1", "n": 10**9}, "n: must be from 1 to 1024"),
+        ("/generate", {"input_ids": [PROMPT] * 20_000, "rid": [f"{i}" for i in range(20_000)]}, "at most 1024 samples"),
+        ("/generate", {"input_ids": [PROMPT] * 100, "sampling_params": {"n": 100}}, "at most 1024 samples"),
+        ("/v1/completions", {"prompt": ["1"] * 20_000}, "prompt: at most 1024"),
+        ("/generate", {"input_ids": PROMPT, "rid": "r" * 1000}, "rid: must be a string of 1 to 256 characters"),
+        ("/abort_request", {"rid": "r" * 1000}, "rid: must be a string of at most 256 characters"),
+        ("/generate", {"text": "1" * 100_000}, "text: must have at most"),
+        ("/v1/completions", {"prompt": "1" * 100_000}, "prompt: must have at most"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "1" * 100_000}]},
+            "messages: must have at most",
+        ),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": ["a"] * 1000}}, "stop: must be at most 128"),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"temperature": 10**400}}, "must be a finite number"),
+        ("/v1/completions", {"prompt": "1", "top_p": 10**400}, "must be a finite number"),
+        ("/generate", b'{"input_ids": ' + DEEP + b"}", "nested too deeply"),
+        ("/pause_generation", b'{"mode": ' + DEEP + b"}", "nested too deeply"),
+        ("/generate", b'{"input_ids": [' + b"[]," * 2**20 + b"[]]}", "at most 1048576 arrays"),
+        ("/generate", b'{"input_ids": [5], "rid": "\\ud800"}', "must be Unicode"),
+        ("/update_weight_version", b'{"new_version": "\\ud800"}', "must be Unicode"),
+        ("/update_weight_version", {"new_version": "v" * 10_000}, "new_version: must be a string of 1 to 4096"),
+        (UPDATE, {"model_path": "a\0b"}, "model_path: must be a string"),
+        (UPDATE, {"model_path": "/" + "a" * 300}, "cannot be read (File name too long)"),
+        (STAGE, {"model_path": "/" + "a/" * 2000}, "must be a directory that exists"),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/" + "a" * 300}, "cannot be read (File name too long)"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_requests_that_would_take_long_or_break_are_refused(server, path, body, words):
+    status, answer = server.post(path, body)
+    said = answer.get("message") or answer.get("error_message")
+    assert status == 400 and words in said, answer
+
+
+def test_answers_of_several_samples_have_a_bounded_number_of_log_probabilities(server):
+    body = {"input_ids": [[5] * 2000] * 20, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
+    status, answer = server.post("/generate", body)
+    assert status == 400 and "at most 524288 log-probabilities" in answer["message"]
+    alone = server.ok("/generate", body | {"input_ids": [5] * 2000, "sampling_params": {"max_new_tokens": 0}})
+    assert len(alone["meta_info"]["input_top_logprobs"]) == 2000
+
+
+@pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
+def test_memory_is_released_by_post_only(server, path):
+    before = held(server)
+    assert server.ask("GET", path, b"{}")[0] == 405
+    assert held(server) == before
+
+
+def test_the_engine_holds_a_bounded_number_of_requests(server):
+    server.ok("/pause_generation", {"mode": "retract"})
+    several = {"input_ids": [PROMPT] * 1024, "sampling_params": {"max_new_tokens": 1}, "return_logprob": False}
+    waiting = [servers.Later(lambda: server.post("/generate", several)) for _ in range(17)]
+    wait(lambda: any(one.done for one in waiting))
+    refused = [one.result() for one in waiting if one.done]
+    assert [status for status, _ in refused] == [503] and "try again later" in refused[0][1]["message"]
+    server.ok("/abort_request", {"abort_all": True})
+    assert sorted(one.result()[0] for one in waiting) == [200] * 16 + [503]
+
+
 @pytest.mark.parametrize(
     "path, body",
     [
@@ -281,6 +350,28 @@ def test_an_update_with_another_architecture_changes_nothing(server, models, tmp
     assert status == 400 and answer["success"] is False and words in answer["message"]
     server.ok("/continue_generation", {})
     assert held(server) == before
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 instead of 2"),
+        ("config.json", {"vocab_size": 10**9}, "vocab 1000000000 instead of"),
+        ("config.json", {"intermediate_size": 10**9}, "ffn 1000000000 instead of"),
+        ("config.json", {"num_attention_heads": 0, "head_dim": None}, "malformed"),
+        ("config.json", {"hidden_size": "x" * 2**20}, "must have at most 1048576 bytes"),
+        ("manifest.json", {"tensors": []}, "malformed"),
+    ],
+    ids=str,
+)
+def test_an_update_from_a_folder_made_to_harm_changes_nothing(server, models, tmp_path, name, content, words):
+    folder = shutil.copytree(models / "b", tmp_path / "c")
+    written = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(written | content))
+    before, memory = held(server), resident(server)
+    status, answer = server.post(UPDATE, {"model_path": str(folder), "weight_version": "C"})
+    assert status == 400 and words in answer["message"]
+    assert held(server) == before and resident(server) < memory + 100 * 2**20
 
 
 def test_an_update_from_a_truncated_or_corrupt_file_changes_nothing(server, models, tmp_path):

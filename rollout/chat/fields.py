@@ -18,6 +18,9 @@ SAMPLING = {  # names in requests -> names of `Fleet.generate`
 FRACTIONS = {"temperature", "top_p", "min_p"}
 MOST = 128  # most answers per request
 MOST_STOPS, LONGEST_STOP = 128, 1024  # stop strings per request, and characters of one: each token is compared with all
+LONGEST_TEXT = 2**21  # characters of a prompt: tokens take a hundred times the memory of their text
+LONGEST_PROMPT = 2**20  # tokens
+MOST_PROMPTS = 1024  # of a request, or samples in all
 LONGEST_NAME = 4096  # characters of names and paths
 
 

@@ -46,9 +46,13 @@ def prompts(body: Mapping[str, Any], tokenizer: Any, vocabulary: int | None = No
     if isinstance(given, str):
         return [encode(tokenizer, given, "prompt")]
     rule(isinstance(given, list) and given != [], "prompt", "must be text, token ids, or a list of either", given)
+    several = isinstance(given[0], list | str)
+    rule(not several or len(given) <= fields.MOST_PROMPTS, "prompt", f"at most {fields.MOST_PROMPTS}", len(given))
     if all(isinstance(one, str) for one in given):
         return [encode(tokenizer, one, "prompt") for one in given]
     lists = given if isinstance(given[0], list) else [given]
+    short = all(not isinstance(one, list) or len(one) <= fields.LONGEST_PROMPT for one in lists)
+    rule(short, "prompt", f"must have at most {fields.LONGEST_PROMPT} tokens", given)
     in_range = lambda id: type(id) is int and 0 <= id and (vocabulary is None or id < vocabulary)
     right = lambda prompt: isinstance(prompt, list) and prompt != [] and all(map(in_range, prompt))
     most = "on" if vocabulary is None else f"to {vocabulary - 1}"
@@ -60,6 +64,7 @@ def encode(tokenizer: Any, text: str, name: str) -> list[int]:
     """Encodes the field `name`, a text to continue, with the special tokens that the tokenizer adds."""
     if tokenizer is None:
         raise Refused(name, "this server has no tokenizer; send token ids, or serve a model folder with a tokenizer")
+    rule(len(text) <= fields.LONGEST_TEXT, name, f"must have at most {fields.LONGEST_TEXT} characters", len(text))
     ids = tokenizer.encode(text)
     lost = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
     rule(not lost, name, "must have characters that the tokenizer has tokens for", text)

@@ -6,6 +6,7 @@ Sampled tokens are never retokenised: only new messages are.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from . import template, trajectory
 from .detokenizer import Text
 from .parsers import MARKERS, Answer
 from .trajectory import Interaction
+
+LONG = 2**18  # characters of a conversation that is encoded in a thread, because it takes a quarter of a second
 
 
 class Session:
@@ -70,7 +73,9 @@ class Session:
           ValueError: the template refuses the messages, or the server the request.
           ServerError: the server failed.
         """
-        interaction = self._asked(messages, tools, dict(template or {}), self._temperature(sampling))
+        given = messages, tools, dict(template or {}), self._temperature(sampling)
+        long = sum(len(message.get("content") or "") + 100 for message in messages) > LONG
+        interaction = await asyncio.to_thread(self._asked, *given) if long else self._asked(*given)
         await self._sample(interaction, parse, on_text, sampling)
         self._ends.setdefault(_keys(interaction.conversation)[-1], []).insert(0, interaction)
         return interaction

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from ..chat import fields, openai, template
 from ..chat.detokenizer import UNFINISHED
-from ..http_process.limits import read_json
+from ..http_process.limits import off_loop, read_json
 from . import request_parsing, sglang_api
 from .request import Progress
 from .request_parsing import Ask
@@ -82,7 +82,7 @@ class OpenAI:
     async def completions(self, http: HTTPRequest) -> Response:
         body = await read_json(http)
         fields.refuse(body, REFUSED)
-        prompts = await sglang_api.off_loop(http, self._prompts, body)
+        prompts = await off_loop(http, self._prompts, body)
         echo = fields.boolean(body, "echo")
         top = None if body.get("logprobs") is None else fields.integer(body, "logprobs", least=0)
         budget = {"max_new_tokens": openai.COMPLETION_TOKENS, **fields.sampling(body, most=["max_tokens"], stop="stop")}
@@ -107,7 +107,7 @@ class OpenAI:
     async def chat(self, http: HTTPRequest) -> Response:
         body = await read_json(http)
         fields.refuse(body, REFUSED)
-        prompt = await sglang_api.off_loop(http, self._prompt, body)
+        prompt = await off_loop(http, self._prompt, body)
         wanted = fields.boolean(body, "logprobs")
         top = 0 if body.get("top_logprobs") is None else fields.integer(body, "top_logprobs", least=0)
         budget = {"max_new_tokens": None, **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop")}
@@ -128,8 +128,6 @@ class OpenAI:
 
     def _prompts(self, body: dict) -> list[list[int]]:
         given = body.get("prompt")
-        if isinstance(given, list) and given and isinstance(given[0], list | str):
-            request_parsing.check_count(len(given), 1)
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str):
                 request_parsing.check_text(text, self.service.tokenizer, self.service.engine.context, "prompt")

@@ -52,7 +52,6 @@ GENERATE_REFUSED = dict.fromkeys(
     NOTHING,
 )  # fmt: skip
 SEEDS = range(-(2**63), 2**63)
-REQUESTS = 1024  # most samples of a body
 LOGPROBS = 2**19  # most log-probabilities in an answer for several samples
 LONGEST_RID = 256  # characters
 
@@ -125,7 +124,8 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
 
 def check_count(prompts: int, n: int) -> None:
     """Raises Refused if a body has too many samples."""
-    rule(prompts * n <= REQUESTS, "n", f"must give at most {REQUESTS} samples, prompts times n", prompts * n)
+    samples, most = prompts * n, fields.MOST_PROMPTS
+    rule(samples <= most, "n", f"must give at most {most} samples, prompts times n", samples)
 
 
 def check_size(requests: Sequence[Request], logprobs: Sequence[bool]) -> None:
@@ -168,7 +168,7 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     rule(top_k == -1 or top_k >= 1, "top_k", "must be -1 (off) or at least 1", top_k)
     rule(most >= 0, "max_new_tokens", "must be at least 0", most)
     rule(0 <= least <= most, "min_new_tokens", f"must be from 0 to max_new_tokens, which is {most}", least)
-    rule(1 <= n <= REQUESTS, "n", f"must be from 1 to {REQUESTS}", n)
+    rule(1 <= n <= fields.MOST_PROMPTS, "n", f"must be from 1 to {fields.MOST_PROMPTS}", n)
     rule(seed is None or seed in SEEDS, "sampling_seed", "must be in [-2**63, 2**63)", seed)
     stop = fields.stops(given, "stop")
     stop_ids = given.get("stop_token_ids")
@@ -256,7 +256,7 @@ def _prompts(body, tokenizer, context):
 def check_text(text: str, tokenizer: Any, context: int, name: str) -> None:
     """Raises Refused if a text is too long for the context whatever its tokens, which take long to find."""
     if tokenizer is not None and len(text) > context:
-        most = context * _longest_token(tokenizer)
+        most = min(context * _longest_token(tokenizer), fields.LONGEST_TEXT)
         rule(len(text) <= most, name, f"must have at most {most} characters for {context} tokens", len(text))
 
 

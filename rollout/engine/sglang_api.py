@@ -29,7 +29,7 @@ from starlette.routing import Route
 from ... import __version__
 from ...adapters import hf
 from ..chat import fields
-from ..http_process.limits import read_json
+from ..http_process.limits import off_loop, read_json
 from . import request_parsing
 from .async_bridge import Bridge
 from .engine import RELEASABLE
@@ -38,7 +38,6 @@ from .request import Progress, Request, Sampling
 PAUSES = ("abort", "retract", "in_place")
 HEALTHY_S = 20.0  # how long /health waits for progress
 CONFIG_BYTES = 2**20  # largest config.json, of a model or an adapter
-SMALL = 2**16  # bytes of a body that is parsed without a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,13 +453,6 @@ class Answer(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return _encode(content).encode()
-
-
-async def off_loop(http: HTTPRequest, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of `function`, which takes long for a large body: in a thread then, while others are answered."""
-    if len(await http.body()) <= SMALL:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)
 
 
 def events(answers: AsyncIterator[dict]) -> Response:

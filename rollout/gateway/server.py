@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from .. import http_process
 from ..chat import parsers, template
-from ..chat.fields import Refused
+from ..chat.fields import LONGEST_TEXT, Refused, rule
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
@@ -134,8 +134,9 @@ class Gateway:
     async def _chat(self, api: Any, http: Request) -> ASGIApp:
         """Handles a request to one of the APIS."""
         entry = self._sessions.of(http)
-        ask = api.read(await self._body(http), STYLES[self._style])
-        opened = self._rendered(ask).rstrip().endswith(parsers.THINK)
+        ask = await http_limits.off_loop(http, api.read, await self._body(http), STYLES[self._style])
+        text = await http_limits.off_loop(http, self._rendered, ask)
+        opened = text[-100:].rstrip().endswith(parsers.THINK)
 
         async def generate(on_piece: Callable[[Piece], None]) -> Interaction:
             options: dict[str, Any] = {
@@ -162,7 +163,7 @@ class Gateway:
 
     async def _completions(self, http: Request) -> ASGIApp:
         entry = self._sessions.of(http)
-        ask = completions.read(await self._body(http), self._tokenizer)
+        ask = await http_limits.off_loop(http, completions.read, await self._body(http), self._tokenizer)
         if completions.reads(ask) and self._read is None:
             raise Refused("logprobs", "with echo, or above 0, cannot be honoured by this server; leave it out")
         readings: dict[Interaction, completions.Reading] = {}
@@ -203,8 +204,12 @@ class Gateway:
 
     async def _count_tokens(self, http: Request) -> Response:
         self._sessions.of(http)
-        ask = messages.read_count(await self._body(http), STYLES[self._style])
-        return JSONResponse({"input_tokens": len(template.encode(self._tokenizer, self._rendered(ask)))})
+        body = await self._body(http)
+        return JSONResponse({"input_tokens": await http_limits.off_loop(http, self._counted, body)})
+
+    def _counted(self, body: dict[str, Any]) -> int:
+        text = self._rendered(messages.read_count(body, STYLES[self._style]))
+        return len(template.encode(self._tokenizer, text))
 
     async def _body(self, http: Request) -> dict[str, Any]:
         return {"model": self._model, **await read_body(http, self._limits.http)}
@@ -213,7 +218,9 @@ class Gateway:
         for name, value in ask.template.items():  # a client must not pass its own template
             if name in self._reserved or not isinstance(value, str | int | float | None):
                 raise Refused("chat_template_kwargs", f"{name!r:.80} must be a variable of the template, and a scalar")
-        return template.render(self._tokenizer, ask.messages, ask.tools, ask.template, ask=True)
+        text = template.render(self._tokenizer, ask.messages, ask.tools, ask.template, ask=True)
+        rule(len(text) <= LONGEST_TEXT, "messages", f"must have at most {LONGEST_TEXT} characters", len(text))
+        return text
 
     async def _models(self, http: Request) -> Response:
         if not self._sessions.admin(http):

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 ANOTHER_PAGE = "this server does not serve pages of other addresses (see the headers Origin and Sec-Fetch-Site)"
 CLOSE = {"connection": "close"}  # the unread rest of a request must not be parsed as the next one
+SMALL = 2**16  # bytes of a body that is parsed without a thread
 GONE = 499  # the client disconnected; nobody reads the response
 Failed = Callable[[Request, Exception], Awaitable[Response]]
 
@@ -37,6 +38,7 @@ class Limits:
     Attributes:
       body_bytes, body_s: size of a request's body, and seconds in which it must arrive.
       containers: arrays and objects in a JSON body; each takes twenty times the memory of its text.
+      values: commas in a JSON body, so about as many values.
       header_bytes, headers: total size and number of a request's headers.
       head_s: seconds in which the request line and headers must arrive.
       idle_s: seconds after which a connection without a request is closed.
@@ -46,6 +48,7 @@ class Limits:
     body_bytes: int = 32 * 2**20
     body_s: float = 60.0
     containers: int = 2**20
+    values: int = 2**22
     header_bytes: int = 2**16
     headers: int = 100
     head_s: float = 10.0
@@ -158,6 +161,8 @@ def parse(body: bytes, limits: Limits = Limits()) -> dict[str, Any]:  # noqa: B0
     """Parses a JSON object; raises ValueError if it is none, or has too many arrays and objects."""
     if body.count(b"[") + body.count(b"{") > limits.containers:
         raise ValueError(f"the body must have at most {limits.containers} arrays and objects")
+    if body.count(b",") > limits.values:
+        raise ValueError(f"the body must have at most {limits.values} values")
     try:
         value = json.loads(body, parse_constant=_constant)
     except RecursionError:
@@ -167,6 +172,13 @@ def parse(body: bytes, limits: Limits = Limits()) -> dict[str, Any]:  # noqa: B0
     if not isinstance(value, dict):
         raise ValueError(f"the body must be a JSON object, got {type(value).__name__}")
     return value
+
+
+async def off_loop(http: Request, function: Callable[..., Any], *args: Any) -> Any:
+    """The result of `function`, which takes long for a large body: in a thread then, while others are answered."""
+    if len(await http.body()) <= SMALL:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
 
 
 def _constant(name: str) -> Any:
@@ -185,8 +197,11 @@ def refused(
     status: int, message: str, headers: Mapping[str, str] | None = None, more: Mapping[str, Any] | None = None
 ) -> Response:
     """A response with an error, and `more` fields next to it."""
-    content = {**(more or {}), "error": {"message": message, "code": status}}
-    return Response(json.dumps(content), status, headers, "application/json")
+    return Response(json.dumps({**(more or {}), **_content(status, message)}), status, headers, "application/json")
+
+
+def _content(status: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "code": status}}
 
 
 def status_of(error: Exception) -> tuple[int, str]:
@@ -246,6 +261,12 @@ def protocol(limits: Limits) -> type[asyncio.Protocol]:
                 self._hurry()
                 if self.size > limits.header_bytes:
                     self._close(f"a request's head of more than {limits.header_bytes} bytes")
+
+        def send_400_response(self, msg: str) -> None:
+            body = json.dumps(_content(400, msg)).encode()
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
 
         def _hurry(self) -> None:
             self.late = self.late or self.loop.call_later(limits.head_s, self._close, "a request that does not arrive")

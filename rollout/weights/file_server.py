@@ -43,12 +43,12 @@ STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, an
 
 
 @contextlib.asynccontextmanager
-async def serve(host: str) -> AsyncIterator[FileServer]:
-    """Serves published versions at a free port of `host`."""
+async def serve(host: str, most: limits.Limits = limits.Limits()) -> AsyncIterator[FileServer]:  # noqa: B008 (frozen)
+    """Serves published versions at a free port of `host`; of `most` it has the connections and the time of a head."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
     file_server = FileServer(folder)
-    heads = _Heads(limits.Limits())
+    heads = _Heads(most)
     app = aiohttp.web.Application(middlewares=[heads.arrived, _answered])
     app.router.add_get("/{label}", file_server._listing)
     app.router.add_get("/{label}/{name}", file_server._file)
