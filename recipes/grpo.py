@@ -204,6 +204,7 @@ async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, 
             loop.run(
                 rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
                 cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
+                save_seconds=60 * config.saving.save_minutes,
                 evaluate_every=config.evaluation.evaluate_every or config.steps,
             )
         )  # fmt: skip

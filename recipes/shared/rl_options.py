@@ -178,12 +178,14 @@ class Saving:
     """Checkpoints, samples and metric trackers.
 
     Attributes:
-      save_every: batches between checkpoints; 0 = at the end only.
+      save_every: batches between checkpoints; 0 = none but those by time, and the last.
+      save_minutes: a checkpoint is also saved if the last one is this old; 0 = never for this reason.
       samples_every: batches between groups written to samples.jsonl; 0 = none.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
     """
 
     save_every: int = 0
+    save_minutes: float = 30.0
     samples_every: int = 10
     track: sinks.Sinks = sinks.Sinks()
 
