@@ -91,17 +91,17 @@ def main(config: Config) -> dict:
         if index == 0:
             sinks.check(config.saving.track)
         prompts, heldout = read(config, tokens) if index == 0 else (None, [])
-        out = common.out_directory(config.out)
         processes.same("options", config)
-        trainer = build_trainer(config)
-        with orbax.open_store(out / "state") as store:
+        out = Path(config.out)
+        with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
+            trainer = build_trainer(config)
             cursor = restore(trainer, store)
             work = collective(config, trainer, store, tokens)
             if index > 0:
                 lockstep.worker_loop(work)
                 return {}
             with lockstep.leader(work) as run_on_all:
-                summary = asyncio.run(train(config, trainer, run_on_all, tokens, prompts, heldout, cursor))
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, prompts, heldout, cursor))
                 summary["seconds"] = time.monotonic() - began
                 run_dir.write_json(out / run_dir.SUMMARY, summary)
                 return summary
@@ -142,11 +142,14 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     }
 
 
-async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, prompts, heldout, cursor) -> dict:
+async def train(
+    config: Config, trainer: Trainer, run_on_all: Callable, tokens, run: str, prompts, heldout, cursor
+) -> dict:
     """Runs the training loop from the trainer's version on; returns the summary.
 
     Args:
       run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.
+      run: id of the run.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
@@ -156,7 +159,7 @@ async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, 
 
         # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
         sync = await enter_async(
-            publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, start)
+            publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, run, start)
         )
         fleet = await enter_async(
             common.fleet(

@@ -112,7 +112,7 @@ def fit(
       began: `time.monotonic()` at the start of the run, for the summary's seconds.
     """
     prompts = Prompts(rows, seed=config.seed)
-    out = common.out_directory(config.out)
+    out = Path(config.out)
     pack = lambda rows: packing.pack(samples(rows), config.length, rows=config.rows)
     ready, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
 
@@ -126,7 +126,10 @@ def fit(
             report = common.merge(report, new) if report else new
         return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
 
-    with jax.set_mesh(mesh), orbax.open_store(out / "state") as store, common.stop_signal() as stop:
+    with (
+        jax.set_mesh(mesh), common.run_directory(config.out), orbax.open_store(out / "state") as store,
+        common.stop_signal() as stop,
+    ):  # fmt: skip
         start = store.latest or 0
         if start:
             own.state, _ = store.restore(own.state)

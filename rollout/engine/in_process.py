@@ -16,7 +16,7 @@ from typing import Any
 
 from ... import models
 from ...core import param
-from .. import http_process
+from ..processes import http_process
 from . import server as http
 
 

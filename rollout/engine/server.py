@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
-from .. import http_process
+from ..processes import http_process
 from ..servers.labels import read_label
 from .adapters_api import Adapters
 from .engine import Engine

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 from .. import object_path
 from ..errors import ServerError
+from ..processes import guard
 from .signatures import Bound, Score, bind, score
 
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
@@ -110,6 +111,7 @@ class Worker:
             except OSError as error:
                 writer.close()
                 raise ServerError(f"reward {name}: cannot start a worker process ({error})") from error
+        guard.process(process.pid)
         worker = cls(process, reader, writer)
         try:
             async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that coincides with the greeting
@@ -160,6 +162,8 @@ class Worker:
         except asyncio.CancelledError:  # perhaps before a thread started to wait
             self.process.wait()
             raise
+        finally:
+            guard.process_ended(self.process.pid)
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()
 

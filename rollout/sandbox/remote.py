@@ -20,8 +20,9 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .. import http_process, sandbox
+from .. import sandbox
 from ..errors import ServerError
+from ..processes import http_process
 from . import Limits, Result
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ import hmac
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,11 @@ from urllib.parse import urlsplit
 import aiohttp.web
 import xxhash
 
-from .. import http_process
 from ..errors import ServerError
+from ..processes import folders, http_process
 from ..servers.endpoint import Endpoint
 from ..servers.types import Published, Staged
-from . import delta
+from . import delta, store
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +41,19 @@ STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, an
 @contextlib.asynccontextmanager
 async def serve(host: str) -> AsyncIterator[FileServer]:
     """Serves published versions at a free port of `host`."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
-    file_server = FileServer(folder)
-    app = aiohttp.web.Application()
-    app.router.add_get("/{label}", file_server._listing)
-    app.router.add_get("/{label}/{name}", file_server._file)
-    runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await aiohttp.web.TCPSite(runner, host, 0).start()
-        file_server.url = http_process.address(runner.addresses[0])
-        yield file_server
-    finally:
-        await runner.cleanup()
-        await asyncio.to_thread(shutil.rmtree, folder)
+    with folders.scratch(store.choose_root(), "deltas") as folder:
+        file_server = FileServer(folder)
+        app = aiohttp.web.Application()
+        app.router.add_get("/{label}", file_server._listing)
+        app.router.add_get("/{label}/{name}", file_server._file)
+        runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await aiohttp.web.TCPSite(runner, host, 0).start()
+            file_server.url = http_process.address(runner.addresses[0])
+            yield file_server
+        finally:
+            await runner.cleanup()
 
 
 def towards(url: str) -> str:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
-from .. import http_process
+from ..processes import http_process
 from ..servers.labels import MANIFEST, version_of
 from . import delta
 from .file_server import KEY, described

@@ -26,6 +26,7 @@ from ..chat.session import Session
 from ..chat.trajectory import Style
 from ..gateway import server
 from ..gateway.sessions import Limits
+from ..processes import guard
 from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
 
@@ -166,12 +167,14 @@ def command(words: str) -> Callable[..., Awaitable[Any]]:
                 env=os.environ | environment(base_url, api_key),
                 start_new_session=True,
             )  # fmt: skip
+            guard.process(process.pid)
             try:
                 await process.communicate(json.dumps(row).encode())  # output goes to files: children may keep it open
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the children in its session
                 await process.wait()
+                guard.process_ended(process.pid)
             if process.returncode:
                 message = " ".join(_tail(errors).split())
                 raise RuntimeError(f"{words} exited with code {process.returncode}: {message}")

@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from areax.adapters import tokenizer
-from areax.rollout import http_process
 from areax.rollout.engine import server as engine
 from areax.rollout.gateway import server as gateway
+from areax.rollout.processes import http_process
 from areax.rollout.sandbox import remote
 from areax.rollout.weights import stager
 
@@ -95,7 +95,7 @@ def test_a_server_inside_a_program_runs_until_the_block_ends():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_process_shuts_down_cleanly_on_a_signal(number):
     program = (
-        "from areax.rollout import http_process as own; from starlette.applications import Starlette\n"
+        "from areax.rollout.processes import http_process as own; from starlette.applications import Starlette\n"
         "sock = own.bind('127.0.0.1', 0)\n"
         "own.serve(Starlette(), sock, 'ready', ending=lambda: print('ending', flush=True))\n"
         "print('ended')"

@@ -1,0 +1,133 @@
+"""Nothing outlives a run that is killed with kill -9: no process, no memory, no half-written folder."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+import tiny
+
+from areax.adapters.tracking import run_dir
+from areax.recipes.shared import common
+from areax.rollout.tasks import arithmetic
+
+MEMORY = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+GONE_S = 10.0
+# A reward that neither ends with its stream nor by SIGTERM.
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def score(text, row):
+    if row["prompt"] == "hang":
+        time.sleep(600)
+    return float(len(text))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("killed")
+    tiny.model(path / "model")
+    tiny.rows(path / "rows.jsonl", [*arithmetic.splits()["train"][:40], *[{"prompt": "hang"}] * 10])
+    (path / "rewards.py").write_text(STUBBORN)
+    return path
+
+
+def started(place, out, *options):
+    command = [sys.executable, "-m", "areax", "train", "grpo", "--model", str(place / "model")]
+    command += [
+        "--data",
+        str(place / "rows.jsonl"),
+        "--reward",
+        f"{place}/rewards.py:score",
+        "--out",
+        str(out),
+        "--steps",
+        "100000",
+        "--length",
+        "32",
+        "--rows",
+        "4",
+    ]
+    command += ["--groups", "2", "--group-size", "4", "--sampling.max-new-tokens", "4", "--max-concurrent", "8"]
+    command += ["--serve.slots", "8", "--serve.context", "64", "--optim.warmup", "1", *options]
+    with open(place / "log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def family(pid):
+    """{process: when it started} of a process and all below it."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found[int(stat.parent.name)] = (int(words[1]), words[19], words[0])
+    below = {pid}
+    while more := {child for child, (parent, *_) in found.items() if parent in below} - below:
+        below |= more
+    return {process: found[process][1] for process in below if process in found}
+
+
+def left(processes):
+    """Those of a family that still run."""
+    now = {process: family(process).get(process) for process in processes}
+    zombie = lambda process: Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return [p for p, when in processes.items() if now[p] == when and not zombie(p)]
+
+
+def folders():
+    return {path for root in MEMORY for path in root.glob("areax-*")}
+
+
+def killed(process):
+    """Kills a trainer and waits until nothing of it is left; returns what is after GONE_S."""
+    processes = family(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + GONE_S
+    while (rest := left(processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [Path(f"/proc/{p}/cmdline").read_text().replace("\0", " ") for p in rest]
+
+
+def test_nothing_outlives_a_killed_run(place):
+    """Not the server, a reward worker that hangs and ignores SIGTERM, or the versions in memory."""
+    out, before = place / "run", folders()
+    process = started(place, out)
+    metrics = out / "metrics.jsonl"
+    jobs.until(lambda: process.poll() is not None or metrics.exists() and metrics.read_text().count("\n") > 1)
+    assert len(folders() - before) == 1 and len(family(process.pid)) >= 3
+    with pytest.raises(ValueError, match="another process is training in this directory"):
+        with common.run_directory(str(out)):
+            pass
+    assert killed(process) == []
+    jobs.until(lambda: folders() <= before, GONE_S)
+    with common.run_directory(str(out)):
+        pass
+
+
+INSTANTS = [pytest.param(n, marks=pytest.mark.slow if n % 5 == 0 else pytest.mark.wide) for n in range(20)]
+
+
+@pytest.mark.parametrize("n", INSTANTS)
+def test_a_run_killed_at_any_instant_leaves_nothing_and_goes_on(place, n):
+    """From the first import to a step; saved by time and published all along."""
+    out, before = place / "again", folders()
+    published = place / "versions"
+    process = started(place, out, "--save-every", "1", "--published", str(published), "--eta", "1")
+    wait = float(np.random.default_rng(n).uniform(0.3, 12))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(wait)
+    assert killed(process) == []
+    jobs.until(lambda: folders() <= before, GONE_S)
+    with common.run_directory(str(out)):  # the next start removes what was half-written
+        assert not list(out.glob(".*.tmp"))
+    if (out / "metrics.jsonl").exists():
+        steps = [line["step"] for line in run_dir.read_lines(out / "metrics.jsonl")]
+        assert steps == sorted(set(steps))
