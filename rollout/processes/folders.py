@@ -12,6 +12,7 @@ import fcntl
 import functools
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -49,12 +50,14 @@ def scratch(root: Path, name: str) -> Iterator[Path]:
     Removes what processes that are gone have left in `root`.
     """
     sweep(root)
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=root))
+    held = None
+    while held is None:
+        path = root.absolute() / f"{PREFIX}{name}-{secrets.token_hex(6)}"
+        guard.folder(path)  # first, for a process that is killed here
+        path.mkdir(mode=0o700)
         held = lock(path / LOCK)
-        if held and (path / LOCK).exists():  # else `sweep` of another process took it for an orphan
-            break
-    guard.folder(path)
+        if held and not (path / LOCK).exists():  # `sweep` of another process took it for an orphan
+            held = None
     try:
         yield path
     finally:
