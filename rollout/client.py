@@ -21,7 +21,7 @@ async def connect(
     urls: Iterable[str],
     *,
     concurrency: int = 64,
-    timeout_s: float = 600.0,
+    timeout_s: float = 3600.0,
     ready_s: float = 30.0,
     restart: Restart | None = None,
     stagers: Sequence[str] = (),
@@ -33,7 +33,8 @@ async def connect(
 
     Args:
       concurrency: most requests on one server at a time; further ones wait here, in order.
-      timeout_s: deadline of a `generate` call in seconds, including waits, retries, pauses and resumptions.
+      timeout_s: how many seconds a `generate` call may take without progress, waits, retries and pauses included. A
+        resumption with new tokens is progress, and so are tokens that arrive where `on_tokens` is given.
       ready_s: how long a server may take to answer for the first time.
       restart: replaces a dead server's process; without it, a dead server is only waited for.
       stagers: for servers without access to the trainer's files, the addresses of their stagers (stager.py), in the

@@ -153,6 +153,24 @@ def test_the_deadline_covers_queueing_and_retries():
     run(main)
 
 
+def test_a_completion_that_makes_progress_may_take_longer_than_its_limit():
+    """Five parts of 0.4 s each, between which the server aborts, and a limit of 1.5 s."""
+
+    async def main():
+        async with serving() as a, client.connect([a.url], timeout_s=1.5) as fleet:
+
+            async def part(request, body):
+                await asyncio.sleep(0.4)
+                left = body["sampling_params"]["max_new_tokens"]
+                return aiohttp.web.json_response(reply([9], [-1.0], [V0], "length" if left == 1 else "abort"))
+
+            a.script = [part] * 5
+            done = await fleet.generate([1], max_new_tokens=5)
+            assert done.tokens == [9] * 5 and done.info["resumed"] == 4
+
+    run(main)
+
+
 def test_seeds_need_a_server_that_honours_them():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -220,6 +221,7 @@ async def fleet(
     *,
     concurrency: int,
     log: str | os.PathLike = os.devnull,
+    timeout_s: float = 3600.0,
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
@@ -229,11 +231,15 @@ async def fleet(
     die.
 
     Args:
+      timeout_s: how long a completion may take without progress (`client.connect`).
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
     """
     prepare = None
-    connect = functools.partial(client.connect, concurrency=concurrency, experts_per_token=experts_per_token)
+    connect = functools.partial(
+        client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,
+        timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
+    )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:
             reached = connect(urls, stagers=stagers, handover=handover)

@@ -144,6 +144,8 @@ class Serving:
     Attributes:
       servers: addresses of generation servers; none = starts its own on this machine.
       serve: options of servers that the run starts.
+      timeout: seconds that a completion may take without progress, before its group is lost; longer than your longest
+        one. A pause in mode "abort" is progress.
       push: how new weights reach the servers (weight sync).
       published: folder for published weights; "" = a temporary one, in memory if there is room.
       stagers: address of a stager next to each server, in their order, if the servers cannot read `published`
@@ -154,6 +156,7 @@ class Serving:
 
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
+    timeout: float = 3600.0
     push: Push = Push()
     published: str = ""
     stagers: tuple[str, ...] = ()

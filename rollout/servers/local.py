@@ -30,6 +30,7 @@ class Serve:
       slots: sequences that a server generates at a time.
       context: longest sequence, prompt and completion; the model's limit if that is lower.
       dtype: dtype of weights and computation.
+      restarts: how often one of them is restarted within an hour before the run does without it.
     """
 
     inside: bool = False
@@ -37,11 +38,14 @@ class Serve:
     slots: int = 16
     context: int = 2048
     dtype: str = "float32"
+    restarts: int = 10
 
     def __post_init__(self):
         if self.count < 1 or self.inside and self.count > 1:
             one = "1 with --serve.inside" if self.inside else "at least 1"
             raise ValueError(f"--serve.count must be {one}, got {self.count}")
+        if self.restarts < 0:
+            raise ValueError(f"--serve.restarts must be at least 0, got {self.restarts}")
 
 
 class Local:

@@ -56,6 +56,7 @@ class Server:
       why: why it last left `healthy`.
       recovery: the task that recovers it while it is unhealthy.
       restarts: times of its recent restarts.
+      reads: labels of the version that a recovery is loading, and of its base; its files must stay.
       released: it may have released its memory, which must be resumed before a load.
       draining: it gets no new requests until it has new weights.
       held: number of our requests on it, over time; `load` is the current number, `running` their tasks.
@@ -84,6 +85,7 @@ class Server:
     why: str = ""
     recovery: asyncio.Task | None = None
     restarts: list[float] = field(default_factory=list)
+    reads: tuple[str, ...] = ()
     released: bool = False
     draining: bool = False
     running: set[asyncio.Task] = field(default_factory=set)
