@@ -19,6 +19,7 @@ from pathlib import Path
 
 import jax
 import job_program
+import jobs
 import numpy as np
 import pytest
 import servers
@@ -39,7 +40,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes import grpo
 from areax.recipes.shared import describe, learner, rl_log, rollouts, trainer
 from areax.recipes.shared.rl_options import Rollout
-from areax.rollout import events, object_path
+from areax.rollout import client, events, object_path
 from areax.rollout.chat import template
 from areax.rollout.fleet.push import Push
 from areax.rollout.scheduling.curriculum import Curriculum
@@ -377,25 +378,37 @@ def test_asynchronous_runs_keep_the_staleness_bound(place):
     assert sum(x["generated_tokens"] for x in lines) == pytest.approx(sum(x["length"] * 16 for x in lines))
 
 
-@pytest.mark.slow
-def test_restarting_a_dead_server_changes_no_number(place, monkeypatch):
-    """The samples are a function of the weights and the seeds, whichever server draws them, and when."""
-    plain = grpo.main(config(place, "plain", steps=8))
+@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.wide)])
+def test_restarting_a_dead_server_changes_no_number(place, monkeypatch, kills):
+    """The samples are a function of the weights and the seeds, whichever server draws them, and when.
+
+    One of two servers is killed as often as there are steps, at a random moment in each, and is back before the next.
+    """
+    plain = grpo.main(config(place, f"plain-{kills}", steps=kills))
+    started, fleets = [], []
+    start, assemble, update = local.Local.start, client.assemble, grpo.train_on_batch
+    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    monkeypatch.setattr(client, "assemble", lambda *a, **k: fleets.append(assemble(*a, **k)) or fleets[-1])
+    recovered = lambda: fleets[0].counts["recovered"] if fleets else -1
 
     def kill():
-        lines = place / "killed/metrics.jsonl"
-        while not lines.exists() or not list(run_dir.read_lines(lines)):
-            time.sleep(0.005)
-        os.kill(next(iter(started[0].running.values())).pid, signal.SIGKILL)
+        random = np.random.default_rng(0)
+        for i in range(kills):
+            jobs.until(lambda i=i: recovered() == i)
+            time.sleep(random.uniform(0, 1))
+            os.kill(list(started[0].running.values())[-1].pid, signal.SIGKILL)
 
-    started = []
-    start = local.Local.start
-    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    def after_a_kill(trainer, *rest):
+        jobs.until(lambda: recovered() > trainer.version)
+        return update(trainer, *rest)
+
+    monkeypatch.setattr(grpo, "train_on_batch", after_a_kill)
     killer = threading.Thread(target=kill)
     killer.start()
-    done = grpo.main(config(place, "killed", steps=8, servers=()))
+    serve = Serve(slots=8, context=64, count=2, restarts=99)
+    done = grpo.main(config(place, f"killed-{kills}", steps=kills, servers=(), serve=serve))
     killer.join()
-    assert done["counts"]["dead"] == done["counts"]["restarted"] == done["counts"]["recovered"] == 1
+    assert done["counts"]["dead"] == done["counts"]["restarted"] == done["counts"]["recovered"] == kills
     assert done["complete"] and done["server_version"] == plain["server_version"]
     for a, b in zip(leaves(done["checkpoint"]), leaves(plain["checkpoint"]), strict=True):
         np.testing.assert_array_equal(a, b)
