@@ -140,9 +140,13 @@ async def run(
             with timed("rollout_s"):
                 groups = await _unless_failed(background, next_groups(v))
             after = cursor()
-            with timed("update_s"):
-                result = await _uninterrupted(asyncio.to_thread(train_on_batch, v, groups, after))
-            on_step(v + 1, result, end_step())
+            updating = asyncio.ensure_future(asyncio.to_thread(train_on_batch, v, groups, after))
+            try:
+                with timed("update_s"):
+                    await _uninterrupted(updating)
+            finally:  # also of a step that was interrupted, which is complete
+                if not updating.exception():
+                    on_step(v + 1, updating.result(), end_step())
         end_step()
         return total
     finally:

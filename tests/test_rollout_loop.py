@@ -258,6 +258,7 @@ def test_an_update_is_never_interrupted():
         with pytest.raises(asyncio.CancelledError):
             await task
         assert play.notes[-2:] == [("update", 1), ("save", 2)]
+        assert [(v, result) for v, result, _ in play.steps] == [(1, {"loss": 1}), (2, {"loss": 2})]  # it is logged too
 
     asyncio.run(main())
 
