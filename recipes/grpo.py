@@ -108,7 +108,8 @@ def main(config: Config) -> dict:
 
 
 def read(config: Config, tokens) -> tuple:
-    """Reads (prompts, held-out rows); raises ValueError if the reward or the workflow does not exist."""
+    """Reads (prompts, held-out rows); raises ValueError if reward or workflow do not exist, or a key is refused."""
+    rollouts.check_keys(config.serving, config.training)
     object_path.resolve(config.reward)
     resolve.find(config.rollout.workflow)
     options, heldout = config.prompts, config.evaluation.heldout

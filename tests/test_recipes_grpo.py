@@ -256,9 +256,10 @@ def test_adapters_with_a_reference_and_a_teacher(place):
 
 
 @pytest.mark.slow
-def test_served_teachers_and_greedy_baselines(place):
+def test_served_teachers_and_greedy_baselines(place, monkeypatch):
     """What a server says of each sample, and the reward of a greedy completion, travel with the samples."""
-    with servers.embedded(place / "model", slots=8, context=64) as remote:
+    monkeypatch.setenv("AREAX_TEACHER_KEY", "secret")
+    with servers.embedded(place / "model", slots=8, context=64, api_key="secret") as remote:
         done = grpo.main(
             config(
                 place, "served", steps=2, eta=1, teachers=(remote.url,), distill=losses.Distill(top_k=4),
@@ -573,6 +574,73 @@ def test_an_in_process_server_generates_while_the_trainer_updates(place):
     assert done["complete"] and done["counts"]["accepted"] == 20 and done["max_logp_diff"] <= 1e-4
     lines = [x for x in run_dir.read_lines(place / "inside ahead/metrics.jsonl") if x["kind"] == "grpo"]
     assert max(x["staleness_max"] for x in lines) <= 2
+
+
+# Scores 1, or 100 if it finds a key in the command line of any process, or in its own environment.
+SPY = """
+import glob, os
+def score(text, row):
+    seen = list(os.environ.values())
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        try:
+            seen.append(open(path, "rb").read().decode(errors="replace"))
+        except OSError:
+            pass
+    return 100.0 if any("very-" + "secret" in text for text in seen) else 1.0
+"""
+
+
+def test_a_run_with_keys_leaves_no_trace_of_them(place, tmp_path, monkeypatch, capfd):
+    """The server has its key from the environment, the stager from a file; the run the other way round."""
+    (tmp_path / "spy.py").write_text(SPY)
+    keys = {name: f"very-secret-{name}" for name in ("SERVER", "STAGER")}
+    for name, key in keys.items():
+        (tmp_path / name).write_text(f"{key}\n")
+    monkeypatch.setenv("AREAX_SERVER_KEY_FILE", str(tmp_path / "SERVER"))
+    monkeypatch.setenv("AREAX_STAGER_KEY", keys["STAGER"])
+    out, words = tmp_path / "run", {
+        "model": place / "model", "data": place / "rows.jsonl", "reward": f"{tmp_path}/spy.py:score", "steps": 1,
+        "groups": 2, "group-size": 2, "length": 32, "rows": 4, "eta": 0, "sampling.max-new-tokens": 4,
+    }  # fmt: skip
+    command = ["train", "grpo", *(str(word) for name, value in words.items() for word in (f"--{name}", value))]
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as theirs:
+            theirs.delenv("AREAX_SERVER_KEY_FILE")
+            theirs.delenv("AREAX_STAGER_KEY")
+            serve = ["areax", "serve", place / "model", "--slots", 4, "--context", 64]
+            url = stack.enter_context(servers.command(*serve, AREAX_SERVER_KEY=keys["SERVER"]))
+            file = {"AREAX_STAGER_KEY_FILE": str(tmp_path / "STAGER")}
+            at = stack.enter_context(servers.stager(tmp_path / "staged", **file))
+        command += ["--servers", url, "--stagers", at]
+        assert cli.main([*command, "--out", str(out)]) == 0
+        for name, option in (("AREAX_SERVER_KEY", url), ("AREAX_STAGER_KEY", at)):
+            with monkeypatch.context() as wrong:
+                wrong.delenv(f"{name}_FILE", raising=False)
+                wrong.setenv(name, "very-secret-guess")
+                assert cli.main([*command, "--out", str(tmp_path / "wrong")]) == 2
+            said = capfd.readouterr()
+            assert f"HTTP 401: the key is wrong; set {name} to" in said.err.splitlines()[-1] and option in said.err
+            assert "very-secret" not in said.out + said.err and not (tmp_path / "wrong").exists()  # nothing was loaded
+    [line] = [x for x in run_dir.read_lines(out / "metrics.jsonl") if x["kind"] == "grpo"]
+    assert line["reward"] == 1 and line["max_logp_diff"] <= 1e-4
+    assert json.loads((out / "summary.json").read_text())["server_version"][0].startswith("1-")
+    assert {"config.json", "journal.jsonl"} <= {path.name for path in out.iterdir()}
+    for path in (path for path in out.rglob("*") if path.is_file()):
+        assert b"very-secret" not in path.read_bytes(), path
+
+
+def test_addresses_with_passwords_are_refused_before_anything_is_written(place, tmp_path, capfd):
+    words = ["train", "grpo", "--model", place / "model", "--data", place / "rows.jsonl", "--reward", "x:y"]
+    words += ["--out", tmp_path / "run"]
+    for more in (
+        ["--servers", "http://ann:hush@127.0.0.1:1"],
+        ["--servers", "http://127.0.0.1:1", "--stagers", "http://ann:hush@127.0.0.1:1"],
+        ["--distill-coef", "1", "--teachers", "math=http://ann:hush@127.0.0.1:1"],
+    ):
+        assert cli.main([str(word) for word in [*words, *more]]) == 2
+        said = capfd.readouterr().err
+        assert f"{more[-2]}: an address must have no user, password" in said and said.count("\n") == 1
+        assert "hush" not in said and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,16 @@ def test_loopback(host, own):
         http_process.bind_guarded(host, 0, key=None, variable="THE_KEY", what="sandbox")
 
 
+def test_no_server_accepts_an_empty_key(tmp_path):
+    words = "a key must be one line of printable ASCII, .* got an empty one"
+    with pytest.raises(ValueError, match=f"^serve: {words}"):
+        engine.serve(str(tmp_path), port=0, api_key="")
+    with pytest.raises(ValueError, match=f"^stager: {words}"):
+        stager.serve(root=str(tmp_path), port=0, key="")
+    with pytest.raises(ValueError, match=f"^sandbox: {words}"):
+        remote.serve(port=0, key="")
+
+
 def test_address():
     assert http_process.address(("127.0.0.1", 5)) == "http://127.0.0.1:5"
     assert http_process.address(("::1", 5, 0, 0)) == "http://[::1]:5"

@@ -26,7 +26,7 @@ from areax.parallel import mesh, rules
 from areax.rollout import client, object_path
 from areax.rollout.chat import template
 from areax.rollout.engine import in_process
-from areax.rollout.processes import folders
+from areax.rollout.processes import folders, keys
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
 
@@ -235,6 +235,7 @@ async def fleet(
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
     """
+    keys.read(keys.SERVER)  # an invalid one is refused before servers start
     prepare = None
     connect = functools.partial(
         client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,

@@ -22,6 +22,7 @@ import numpy as np
 
 from .. import events
 from ..errors import ServerError
+from ..processes import keys
 from ..servers import concurrency as pressure
 from ..servers import gauges, prefix_routing
 from ..servers.endpoint import Broken, Busy, Unreached, backoff
@@ -532,9 +533,12 @@ class Fleet:
           stager: its stager, if the other servers have one.
 
         Raises:
-          ValueError: it is in the fleet already, or does not honour seeds although the others do.
+          ValueError: it is in the fleet already, does not honour seeds although the others do, or refuses the key that
+            the others have.
           ServerError: it does not answer, or has other weights than the rest before the first push.
         """
+        for address in (url, stager):
+            keys.check_address(address, "join")
         url = url.rstrip("/")
         if any(server.url == url for server in self.servers):
             raise ValueError(f"join: {url} is in the fleet already")
@@ -546,10 +550,12 @@ class Fleet:
             self.servers[0].api.http,
             ready_s=ready_s,
             reach_s=self.timeouts.reach_s,
+            key_variable=self.servers[0].api.key_variable,
             handover=self.servers[0].handover,
         )
         if others:
             server.stager = others.at(stager.rstrip("/"))
+            await server.stager.check(timeout_s=ready_s)
         if self.seeded and not server.seeded:
             raise ValueError(
                 f"join: {url} honours no seed, the others do; start SGLang with --enable-deterministic-inference"

@@ -84,10 +84,10 @@ class Worker:
     late: Call | None = None
 
     @classmethod
-    async def start(cls, name: str, timeout_s: float) -> Worker:
+    async def start(cls, name: str, timeout_s: float, environ: Mapping[str, str]) -> Worker:
         """Starts a fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
         main script again, which may import JAX; being in a new session, it gets no Ctrl-C and is killed together
-        with its children."""
+        with its children. Its environment is `environ`."""
         ours, theirs = socket.socketpair()
         # Answers use a pipe: a socket whose peer dies with unread calls also drops the answers in transit.
         answers, out = os.pipe()
@@ -106,6 +106,7 @@ class Worker:
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno(), out],
+                    env=environ,
                     start_new_session=True,
                 )
             except OSError as error:
