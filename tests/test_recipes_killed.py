@@ -1,5 +1,7 @@
-"""Nothing outlives a run that is killed with kill -9: no process, no memory, no half-written folder."""
+"""What a killed run leaves: no process, no memory, nothing half-written; and what damage to its files does."""
 
+import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
+from areax.adapters import cli
 from areax.adapters.tracking import run_dir
 from areax.recipes.shared import common
 from areax.rollout.processes import folders
@@ -138,3 +141,38 @@ def test_a_run_killed_at_any_instant_leaves_nothing_and_goes_on(place, n):
     if (out / "metrics.jsonl").exists():
         steps = [line["step"] for line in run_dir.read_lines(out / "metrics.jsonl")]
         assert steps == sorted(set(steps))
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_any_file_of_a_run_is_named_or_changes_nothing(place, capsys, caplog):
+    """Resumed after it, a run gives the same model, from the state before if that is what was damaged, or refuses."""
+    rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in arithmetic.splits()["train"][:40]]
+    tiny.rows(place / "pairs.jsonl", rows)
+
+    def trained(out, steps):
+        """(exit code, what it printed to stderr, hashes of the model's tensors)."""
+        caplog.clear()
+        command = ["train", "sft", "--model", f"{place}/model", "--data", f"{place}/pairs.jsonl", "--out", str(out)]
+        command += ["--steps", str(steps), "--batch", "8", "--length", "64", "--rows", "4", "--save-every", "1"]
+        code = cli.main([*command, "--optim.schedule", "constant"])
+        errors = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("sft ")]
+        return code, errors, json.loads((out / "model/manifest.json").read_text())["tensors"] if code == 0 else None
+
+    trained(place / "parts", 2)
+    shutil.copytree(place / "parts", place / "whole")
+    wanted = trained(place / "whole", 4)[2]
+    rng = np.random.default_rng(0)
+    names = [file.relative_to(place / "parts") for file in sorted((place / "parts").rglob("*")) if file.is_file()]
+    for name in names:
+        data = bytearray((place / "parts" / name).read_bytes())
+        if not data or name.is_relative_to("state/1"):
+            continue
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        shutil.copytree(place / "parts", place / "flipped")
+        (place / "flipped" / name).write_bytes(data)
+        code, errors, tensors = trained(place / "flipped", 4)
+        assert code in (0, 2) and len(errors) == (code == 2), (name, errors)
+        assert code == 2 or tensors == wanted, name
+        named = "set aside, using 1 instead" in caplog.text
+        assert named == name.is_relative_to("state/2"), name
+        shutil.rmtree(place / "flipped")

@@ -32,7 +32,7 @@ def lock(file: Path) -> IO[str] | None:
 
     On a file system without locks it warns and goes on.
     """
-    handle = open(file, "a+", encoding="utf-8")  # noqa: SIM115 - it stays open
+    handle = open(file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 - it stays open
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
