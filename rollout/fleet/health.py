@@ -11,6 +11,7 @@ A server always loads the newest published version before it gets a request.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 
 from ..errors import ServerError
@@ -98,13 +99,13 @@ async def _reload(fleet: Fleet, server: Server) -> bool:
 async def _restart(fleet: Fleet, server: Server, restart: Restart) -> None:
     """Restarts a dead server until that succeeds, which makes it stale, or it has used up its restarts."""
     now, timeouts = asyncio.get_running_loop().time, fleet.timeouts
-    while True:
+    for attempt in itertools.count():
         server.restarts = [then for then in server.restarts if now() - then < timeouts.restart_window_s]
         if len(server.restarts) >= timeouts.max_restarts:
             fleet.set_state(server, "dead", server.why)
             return
         fleet.set_state(server, "restarting", server.why)
-        await asyncio.sleep(timeouts.backoff(len(server.restarts)))
+        await asyncio.sleep(timeouts.backoff(attempt))
         server.restarts.append(now())
         weights = fleet.published
         server.reads = labels_of(
