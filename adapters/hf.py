@@ -13,7 +13,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -82,10 +83,35 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
       init_missing: heads among "score" and "head" that are randomly initialised if the checkpoint lacks them.
 
     Raises:
-      ValueError: as `read_config`; a truncated checkpoint; missing, unexpected or misshapen tensors, by name.
+      ValueError: as `read_config` and `check`; a truncated checkpoint; missing, unexpected or misshapen tensors, by
+        name.
     """
-    config = read_config(path)
-    return from_tensors(config, safetensors.read(path), str(path), dtype, mesh, init_missing)
+    config, stored = read_config(path), safetensors.read(path)
+    result = from_tensors(config, stored, str(path), dtype, mesh, init_missing)
+    check(path, stored)
+    return result
+
+
+def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
+    """Checks that a checkpoint's tensors match its manifest.json, if it has one, and are finite.
+
+    Of a job, each process checks its share of the tensors.
+
+    Raises:
+      ValueError: names the first tensor that does not match, or has numbers that are not finite, and how many.
+    """
+    path, names = Path(path), list(tensors)[jax.process_index() :: jax.process_count()]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        if (path / MANIFEST).is_file():
+            compare(path, read_json(path / MANIFEST), tensors, names)
+        counts = dict(zip(names, pool.map(lambda name: safetensors.count_nonfinite(tensors[name]), names), strict=True))
+    bad = [name for name, count in counts.items() if count]
+    if bad:
+        others = f" (as in {len(bad) - 1} other tensors)" if bad[1:] else ""
+        raise ValueError(
+            f"{path}: {counts[bad[0]]} of the {tensors[bad[0]].size} numbers of {bad[0]} are not finite{others}; "
+            "use another checkpoint"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,16 +240,22 @@ def _verified(path: Path, tensors: Mapping[str, np.ndarray]) -> dict | None:
     return manifest
 
 
-def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
-    """Compares tensors with a manifest; raises as `verify`."""
+def compare(
+    path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray], names: Collection[str] | None = None
+) -> None:
+    """Compares tensors with a manifest; raises as `verify`.
+
+    Args:
+      names: those whose content is compared; None = all.
+    """
     wanted = manifest.get("tensors", {})
     if wanted.keys() != tensors.keys():
-        names = sorted(wanted.keys() ^ tensors.keys())
+        differ = sorted(wanted.keys() ^ tensors.keys())
         raise ValueError(
-            f"{path}: {_listed(names)} only in the manifest or only in the files; copy the checkpoint again"
+            f"{path}: {_listed(differ)} only in the manifest or only in the files; copy the checkpoint again"
         )
-    for name, tensor in tensors.items():
-        got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
+    for name in tensors if names is None else names:
+        got = {**safetensors.describe(name, tensors[name]), "xxh3_128": safetensors.digest(tensors[name])}
         if got != wanted[name]:
             raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")
 

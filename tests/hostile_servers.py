@@ -152,8 +152,9 @@ def gateway(key: str, session: str) -> list[Route]:
 
 def stager(url: str) -> list[Route]:
     """The server itself stands for a file server: it has no version."""
-    body = {"key": "k", "label": "1-00000000", "source": url, "source_key": "s"}
-    return [Route("POST", "/stage", body), Route("GET", "/health")]
+    body = {"label": "1-00000000", "source": url, "source_key": "s"}
+    headers = {"authorization": "Bearer k"}
+    return [Route("POST", "/stage", body, headers), Route("GET", "/versions", {}, headers), Route("GET", "/health")]
 
 
 def files(key: str, label: str) -> list[Route]:

@@ -60,7 +60,7 @@ def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
     """Declared once; a recipe's own defaults and help texts prevail."""
     shared = {field.name for field in fields(offline_options.Options)}
     declared = {name for name in vars(recipe.Config)["__annotations__"] if name in shared}
-    assert declared <= {"out", "batch", "optim"} and len(shared) == 21
+    assert declared <= {"out", "batch", "optim"} and len(shared) == 22
     made = recipe.Config("model", "data")
     assert {name: getattr(made, name) for name in own} == own
     assert made.optim.lr == (1e-6 if recipe is preference else 1e-5)
@@ -86,8 +86,11 @@ def runs(place):
 
     "two" is the model of the two steps, and what the recipe said of them.
     """
-    own = config(place, "parts", steps=2, heldout=str(place / "rows.jsonl"), track=Sinks(tensorboard=True))
+    own = config(
+        place, "parts", steps=2, heldout=str(place / "rows.jsonl"), track=Sinks(tensorboard=True), save_minutes=1e-9
+    )
     said, after = sft.main(own), losses(place / "parts")
+    assert orbax.versions(place / "parts/state") == [1, 2]  # the first is saved because of the time
     shutil.copytree(place / "parts/model", place / "two")
     again = ["train", "sft", "--config", str(place / "parts/config.json"), "--steps", "6"]
     assert cli.main([*again, "--out", str(place / "whole")]) == 0

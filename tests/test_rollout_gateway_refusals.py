@@ -7,7 +7,7 @@ import openai
 import pytest
 from gateways import CHAT, INPUT, MESSAGE, PROMPT, SCHEMA, USER, served
 
-from areax.rollout.workflows.agents import environment
+from areax.rollout.workflows.agents import session_variables
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
 NAMED = [{"type": "function", "function": {"name": "f"}}]
@@ -118,7 +118,7 @@ def test_a_json_schema_is_passed_to_the_engine():
 
 def test_the_sdks_find_a_session_through_environment_variables(monkeypatch):
     async def test(place):
-        for name, value in environment(f"{place.gateway.url}/v1", place.key).items():
+        for name, value in session_variables(f"{place.gateway.url}/v1", place.key).items():
             monkeypatch.setenv(name, value)
         place.engine.say("one", "two")
         async with openai.AsyncOpenAI() as client, anthropic.AsyncAnthropic() as other:

@@ -12,7 +12,7 @@ from gateways import CHAT, TOKENS, online, served
 
 from areax.rollout.gateway.server import serve
 from areax.rollout.gateway.sessions import Limits
-from areax.rollout.http_process import limits as http_limits
+from areax.rollout.processes import http_limits
 
 
 async def good(place):

@@ -5,10 +5,13 @@ import contextlib
 import functools
 import math
 import os
+import secrets
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +26,11 @@ from areax.parallel import mesh, rules
 from areax.rollout import client, object_path
 from areax.rollout.chat import template
 from areax.rollout.engine import in_process
+from areax.rollout.processes import folders, keys
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
+
+RUN = "run.lock"  # in a run's directory: locked while a process trains there; holds the run's id
 
 merge = jax.jit(metrics.merge_trees)  # one computation instead of five a metric
 
@@ -170,17 +176,41 @@ async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
             asyncio.get_running_loop().remove_signal_handler(number)
 
 
-def out_directory(out: str) -> Path:
-    """Creates the run's directory if it does not exist.
+@contextlib.contextmanager
+def run_directory(out: str) -> Iterator[str]:
+    """Creates the run's directory if it does not exist, keeps other processes out of it, and yields the run's id.
+
+    Removes what a killed process left half-written, and a new directory that nothing was written to. Of a job, all but
+    process 0 do nothing and get "".
 
     Raises:
-      ValueError: the path is not a directory.
+      ValueError: the path is not a directory, or another process is training there.
     """
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ValueError(f"--out must be a directory, got the file {out}; name another place")
+    if jax.process_index() > 0:
+        yield ""
+        return
+    new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    return path
+    held = folders.lock(path / RUN)
+    if held is None:
+        raise ValueError(f"--out {out}: another process is training in this directory; wait for it, or name another")
+    with held:
+        held.seek(0)
+        run = held.read().strip()
+        if not run:
+            run = secrets.token_hex(8)
+            held.write(f"{run}\n")
+            held.flush()
+        for leftover in path.glob(".*.tmp"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        try:
+            yield run
+        finally:
+            if new and not any(file.is_file() and file.name != RUN for file in path.rglob("*")):
+                shutil.rmtree(path)
 
 
 @contextlib.asynccontextmanager
@@ -191,6 +221,7 @@ async def fleet(
     *,
     concurrency: int,
     log: str | os.PathLike = os.devnull,
+    timeout_s: float = 3600.0,
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
@@ -200,11 +231,16 @@ async def fleet(
     die.
 
     Args:
+      timeout_s: how long a completion may take without progress (`client.connect`).
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
     """
+    keys.read(keys.SERVER)  # an invalid one is refused before servers start
     prepare = None
-    connect = functools.partial(client.connect, concurrency=concurrency, experts_per_token=experts_per_token)
+    connect = functools.partial(
+        client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,
+        timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
+    )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:
             reached = connect(urls, stagers=stagers, handover=handover)

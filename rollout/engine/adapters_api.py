@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from ...adapters import peft
 from ..chat import fields
-from ..http_process.limits import read_json
+from ..processes.http_limits import read_json
 from . import request_parsing, sglang_api
 
 

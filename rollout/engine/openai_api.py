@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from ..chat import fields, openai, template
 from ..chat.detokenizer import UNFINISHED
-from ..http_process.limits import off_loop, read_json
+from ..processes.http_limits import off_loop, read_json
 from . import request_parsing, sglang_api
 from .request import Progress
 from .request_parsing import Ask

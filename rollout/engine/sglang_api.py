@@ -29,7 +29,7 @@ from starlette.routing import Route
 from ... import __version__
 from ...adapters import hf
 from ..chat import fields
-from ..http_process.limits import off_loop, read_json
+from ..processes.http_limits import off_loop, read_json
 from . import request_parsing
 from .async_bridge import Bridge
 from .engine import RELEASABLE

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ..chat.fields import Refused
-from ..http_process import limits
+from ..processes import http_limits as limits
 
 
 async def read_body(http: Request, most: limits.Limits) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from ..chat.fields import Refused
-from ..http_process.limits import GONE, status_of
+from ..processes.http_limits import GONE, status_of
 from . import chat, messages
 
 log = logging.getLogger(__name__)

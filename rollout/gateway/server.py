@@ -19,13 +19,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from .. import http_process
 from ..chat import parsers, template
 from ..chat.fields import LONGEST_TEXT, Refused, rule
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
-from ..http_process import limits as http_limits
+from ..processes import http_limits, http_process
 from ..servers.types import Part
 from ..types import Completion
 from . import chat, completions, errors, messages, responses, work

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ..chat.session import Session
-from ..http_process import limits
+from ..processes import http_limits as limits
 
 
 @dataclass(frozen=True)

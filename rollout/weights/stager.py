@@ -2,11 +2,11 @@
 
     AREAX_STAGER_KEY=... python -m areax.rollout.weights.stager --host 10.0.0.7 --port 31000 --root /dev/shm/areax
 
-POST /stage {"key", "label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version
-`label` of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps
-running meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
+POST /stage {"label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version `label`
+of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps running
+meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
 deltas have been faster than whole versions, it is fetched instead of the tensors. The newest two versions are kept.
-GET /health -> {"versions"}, to anyone.
+GET /versions -> {"versions"}: their labels. The key is sent as `Authorization: Bearer KEY`. GET /health answers anyone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from .. import http_process
+from ..processes import http_process, keys
 from ..servers.labels import MANIFEST, version_of
 from . import delta
 from .file_server import KEY, described
@@ -59,15 +59,19 @@ def app(root: Path, *, key: str | None = None) -> ASGIApp:
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from ..http_process import limits
+    from ..processes import http_limits as limits
 
+    problem = f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager"
+    unauthorized = HTTPException(401, problem, limits.CLOSE)
     bounds = limits.Limits(body_bytes=BODY)
     one_at_a_time, speeds = asyncio.Lock(), dict[str, float]()
     inside = 0
 
     async def stage(request: Request) -> Response:
         nonlocal inside
-        label, source, source_key = _asked(await limits.read_json(request, bounds), key)
+        if not allowed(request):
+            raise unauthorized
+        label, source, source_key = _asked(await limits.read_json(request, bounds))
         if inside >= WAITING:
             raise HTTPException(503, f"{inside} requests are waiting; try again later")
         inside += 1
@@ -82,22 +86,27 @@ def app(root: Path, *, key: str | None = None) -> ASGIApp:
         finally:
             inside -= 1
 
-    async def health(request: Request) -> Response:
+    async def versions(request: Request) -> Response:
+        if not allowed(request):
+            raise unauthorized
         return JSONResponse({"versions": [path.name for path in _kept(root)]})
 
-    return limits.app([Route("/stage", stage, methods=["POST"]), Route("/health", health)], bounds)
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    def allowed(request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode()
+        return key is None or hmac.compare_digest(given, f"Bearer {key}".encode())
+
+    routes = [Route("/stage", stage, methods=["POST"]), Route("/versions", versions), Route("/health", health)]
+    return limits.app(routes, bounds)
 
 
-def _asked(asked: dict[str, Any], key: str | None) -> tuple[str, str, str]:
-    """(label, source, source key) of a request. Raises ValueError, HTTPException if it has the wrong key."""
-    from starlette.exceptions import HTTPException
-
+def _asked(asked: dict[str, Any]) -> tuple[str, str, str]:
+    """(label, source, source key) of a request. Raises ValueError."""
     fields = [asked.get(name) for name in ("label", "source", "source_key")]
     if not all(isinstance(field, str) for field in fields):
-        raise ValueError("the body must be an object with label, source, source_key and key")
-    if key is not None and not hmac.compare_digest(str(asked.get("key")).encode(), key.encode()):
-        problem = f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager"
-        raise HTTPException(401, problem, {"connection": "close"})
+        raise ValueError("the body must be an object with label, source and source_key")
     label, source, source_key = map(str, fields)
     if len(label) > 64 or version_of(label) < 0:
         raise ValueError(f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
@@ -307,13 +316,14 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=f"Fetches published weights for a server on this machine; callers need the key in {KEY}."
+        description="Fetches published weights for a server on this machine; callers need the key in "
+        f"{KEY}, or in the file that {KEY}_FILE names."
     )
     parser.add_argument("--root", required=True, help="folder for versions, preferably in memory: /dev/shm/areax")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=31000, help="0 = any free port")
     try:
-        serve(**vars(parser.parse_args()), key=os.environ.get(KEY))
+        serve(**vars(parser.parse_args()), key=keys.read(KEY))
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -11,11 +11,13 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from . import keys
+
 if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-    from .limits import Limits
+    from .http_limits import Limits
 
 STALLED_S = 120.0  # a connection is closed whose client takes no data for this long
 
@@ -60,12 +62,15 @@ def bind_guarded(host: str, port: int, *, key: str | None, variable: str, what: 
       variable: the environment variable that holds the key, for errors.
 
     Raises:
-      ValueError: as `bind`; the address is reachable from other machines without a key, or the key is empty.
+      ValueError: as `bind`; the address is reachable from other machines without a key; the key is not valid.
     """
-    if key == "":
-        raise ValueError(f"{what}: the key must not be empty; set {variable}, or unset it to serve only this machine")
-    if key is None and not loopback(host):
-        raise ValueError(f"{what}: {host} can be reached from other machines; set {variable}")
+    if key is not None:
+        keys.check(key, what)
+    elif not loopback(host):
+        raise ValueError(
+            f"{what}: {host} can be reached from other machines; set {variable} to a key, or {variable}_FILE to a file "
+            "with one"
+        )
     return bind(host, port, what)
 
 
@@ -91,9 +96,9 @@ def server(app: ASGIApp, limits: Limits | None = None, **options: Any) -> uvicor
     """
     import uvicorn
 
-    from . import limits as limiting
+    from . import http_limits
 
-    limits = limits or limiting.Limits()
+    limits = limits or http_limits.Limits()
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -102,7 +107,7 @@ def server(app: ASGIApp, limits: Limits | None = None, **options: Any) -> uvicor
 
     quiet: dict[str, Any] = dict(log_level="warning", access_log=False, proxy_headers=False, server_header=False)
     bounds: dict[str, Any] = {
-        "http": limiting.protocol(limits),
+        "http": http_limits.protocol(limits),
         "ws": "none",
         "limit_concurrency": limits.connections,
         "timeout_keep_alive": limits.idle_s,

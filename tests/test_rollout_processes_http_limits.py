@@ -12,8 +12,8 @@ from fuzz import Route
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route as Handled
 
-from areax.rollout import http_process
-from areax.rollout.http_process import limits
+from areax.rollout.processes import http_limits as limits
+from areax.rollout.processes import http_process
 from areax.rollout.weights import file_server
 
 MB = 2**20
