@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -101,10 +101,19 @@ def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
       ValueError: names the first tensor that does not match, or has numbers that are not finite, and how many.
     """
     path, names = Path(path), list(tensors)[jax.process_index() :: jax.process_count()]
+    manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    if manifest is not None:
+        compare_names(path, manifest, tensors)
+
+    def checked(name: str) -> int:
+        if manifest is not None:
+            compare_tensor(path, manifest, name, tensors[name])
+        count = safetensors.count_nonfinite(tensors[name])
+        safetensors.forget(tensors[name])
+        return count
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        if (path / MANIFEST).is_file():
-            compare(path, read_json(path / MANIFEST), tensors, names)
-        counts = dict(zip(names, pool.map(lambda name: safetensors.count_nonfinite(tensors[name]), names), strict=True))
+        counts = dict(zip(names, pool.map(checked, names), strict=True))
     bad = [name for name, count in counts.items() if count]
     if bad:
         others = f" (as in {len(bad) - 1} other tensors)" if bad[1:] else ""
@@ -240,24 +249,26 @@ def _verified(path: Path, tensors: Mapping[str, np.ndarray]) -> dict | None:
     return manifest
 
 
-def compare(
-    path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray], names: Collection[str] | None = None
-) -> None:
-    """Compares tensors with a manifest; raises as `verify`.
+def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
+    """Compares tensors with a manifest; raises as `verify`."""
+    compare_names(path, manifest, tensors)
+    for name, tensor in tensors.items():
+        compare_tensor(path, manifest, name, tensor)
 
-    Args:
-      names: those whose content is compared; None = all.
-    """
+
+def compare_names(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
     wanted = manifest.get("tensors", {})
     if wanted.keys() != tensors.keys():
-        differ = sorted(wanted.keys() ^ tensors.keys())
+        names = sorted(wanted.keys() ^ tensors.keys())
         raise ValueError(
-            f"{path}: {_listed(differ)} only in the manifest or only in the files; copy the checkpoint again"
+            f"{path}: {_listed(names)} only in the manifest or only in the files; copy the checkpoint again"
         )
-    for name in tensors if names is None else names:
-        got = {**safetensors.describe(name, tensors[name]), "xxh3_128": safetensors.digest(tensors[name])}
-        if got != wanted[name]:
-            raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")
+
+
+def compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray) -> None:
+    got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
+    if got != manifest["tensors"][name]:
+        raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")
 
 
 # -- saving --------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def test_memory_to_load_and_to_export_is_that_of_a_shard(tmp_path):
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_killed_ends_the_others(place, victim):
+def test_killing_one_process_ends_the_others(place, victim):
     out, logs = f"killed-{victim}", place / f"killed-logs-{victim}"
     command = ["-m", "areax", "train", "sft", *options(place, out, steps=100000), "--mesh.fsdp", "2"]
     running = jobs.start([command] * 2, logs)
