@@ -80,7 +80,8 @@ def test_a_port_in_use(capsys, model):
 
 def test_an_empty_data_set(capsys, model, tmp_path):
     empty = tiny.rows(tmp_path / "empty.jsonl", [])
-    assert "empty" in bad(capsys, "train", "sft", "--model", model, "--data", empty, "--out", tmp_path / "run")
+    arguments = ["--model", model, "--data", empty, "--out", tmp_path / "run", "--length", 64]
+    assert "empty" in bad(capsys, "train", "sft", *arguments)
 
 
 def test_convert_and_check(capsys, model, tmp_path):

@@ -66,11 +66,11 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: m\ndata: d\nreward: r\ngroup-size: 4\nsampling.max_new_tokens: 5\noptim:\n  lr: 1e-5\n"
-        "training:\n  length: 64\n  run: {dtype: null}\nservers: [a, b]\ncolocated: true\neta: 0\n"
+        "training:\n  length: 64\n  run: {dtype: null}\nservers: [http://a, http://b]\ncolocated: true\neta: 0\n"
     )
     got = flat(read(grpo.Config, "--config", str(path), "--length", "32"))
     assert (got.group_size, got.sampling.max_new_tokens, got.optim.lr, got.length) == (4, 5, 1e-5, 32)
-    assert (got.run.dtype, got.servers, got.colocated) == (None, ("a", "b"), True)
+    assert (got.run.dtype, got.servers, got.colocated) == (None, ("http://a", "http://b"), True)
     path.write_text(yaml.safe_dump({"model": "m", "data": "d", "objective": {"desirable_weight": 2.0}}))
     assert read(preference.Config, "--config", str(path)).objective == losses.KTO(desirable_weight=2.0)
 
@@ -118,10 +118,10 @@ def test_a_file_that_names_some_options_of_an_objective_keeps_the_algorithm(tmp_
 
 def test_values_of_lists_that_begin_with_dashes(tmp_path):
     path = tmp_path / "run.json"
-    values = {"model": "m", "data": "d", "reward": "r", "sampling": {"stop": ["--x", "b"], "stop_token_ids": [1, -1]}}
+    values = {"model": "m", "data": "d", "reward": "r", "sampling": {"stop": ["--x", "b"], "stop_token_ids": [1, 0]}}
     path.write_text(json.dumps(values), encoding="utf-8-sig")  # as some editors write UTF-8
     sampling = read(grpo.Config, "--config", str(path)).rollout.sampling
-    assert (sampling.stop, sampling.stop_token_ids) == (("--x", "b"), (1, -1))
+    assert (sampling.stop, sampling.stop_token_ids) == (("--x", "b"), (1, 0))
 
 
 @pytest.mark.parametrize("columns", ["20", "80"])

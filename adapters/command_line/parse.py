@@ -45,7 +45,23 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
             _quietly(target, arguments, prog, given)  # help: again, now for the terminal
         sentence = _one_line(captured.getvalue(), arguments, _help(target, prog, given)).removeprefix(f"{prog}: ")
         raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
-    return values() if callable(values) else values
+    if callable(values):
+        return values()
+    for name in _nan(values):
+        raise ValueError(f"{prog}: --{name} must be a number, got nan")
+    return values
+
+
+def _nan(config: Any, prefix: str = "") -> Iterator[str]:
+    """The options of a Config that are not a number, which no option means and every comparison lets through."""
+    inside = options.groups(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from _nan(value, prefix if field.name in inside else f"{name}.")
+        elif value != value or isinstance(value, tuple) and any(part != part for part in value):
+            yield name
 
 
 def instance(config: type, values: dict[str, Any], required: Callable = lambda field: tyro.MISSING) -> Any:

@@ -63,6 +63,10 @@ def plan(config: Any, options: Options = Options()) -> dict:
     if missing:
         raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
     settings = hf.read_config(config.model)
+    if config.length > settings.context:
+        raise ValueError(
+            f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
+        )
     _refuse(config, settings)
     table, chip = models.table(settings), CHIPS[options.chip]
     sequence = options.sample_tokens or config.length
