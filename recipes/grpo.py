@@ -114,7 +114,10 @@ def read(config: Config, tokens) -> tuple:
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)
-    options, heldout, room = config.prompts, config.evaluation.heldout, config.training.length
+    resolve.check(config.rollout.workflow, resolve.options(config.rollout.workflow_options))
+    options, heldout, serving = config.prompts, config.evaluation.heldout, config.serving
+    length = config.training.length
+    room = length if serving.servers else min(length, serving.serve.context)
     check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room)
     read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows)
     prompts, heldout_rows = read(config.data, limit=options.limit), read(heldout) if heldout else []

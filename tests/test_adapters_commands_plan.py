@@ -14,7 +14,7 @@ from areax.core import param
 GUIDE = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
 KINDS = {"exact", "estimate"}
 UNITS = ("_bytes", "_s", "_flops", "params", "tokens", "devices", "rows_that_fit", "mfu", "utilisation", "per_token")
-HF = {**tiny.HF, "vocab_size": 16, "torch_dtype": "bfloat16", "max_position_embeddings": 4096}
+HF = {**tiny.HF, "vocab_size": 16, "torch_dtype": "bfloat16", "max_position_embeddings": 1 << 20}
 
 
 @pytest.fixture

@@ -292,12 +292,11 @@ def _server_conflicts(config: Any) -> Iterator[str]:
             "--colocated offloads servers while the trainer updates, so that nothing is generated ahead: it needs "
             f"--eta 0, got {config.rollout.eta}"
         )
-    for option in ("servers", "published") if serving.serve.inside else ():
-        if getattr(serving, option):
-            yield (
-                "--serve.inside starts a server in this process and hands it versions in memory; leave out "
-                f"--{option}, got {getattr(serving, option)}"
-            )
+    if serving.serve.inside and serving.published:
+        yield (
+            "--serve.inside starts a server in this process and hands it versions in memory; leave out --published, "
+            f"got {serving.published}"
+        )
     if serving.stagers and len(serving.stagers) != len(serving.servers):
         yield (
             f"--stagers must name one stager per server, in the order of --servers, got {len(serving.stagers)} for "
