@@ -63,6 +63,21 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     assert half["microbatches"] == report["microbatches"] / 2 == 1
 
 
+def test_servers_on_the_trainers_device_count(capsys, model):
+    options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
+    huge = ["--serve.slots", 1 << 20, "--serve.context", 1 << 20]
+    for shared, word in ((["--serve.inside", "--eta", 0], "keeps"), (["--colocated", "--eta", 0], "one at a time")):
+        text = run(capsys, "grpo", *options, *shared)
+        assert re.search(rf"shared_bytes .* the same with the server, .*{word}", text)
+        assert text.splitlines()[-1].startswith("fits: ")
+        assert run(capsys, "grpo", *options, *shared, *huge).splitlines()[-2].startswith("does not fit with --rows 8")
+    assert (
+        run(capsys, "grpo", *options, *huge)
+        .splitlines()[-1]
+        .startswith("the server does not fit; lower --serve.slots or --serve.context: ")
+    )
+
+
 def test_a_recipe_given_by_path(capsys, model, tmp_path):
     """Any file whose Config has the fields that a plan reads; other required fields may be left out."""
     source = (
