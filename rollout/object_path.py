@@ -63,6 +63,8 @@ def module(place: str) -> ModuleType:
     is_file = place.endswith(".py")
     if not is_file and not all(part.isidentifier() for part in place.split(".")):
         raise ValueError(f"{place!r} is neither a module nor a path ending in .py; {HOW}")
+    if is_file and not Path(place).is_file():
+        raise ValueError(f"{place}: there is no such file (looked in {Path.cwd()})")
     try:
         return _file(Path(place)) if is_file else importlib.import_module(place)
     except (ImportError, SyntaxError) as error:
@@ -103,8 +105,6 @@ def row(row: object, limit: int = 120) -> str:
 
 
 def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file (looked in {Path.cwd()})")
     path = path.resolve()
     name = f"areax_file_{path.stem}_{xxhash.xxh3_64_hexdigest(bytes(path))[:8]}"
     if name in sys.modules:

@@ -67,7 +67,7 @@ def test_files_of_the_same_name_are_different_modules(tmp_path):
         ("some/file:reward", "'some/file' is neither a module nor a path ending in .py"),
         ("no_such_package.tasks:reward", "there is no module 'no_such_package'; is it installed?"),
         ("json.nothing:reward", "there is no module 'json.nothing'"),
-        ("nowhere/mine.py:reward", "there is no such file"),
+        ("nowhere/mine.py:reward", "^nowhere/mine.py: there is no such file"),
         ("json:dump_s", "there is no 'dump_s' in json; did you mean dumps"),
         ("math:pi", "must be a function, got float"),
         ("broken.py:reward", r"broken.py: cannot be imported \\(.*line 1\\)"),

@@ -158,7 +158,7 @@ def _json(file):
 
 def _parse(content, place):
     try:
-        parsed = json.loads(content)
+        parsed = json.loads(content.decode("utf-8-sig"))  # of bytes it would guess the encoding
         if b"\\ud" in content.lower():  # JSON can spell half a character, which no tokenizer takes
             json.dumps(parsed, ensure_ascii=False).encode()
         return parsed
