@@ -11,7 +11,7 @@
 #     train grpo --help
 #
 # On one host, publish to a folder in /dev/shm: a push is then a copy in memory. On several hosts, publish to a shared
-# file system and give SGLang an address of the private network with `--host`; it has no authentication by default.
+# file system and give SGLang an address of the private network with `--host`, and a key (docs/servers.md).
 # For a TPU use `python:3.12-slim` instead of the CUDA base and `.[tpu]` instead of `.[cuda]`.
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS base

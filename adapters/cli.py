@@ -110,20 +110,23 @@ def serve(
 
     Args:
       path: Hugging Face directory with weights and tokenizer.
-      host: address to listen on; keep the default unless you set api_key.
+      host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
       slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
       dtype: dtype of weights and computation.
-      api_key: key that requests must send as `Authorization: Bearer KEY`.
+      api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
+        machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
     """
     from ..rollout.engine import server
+    from ..rollout.processes import keys
     from .runtime import compile_cache, malloc
 
     malloc.keep_memory()  # new weights then reuse the memory of the old ones
     compile_cache.keep()
-    server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=api_key)
+    key = keys.read(keys.SERVER) if api_key is None else api_key
+    server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=key)
     return 0
 
 

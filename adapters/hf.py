@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -82,10 +83,44 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
       init_missing: heads among "score" and "head" that are randomly initialised if the checkpoint lacks them.
 
     Raises:
-      ValueError: as `read_config`; a truncated checkpoint; missing, unexpected or misshapen tensors, by name.
+      ValueError: as `read_config` and `check`; a truncated checkpoint; missing, unexpected or misshapen tensors, by
+        name.
     """
-    config = read_config(path)
-    return from_tensors(config, safetensors.read(path), str(path), dtype, mesh, init_missing)
+    config, stored = read_config(path), safetensors.read(path)
+    result = from_tensors(config, stored, str(path), dtype, mesh, init_missing)
+    check(path, stored)
+    return result
+
+
+def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
+    """Checks that a checkpoint's tensors match its manifest.json, if it has one, and are finite.
+
+    Of a job, each process checks its share of the tensors.
+
+    Raises:
+      ValueError: names the first tensor that does not match, or has numbers that are not finite, and how many.
+    """
+    path, names = Path(path), list(tensors)[jax.process_index() :: jax.process_count()]
+    manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
+    if manifest is not None:
+        compare_names(path, manifest, tensors)
+
+    def checked(name: str) -> int:
+        if manifest is not None:
+            compare_tensor(path, manifest, name, tensors[name])
+        count = safetensors.count_nonfinite(tensors[name])
+        safetensors.forget(tensors[name])
+        return count
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        counts = dict(zip(names, pool.map(checked, names), strict=True))
+    bad = [name for name, count in counts.items() if count]
+    if bad:
+        others = f" (as in {len(bad) - 1} other tensors)" if bad[1:] else ""
+        raise ValueError(
+            f"{path}: {counts[bad[0]]} of the {tensors[bad[0]].size} numbers of {bad[0]} are not finite{others}; "
+            "use another checkpoint"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,16 +251,24 @@ def _verified(path: Path, tensors: Mapping[str, np.ndarray]) -> dict | None:
 
 def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
     """Compares tensors with a manifest; raises as `verify`."""
+    compare_names(path, manifest, tensors)
+    for name, tensor in tensors.items():
+        compare_tensor(path, manifest, name, tensor)
+
+
+def compare_names(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
     wanted = manifest.get("tensors", {})
     if wanted.keys() != tensors.keys():
         names = sorted(wanted.keys() ^ tensors.keys())
         raise ValueError(
             f"{path}: {_listed(names)} only in the manifest or only in the files; copy the checkpoint again"
         )
-    for name, tensor in tensors.items():
-        got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
-        if got != wanted[name]:
-            raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")
+
+
+def compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray) -> None:
+    got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
+    if got != manifest["tensors"][name]:
+        raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")
 
 
 # -- saving --------------------------------------------------------------------------------------

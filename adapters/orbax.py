@@ -1,54 +1,103 @@
-"""Training state checkpoints with Orbax: parameters, optimiser, step and data cursor, written atomically."""
+"""Training state checkpoints with Orbax: parameters, optimiser, step and data cursor, written atomically.
+
+state/40/              a state: Orbax's files, and hashes.json with the hash of each
+state/.41.writing/     one that is being written; it is renamed once complete, hashes included
+state/39.damaged/      one whose files are not what was written, set aside
+"""
 
 import contextlib
 import functools
+import logging
+import os
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+from jax.experimental import multihost_utils
 
 from ..core.step import State
+from . import hf, safetensors
+from .atomic_dir import sync_tree
+
+log = logging.getLogger(__name__)
+
+HASHES = "hashes.json"  # {file: xxh3_128}
+WRITING, DAMAGED = ".writing", ".damaged"
+CHUNK = 1 << 22  # bytes read and hashed at a time
 
 
 class Store:
-    """Saved states of one run; created by `open_store`."""
+    """Saved states of one run; created by `open_store`.
 
-    def __init__(self, path: Path, keep: int, stack: contextlib.ExitStack):
-        self.path, self._keep, self._stack = path, keep, stack
+    Attributes:
+      latest: the newest version saved, or None.
+    """
+
+    def __init__(self, path: Path, keep: int, latest: int | None):
+        self.path, self.latest = path, latest
+        self._keep = keep
+        self._background = ThreadPoolExecutor(1, "areax-state")
+        self._commit: Future | None = None
 
     @functools.cached_property
-    def _manager(self):
-        """Orbax's manager, created lazily: it is slow to import, and a new run needs it only to save."""
+    def _checkpointer(self):
+        """Orbax's checkpointer, created lazily: it is slow to import, and a new run needs it only to save."""
         import orbax.checkpoint as ocp
 
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep)
-        return self._stack.enter_context(ocp.CheckpointManager(self.path, options=options))
-
-    @property
-    def latest(self) -> int | None:
-        """The newest version saved, or None."""
-        begun = "_manager" in vars(self) or any(self.path.iterdir())
-        return self._manager.latest_step() if begun else None
+        return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def save(self, version: int, state, cursor=None) -> None:
         """Copies the state to the host and writes it in the background; cursor is any JSON value.
+
+        Once it is complete, all but the newest `keep` states are removed.
 
         Args:
           state: a `State`, or a dictionary of States and other trees of arrays.
 
         Raises:
-          RuntimeError: the version is already saved.
+          ValueError: the state has numbers that are not finite; it is not saved, so that the last good one stays.
+          RuntimeError: the version, or a later one, is already saved.
+          OSError: the state saved before could not be written.
         """
         import orbax.checkpoint as ocp
 
+        self.wait()
+        if self.latest is not None and version <= self.latest:
+            raise RuntimeError(f"{self.path}: version {version} was not saved; {self.latest} already exists")
         tree = _tree(state)
+        if bad := _not_finite(tree):
+            last = "no state was saved before" if self.latest is None else f"the newest good state is {self.latest}"
+            raise ValueError(f"{self.path}: version {version} is not saved, {bad}; {last}")
         about = {"cursor": cursor, "arrays": _described(tree)}
-        saved = self._manager.save(
-            version, args=ocp.args.Composite(state=ocp.args.StandardSave(tree), about=ocp.args.JsonSave(about))
+        directory = self.path / f".{version}{WRITING}"
+        self._checkpointer.save(
+            directory, args=ocp.args.Composite(state=ocp.args.StandardSave(tree), about=ocp.args.JsonSave(about))
         )
-        if not saved:
-            raise RuntimeError(f"{self.path}: version {version} was not saved; it already exists")
+        self.latest = version
+        self._commit = self._background.submit(self._finish, version, directory)
+
+    def _finish(self, version: int, directory: Path) -> None:
+        """Adds the hashes to a state that is being written, renames it to its name, and removes older states."""
+        self._checkpointer.wait_until_finished()
+        if jax.process_index() > 0:
+            return
+        safetensors.write_bytes(directory / HASHES, hf.json_bytes(hashes(directory)))
+        sync_tree(directory)
+        directory.rename(self.path / str(version))
+        for old in versions(self.path)[: -self._keep]:
+            shutil.rmtree((self.path / str(old)).rename(self.path / f".{old}{WRITING}"))
+
+    def wait(self) -> None:
+        """Waits until the last saved state is complete; raises OSError if it could not be written."""
+        commit, self._commit = self._commit, None
+        if commit:
+            commit.result()
 
     def restore(self, like, version: int | None = None) -> tuple[Any, Any]:
         """(state, cursor) of a version, the newest by default, in the structure and dtypes of `like`.
@@ -58,11 +107,12 @@ class Store:
         """
         import orbax.checkpoint as ocp
 
+        self.wait()
         version = self.latest if version is None else version
         if version is None:
             raise ValueError(f"{self.path}: a saved state is needed, got none")
-        tree = _tree(like)
-        about = self._manager.restore(version, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        directory, tree = self.path / str(version), _tree(like)
+        about = self._checkpointer.restore(directory, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         # Orbax would silently cast to another dtype.
         then, now = about["arrays"], _described(tree)
         if then != now:
@@ -72,17 +122,122 @@ class Store:
                 "resume with the same settings, or use another path"
             )
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
-        restored = self._manager.restore(version, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+        restored = self._checkpointer.restore(
+            directory, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        )
         return _as(like, restored["state"]), about["cursor"]
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends the threads."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            if "_checkpointer" in vars(self):
+                self._checkpointer.close()
 
 
 @contextlib.contextmanager
 def open_store(path, *, keep: int = 2) -> Iterator[Store]:
-    """Opens the states under `path`, keeping the newest `keep`; waits for pending writes on exit."""
+    """Opens the states under `path`, keeping the newest `keep`; waits for pending writes on exit.
+
+    The newest state is compared with its hashes, in one read of its files. If it is damaged, it is set aside, with a
+    warning, and the newest older one that is whole takes its place.
+
+    Raises:
+      ValueError: there are states, but none is whole.
+    """
     path = Path(path).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        yield Store(path, keep, stack)
+    latest = _newest_whole(path) if jax.process_index() == 0 else None
+    if jax.process_count() > 1:  # all must choose the same
+        agreed = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if latest is None else latest)))
+        latest = None if agreed < 0 else agreed
+    store = Store(path, keep, latest)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def versions(path: Path) -> list[int]:
+    """The versions of the complete states under `path`, oldest first."""
+    return sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdecimal() and entry.is_dir())
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """{relative path: xxh3_128 in hex} of all files below a directory, except its hashes."""
+    files = sorted(Path(folder) / name for folder, _, names in os.walk(directory) for name in names)
+    names = [file.relative_to(directory).as_posix() for file in files]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading release Python's lock
+        return {name: digest for name, digest in zip(names, pool.map(_hash, files), strict=True) if name != HASHES}
+
+
+def _hash(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(file, "rb") as source:
+        while chunk := source.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _newest_whole(path: Path) -> int | None:
+    """The newest version that matches its hashes, or None without any; removes what was left half-written."""
+    for leftover in path.glob(f".*{WRITING}*"):
+        shutil.rmtree(leftover)
+    found = versions(path)
+    damage: dict[int, str] = {}
+    for version in reversed(found):
+        if not (why := _damage(path / str(version))):
+            break
+        damage[version] = why
+    if found and len(damage) == len(found):
+        listed = "; ".join(f"{version}: {why}" for version, why in damage.items())
+        raise ValueError(
+            f"{path}: none of the saved states is whole ({listed}); restore them from a copy, or start over in another "
+            "directory"
+        )
+    for version, why in damage.items():
+        aside = path / f"{version}{DAMAGED}"
+        if aside.exists():
+            shutil.rmtree(aside)
+        (path / str(version)).rename(aside)
+        log.warning("%s: %s; set aside, using %s instead", aside, why, max(set(found) - set(damage)))
+    return max(set(found) - set(damage), default=None)
+
+
+def _damage(directory: Path) -> str:
+    """What of a state is not as it was written; "" if it is whole."""
+    if not (directory / HASHES).is_file():
+        return f"{HASHES} is missing"
+    stored, now = (directory / HASHES).read_bytes(), hashes(directory)
+    if stored == hf.json_bytes(now):
+        return ""
+    try:
+        then = hf.read_json(directory / HASHES)
+    except ValueError:
+        return f"{HASHES} is damaged"
+    differ = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)] or [HASHES]
+    return f"{differ[0]} is {'damaged' if differ[0] in now or differ[0] == HASHES else 'missing'}"
+
+
+@jax.jit
+def _counts(arrays: list) -> jax.Array:
+    return jnp.stack([jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in arrays])
+
+
+def _not_finite(tree) -> str:
+    """Which array has how many numbers that are not finite; "" if there is none."""
+    pairs = [(p, x) for p, x in jax.tree_util.tree_leaves_with_path(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    counts = np.asarray(_counts([x for _, x in pairs])) if pairs else np.zeros(0)
+    if not counts.any():
+        return ""
+    first = int(np.argmax(counts > 0))
+    path, x = pairs[first]
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    others = np.count_nonzero(counts) - 1
+    where = f"{name}, as in {others} other arrays" if others else name
+    return f"{int(counts[first])} of the {x.size} numbers of {where} are not finite"
 
 
 def _described(tree) -> list[str]:

@@ -36,6 +36,12 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+EXPONENTS = {  # unsigned integers of the same size, and the bits that are all set in numbers that are not finite
+    np.dtype(np.float64): (np.uint64, np.uint64(0x7FF0 << 48)),
+    np.dtype(np.float32): (np.uint32, np.uint32(0x7F800000)),
+    np.dtype(np.float16): (np.uint16, np.uint16(0x7C00)),
+    np.dtype(ml_dtypes.bfloat16): (np.uint16, np.uint16(0x7F80)),
+}
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CHUNK = 1 << 20  # bytes hashed and then written while still in the CPU cache
@@ -156,6 +162,16 @@ def raw(array: np.ndarray) -> memoryview:
 def digest(array: np.ndarray) -> str:
     """xxh3-128 of an array's bytes, in hex."""
     return xxhash.xxh3_128_hexdigest(raw(array))
+
+
+def count_nonfinite(array: np.ndarray) -> int:
+    """How many numbers of an array are infinite or not a number; 0 for integers."""
+    if array.dtype not in EXPONENTS:
+        return 0
+    kind, exponent = EXPONENTS[array.dtype]
+    bits = np.ascontiguousarray(array).reshape(-1).view(kind)
+    parts = (bits[i : i + CHUNK] for i in range(0, bits.size, CHUNK))
+    return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)
 
 
 def describe(name: str, spec: Any) -> dict:

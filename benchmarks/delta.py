@@ -100,7 +100,7 @@ async def measure(root: Path, gb: float, changed: float, mb_s: float) -> dict:
 
         async def stage(stager, weights):
             here.offer(weights)
-            body = {"key": "", "label": weights.label, "source": source, "source_key": here.key}
+            body = {"label": weights.label, "source": source, "source_key": here.key}
             begun = time.perf_counter()
             async with http.post(f"{stager}/stage", json=body, timeout=aiohttp.ClientTimeout(3600)) as reply:
                 answer = await reply.json()

@@ -20,7 +20,6 @@ from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import grpo, sft
-from areax.recipes.shared import common
 from areax.recipes.shared.rl_options import Evaluation, Rollout, Serving, Training
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
@@ -68,7 +67,8 @@ class Config:
 def main(config: Config) -> int:
     """Runs the stages and prints the results; returns the exit code, 1 if a control improved."""
     began = time.monotonic()
-    out = common.out_directory(config.out)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
     heldout = write_data(config, out)
     if not (out / "sft" / run_dir.SUMMARY).exists() or not config.controls:
         print("1 of 3  supervised fine-tuning of a new model")

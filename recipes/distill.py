@@ -7,6 +7,7 @@ same `out` and it goes on where it stopped.
 import asyncio
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from areax.core import losses
 from areax.models import frozen as teacher
 from areax.recipes.shared import common, learner, offline, offline_options
 from areax.rollout import client
+from areax.rollout.processes import keys
 from areax.rollout.types import Sample
 from areax.rollout.workflows import teacher as served
 
@@ -37,7 +39,7 @@ class Config(offline_options.Options):
         folder, or a data set on the hub.
       teacher: Hugging Face directory of a local teacher; it must have the student's tokenizer.
       teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
-        "teacher"; servers of one name share the load. They need `objective.top_k`.
+        "teacher"; servers of one name share the load. They need `objective.top_k`. Their key is in AREAX_TEACHER_KEY.
       objective: the divergence, its temperature and top-k, and the weight of an SFT term.
       heldout: rows to evaluate on; they are never trained on. "" = none.
       run: how student and local teacher are computed; the teacher's weights are kept in `run.dtype`.
@@ -60,6 +62,7 @@ def main(config: Config) -> dict:
 def train(config: Config, quiet: bool = False) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     check(config)
+    asyncio.run(client.check_keys(itertools.chain(*served.named(config.teachers).values()), key_variable=served.KEY))
     began = time.monotonic()
     tokens = tokenizer.load(config.model)
     sample = offline.sampler(tokens)
@@ -90,6 +93,8 @@ def train(config: Config, quiet: bool = False) -> dict:
 def check(config: Config) -> None:
     """Raises ValueError for options that exclude each other."""
     spec = config.objective
+    for url in config.teachers:
+        keys.check_address(url, "--teachers")
     if bool(config.teacher) == bool(config.teachers):
         both = "both" if config.teacher else "none"
         raise ValueError(f"distill: name either --teacher, a directory, or --teachers, servers, got {both}")
@@ -118,7 +123,10 @@ def served_teachers(config: Config, vocabulary: int) -> Iterator[Callable[[list[
     stack = contextlib.AsyncExitStack()
 
     async def connect():
-        return {name: await stack.enter_async_context(client.connect(own)) for name, own in urls.items()}
+        return {
+            name: await stack.enter_async_context(client.connect(own, key_variable=served.KEY))
+            for name, own in urls.items()
+        }
 
     with asyncio.Runner() as runner:
         fleets = runner.run(connect())

@@ -31,7 +31,8 @@ class Config:
       workflow: an episode: `module:function` of `generate` and a row, or an agent (`rollout.workflows.resolve.bind`).
       workflow_options: further arguments of the workflow, a JSON object.
       agent: serving agents that use the OpenAI or Anthropic API.
-      servers: addresses of generation servers; none = starts one with `model` on this machine.
+      servers: addresses of generation servers; none = starts one with `model` on this machine. Their key, if any,
+        is in AREAX_SERVER_KEY, or in the file that AREAX_SERVER_KEY_FILE names.
       serve: options of servers that are started here.
       samples: completions per row.
       limit: records to read; 0 = all.
@@ -42,6 +43,8 @@ class Config:
       sampling: sampling parameters; greedy by default.
       reward_workers: number of processes that compute rewards.
       reward_timeout_s: time limit of one reward, in seconds; after a second attempt the completion is unscorable.
+      reward_environment: names of environment variables that rewards may read, in addition to PATH, HOME, LANG and the
+        like (docs/add-a-reward.md).
       seed: random seed of sampling.
     """
 
@@ -62,6 +65,7 @@ class Config:
     sampling: Sampling = Sampling(temperature=0.0)
     reward_workers: int = 1
     reward_timeout_s: float = 10.0
+    reward_environment: tuple[str, ...] = ()
     seed: int = 0
 
     def __post_init__(self):
@@ -94,8 +98,11 @@ async def evaluate(config: Config) -> dict:
             common.fleet(config.servers, config.model, config.serve, concurrency=config.max_concurrent * config.samples)
         )
         reward = await enter(
-            rewards.pool(config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s)
-        )
+            rewards.pool(
+                config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s,
+                environment=config.reward_environment,
+            )
+        )  # fmt: skip
         episode = await enter(
             resolve.bind(
                 config.workflow, tokenizer=tokens, reward=reward, sampling=config.sampling, agent=config.agent,

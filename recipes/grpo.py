@@ -92,23 +92,24 @@ def main(config: Config) -> dict:
             sinks.check(config.saving.track)
         prompts, heldout = read(config, tokens) if index == 0 else (None, [])
         processes.same("options", config)
-        trainer = build_trainer(config)
-        out = common.out_directory(config.out)
-        with orbax.open_store(out / "state") as store:
+        out = Path(config.out)
+        with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
+            trainer = build_trainer(config)
             cursor = restore(trainer, store)
             work = collective(config, trainer, store, tokens)
             if index > 0:
                 lockstep.worker_loop(work)
                 return {}
             with lockstep.leader(work) as run_on_all:
-                summary = asyncio.run(train(config, trainer, run_on_all, tokens, prompts, heldout, cursor))
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, prompts, heldout, cursor))
                 summary["seconds"] = time.monotonic() - began
                 run_dir.write_json(out / run_dir.SUMMARY, summary)
                 return summary
 
 
 def read(config: Config, tokens) -> tuple:
-    """Reads (prompts, held-out rows); raises ValueError if the reward or the workflow does not exist."""
+    """Reads (prompts, held-out rows); raises ValueError if reward or workflow do not exist, or a key is refused."""
+    rollouts.check_keys(config.serving, config.training)
     common.check_directory("--out", config.out)
     common.check_length(config.model, config.training.length)
     if config.serving.published:
@@ -148,11 +149,14 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
     }
 
 
-async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, prompts, heldout, cursor) -> dict:
+async def train(
+    config: Config, trainer: Trainer, run_on_all: Callable, tokens, run: str, prompts, heldout, cursor
+) -> dict:
     """Runs the training loop from the trainer's version on; returns the summary.
 
     Args:
       run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.
+      run: id of the run.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
@@ -162,13 +166,13 @@ async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, 
 
         # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
         sync = await enter_async(
-            publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, start)
+            publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, run, start)
         )
         fleet = await enter_async(
             common.fleet(
                 config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
-                handover=sync.handover, first=sync.first,
+                handover=sync.handover, first=sync.first, timeout_s=config.serving.timeout,
                 experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
             )
         )  # fmt: skip
@@ -210,6 +214,7 @@ async def train(config: Config, trainer: Trainer, run_on_all: Callable, tokens, 
             loop.run(
                 rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
                 cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
+                save_seconds=60 * config.saving.save_minutes,
                 evaluate_every=config.evaluation.evaluate_every or config.steps,
             )
         )  # fmt: skip

@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 import aiohttp
 
+from .errors import ServerError
 from .fleet import health, offload
 from .fleet.fleet import TIMEOUTS, Restart
 from .fleet.fleet import Fleet as Fleet
 from .fleet.fleet import Timeouts as Timeouts
+from .processes import keys
+from .servers.endpoint import Endpoint
 from .servers.server import Handover
 from .servers.server import connect as connect_server
 
@@ -21,8 +24,9 @@ async def connect(
     urls: Iterable[str],
     *,
     concurrency: int = 64,
-    timeout_s: float = 600.0,
+    timeout_s: float = 3600.0,
     ready_s: float = 30.0,
+    key_variable: str = keys.SERVER,
     restart: Restart | None = None,
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
@@ -33,8 +37,11 @@ async def connect(
 
     Args:
       concurrency: most requests on one server at a time; further ones wait here, in order.
-      timeout_s: deadline of a `generate` call in seconds, including waits, retries, pauses and resumptions.
-      ready_s: how long a server may take to answer for the first time.
+      timeout_s: how many seconds a `generate` call may take without progress, waits, retries and pauses included. A
+        resumption with new tokens is progress, and so are tokens that arrive where `on_tokens` is given.
+      ready_s: how long a server, or a stager, may take to answer for the first time.
+      key_variable: environment variable with the servers' key; VARIABLE_FILE may name a file with it instead. Neither
+        is set: requests have no key.
       restart: replaces a dead server's process; without it, a dead server is only waited for.
       stagers: for servers without access to the trainer's files, the addresses of their stagers (stager.py), in the
         same order. AREAX_STAGER_KEY must be the same here and there.
@@ -44,8 +51,11 @@ async def connect(
       experts_per_token: of a mixture of experts, to read what `generate(routed_experts=True)` asks for: servers send it
         without its shape.
 
-    Raises ServerError if a server does not answer, ValueError for invalid addresses.
+    Raises ServerError if a server or a stager does not answer, ValueError for invalid addresses, and if one refuses the
+    key.
     """
+    for url in (*urls, *stagers):
+        keys.check_address(url, "connect")
     urls, stagers = ([url.rstrip("/") for url in some] for some in (urls, stagers))
     if not urls or len(set(urls)) != len(urls):
         raise ValueError(f"connect: urls must name one or more different servers, got {urls}")
@@ -61,7 +71,12 @@ async def connect(
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
         servers = await asyncio.gather(
-            *(connect_server(url, http, ready_s=ready_s, handover=handover, reach_s=timeouts.reach_s) for url in urls)
+            *(
+                connect_server(
+                    url, http, ready_s=ready_s, reach_s=timeouts.reach_s, key_variable=key_variable, handover=handover
+                )
+                for url in urls
+            )
         )
         if stagers:
             from .weights import file_server  # imports a web server, which only fleets with stagers need
@@ -69,6 +84,7 @@ async def connect(
             here = await stack.enter_async_context(file_server.serve(file_server.towards(stagers[0])))
             for server, url in zip(servers, stagers, strict=True):
                 server.stager = file_server.Stager(url, http, here)
+            await asyncio.gather(*(server.stager.check(timeout_s=ready_s) for server in servers if server.stager))
         fleet = assemble(
             servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts,
             experts_per_token=experts_per_token,
@@ -81,6 +97,22 @@ async def connect(
             await offload.resume_all(fleet)
             await fleet.close()
             await asyncio.gather(watching, return_exceptions=True)
+
+
+async def check_keys(urls: Iterable[str], stagers: Iterable[str] = (), *, key_variable: str = keys.SERVER) -> None:
+    """Asks servers and stagers whether they take the key, before a run loads anything; arguments as `connect`.
+
+    One that does not answer may still be starting: that is left to `connect`.
+
+    Raises ValueError for a key that is refused or not valid.
+    """
+    async with aiohttp.ClientSession() as http:
+        asked = [(url, key_variable, "/model_info") for url in urls]
+        asked += [(url, keys.STAGER, "/versions") for url in stagers]
+        for url, variable, path in asked:
+            with contextlib.suppress(ServerError):
+                endpoint = Endpoint(url.rstrip("/"), http, key_variable=variable)
+                await endpoint.call("GET", path, timeout_s=5.0, reach_s=0.0)
 
 
 def assemble(servers: Sequence, **options) -> Fleet:

@@ -34,6 +34,7 @@ async def run(
     admit: Callable[[int], Any] = lambda v: None,
     cursor: Callable[[], Any] = lambda: None,
     save_every: int = 0,
+    save_seconds: float = 0,
     evaluate_every: int = 0,
     on_step: Callable[[int, Any, dict[str, float]], Any] = lambda v, result, seconds: None,
 ) -> dict[str, float]:
@@ -55,6 +56,7 @@ async def run(
       admit: called once the servers have version v (`Executor.admit`).
       cursor: returns the position in the data (`Executor.cursor`); called when a batch has been handed out.
       save_every: versions between two saves; 0 = only the last state.
+      save_seconds: a version is also saved if the last save is this long ago; 0 = never for this reason.
       evaluate_every: versions between two evaluations, in addition to `start` and the last version; 0 = never.
       on_step: called with (v + 1, update's result, seconds). `publish_s, save_s, wait_s, rollout_s, update_s` add up
         to `step_s`, where wait_s is time spent waiting for the last push and evaluation; `push_s` and `evaluate_s` are
@@ -70,7 +72,7 @@ async def run(
     saved, position = start, cursor()  # newest saved version; the data position that matches `current`
     background: asyncio.Task | None = None
     now = asyncio.get_running_loop().time
-    mark = now()  # start of the step
+    mark = saved_at = now()  # start of the step, and of the last save
 
     @contextlib.contextmanager
     def timed(part: str) -> Iterator[None]:
@@ -98,9 +100,9 @@ async def run(
             background.result()
 
     async def save_once(v: int) -> None:
-        nonlocal saved
+        nonlocal saved, saved_at
         if save and v > saved:
-            saved = v  # set first: a failed save is not retried on the way out
+            saved, saved_at = v, now()  # set first: a failed save is not retried on the way out
             with timed("save_s"):
                 await _uninterrupted(asyncio.to_thread(save, v, position))
 
@@ -128,7 +130,8 @@ async def run(
                 with timed("publish_s"):
                     push = await _uninterrupted(asyncio.to_thread(publish, v))
             background = asyncio.create_task(push_and_evaluate(v, push))
-            if v == steps or (save_every and v % save_every == 0):
+            by_time = save_seconds and now() - saved_at >= save_seconds
+            if v == steps or by_time or (save_every and v % save_every == 0):
                 await save_once(v)
             if v == steps or eta == 0:
                 await wait_for_background()
@@ -137,9 +140,13 @@ async def run(
             with timed("rollout_s"):
                 groups = await _unless_failed(background, next_groups(v))
             after = cursor()
-            with timed("update_s"):
-                result = await _uninterrupted(asyncio.to_thread(train_on_batch, v, groups, after))
-            on_step(v + 1, result, end_step())
+            updating = asyncio.ensure_future(asyncio.to_thread(train_on_batch, v, groups, after))
+            try:
+                with timed("update_s"):
+                    await _uninterrupted(updating)
+            finally:  # also of a step that was interrupted, which is complete
+                if not updating.exception():
+                    on_step(v + 1, updating.result(), end_step())
         end_step()
         return total
     finally:

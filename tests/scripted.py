@@ -22,12 +22,13 @@ def logp_at(index):
 
 
 @contextlib.asynccontextmanager
-async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
+async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False, key=""):
     """A generation server whose tokens and log-probabilities depend on the absolute index only.
 
     `script` holds the answers of the next `/generate` calls; `refuse` maps other paths to an answer. With `honest`, the
     log-probability is minus the version it really has; `fails` names a path at which its next push fails. `wrong` lists
-    calls that would crash SGLang: use while its memory is released, release while requests run, resuming twice.
+    calls that would crash SGLang: use while its memory is released, release while requests run, resuming twice. With a
+    `key`, requests without it get a 401, as from SGLang.
     """
     state = types.SimpleNamespace(
         label=label, weights=label, step_s=step_s, script=[], refuse={}, calls=[], aborts=0, load=0, most=0, fails="",
@@ -106,7 +107,13 @@ async def serving(label=V0, *, port=0, step_s=0.0, seeded=False, honest=False):
             return aiohttp.web.Response(status=200 if state.going.is_set() else 503)
         return answer({"message": "done"})
 
-    app = aiohttp.web.Application()
+    @aiohttp.web.middleware
+    async def guarded(request, handler):
+        if key and request.headers.get("authorization") != f"Bearer {key}":
+            return answer({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    app = aiohttp.web.Application(middlewares=[guarded])
     app.router.add_post("/generate", generate)
     app.router.add_route("*", "/{path:.*}", control)
     runner = aiohttp.web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)

@@ -119,14 +119,20 @@ def embedded(path, *, environment=None, **options):
 
 
 @contextlib.contextmanager
-def stager(root):
-    """Yields the address of a stager process that keeps versions in `root`."""
-    command = [sys.executable, "-m", "areax.rollout.weights.stager", "--port", "0", "--root", str(root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def command(*words, **environment):
+    """Runs a server by its command, `python -m WORDS`, on a free port; yields its address."""
+    command = [sys.executable, "-m", *map(str, words), "--port", "0"]
+    environ = {**os.environ, **environment}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:
             yield process.stdout.readline().split()[0]
         finally:
             process.terminate()
+
+
+def stager(root, **environment):
+    """Yields the address of a stager process that keeps versions in `root`."""
+    return command("areax.rollout.weights.stager", "--root", root, **environment)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,17 @@ def test_an_unsupported_architecture_is_named(capsys, model, tmp_path):
     assert "mamba" in bad(capsys, "check", other)
 
 
+def test_serving_to_other_machines_needs_a_key(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("AREAX_SERVER_KEY", raising=False)
+    line = bad(capsys, "serve", tmp_path / "nowhere", "--host", "0.0.0.0", "--port", "0")
+    assert line.startswith("serve: 0.0.0.0 can be reached from other machines; set AREAX_SERVER_KEY to a key, or ")
+    assert "got an empty one" in bad(capsys, "serve", tmp_path / "nowhere", "--api-key", "", "--port", "0")
+    monkeypatch.setenv("AREAX_SERVER_KEY", "")
+    assert "AREAX_SERVER_KEY: a key must be" in bad(capsys, "serve", tmp_path / "nowhere", "--port", "0")
+    monkeypatch.setenv("AREAX_SERVER_KEY", "secret")
+    assert "nowhere" in bad(capsys, "serve", tmp_path / "nowhere", "--host", "0.0.0.0", "--port", "0")
+
+
 def test_a_port_in_use(capsys, model):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

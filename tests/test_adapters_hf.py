@@ -16,6 +16,7 @@ import transformers
 
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
+from areax.adapters.commands import convert
 from areax.rollout.servers.labels import read_label
 from areax.rollout.weights import store
 
@@ -39,7 +40,8 @@ def contents(path):
 
 
 def rewritten(path, change):
-    """Replaces a checkpoint's tensors with `change(tensors)`."""
+    """Replaces a checkpoint's tensors with `change(tensors)`, as a tool does that writes no manifest."""
+    (path / "manifest.json").unlink(missing_ok=True)
     tensors = {name: np.array(x) for name, x in safetensors.read(path).items()}
     tensors = change(tensors)
     safetensors.write(path, tensors, tensors.values())
@@ -110,6 +112,34 @@ def test_a_stored_head_must_equal_tied_embeddings(tmp_path):
     assert equal(hf.load(path)[1], params)
     rewritten(path, lambda ts: ts | {"lm_head.weight": ts["lm_head.weight"] + 1})
     refused(path, "tie_word_embeddings is true, but lm_head.weight differs")
+
+
+def test_a_checkpoint_that_does_not_match_its_manifest_is_refused(tmp_path):
+    """Whichever byte of a tensor is damaged; without a manifest nothing can be compared."""
+    path = hf.save(tmp_path / "model", *made())
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for at in range(start, len(whole), (len(whole) - start) // 7):
+        data = bytearray(whole)
+        data[at] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=r"model: \S+ does not match manifest.json; copy the checkpoint again"):
+            hf.load(path)
+        with pytest.raises(ValueError, match="does not match manifest.json"):
+            convert.convert(path, tmp_path / "other")
+    (path / "manifest.json").unlink()
+    hf.load(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_that_are_not_finite_are_named_and_counted(tmp_path, dtype):
+    """Also in a checkpoint whose hashes match: a run that diverged wrote it."""
+    config, params = made()
+    bad = params["embed"].at[3, :2].set(jnp.nan).at[1, 0].set(-jnp.inf)
+    path = hf.save(tmp_path / "model", config, {**params, "embed": bad}, dtype)
+    with pytest.raises(ValueError, match=rf"3 of the {bad.size} numbers of model.embed_tokens.weight are not finite;"):
+        hf.load(path)
 
 
 def test_a_missing_head_is_initialised_only_on_request(saved):
@@ -231,7 +261,9 @@ def test_the_manifest_describes_the_files(saved):
     (saved / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="does not match manifest.json; copy"):
         hf.verify(saved)
+    described = (saved / "manifest.json").read_bytes()
     rewritten(saved, lambda ts: ts | {"extra": np.ones(1, np.float32)})
+    (saved / "manifest.json").write_bytes(described)
     with pytest.raises(ValueError, match="extra only in the manifest or only in the files"):
         hf.verify(saved)
     (saved / "manifest.json").unlink()

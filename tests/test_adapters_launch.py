@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import jobs
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areax.adapters import cli
+from areax.adapters.launch import config as launch_config
 from areax.adapters.launch import devices as launch_devices
 from areax.adapters.launch import job as launch_job
 from areax.adapters.launch.host import PYTHON, Host
@@ -60,8 +63,8 @@ class Config:
     published: str = ""
     servers: tuple[str, ...] = ()
     stagers: tuple[str, ...] = ()
-NAMES = ("AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS", "AREAX_STAGER_KEY", "CUDA_VISIBLE_DEVICES",
-         "JAX_LOCAL_DEVICE_IDS", "JAX_NUM_CPU_DEVICES", "OMP_NUM_THREADS")
+NAMES = ("AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS", "AREAX_SERVER_KEY", "AREAX_STAGER_KEY",
+         "CUDA_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS", "JAX_NUM_CPU_DEVICES", "OMP_NUM_THREADS")
 def main(config):
     out = pathlib.Path(config.out)
     told = {name: os.environ.get(name) for name in NAMES} | dataclasses.asdict(config) | {"pid": os.getpid()}
@@ -319,6 +322,16 @@ def test_a_killed_server_restarts_with_the_newest_weights(data, tmp_path):
     assert (tmp_path / "logs/server-1.log").read_text().count(f"{urls[1]} serves qwen3") == 2
 
 
+def test_keys_are_made_where_none_is_given(monkeypatch):
+    for name in ("A", "A_FILE", "B", "B_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    made = launch_config.new_keys("A", "B")
+    assert made.keys() == {"A", "B"} and made["A"] != made["B"] and min(map(len, made.values())) > 30
+    monkeypatch.setenv("A", "given")
+    monkeypatch.setenv("B_FILE", "/run/secrets/b")
+    assert launch_config.new_keys("A", "B") == {}
+
+
 # -- Ray -----------------------------------------------------------------------------------------
 
 
@@ -444,6 +457,7 @@ def test_a_batch_script_under_bash(place, tmp_path):
     assert {x["AREAX_COORDINATOR"].partition(":")[0] for x in told} == {"127.0.0.1"}
     assert {x["CUDA_VISIBLE_DEVICES"] for x in told} == {"4,5"} and {x["JAX_NUM_CPU_DEVICES"] for x in told} == {"2"}
     assert len(told[0]["servers"]) == len(told[0]["stagers"]) == 2 and told[0]["AREAX_STAGER_KEY"]
+    assert told[0]["AREAX_SERVER_KEY"] is None  # the command says whether its servers have one
     assert {url.split(":")[1] for url in told[0]["servers"]} == {"//127.0.0.3"}
     assert sorted((at, gpus) for what, at, _, gpus in first if what == "began") == [
         (int(url.rpartition(":")[2]), gpu) for url, gpu in zip(told[0]["servers"], ("4", "5"), strict=True)
@@ -462,7 +476,12 @@ def test_a_batch_script_under_bash(place, tmp_path):
 @pytest.mark.slow
 def test_a_batch_script_trains(data, tmp_path):
     words = [*SERVED, "--logs", str(tmp_path / "logs"), "--", *grpo(data, tmp_path / "run", 2)]
+    config = tmp_path / "run/config.json"
     with batch(data, tmp_path, ["127.0.0.1", "127.0.0.2", "127.0.0.3"], words) as process:
+        jobs.until(lambda: config.exists() or process.poll() is not None)
+        url = json.loads(config.read_text())["serving"]["servers"][0]
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # they need the job's key
+            urllib.request.urlopen(f"{url}/model_info")
         assert process.wait(300) == 0
     urls = trained(tmp_path / "run", 2)
     assert [url.split(":")[1] for url in urls] == ["//127.0.0.2", "//127.0.0.3"]

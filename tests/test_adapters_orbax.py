@@ -1,5 +1,9 @@
 """Training states are restored exactly, or not at all."""
 
+import dataclasses
+import errno
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,3 +89,108 @@ def test_a_state_saved_on_one_mesh_is_the_same_on_any_other(tmp_path):
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
             np.testing.assert_array_equal(x, wanted)
             assert x.dtype == wanted.dtype and (np.asarray(x) != np.asarray(other)).any()
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_states(tmp_path_factory):
+    """A directory with states 1 and 2."""
+    path = tmp_path_factory.mktemp("state")
+    with orbax.open_store(path) as store:
+        for v in (1, 2):
+            store.save(v, fresh(), {"row": v})
+    return path
+
+
+def files(directory):
+    return sorted(file for file in directory.rglob("*") if file.is_file())
+
+
+def damaged(file, at, how):
+    data = bytearray(file.read_bytes())
+    if how == "cut":
+        del data[at:]
+    elif how == "flipped":
+        data[at] ^= 1 << at % 8
+    file.write_bytes(data)
+    if how == "gone":
+        file.unlink()
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_any_damage_to_the_newest_state_falls_back_to_the_one_before(two_states, tmp_path, caplog, how):
+    """Every file that is written for a state, each at three places."""
+    names = [file.relative_to(two_states) for file in files(two_states / "2")]
+    assert len(names) > 8
+    for n, name in enumerate(names):
+        for k in range(3 if how == "flipped" else 1):
+            path = tmp_path / f"{n}-{k}"
+            shutil.copytree(two_states, path)
+            size = (path / name).stat().st_size
+            if not size:  # gone is the only damage to an empty file
+                (path / name).unlink()
+            else:
+                damaged(path / name, (k * size // 3 + 7 * n) % size, how)
+            caplog.clear()
+            with orbax.open_store(path) as store:
+                assert store.latest == 1, name
+                assert store.restore(fresh())[1] == {"row": 1}
+            assert (path / "2.damaged").is_dir() and not (path / "2").exists()
+            assert "set aside, using 1 instead" in caplog.text
+
+
+def test_a_run_does_not_start_over_if_no_state_is_whole(two_states, tmp_path):
+    path = tmp_path / "state"
+    shutil.copytree(two_states, path)
+    for v in (1, 2):
+        damaged(path / f"{v}/_CHECKPOINT_METADATA", 0, "flipped")
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"none of the saved states is whole \(2: _CHECKPOINT_METADATA is dam.*1: "
+        ):
+            with orbax.open_store(path):
+                pass
+    assert sorted(p.name for p in path.iterdir()) == ["1", "2"]
+
+
+def test_numbers_that_are_not_finite_are_not_saved_over_a_good_state(tmp_path):
+    good = fresh()
+    bad = dataclasses.replace(good, params={**good.params, "w": good.params["w"].at[0, :3].set(jnp.nan)})
+    with orbax.open_store(tmp_path) as store:
+        store.save(1, good)
+        line = r"version 2 is not saved, 3 of the 8 numbers of params.w are not finite; the newest good state is 1"
+        with pytest.raises(ValueError, match=line):
+            store.save(2, bad)
+        assert store.latest == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+def test_older_states_stay_until_a_newer_one_is_complete(tmp_path, monkeypatch):
+    """Of a save whose files are written, but not their hashes, nothing remains, and nothing older was removed."""
+    with orbax.open_store(tmp_path, keep=1) as store:
+        store.save(1, fresh(), {"row": 1})
+        store.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(orbax.safetensors, "write_bytes", full)
+            store.save(2, fresh(), {"row": 2})
+            with pytest.raises(OSError, match="no space left"):
+                store.wait()
+    with orbax.open_store(tmp_path) as store:
+        assert store.latest == 1 and store.restore(fresh())[1] == {"row": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+def full(path, data):
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def test_leftovers_of_a_killed_run_are_removed(two_states, tmp_path):
+    path = tmp_path / "state"
+    shutil.copytree(two_states, path)
+    shutil.copytree(path / "2", path / ".3.writing")
+    shutil.copytree(path / "2", path / ".3.writing.orbax-checkpoint-tmp")
+    with orbax.open_store(path) as store:
+        assert store.latest == 2
+    assert sorted(p.name for p in path.iterdir()) == ["1", "2"]

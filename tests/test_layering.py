@@ -14,7 +14,7 @@ FAMILIES = ("dense", "llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 MOST_ENTRIES = {"rollout": 20, "adapters": 18, "models": 10}  # model families are not counted
 
 # Folder or file -> folders and modules of ours that it may import besides its own folder; the longest match applies.
-BASE = {"rollout." + name for name in ("types", "errors", "events", "object_path", "http_process")}
+BASE = {"rollout." + name for name in ("types", "errors", "events", "object_path", "processes")}
 SERVERS = BASE | {"rollout.servers"}
 CHAT = BASE | {"rollout.sandbox", "rollout.rewards", "rollout.chat"}
 FLEET = SERVERS | {"rollout.weights", "rollout.fleet"}
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "rollout/engine": {
         "rollout.types",
         "rollout.servers.labels",
-        "rollout.http_process",
+        "rollout.processes",
         "rollout.chat.detokenizer",
         "rollout.chat.fields",
         "rollout.chat.openai",
@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "rollout.types",
         "rollout.chat.template",
         "rollout.servers.labels",
+        "rollout.processes",
     },
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,

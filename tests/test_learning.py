@@ -50,7 +50,7 @@ def learnt(place, name, objective, **changes) -> float:
     return done["accuracy"]
 
 
-def test_imitation_stops_where_its_teacher_is(place):
+def test_imitation_does_not_surpass_its_teacher(place):
     assert 0.2 < accuracy(place / "sft/model", place) < 0.55
     losses = [x["nll"] for x in run_dir.read_lines(place / "sft/metrics.jsonl") if "nll" in x]
     assert losses[-1] < 0.4 * losses[0]

@@ -31,7 +31,7 @@ async def evaluated(kind, model, folder, address="", key=""):
 
 
 @pytest.mark.slow
-def test_lm_eval_scores_are_those_of_transformers(tmp_path):
+def test_lm_eval_scores_equal_those_of_transformers(tmp_path):
     model = tiny.model(tmp_path / "model", max_position_embeddings=128)
     tokens = tokenizer.load(model)
     rng = np.random.default_rng(0)

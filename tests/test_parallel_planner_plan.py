@@ -254,7 +254,7 @@ def test_ulysses_traffic_matches_the_formula():
     assert got["all-to-all"] == payloads(job("qwen3", layout, cp="ulysses"))["cp_trade"]
 
 
-def test_each_way_of_splitting_moves_something_of_its_own():
+def test_each_mesh_axis_has_its_own_communication():
     names = lambda *args, **rest: set(payloads(job(*args, **rest)))
     assert names("qwen3") == set()
     assert names("qwen3", mesh.Layout(dp=8)) == {"gradients_reduce"}

@@ -1,6 +1,8 @@
 """Distillation from files to files: the student comes to say what its teacher says, resumes, and says what is wrong."""
 
+import http.server
 import itertools
+import threading
 from dataclasses import replace
 
 import jax
@@ -55,10 +57,11 @@ def test_the_divergence_falls_and_a_resumed_run_equals_an_uninterrupted_one(plac
 
 
 @pytest.mark.slow
-def test_a_served_teacher_equals_a_local_one(place):
+def test_a_served_teacher_equals_a_local_one(place, monkeypatch):
     spec = Distill("js", top_k=6)
     local = distill.main(config(place, "local", steps=3, objective=spec))
-    with servers.embedded(place / "teacher", slots=8, context=64) as remote:
+    monkeypatch.setenv("AREAX_TEACHER_KEY", "secret")
+    with servers.embedded(place / "teacher", slots=8, context=64, api_key="secret") as remote:
         asked = config(
             place, "asked", steps=3, objective=spec, teacher="", teachers=(f"other={remote.url}", f"sums={remote.url}"),
             data=str(place / "named.jsonl"),
@@ -68,6 +71,29 @@ def test_a_served_teacher_equals_a_local_one(place):
             distill.main(replace(asked, data=str(place / "rows.jsonl"), out=str(place / "unnamed")))
     for name in ("loss", "divergence", "nll"):
         np.testing.assert_allclose(served[name], local[name], rtol=1e-4)
+
+
+def test_teachers_get_their_own_key(place, monkeypatch):
+    given = []
+
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            given.append(self.headers["Authorization"])
+            self.send_error(401)
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("AREAX_SERVER_KEY", "the servers'")
+    monkeypatch.setenv("AREAX_TEACHER_KEY", "the teacher's")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = config(place, "refused", teacher="", teachers=(f"http://127.0.0.1:{server.server_port}",))
+        with pytest.raises(ValueError, match="HTTP 401: the key is wrong; set AREAX_TEACHER_KEY to the right one"):
+            with distill.served_teachers(asked, 10):
+                pass
+        server.shutdown()
+    assert given == ["Bearer the teacher's"]
 
 
 @pytest.mark.mesh
@@ -83,6 +109,7 @@ def test_incompatible_options_give_a_one_line_error(place):
         ("name either --teacher, a directory, or --teachers, servers, got none", dict(teacher="")),
         ("name either --teacher, .* got both", dict(teachers=url)),
         ("got --objective.top-k 0", dict(teacher="", teachers=url)),
+        ("--teachers: an address must have no user, .* got http://...@host;", dict(teachers=("http://ann:x@host",))),
         ("got --objective.temperature 2", dict(teacher="", teachers=url, objective=Distill(top_k=4, temperature=2.0))),
     ):
         with pytest.raises(ValueError, match=words):

@@ -87,8 +87,11 @@ def runs(place):
 
     "two" is the model of the two steps, and what the recipe said of them.
     """
-    own = config(place, "parts", steps=2, heldout=str(place / "rows.jsonl"), track=Sinks(tensorboard=True))
+    own = config(
+        place, "parts", steps=2, heldout=str(place / "rows.jsonl"), track=Sinks(tensorboard=True), save_minutes=1e-9
+    )
     said, after = sft.main(own), losses(place / "parts")
+    assert orbax.versions(place / "parts/state") == [1, 2]  # the first is saved because of the time
     shutil.copytree(place / "parts/model", place / "two")
     again = ["train", "sft", "--config", str(place / "parts/config.json"), "--steps", "6"]
     assert cli.main([*again, "--out", str(place / "whole")]) == 0

@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import shutil
 import sys
+import types
 from pathlib import Path
 
 import aiohttp
 import aiohttp.web
+import jax
+import numpy as np
 import pytest
 import tiny
 from scripted import answers, reply, run, serving
@@ -163,3 +167,54 @@ def test_a_push_writes_the_version_and_removes_older_ones(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
     run(main)
+
+
+def weights(scale):
+    return tiny.weights(TABLE, scale)
+
+
+@contextlib.contextmanager
+def published(root, run="a", start=0):
+    """A folder of versions, as a run that starts at version `start` opens it."""
+    with publishing.folder(str(root), None, run, start) as path:
+        yield path, publishing.writer(types.SimpleNamespace(settings=CONFIG), path, None, None, written=())
+
+
+def test_a_version_of_a_former_process_is_replaced_by_the_trainers(tmp_path):
+    """It is whole and has the same number, but other weights."""
+    with published(tmp_path) as (root, write):
+        for v in range(4):
+            write(v, weights(0.1))
+    with published(tmp_path, start=2) as (root, write):
+        assert sorted(path.name for path in root.iterdir()) == ["0", "1", "2", "run"]  # 3 was never reached
+        for v in (2, 3):
+            directory = write(v, weights(0.2))
+            loaded = hf.load(directory, dtype=None)[1]
+            for x, y in zip(*map(jax.tree.leaves, (loaded, weights(0.2))), strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_what_a_killed_process_left_in_the_folder_is_removed(tmp_path):
+    with published(tmp_path) as (_, write):
+        write(0, weights(0.1))
+    shutil.copytree(tmp_path / "0", tmp_path / ".1.0badcafe.tmp")
+    shutil.copytree(tmp_path / "0", tmp_path / ".0.removing")
+    with published(tmp_path) as (root, _):
+        assert sorted(path.name for path in root.iterdir()) == ["0", "run"]
+
+
+def test_a_folder_of_another_run_or_with_other_files_is_refused(tmp_path):
+    def refused(root, line, run="b"):
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        with pytest.raises(ValueError, match=line):
+            with published(root, run):
+                pass
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+    with published(tmp_path / "versions") as (_, write):
+        write(0, weights(0.1))
+        refused(tmp_path / "versions", "another process is publishing versions here", run="a")
+    refused(tmp_path / "versions", r"holds versions of another run \(a, this one is b\)")
+    (tmp_path / "versions/run").unlink()
+    refused(tmp_path / "versions", "must be empty or of the same run, got other files", run="a")
+    refused(tmp_path / "versions/0/config.json", "is needed, got a file")

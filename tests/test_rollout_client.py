@@ -153,6 +153,24 @@ def test_the_deadline_covers_queueing_and_retries():
     run(main)
 
 
+def test_a_completion_that_makes_progress_may_take_longer_than_its_limit():
+    """Five parts of 0.4 s each, between which the server aborts, and a limit of 1.5 s."""
+
+    async def main():
+        async with serving() as a, client.connect([a.url], timeout_s=1.5) as fleet:
+
+            async def part(request, body):
+                await asyncio.sleep(0.4)
+                left = body["sampling_params"]["max_new_tokens"]
+                return aiohttp.web.json_response(reply([9], [-1.0], [V0], "length" if left == 1 else "abort"))
+
+            a.script = [part] * 5
+            done = await fleet.generate([1], max_new_tokens=5)
+            assert done.tokens == [9] * 5 and done.info["resumed"] == 4
+
+    run(main)
+
+
 def test_seeds_need_a_server_that_honours_them():
     async def main():
         async with serving() as a, client.connect([a.url]) as fleet:
@@ -461,6 +479,61 @@ def test_tokens_sampled_with_unknown_weights_are_not_used():
                 assert done.version == [0] * 64 and done.info["url"] == b.url
             assert fleet.counts["strange"] == 1
             assert "'default'" in fleet.servers[0].why
+
+    run(main)
+
+
+def test_every_request_has_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("AREAX_SERVER_KEY", "secret")
+
+    async def main():
+        async with serving(key="secret") as a, serving(key="secret") as b, client.connect([a.url]) as fleet:
+            check(await fleet.generate([1, 2], max_new_tokens=3), [1, 2], 3)
+            await push_weights(fleet, tmp_path, V1)
+            await fleet.join(b.url)
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert (a.label, b.label) == (V1, V1) and "secret" not in repr(fleet.servers)
+
+    run(main)
+
+
+def test_a_missing_or_wrong_key_is_reported_at_once(monkeypatch):
+    async def connected(url, **options):
+        async with client.connect([url], **options):
+            pass
+
+    async def main():
+        async with serving(key="secret") as a:
+            for key, words in ((None, "missing"), ("secrets", "wrong")):
+                monkeypatch.delenv("AREAX_SERVER_KEY", raising=False)
+                if key:
+                    monkeypatch.setenv("AREAX_SERVER_KEY", key)
+                line = (
+                    f"^{a.url}/model_info: HTTP 401: the key is {words}; set AREAX_SERVER_KEY to the right one, or "
+                    "AREAX_SERVER_KEY_FILE to a file with it$"
+                )
+                with pytest.raises(ValueError, match=line):
+                    await connected(a.url)
+            monkeypatch.setenv("AREAX_SERVER_KEY", "secret")
+            with pytest.raises(ValueError, match="the key is missing; set ANOTHER_KEY"):  # the first is not sent
+                await connected(a.url, key_variable="ANOTHER_KEY")
+            monkeypatch.setenv("ANOTHER_KEY", "secret")
+            await connected(a.url, key_variable="ANOTHER_KEY")
+
+    run(main)
+
+
+def test_addresses_with_passwords_are_refused():
+    async def main():
+        async with serving() as a:
+            secret = a.url.replace("//", "//ann:hush@")
+            for urls, stagers in (([secret], []), ([a.url], [secret])):
+                with pytest.raises(ValueError, match="connect: an address must have no user, password"):
+                    async with client.connect(urls, stagers=stagers):
+                        pass
+            async with client.connect([a.url]) as fleet:
+                with pytest.raises(ValueError, match="join: an address must have no user, password"):
+                    await fleet.join(secret)
 
     run(main)
 

@@ -89,6 +89,20 @@ def test_weights_handed_over_as_arrays_equal_those_from_files(place):
         asyncio.run(main(url, handover))
 
 
+def test_the_key_of_servers_guards_it_too(place, monkeypatch):
+    monkeypatch.setenv("AREAX_SERVER_KEY", "secret")
+
+    async def main(url):
+        async with client.connect([url]) as fleet:
+            await seen(fleet)
+        with pytest.raises(ValueError, match="HTTP 401"):
+            async with client.connect([url], key_variable=""):
+                pass
+
+    with in_process.serving(str(place[0] / "model"), **SERVE) as (url, _):
+        asyncio.run(main(url))
+
+
 def test_a_server_that_has_to_reload_gets_the_arrays_of_the_last_push(place):
     root = place[0]
     (label, first), (other, second) = (handed(place, v) for v in (1, 2))

@@ -22,10 +22,10 @@ from safetensors.numpy import load_file, save_file
 
 from areax.adapters import hf, tokenizer
 from areax.models import forward
-from areax.rollout import http_process
 from areax.rollout.chat import parsers
 from areax.rollout.engine import server as module
 from areax.rollout.gateway import chat, completions
+from areax.rollout.processes import http_process
 
 PROMPT = [5, 6, 7]
 LONG = {"temperature": 1.0, "max_new_tokens": 4000, "ignore_eos": True}

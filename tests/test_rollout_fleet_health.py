@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import random
+from pathlib import Path
 
 import pytest
 from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, serving, states, until
@@ -12,6 +14,8 @@ from scripted import V0, V1, V2, answers, check, controls, hangs_up, run, servin
 from areax.rollout import client
 from areax.rollout.fleet import offload
 from areax.rollout.fleet.push import push_weights
+from areax.rollout.servers.labels import read_label
+from areax.rollout.weights import store
 
 QUICK = client.Timeouts(retry_s=0.02, lost_s=1.0, lost_own_s=1.0, reach_s=0.5)
 WATCHFUL = dataclasses.replace(QUICK, heartbeat_s=0.05, heartbeat_answer_s=0.5)
@@ -159,6 +163,43 @@ def test_a_dead_server_is_restarted_while_requests_wait(tmp_path):
             assert set(done.version) == {1} and done.info["url"] != a.url
             assert started == [(a.url, V1)] * 2
             assert fleet.counts["restarted"] == fleet.counts["recovered"] == fleet.counts["dead"] == 1
+
+    run(main)
+
+
+def test_the_version_that_a_restarted_server_reads_stays(tmp_path):
+    """However many versions are pushed, and older ones removed, while it starts."""
+
+    def version(v):
+        (tmp_path / str(v)).mkdir()
+        (tmp_path / str(v) / "manifest.json").write_text(json.dumps({"version": v, "tensors": {}}))
+        return tmp_path / str(v), read_label(tmp_path / str(v) / "manifest.json")
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            begun, ready = asyncio.Event(), asyncio.Event()
+
+            async def restart(url, weights):
+                begun.set()
+                await ready.wait()
+                assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "4", "5"]
+                assert (Path(weights.directory) / "manifest.json").is_file()
+                return (await stack.enter_async_context(serving(weights.label))).url
+
+            b = await stack.enter_async_context(serving())
+            async with serving() as a:
+                fleet = await stack.enter_async_context(connect([a.url, b.url], restart=restart))
+                await push_weights(fleet, *version(0))
+            await spread(fleet)
+            await begun.wait()
+            for v in range(1, 6):
+                await push_weights(fleet, *version(v))
+                store.prune(tmp_path, 2, fleet.labels)
+            ready.set()
+            await until(lambda: states(fleet) == ["healthy", "healthy"])
+            assert fleet.version == 5 and fleet.counts["restarted"] == 1
+            store.prune(tmp_path, 2, fleet.labels)
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
 
     run(main)
 

@@ -117,6 +117,13 @@ def test_intervals_count_versions_and_always_include_the_last():
     assert not [v for name, v in out if name == "evaluate"]
 
 
+def test_a_state_is_saved_when_the_last_save_is_too_long_ago():
+    out = notes(steps=3, save_every=0, save_seconds=1e-9)
+    assert [v for name, v in out if name == "save"] == [1, 2, 3]
+    out = notes(steps=3, save_every=0, save_seconds=3600)
+    assert [v for name, v in out if name == "save"] == [3]
+
+
 def test_a_resumed_run_publishes_its_version_first():
     async def main():
         play = Play()
@@ -251,6 +258,7 @@ def test_an_update_is_never_interrupted():
         with pytest.raises(asyncio.CancelledError):
             await task
         assert play.notes[-2:] == [("update", 1), ("save", 2)]
+        assert [(v, result) for v, result, _ in play.steps] == [(1, {"loss": 1}), (2, {"loss": 2})]  # it is logged too
 
     asyncio.run(main())
 

@@ -99,6 +99,10 @@ def everything(text, row, **context):
 def loaded(text, row):
     return {name: name in sys.modules for name in ("jax", "torch", "transformers", "numpy", "__mp_main__")}
 
+def environment(text, row):
+    """How many of the variables in the text it sees."""
+    return sum(name in os.environ for name in text.split())
+
 def slow(text, row):
     time.sleep(float(text))
     return float(text)
@@ -346,6 +350,17 @@ def test_a_worker_is_replaced_after_max_calls(file):
     assert counts["scored"] == 40 and counts["recycled"] >= 6
 
 
+def test_workers_see_no_secret_unless_it_is_named(file, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    monkeypatch.setenv("OTHER_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    texts = ["MY_TOKEN OTHER_TOKEN", "PATH HOME PYTHONHASHSEED"]
+    assert [score.value for score in ask(f"{file}:environment", texts)[0]] == [0, 3]
+    assert [score.value for score in ask(f"{file}:environment", texts, environment=("MY_TOKEN",))[0]] == [1, 3]
+    with pytest.raises(ValueError, match="--reward-environment: must name variables that are set, got MY_TOKN$"):
+        ask(f"{file}:environment", texts, environment=("MY_TOKN",))
+
+
 def test_a_pool_may_close_at_the_moment_a_worker_becomes_ready(file, monkeypatch):
     """Otherwise the task that replaces a worker survives its cancellation, and the pool never closes."""
     receive = Worker.receive
@@ -360,7 +375,7 @@ def test_a_pool_may_close_at_the_moment_a_worker_becomes_ready(file, monkeypatch
             return said
 
         monkeypatch.setattr(Worker, "receive", greeting)
-        starting = asyncio.create_task(Worker.start(f"{file}:act", 10.0))
+        starting = asyncio.create_task(Worker.start(f"{file}:act", 10.0, os.environ))
         await came.wait()
         go.set()
         starting.cancel()

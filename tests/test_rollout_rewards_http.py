@@ -95,6 +95,16 @@ def test_answers_that_are_not_json_or_never_end():
     assert "no answer in 0.2 s, in each of 2 attempts" in str(out) and len(seen) == 2
 
 
+def test_errors_do_not_show_the_password_of_a_url():
+    """They are logged, once for each answer."""
+    out, _ = scored(says(1, status=404), make=lambda port: http.post(f"http://ann:hush@127.0.0.1:{port}/?token=hush"))
+    assert "//***@127.0.0.1" in str(out) and "hush" not in str(out)
+    for url in ("ftp://ann:hush@host", "http://ann:hush@host:x"):
+        with pytest.raises(ValueError, match="rewards.http: .*//[*]{3}@host") as error:
+            asyncio.run(http.reward("text", {"reward_url": url}))
+        assert "hush" not in str(error.value)
+
+
 def test_an_unreachable_server():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

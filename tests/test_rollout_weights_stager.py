@@ -340,24 +340,42 @@ def test_a_stager_refuses_wrong_keys_and_malformed_requests(place, monkeypatch):
     async def main():
         with process(place / "server") as (url, _):
             async with aiohttp.ClientSession() as http:
-                ask = {"key": KEY, "label": "1-00000000", "source": "http://127.0.0.1:1", "source_key": "k"}
-                for body, status, words in (
-                    (ask | {"key": "wrong"}, 401, "AREAX_STAGER_KEY"),
-                    (ask | {"label": "../../etc"}, 400, "a label must be"),
-                    ({"key": KEY}, 400, "the body must be an object"),
-                    ([], 400, "the body must be an object"),
+                ask = {"label": "1-00000000", "source": "http://127.0.0.1:1", "source_key": "k"}
+                right = {"Authorization": f"Bearer {KEY}"}
+                for body, headers, status, words in (
+                    (ask, {"Authorization": "Bearer wrong"}, 401, "AREAX_STAGER_KEY"),
+                    (ask, {}, 401, "AREAX_STAGER_KEY"),
+                    (ask | {"label": "../../etc"}, right, 400, "a label must be"),
+                    ({}, right, 400, "the body must be an object"),
+                    ([], right, 400, "the body must be an object"),
                 ):
-                    async with http.post(f"{url}/stage", json=body) as reply:
+                    async with http.post(f"{url}/stage", json=body, headers=headers) as reply:
                         assert reply.status == status and words in (await reply.json())["error"]["message"]
-                async with http.get(f"{url}/health") as reply:
-                    assert await reply.json() == {"versions": []}
-        monkeypatch.setenv(file_server.KEY, "wrong")
+                for path, headers, wanted in (
+                    ("/versions", {}, 401), ("/versions", right, {"versions": []}), ("/health", {}, {"status": "ok"}),
+                ):  # fmt: skip
+                    async with http.get(url + path, headers=headers) as reply:
+                        assert wanted in (reply.status, await reply.json())
+
+    run(main)
+
+
+def test_a_wrong_key_of_a_stager_is_refused_before_the_run(place, monkeypatch):
+    monkeypatch.setenv(file_server.KEY, KEY)
+
+    async def connected(stagers):
+        async with serving(V0) as a, client.connect([a.url], stagers=stagers, ready_s=5.0):
+            pass
+
+    async def main():
         with process(place / "server") as (url, _):
-            async with serving(V0) as a, client.connect([a.url], stagers=[url]) as fleet:
-                one = published(place / "trainer", 1, b"weights")
-                fleet.timeouts = client.Timeouts(push_attempts=1)
-                with pytest.raises(RuntimeError, match="no server took version .* HTTP 401: .*AREAX_STAGER_KEY"):
-                    await push_weights(fleet, one.directory, one.label)
+            await connected([url])
+            monkeypatch.setenv(file_server.KEY, "wrong")
+            with pytest.raises(ValueError, match=f"{url}/versions: HTTP 401: the key is wrong; set AREAX_STAGER_KEY"):
+                await connected([url])
+            monkeypatch.delenv(file_server.KEY)
+            with pytest.raises(ValueError, match="the key is missing; set AREAX_STAGER_KEY"):
+                await connected([url])
 
     run(main)
 

@@ -161,6 +161,20 @@ def test_a_program_runs_as_an_agent_in_its_own_process(said, wanted, tmp_path, c
     assert ("no idea what to do" in caplog.text) == (said == "crash")
 
 
+def test_a_program_sees_no_secret_unless_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "the user's own")  # never the agent's
+    see = "import json, os\nsees = [name in os.environ for name in ('MY_TOKEN', 'PATH', 'HOME')]\n"
+    say = "print(json.dumps({'token': 10.0 * sees[0], 'rest': float(all(sees[1:]))}))\n"
+    (tmp_path / "agent.py").write_text(PROGRAM.replace("print(17)\n", "") + see + say)
+    program = f"{sys.executable} {tmp_path}/agent.py"
+    for names, wanted in ((), 1.0), (("MY_TOKEN", "OPENAI_API_KEY"), 11.0):
+        [sample] = play(agents.command(program, names), "4")
+        assert sample.reward == wanted
+    with pytest.raises(ValueError, match="--agent.environment: must name variables that are set, got NO_TOKEN$"):
+        agents.command(program, ["NO_TOKEN"])
+
+
 @asynccontextmanager
 async def served(generate, **options):
     """(workflow for online users, address that they connect to)."""
@@ -280,6 +294,8 @@ def test_options_that_a_workflow_does_not_take_are_refused(file):
         asyncio.run(main("exec:true", options={"turns": 1}))
     with pytest.raises(ValueError, match="plain is a workflow, not an agent.* got Options"):
         asyncio.run(main(f"{file}:plain", agent=agents.Options(rows="interactions")))
+    with pytest.raises(ValueError, match="--agent.environment: is for programs, --workflow exec:..., got .*:Agent"):
+        asyncio.run(main(f"{file}:Agent", agent=agents.Options(environment=("PATH",))))
 
 
 @pytest.mark.parametrize("text, message", [("{", "must be a JSON object"), ("[1]", r"got '\[1\]'")])

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from .. import hf
+from .. import hf, safetensors
 
 
 def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str | None = None) -> dict:
@@ -23,6 +23,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"convert: {destination} already exists; choose another destination, or remove it first")
     config, params, _ = hf.mapped(source, dtype=None)
+    hf.check(source, safetensors.read(source))
     path = hf.save(destination, config, params, dtype, base=source)
     manifest = json.loads((path / hf.MANIFEST).read_bytes())
     return {

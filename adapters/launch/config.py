@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shlex
 import tempfile
 from collections.abc import Sequence
@@ -168,6 +170,12 @@ def option(command: Sequence[str], name: str) -> str | None:
         elif word.startswith(f"{name}="):
             found = word.partition("=")[2]
     return found
+
+
+def new_keys(*variables: str) -> dict[str, str]:
+    """A new key for each of these environment variables, unless it is set, or VARIABLE_FILE names a file with a key."""
+    needed = [name for name in variables if not (os.environ.get(name) or os.environ.get(f"{name}_FILE"))]
+    return {name: secrets.token_urlsafe(32) for name in needed}
 
 
 def server_words(config: Config, command: list[str], host: str, port: int | str) -> list[str]:

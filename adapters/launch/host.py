@@ -19,11 +19,13 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from .orphan_guard import signal_group
+from ...rollout.processes import folders, guard
+from ...rollout.processes.orphan_guard import signal_group
 
 PYTHON = ""  # in a command, stands for the Python interpreter
 LINES = 20  # last lines of a log shown when a process has ended
 ANSWER_S = 5.0
+GRACE_S = 30.0  # for a trainer to end its servers and remove its folders
 
 
 class Gone(RuntimeError):
@@ -33,20 +35,14 @@ class Gone(RuntimeError):
 class Host:
     """Processes on this machine.
 
-    All of them end when this object's process ends, even if it is killed: orphan_guard.py ensures it.
+    All of them end when this object's process ends, even if it is killed (`processes.guard`).
     """
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen] = {}
         self._logs: dict[str, Path] = {}
         self._read: dict[str, int] = {}
-        self._folders: list[str] = []
-        script = Path(__file__).with_name("orphan_guard.py")
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", str(script)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-            bufsize=1, start_new_session=True,
-        )  # fmt: skip
-        self._guard.wait()  # until it has forked
+        self._folders = contextlib.ExitStack()
 
     def enter(self, folder: str) -> None:
         """Changes to a working directory."""
@@ -69,9 +65,8 @@ class Host:
         path, memory = Path(model), Path("/dev/shm")
         size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         roomy = os.access(memory, os.W_OK | os.X_OK) and shutil.disk_usage(memory).free >= 3 * size
-        self._folders.append(tempfile.mkdtemp(prefix="areax-stager-", dir=memory if roomy else None))
-        self._tell_guard(self._folders[-1])
-        return self._folders[-1]
+        root = memory if roomy else Path(tempfile.gettempdir())
+        return str(self._folders.enter_context(folders.scratch(root, "stager")))
 
     def start(self, name: str, words: list[str], environ: Mapping[str, str | None], log: str) -> int:
         """Starts a process and returns its pid; replaces an ended process of the same name.
@@ -94,7 +89,7 @@ class Host:
                 self._read.setdefault(name, 0)
             process = subprocess.Popen(words, env=given, start_new_session=True, stdout=file, stderr=file)
         self._running[name] = process
-        self._tell_guard(f"+{process.pid}")
+        guard.process(process.pid, GRACE_S)
         return process.pid
 
     def poll(self, name: str) -> int | None:
@@ -102,7 +97,7 @@ class Host:
         process = self._running[name]
         ran = process.returncode is None
         if process.poll() is not None and ran:
-            self._tell_guard(f"-{process.pid}")
+            guard.process_ended(process.pid)
         return process.returncode
 
     def signal(self, name: str, number: int) -> None:
@@ -145,11 +140,4 @@ class Host:
         for name in self._running:
             if self.poll(name) is None:
                 self.kill(name)
-        for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        if self._guard.stdin:
-            self._guard.stdin.close()
-
-    def _tell_guard(self, line: str) -> None:
-        assert self._guard.stdin is not None
-        self._guard.stdin.write(f"{line}\n")
+        self._folders.close()

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...rollout.processes import keys
 from . import job
-from .config import Config, at, folder, joined, option, server_words, training_words
+from .config import Config, at, folder, joined, new_keys, option, server_words, training_words
 from .host import PYTHON, Gone, Host
 from .job import Part
 
-KEY = "AREAX_STAGER_KEY"
 PASSED = ("AREAX_", "HF_", "JAX_", "LIBTPU_", "NCCL_", "TOKENIZERS_", "WANDB_", "XLA_")  # variables passed on
 CONNECT_S = 10.0
 LOOK_S = 0.2
@@ -64,8 +63,11 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
     # Ray sets OMP_NUM_THREADS to the reserved CPUs; restore the launcher's setting.
     environ: dict[str, str | None] = {**passed, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
-    key = {KEY: os.environ.get(KEY) or secrets.token_urlsafe(32)}
+    if config.servers and not config.server.command:  # another server may have no key, or one of its own
+        environ |= new_keys(keys.SERVER)
     stage = option(command, "--published") is None and any(node != first[1] for _, node in places[config.processes :])
+    if stage:
+        environ |= new_keys(keys.STAGER)
     servers, stagers = [], []
     for i, (host, (address, _)) in enumerate(zip(hosts[config.processes :], places[config.processes :], strict=True)):
         port, stager_port = host.ports(address, 2)
@@ -86,11 +88,11 @@ def run(config: Config, command: list[str], hosts: list[Any]) -> int:
                 root,
             ]
             log, url = str(logs / f"stager-{i}.log"), f"http://{at(address, stager_port)}"
-            stagers.append(Part(f"stager {i}", host, words, environ | key, log, where, url))
+            stagers.append(Part(f"stager {i}", host, words, environ, log, where, url))
     words = training_words(command, [part.url for part in servers], [part.url for part in stagers])
     coordinator = at(first[0], *hosts[0].ports(first[0], 1))
     # Ray hides other processes' devices: a process uses all that it sees.
-    more = {"JAX_LOCAL_DEVICE_IDS": None, "JAX_NUM_CPU_DEVICES": str(config.devices)} | (key if stage else {})
+    more = {"JAX_LOCAL_DEVICE_IDS": None, "JAX_NUM_CPU_DEVICES": str(config.devices)}
     trainers = [
         Part(f"process {i}", hosts[i], words, environ | more | joined(config, coordinator, i),
              str(logs / f"process-{i}.log"), f" on {places[i][0]}", shown=i == 0)

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...rollout.processes import keys
 from .config import Config, option, server_words
 from .host import PYTHON
 
@@ -141,9 +142,18 @@ for i in $(seq 0 {config.servers - 1}); do
 done
 """
     if stage:
-        start = f"""# A key for this job, and a folder on the servers' nodes: in memory, with room for three versions.
-export AREAX_STAGER_KEY=${{AREAX_STAGER_KEY:-$("$python" -c 'import secrets; print(secrets.token_urlsafe(32))')}}
+        start = f"""# A folder on the servers' nodes: in memory, with room for three versions.
 stage=/dev/shm/areax-$SLURM_JOB_ID
+{start}"""
+    names = [] if config.server.command else [keys.SERVER]  # another server may have no key, or one of its own
+    names += [keys.STAGER] if stage else []
+    if names:
+        start = f"""# Keys for this job, unless the environment has them; never arguments, which every user can read.
+for name in {" ".join(names)}; do
+  file=${{name}}_FILE
+  [[ ${{!name:-}} || ${{!file:-}} ]] && continue
+  export "$name=$("$python" -c 'import secrets; print(secrets.token_urlsafe(32))')"
+done
 {start}"""
     servers_nodes = place.nodes - place.first_node
     removed = f"""

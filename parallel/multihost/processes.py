@@ -105,11 +105,11 @@ def _disconnect(others: liveness.Watch) -> None:
     jax.distributed.shutdown()
 
 
-def anyone(flag: bool) -> bool:
-    """Whether the flag is set in any process; all processes must call it and get the same result."""
+def anyone(*flags: bool) -> list[bool]:
+    """Whether each flag is set in any process; all processes must call it and get the same result."""
     if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.array([flag])).any())
+        return list(flags)
+    return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
 
 
 def same(what: str, *values) -> None:

@@ -5,9 +5,12 @@ import contextlib
 import functools
 import math
 import os
+import secrets
+import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +23,11 @@ from areax.core import metrics, param
 from areax.parallel import mesh, rules
 from areax.rollout import client
 from areax.rollout.engine import in_process
+from areax.rollout.processes import folders, keys
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
+
+RUN = "run.lock"  # in a run's directory: locked while a process trains there; holds the run's id
 
 merge = jax.jit(metrics.merge_trees)  # one computation instead of five a metric
 
@@ -151,16 +157,40 @@ def check_directory(option: str, path: str) -> None:
             raise ValueError(f"{option} must be a directory, got {path}, and {part} is a file; name another place")
 
 
-def out_directory(out: str) -> Path:
-    """Creates the run's directory if it does not exist.
+@contextlib.contextmanager
+def run_directory(out: str) -> Iterator[str]:
+    """Creates the run's directory if it does not exist, keeps other processes out of it, and yields the run's id.
+
+    Removes what a killed process left half-written, and a new directory that nothing was written to. Of a job, all but
+    process 0 do nothing and get "".
 
     Raises:
-      ValueError: the path is not a directory, or cannot be written to.
+      ValueError: the path is not a directory, or another process is training there.
     """
     check_directory("--out", out)
     path = Path(out)
+    if jax.process_index() > 0:
+        yield ""
+        return
+    new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
-    return path
+    held = folders.lock(path / RUN)
+    if held is None:
+        raise ValueError(f"--out {out}: another process is training in this directory; wait for it, or name another")
+    with held:
+        held.seek(0)
+        run = held.read().strip()
+        if not run:
+            run = secrets.token_hex(8)
+            held.write(f"{run}\n")
+            held.flush()
+        for leftover in path.glob(".*.tmp"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        try:
+            yield run
+        finally:
+            if new and not any(file.is_file() and file.name != RUN for file in path.rglob("*")):
+                shutil.rmtree(path)
 
 
 @contextlib.asynccontextmanager
@@ -171,6 +201,7 @@ async def fleet(
     *,
     concurrency: int,
     log: str | os.PathLike = os.devnull,
+    timeout_s: float = 3600.0,
     stagers: Sequence[str] = (),
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
@@ -180,11 +211,16 @@ async def fleet(
     die.
 
     Args:
+      timeout_s: how long a completion may take without progress (`client.connect`).
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
     """
+    keys.read(keys.SERVER)  # an invalid one is refused before servers start
     prepare = None
-    connect = functools.partial(client.connect, concurrency=concurrency, experts_per_token=experts_per_token)
+    connect = functools.partial(
+        client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,
+        timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
+    )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:
             reached = connect(urls, stagers=stagers, handover=handover)

@@ -116,13 +116,13 @@ def fit(
 
     Args:
       kind: `kind` of the lines in metrics.jsonl.
-      config: model, out, steps, batch, length, rows, save_every, evaluate_every, track and seed are read.
+      config: model, out, steps, batch, length, rows, save_every, save_minutes, evaluate_every, track and seed are read.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
       began: `time.monotonic()` at the start of the run, for the summary's seconds.
     """
     prompts = Prompts(rows, seed=config.seed)
-    out = common.out_directory(config.out)
+    out = Path(config.out)
     pack = lambda rows: packing.pack(samples(rows), config.length, rows=config.rows)
     ready, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
 
@@ -136,7 +136,10 @@ def fit(
             report = common.merge(report, new) if report else new
         return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
 
-    with jax.set_mesh(mesh), orbax.open_store(out / "state") as store, common.stop_signal() as stop:
+    with (
+        jax.set_mesh(mesh), common.run_directory(config.out), orbax.open_store(out / "state") as store,
+        common.stop_signal() as stop,
+    ):  # fmt: skip
         start = store.latest or 0
         if start:
             own.state, _ = store.restore(own.state)
@@ -155,10 +158,13 @@ def fit(
                 last.update(values)
 
             pending = None
-            done = start
+            done, saved_at = start, time.monotonic()
             for i in range(start, config.steps):
                 batch = pack([prompts[i * config.batch + j] for j in range(config.batch)])
-                if processes.anyone(stop.is_set()):  # of several processes each waits here for the step before
+                overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
+                # of several processes each waits here for the step before
+                stopped, overdue = processes.anyone(stop.is_set(), overdue)
+                if stopped:
                     break
                 count = int(np.sum(batch.segment_BT > 0))
                 now = train_step(own, beside(batches.batch(batch, mesh)))
@@ -167,8 +173,10 @@ def fit(
                 done, pending = i + 1, (i + 1, now, count)
                 if heldout and config.evaluate_every and done % config.evaluate_every == 0:
                     run.log(kind, done, **evaluate())
-                if config.save_every and done % config.save_every == 0 and done < config.steps:
+                due = overdue or (config.save_every and done % config.save_every == 0)
+                if due and done < config.steps:
                     store.save(done, own.state)
+                    saved_at = time.monotonic()
             if pending:
                 report(*pending)
             if heldout:

@@ -53,7 +53,8 @@ class Options:
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
       mesh: devices along each axis; their product must be 1 or the number of devices.
-      save_every: steps between checkpoints (0 = end only).
+      save_every: steps between checkpoints; 0 = none but those by time, and the last.
+      save_minutes: a checkpoint is also saved if the last one is this old; 0 = never for this reason.
       evaluate_every: steps between evaluations; 0 = only at the end.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
       seed: random seed of new weights and row order.
@@ -78,6 +79,7 @@ class Options:
     run: models.Run = models.Run()
     mesh: Layout = Layout()
     save_every: int = 0
+    save_minutes: float = 30.0
     evaluate_every: int = 0
     track: Sinks = Sinks()
     seed: int = 0

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from areax.recipes.shared.rl_options import Serving
 from areax.rollout import client, loop
 from areax.rollout.engine import in_process
 from areax.rollout.fleet.push import Push, push_weights
-from areax.rollout.servers import local
+from areax.rollout.processes import folders
 from areax.rollout.servers.labels import label_of, read_label
 from areax.rollout.servers.server import Handover
 from areax.rollout.servers.types import Probe
@@ -64,12 +62,13 @@ class WeightSync:
 
 @contextlib.asynccontextmanager
 async def opened(
-    model: str, options: Serving, policy: Learner, run_on_all: Callable, tokens, start: int
+    model: str, options: Serving, policy: Learner, run_on_all: Callable, tokens, run: str, start: int
 ) -> AsyncIterator[WeightSync]:
     """Sets up weight sync to these servers and writes version `start`, if versions are written at all.
 
     Args:
       run_on_all: calls a function in all processes of the job (`lockstep.leader`).
+      run: id of the run, which `--published` then belongs to.
     """
     settings = policy.settings
     if options.serve.inside:
@@ -77,7 +76,7 @@ async def opened(
         yield WeightSync(settings, options.push, run_on_all, Path(model), first=first)
         return
     adapters = await by_name(policy, options)
-    with folder(options.published, policy) as root:
+    with folder(options.published, policy, run, start) as root:
         path = run_on_all("publish_base", root) if adapters else run_on_all("publish", root, start)
         write = writer(policy, root, tokens, adapters, written={path})
         yield WeightSync(
@@ -134,19 +133,23 @@ def handover(options: Push, settings) -> Handover | None:
 
 
 @contextlib.contextmanager
-def folder(published: str, policy: Learner) -> Iterator[Path]:
-    """Yields the folder for published versions; a temporary one is removed at the end."""
-    if published:
-        root = Path(published)
-        root.mkdir(parents=True, exist_ok=True)
-        yield root
+def folder(published: str, policy: Learner, run: str, start: int) -> Iterator[Path]:
+    """Yields the folder for published versions, `published` or a temporary one, which is removed at the end.
+
+    `published` then belongs to this run. Versions after `start` in it are removed: the run got there before it was
+    killed, and will get there again with other weights.
+
+    Raises:
+      ValueError: the folder belongs to another run, or holds other files.
+    """
+    if not published:
+        size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy)))
+        with folders.scratch(store.choose_root(size), "weights") as root:
+            yield root
         return
-    size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy)))
-    root = local.folder(store.choose_root(size), "weights")
-    try:
+    with store.owned(Path(published), run) as root:
+        store.remove_newer(root, start)
         yield root
-    finally:
-        shutil.rmtree(root)
 
 
 async def by_name(policy: Learner, options: Serving) -> Lora | None:
@@ -188,38 +191,19 @@ def host_copy(policy: Learner, adapters: Lora | None):
 def writer(
     policy: Learner, root: Path, tokens, adapters: Lora | None, written: Collection[Path]
 ) -> Callable[[int, object], Path]:
-    """Makes `write(v, host)`, which publishes a host copy as `root/v` and returns the directory; an intact one that
-    exists is kept."""
+    """Makes `write(v, host)`, which publishes a host copy as `root/v`, replacing what is there; returns the directory.
+
+    Args:
+      written: directories that this process wrote already.
+    """
     if adapters:
         base = (root / BASE / "0").absolute()
         label = read_label(base / hf.MANIFEST)
         once = functools.partial(
             peft.write_published, root, config=policy.settings, spec=adapters, base=base, base_label=label
         )
-        return lambda v, host: ensure_published(root / str(v), lambda: once(v, adapters=host), written)
-    all_of_it = functools.partial(hf.write_published, root, config=policy.settings, tokenizer=tokens)
-    return lambda v, host: ensure_published(root / str(v), lambda: all_of_it(v, params=host), written)
-
-
-def ensure_published(directory: Path, write: Callable[[], object], written: Collection[Path] = ()) -> Path:
-    """Returns the published directory of a version; one from an earlier run is verified, and rewritten if damaged.
-
-    Args:
-      written: directories that this process wrote, hashing their tensors while it did.
-    """
-    if directory in written:
-        return directory
-    if directory.exists():
-        try:
-            verify(directory)
-            return directory
-        except ValueError as error:
-            log.warning("%s", error)
-            shutil.rmtree(directory)
-    write()
-    return directory
-
-
-def verify(directory: str | os.PathLike) -> None:
-    """Raises ValueError if a published directory does not match its manifest."""
-    (peft if (Path(directory) / peft.CONFIG).is_file() else hf).verify(directory)
+        write = lambda v, host: once(v, adapters=host)
+    else:
+        all_of_it = functools.partial(hf.write_published, root, config=policy.settings, tokenizer=tokens)
+        write = lambda v, host: all_of_it(v, params=host)
+    return lambda v, host: root / str(v) if root / str(v) in written else write(v, host)

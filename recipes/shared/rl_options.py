@@ -18,6 +18,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared.offline_options import ranges
 from areax.recipes.shared.rows import Bad
 from areax.rollout.fleet.push import Push
+from areax.rollout.processes import keys
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
@@ -82,12 +83,15 @@ class Rewards:
       reward_workers: number of processes that compute rewards.
       reward_timeout_s: time limit of one reward, in seconds.
       reward_failed: the score of a completion whose reward raised, hung or crashed twice.
+      reward_environment: names of environment variables that rewards may read, in addition to PATH, HOME, LANG and the
+        like (docs/add-a-reward.md).
       shuffle_rewards: permutes the rewards within a batch, so that they carry no signal: a control experiment.
     """
 
     reward_workers: int = 1
     reward_timeout_s: float = 10.0
     reward_failed: Literal["unscorable", "zero"] = "unscorable"
+    reward_environment: tuple[str, ...] = ()
     shuffle_rewards: bool = False
 
 
@@ -120,7 +124,7 @@ class Training:
       balance: load balancing of mixture-of-experts models.
       teacher: directory of a teacher, for `objective.advantage.teacher` or `distill_coef`.
       teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
-        "teacher".
+        "teacher". Their key is in AREAX_TEACHER_KEY.
       distill: the divergence from the teacher that is added to the objective.
       distill_coef: weight of that divergence; 0 = none.
       reference_every: batches between updates of the KL term's reference (ref_model); 0 = it is fixed.
@@ -146,28 +150,41 @@ class Training:
     run: models.Run = models.Run()
     mesh: Layout = Layout()
 
+    def __post_init__(self):
+        for url in self.teachers:
+            keys.check_address(url, "--teachers")
+
 
 @dataclass(frozen=True)
 class Serving:
     """Generation servers, and how weights reach them.
 
     Attributes:
-      servers: addresses of generation servers; none = starts its own on this machine.
+      servers: addresses of generation servers; none = starts its own on this machine. Their key, if any, is in
+        AREAX_SERVER_KEY, or in the file that AREAX_SERVER_KEY_FILE names.
       serve: options of servers that the run starts.
+      timeout: seconds that a completion may take without progress, before its group is lost; longer than your longest
+        one. A pause in mode "abort" is progress.
       push: how new weights reach the servers (weight sync).
       published: folder for published weights; "" = a temporary one, in memory if there is room.
       stagers: address of a stager next to each server, in their order, if the servers cannot read `published`
-        (docs/servers.md).
+        (docs/servers.md). Their key is in AREAX_STAGER_KEY.
       colocated: servers and trainer share devices: servers release their memory during updates and resume with the next
         version. Needs eta 0 (docs/colocated.md).
     """
 
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
+    timeout: float = 3600.0
     push: Push = Push()
     published: str = ""
     stagers: tuple[str, ...] = ()
     colocated: bool = False
+
+    def __post_init__(self):
+        for option, urls in (("--servers", self.servers), ("--stagers", self.stagers)):
+            for url in urls:
+                keys.check_address(url, option)
 
 
 @dataclass(frozen=True)
@@ -188,12 +205,14 @@ class Saving:
     """Checkpoints, samples and metric trackers.
 
     Attributes:
-      save_every: batches between checkpoints; 0 = at the end only.
+      save_every: batches between checkpoints; 0 = none but those by time, and the last.
+      save_minutes: a checkpoint is also saved if the last one is this old; 0 = never for this reason.
       samples_every: batches between groups written to samples.jsonl; 0 = none.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
     """
 
     save_every: int = 0
+    save_minutes: float = 30.0
     samples_every: int = 10
     track: sinks.Sinks = sinks.Sinks()
 

@@ -1,14 +1,16 @@
 """Episodes of reinforcement learning: a workflow with its reward, its teachers, and checks of what it samples."""
 
+import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from areax.recipes.shared.rl_options import Rewards, Rollout, Training
+from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.scheduling.executor import Executor
@@ -35,6 +37,13 @@ class Episodes:
     rewards: rewards.Pool
 
 
+def check_keys(serving: Serving, training: Training) -> None:
+    """Raises ValueError if a server, a stager or a teacher refuses its key, before anything is loaded."""
+    teachers = itertools.chain(*teacher.named(training.teachers).values())
+    asyncio.run(client.check_keys(serving.servers, serving.stagers))
+    asyncio.run(client.check_keys(teachers, key_variable=teacher.KEY))
+
+
 @contextlib.asynccontextmanager
 async def opened(
     reward: str, options: Rewards, rollout: Rollout, training: Training, tokens, *, vocabulary: int, greedy: bool
@@ -51,7 +60,7 @@ async def opened(
         pool = await enter(
             rewards.pool(
                 reward, workers=options.reward_workers, timeout_s=options.reward_timeout_s,
-                failed=options.reward_failed,
+                failed=options.reward_failed, environment=options.reward_environment,
             )
         )  # fmt: skip
         bind = functools.partial(
@@ -60,7 +69,10 @@ async def opened(
         )  # fmt: skip
         train = fitting(await enter(bind(sampling=rollout.sampling)), training.length, rollout)
         if training.teachers:
-            fleets = {name: await enter(client.connect(own)) for name, own in teacher.named(training.teachers).items()}
+            fleets = {
+                name: await enter(client.connect(own, key_variable=teacher.KEY))
+                for name, own in teacher.named(training.teachers).items()
+            }
             top_k = training.distill.top_k if training.distill_coef else 0
             annotate = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
             train = functools.partial(teacher.taught, train, annotate)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ... import models
 from ...core import param
-from .. import http_process
+from ..processes import http_process, keys
 from . import server as http
 
 
@@ -65,7 +65,8 @@ def serving(
         service = http.prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
-        uvicorn = http_process.server(http.app(service), **http.OPTIONS)
+        app = http.app(service, keys.read(keys.SERVER))
+        uvicorn = http_process.server(app, **http.OPTIONS)
         serve = lambda: asyncio.run(uvicorn.serve(sockets=[sock]))
         thread = threading.Thread(target=serve, name="areax-http", daemon=True)
         thread.start()

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
-from .. import http_process
+from ..processes import http_process, keys
 from ..servers.labels import read_label
 from .adapters_api import Adapters
 from .engine import Engine
@@ -52,12 +52,14 @@ def serve(
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
-      api_key: key that requests must send as `Authorization: Bearer KEY`.
+      api_key: key that requests must send as `Authorization: Bearer KEY`; whoever has it can also replace the weights.
 
     Raises:
-      ValueError: the address is not available, or the folder cannot be loaded; nothing is served then.
+      ValueError: the address is not available, or it is reachable from other machines and there is no key; the folder
+        cannot be loaded. Nothing is served then.
     """
-    with contextlib.closing(http_process.bind(host, port)) as sock:
+    guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
+    with contextlib.closing(guarded) as sock:
         weights, label = read_weights(path, dtype), version or published_label(path)
         service = prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label, seed=seed)
         del weights  # the engine has copies
@@ -66,8 +68,6 @@ def serve(
         ready = f"{url} serves {engine.config.family} {path}, {slots} slots of {engine.context} tokens"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
-        if api_key is None and not http_process.loopback(host):
-            ready += "; WARNING: anyone who reaches this address can use it and replace its weights; set an api_key"
         engine.start()
         try:
             http_process.serve(app(service, api_key), sock, ready, ending=engine.abort_all, **OPTIONS)

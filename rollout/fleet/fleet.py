@@ -22,6 +22,7 @@ import numpy as np
 
 from .. import events
 from ..errors import ServerError
+from ..processes import keys
 from ..servers import concurrency as pressure
 from ..servers import gauges, prefix_routing
 from ..servers.endpoint import Broken, Busy, Unreached, backoff
@@ -88,6 +89,11 @@ TIMEOUTS = Timeouts()
 Restart = Callable[[str, Published | None], Awaitable[str]]
 
 
+def labels_of(weights: Published | None) -> tuple[str, ...]:
+    """The labels of a version and of its base."""
+    return tuple(version.label for version in (weights, weights and weights.base) if version)
+
+
 class Fleet:
     """The servers of a run; `client.connect` makes one.
 
@@ -111,7 +117,7 @@ class Fleet:
         recover: Callable[[Fleet, Server], Awaitable[None]],
         *,
         concurrency: int = 64,
-        timeout_s: float = 600.0,
+        timeout_s: float = 3600.0,
         restart: Restart | None = None,
         timeouts: Timeouts = TIMEOUTS,
         experts_per_token: int = 0,
@@ -120,7 +126,7 @@ class Fleet:
         Args:
           recover: returns once a server is healthy again; run as a task for each unhealthy server.
           concurrency: most requests on one server at a time; the others wait here, in order.
-          timeout_s: deadline of a `generate` call, including waits, retries, pauses and resumptions.
+          timeout_s: longest time without progress of a `generate` call; see `client.connect`.
           experts_per_token: of the model, for `routed_experts`.
         """
         self.servers = list(servers)
@@ -155,9 +161,9 @@ class Fleet:
     @property
     def labels(self) -> set[str]:
         """Weight labels in use: those that servers serve or are loading, and the one a recovering server would load."""
+        recovering = {label for server in self.servers for label in server.reads}
         healthy = {label for server in self.healthy for label in (*server.expected(server.admitted), *server.adapters)}
-        published = (self.published, self.published.base) if self.published else ()
-        return healthy | {version.label for version in published if version}
+        return healthy | recovering | set(labels_of(self.published))
 
     @property
     def seeded(self) -> bool:
@@ -230,7 +236,9 @@ class Fleet:
             **({"seed": int(seed)} if seed is not None else {}),
         }
         trouble: list[str] = []
-        work = self._generate([int(t) for t in tokens], sampling, routed_experts, trouble, on_tokens)
+        work = lambda limit: self._generate(
+            [int(t) for t in tokens], sampling, routed_experts, trouble, limit, on_tokens
+        )
         return await self._in_time("generate", work, trouble)
 
     async def read(self, tokens: Sequence[int], *, top_k: int = 0) -> tuple[str, Part]:
@@ -245,16 +253,20 @@ class Fleet:
         self.counts["reads"] += 1
         trouble: list[str] = []
         attempt = lambda server, adapter: server.api.read(tokens, top_k=top_k, adapter=adapter, cache_key=server.label)
-        server, part = await self._in_time("read", self._send(tokens, attempt, trouble), trouble)
+        server, part = await self._in_time("read", lambda limit: self._send(tokens, attempt, trouble), trouble)
         return server.url, part
 
-    async def _in_time(self, what: str, work: Awaitable, trouble: list[str]):
+    async def _in_time(self, what: str, work: Callable[[asyncio.Timeout], Awaitable], trouble: list[str]):
+        """Awaits `work(limit)`, which calls `_renew(limit)` when it gets on."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await work
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await work(limit)
         except TimeoutError:
             why = trouble[-1] if trouble else "still waiting or generating"
             raise ServerError(f"{what}: not done in {self._timeout_s:g} s ({why})") from None
+
+    def _renew(self, limit: asyncio.Timeout) -> None:
+        limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
 
     async def _generate(
         self,
@@ -262,6 +274,7 @@ class Fleet:
         sampling: dict,
         experts: bool,
         trouble: list[str],
+        limit: asyncio.Timeout,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> Completion:
         self.counts["requests"] += 1
@@ -278,13 +291,21 @@ class Fleet:
                 "max_new_tokens": most - len(tokens),
                 "min_new_tokens": max(0, least - len(tokens)),
             }
-            so_far = tuple(tokens)
-            on_new = (lambda new, so_far=so_far: on_tokens([*so_far, *new])) if on_tokens else None
+
+            def on_new(new: list[int], so_far=tuple(tokens)) -> None:
+                self._renew(limit)
+                if on_tokens:
+                    on_tokens([*so_far, *new])
+
             wanted = self._experts_per_token if experts else 0
-            attempt = functools.partial(_attempt, [*prompt, *tokens], sampling | left, wanted, on_new)
+            attempt = functools.partial(
+                _attempt, [*prompt, *tokens], sampling | left, wanted, on_new if on_tokens else None
+            )
             server, part = await self._send([*prompt, *tokens], attempt, trouble, labels[-1] if labels else "")
             if experts:
                 routed = _joined(routed, part, len(prompt) + len(tokens))
+            if part.tokens:
+                self._renew(limit)
             tokens += part.tokens
             logp += part.logp
             labels += part.labels
@@ -512,9 +533,12 @@ class Fleet:
           stager: its stager, if the other servers have one.
 
         Raises:
-          ValueError: it is in the fleet already, or does not honour seeds although the others do.
+          ValueError: it is in the fleet already, does not honour seeds although the others do, or refuses the key that
+            the others have.
           ServerError: it does not answer, or has other weights than the rest before the first push.
         """
+        for address in (url, stager):
+            keys.check_address(address, "join")
         url = url.rstrip("/")
         if any(server.url == url for server in self.servers):
             raise ValueError(f"join: {url} is in the fleet already")
@@ -526,10 +550,12 @@ class Fleet:
             self.servers[0].api.http,
             ready_s=ready_s,
             reach_s=self.timeouts.reach_s,
+            key_variable=self.servers[0].api.key_variable,
             handover=self.servers[0].handover,
         )
         if others:
             server.stager = others.at(stager.rstrip("/"))
+            await server.stager.check(timeout_s=ready_s)
         if self.seeded and not server.seeded:
             raise ValueError(
                 f"join: {url} honours no seed, the others do; start SGLang with --enable-deterministic-inference"

@@ -11,19 +11,27 @@ A server always loads the newest published version before it gets a request.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 
 from ..errors import ServerError
 from ..servers.concurrency import Limit
 from ..servers.server import Server
 from ..weights import load, lora
-from .fleet import Fleet, Restart
+from .fleet import Fleet, Restart, labels_of
 
 log = logging.getLogger(__name__)
 
 
 async def recover(fleet: Fleet, server: Server) -> None:
     """Returns when `server` is healthy; one that was declared dead is still retried."""
+    try:
+        await _recover(fleet, server)
+    finally:
+        server.reads = ()
+
+
+async def _recover(fleet: Fleet, server: Server) -> None:
     timeouts = fleet.timeouts
     patience_s = timeouts.lost_own_s if fleet.restart else timeouts.lost_s
     failed = 0
@@ -65,6 +73,7 @@ async def _reload(fleet: Fleet, server: Server) -> bool:
     """Loads the newest version, that of a push in progress included; False if a newer one appeared meanwhile."""
     async with fleet.publishing:
         weights = fleet.published
+    server.reads = labels_of(weights)
     if weights:
         if not server.released:  # a failed push may have left it paused, and paused SGLang does not abort requests
             await server.api.resume()
@@ -90,16 +99,20 @@ async def _reload(fleet: Fleet, server: Server) -> bool:
 async def _restart(fleet: Fleet, server: Server, restart: Restart) -> None:
     """Restarts a dead server until that succeeds, which makes it stale, or it has used up its restarts."""
     now, timeouts = asyncio.get_running_loop().time, fleet.timeouts
-    while True:
+    for attempt in itertools.count():
         server.restarts = [then for then in server.restarts if now() - then < timeouts.restart_window_s]
         if len(server.restarts) >= timeouts.max_restarts:
             fleet.set_state(server, "dead", server.why)
             return
         fleet.set_state(server, "restarting", server.why)
-        await asyncio.sleep(timeouts.backoff(len(server.restarts)))
+        await asyncio.sleep(timeouts.backoff(attempt))
         server.restarts.append(now())
+        weights = fleet.published
+        server.reads = labels_of(
+            weights
+        )  # it reads them for as long as it takes to start, whatever is pushed meanwhile
         try:
-            server.api.url = await restart(server.url, fleet.published)
+            server.api.url = await restart(server.url, weights)
         except (OSError, RuntimeError, ValueError) as error:
             server.why = f"{server.url}: the restart failed: {error}"
             log.warning("%s", server.why)

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .. import http_process
 from ..chat.fields import Refused
+from ..processes import http_process
 from .sessions import Limits
 
 log = logging.getLogger(__name__)

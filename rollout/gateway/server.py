@@ -26,7 +26,7 @@ from ..chat.fields import Refused
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
-from ..http_process import loopback
+from ..processes.http_process import loopback
 from ..servers.types import Part
 from ..types import Completion
 from . import chat, completions, errors, messages, responses, work

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from .. import object_path
+from ..processes.environment import passed
 from .signatures import Score, bind, score
 from .worker import Call, Worker
 
@@ -55,6 +56,7 @@ async def pool(
     failed: Literal["unscorable", "zero"] = "unscorable",
     max_calls: int = 0,
     max_growth: int = 1 << 30,
+    environment: Sequence[str] = (),
 ) -> AsyncIterator[Pool]:
     """Starts worker processes that run the reward at the object path `name`; yields `async reward(text, row) -> Score`.
 
@@ -73,9 +75,11 @@ async def pool(
       max_calls: replace a worker after this many calls; 0 = never.
       max_growth: replace a worker whose memory has grown by this many bytes since its first answer. The memory of a
         single call is not bounded; to bound it, see `sandbox`.
+      environment: names of environment variables that workers get in addition to `environment.PASSED`.
 
     Raises:
-      ValueError: the name cannot be resolved in a worker; a bad option; while running, a reward that never works.
+      ValueError: the name cannot be resolved in a worker; a bad option; a variable that is not set; while running, a
+        reward that never works.
       RuntimeError: while running, workers that cannot be replaced.
     """
     if workers < 1 or not 0 < timeout_s < math.inf:
@@ -89,7 +93,9 @@ async def pool(
         )
     if failed not in ("unscorable", "zero"):
         raise ValueError(f"rewards.pool: failed must be 'unscorable' or 'zero', got {failed!r}")
-    reward = Pool(name, workers, timeout_s, retries, 0.0 if failed == "zero" else math.nan, max_calls, max_growth)
+    environ = passed(environment, "--reward-environment")
+    value = 0.0 if failed == "zero" else math.nan
+    reward = Pool(name, workers, timeout_s, retries, value, max_calls, max_growth, environ)
     try:
         await reward._start()
         yield reward
@@ -106,10 +112,11 @@ class Pool:
     """
 
     def __init__(
-        self, name: str, size: int, timeout_s: float, retries: int, failed: float, max_calls: int, max_growth: int
-    ):
+        self, name: str, size: int, timeout_s: float, retries: int, failed: float, max_calls: int, max_growth: int,
+        environ: Mapping[str, str],
+    ):  # fmt: skip
         self.name, self.size, self.timeout_s, self.retries, self.failed = name, size, timeout_s, retries, failed
-        self.max_calls, self.max_growth = max_calls, max_growth
+        self.max_calls, self.max_growth, self.environ = max_calls, max_growth, environ
         self.counts = {"scored": 0, "raised": 0, "late": 0, "died": 0, "retried": 0, "recycled": 0}
         self._ids = itertools.count()
         self._waiting: deque[Call] = deque()
@@ -159,7 +166,7 @@ class Pool:
         await asyncio.gather(*(worker.end() for worker in self._workers))
 
     async def _launch(self) -> Worker:
-        worker = await Worker.start(self.name, self.timeout_s)
+        worker = await Worker.start(self.name, self.timeout_s, self.environ)
         self._workers.append(worker)
         return worker
 

@@ -19,6 +19,7 @@ from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from ..errors import ServerError
+from ..processes import keys
 
 LARGEST = 1 << 20  # bytes of an answer
 FIRST_DELAY_S = 0.25  # before a second attempt; doubles
@@ -77,13 +78,14 @@ async def ask(
       ValueError: not an http or https URL, or its address is not public and its host is not in `allow`.
       ServerError: no answer after all attempts; or, at once, a redirect, another error status, or invalid JSON.
     """
+    shown = keys.redacted(str(url))  # errors are logged
     try:
         address = URL(url)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"rewards.http: not a URL: {url!r:.80} ({error})") from None
+        raise ValueError(f"rewards.http: not a URL: {shown!r:.80} ({error})") from None
     host = address.raw_host
     if address.scheme not in ("http", "https") or not host:
-        raise ValueError(f"rewards.http: a URL must begin with http:// or https:// and a host, got {url!r:.80}")
+        raise ValueError(f"rewards.http: a URL must begin with http:// or https:// and a host, got {shown!r:.80}")
     resolver = None if host in allow else Checked()
     if resolver and (":" in host or not any(character.isalpha() for character in host)):
         check(host, host)  # a literal address bypasses the resolver
@@ -102,13 +104,13 @@ async def ask(
                         continue
                     if answer.status != 200:
                         what = "redirects are refused" if answer.status // 100 == 3 else answer.reason
-                        raise ServerError(f"{url}: HTTP {answer.status}, {what}")
-                    return await _read(url, answer)
+                        raise ServerError(f"{shown}: HTTP {answer.status}, {what}")
+                    return await _read(shown, answer)
             except TimeoutError:
                 trouble = f"no answer in {timeout_s:g} s"
             except aiohttp.ClientError as error:
                 trouble = f"{type(error).__name__}: {error}"
-    raise ServerError(f"{url}: {trouble}, in each of {attempts} attempts")
+    raise ServerError(f"{shown}: {trouble}, in each of {attempts} attempts")
 
 
 async def _read(url: str, answer: aiohttp.ClientResponse) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ..errors import ServerError
+from ..processes import keys
 from . import http
 
 TEMPLATE = """Grade the answer to a question from 0 (useless or wrong) to 10 (right and clear). What stands between the
@@ -47,7 +48,8 @@ def judge(
       verdict: a regular expression whose first group is the number.
       top: the best verdict, which is mapped to reward 1.
       max_tokens: of the reply.
-      key: sent as bearer token, if not empty; read it from the environment.
+      key: sent as bearer token, if not empty; read it from the environment, in a variable that `--reward-environment`
+        names.
       timeout_s, attempts: as in `http.post`.
     """
     pattern = re.compile(verdict)
@@ -73,7 +75,7 @@ def judge(
         try:
             reply = answer["text"] if native else answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            raise ServerError(f"{url}: not a chat completion: {answer!r:.80}") from None
+            raise ServerError(f"{keys.redacted(url)}: not a chat completion: {answer!r:.80}") from None
         return grade(reply or "", pattern, top)
 
     return reward

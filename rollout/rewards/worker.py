@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 from .. import object_path
 from ..errors import ServerError
+from ..processes import guard
 from .signatures import Bound, Score, bind, score
 
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
@@ -81,10 +82,10 @@ class Worker:
     late: Call | None = None
 
     @classmethod
-    async def start(cls, name: str, timeout_s: float) -> Worker:
+    async def start(cls, name: str, timeout_s: float, environ: Mapping[str, str]) -> Worker:
         """Starts a fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
         main script again, which may import JAX; being in a new session, it gets no Ctrl-C and is killed together
-        with its children."""
+        with its children. Its environment is `environ`."""
         ours, theirs = socket.socketpair()
         # Answers use a pipe: a socket whose peer dies with unread calls also drops the answers in transit.
         answers, out = os.pipe()
@@ -103,11 +104,13 @@ class Worker:
                     [sys.executable, "-c", program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno(), out],
+                    env=environ,
                     start_new_session=True,
                 )
             except OSError as error:
                 writer.close()
                 raise ServerError(f"reward {name}: cannot start a worker process ({error})") from error
+        guard.process(process.pid)
         worker = cls(process, reader, writer)
         try:
             async with asyncio.timeout(START_S):  # wait_for may lose a cancellation that coincides with the greeting
@@ -158,6 +161,8 @@ class Worker:
         except asyncio.CancelledError:  # perhaps before a thread started to wait
             self.process.wait()
             raise
+        finally:
+            guard.process_ended(self.process.pid)
         with contextlib.suppress(ConnectionError):
             await self.writer.wait_closed()
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import ServerError
+from ..processes import folders
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ async def run(
         if not name or name in (".", "..") or "/" in name or "\0" in name:
             raise ValueError(f"sandbox: a file needs a name without slashes, got {name!r}")
     mode = (await asyncio.to_thread(isolation)).mode
-    folder = Path(tempfile.mkdtemp(prefix="areax-sandbox-"))
+    folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
     try:
         _fill(folder, files or {}, stdin)
         result = await _supervised(mode, folder, list(command), chosen)
@@ -194,7 +195,7 @@ def isolation() -> Isolation:
 
 def _refusal(kind: Isolation) -> str:
     """Why this isolation does not work here, "" if it does."""
-    folder = Path(tempfile.mkdtemp(prefix="areax-sandbox-"))
+    folder = Path(tempfile.mkdtemp(dir=folders.of_process("sandbox")))
     try:
         _fill(folder, {}, "")
         with _Reports() as reports:

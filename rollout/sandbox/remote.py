@@ -14,14 +14,14 @@ import contextlib
 import hmac
 import json
 import logging
-import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .. import http_process, sandbox
+from .. import sandbox
 from ..errors import ServerError
+from ..processes import http_process, keys
 from . import Limits, Result
 
 if TYPE_CHECKING:
@@ -42,10 +42,11 @@ WAITING = 16  # requests per place; more get a 503
 
 @contextlib.asynccontextmanager
 async def connect(url: str, *, key: str | None = None) -> AsyncIterator[Remote]:
-    """Yields the sandbox at `url`, such as "http://10.0.0.7:8080"; `key` defaults to AREAX_SANDBOX_KEY."""
+    """Yields the sandbox at `url`, such as "http://10.0.0.7:8080"; `key` defaults to that in AREAX_SANDBOX_KEY, or in
+    the file that AREAX_SANDBOX_KEY_FILE names."""
     import aiohttp
 
-    key = os.environ.get(KEY) if key is None else key
+    key = keys.read(KEY) if key is None else key
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers) as session:
         yield Remote(url.rstrip("/"), session)
@@ -179,12 +180,14 @@ def serve(*, host: str = "127.0.0.1", port: int = 8080, places: int = 4, key: st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=f"Runs programs for other machines; callers need the key in {KEY}.")
+    parser = argparse.ArgumentParser(
+        description=f"Runs programs for other machines; callers need the key in {KEY}, or in the file at {KEY}_FILE."
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080, help="0 = any free port")
     parser.add_argument("--places", type=int, default=4, help="most programs that run at the same time")
     try:
-        serve(**vars(parser.parse_args()), key=os.environ.get(KEY))
+        serve(**vars(parser.parse_args()), key=keys.read(KEY))
     except (ValueError, ServerError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from ..errors import ServerError
+from ..processes import keys
 
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0  # between attempts, doubling
 
@@ -43,11 +44,17 @@ class Endpoint:
     Attributes:
       url: without a trailing slash.
       reach_s: how long calls that change something try to reach the server.
+      key_variable: environment variable with the server's key, as `keys.read` reads it; "" = no key.
     """
 
     url: str
     http: aiohttp.ClientSession
     reach_s: float = 5.0
+    key_variable: str = ""
+
+    def __post_init__(self):
+        key = keys.read(self.key_variable) if self.key_variable else None
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def call(
         self,
@@ -82,7 +89,9 @@ class Endpoint:
                     where, delay = f"{self.url}{path}", backoff(attempt)  # a restart moves the server
                     try:
                         with _connection_errors(where):
-                            async with self.http.request(method, where, json=body) as reply:
+                            async with self.http.request(method, where, json=body, headers=self._headers) as reply:
+                                if reply.status == 401 and self.key_variable:
+                                    raise ValueError(self._key_refused(where))
                                 answer = await _answer(where, reply, on_event)
                         break
                     except (Unreached, Broken) as error:
@@ -100,6 +109,10 @@ class Endpoint:
         if must_succeed and answer.get("success") is not True:
             raise ServerError(f"{where}: {answer.get('error_message') or answer.get('message') or answer}")
         return answer
+
+    def _key_refused(self, where: str) -> str:
+        name, wrong = self.key_variable, "is wrong" if self._headers else "is missing"
+        return f"{where}: HTTP 401: the key {wrong}; set {name} to the right one, or {name}_FILE to a file with it"
 
 
 @contextlib.contextmanager

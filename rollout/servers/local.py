@@ -11,9 +11,9 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
+from ..processes import guard
 from .types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
@@ -30,6 +30,7 @@ class Serve:
       slots: sequences that a server generates at a time.
       context: longest sequence, prompt and completion; the model's limit if that is lower.
       dtype: dtype of weights and computation.
+      restarts: how often one of them is restarted within an hour before the run does without it.
     """
 
     inside: bool = False
@@ -37,11 +38,14 @@ class Serve:
     slots: int = 16
     context: int = 2048
     dtype: str = "float32"
+    restarts: int = 10
 
     def __post_init__(self):
         if self.count < 1 or self.inside and self.count > 1:
             one = "1 with --serve.inside" if self.inside else "at least 1"
             raise ValueError(f"--serve.count must be {one}, got {self.count}")
+        if self.restarts < 0:
+            raise ValueError(f"--serve.restarts must be at least 0, got {self.restarts}")
 
 
 class Local:
@@ -81,6 +85,7 @@ class Local:
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
+        guard.process(process.pid)
         output: deque[str] = deque(maxlen=20)  # last lines
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         listener = asyncio.create_task(self._listen(process, output, ready))
@@ -110,6 +115,7 @@ class Local:
             if found and not ready.done():
                 ready.set_result(found.group(1))
         code = await process.wait()
+        guard.process_ended(process.pid)
         if not ready.done():
             ready.set_exception(RuntimeError(f"the generation server exited with code {code}: {' | '.join(output)}"))
 
@@ -147,20 +153,13 @@ async def servers(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        async with asyncio.timeout(STOP_S):
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
             await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-
-
-def folder(root: Path, name: str) -> Path:
-    """Makes a new folder under `root` for the versions that this process publishes."""
-    path = root / f"areax-{name}-{os.getpid()}"
-    path.mkdir(parents=True)
-    return path
+    guard.process_ended(process.pid)

@@ -20,6 +20,8 @@ from .types import Published, Staged, State
 class Stager(Protocol):
     """Brings a version to where a server can read it (`file_server.Stager`)."""
 
+    async def check(self, *, timeout_s: float) -> None: ...
+
     async def stage(self, weights: Published) -> Staged: ...
 
     def at(self, url: str) -> Stager: ...
@@ -56,6 +58,7 @@ class Server:
       why: why it last left `healthy`.
       recovery: the task that recovers it while it is unhealthy.
       restarts: times of its recent restarts.
+      reads: labels of the version that a recovery is loading, and of its base; its files must stay.
       released: it may have released its memory, which must be resumed before a load.
       draining: it gets no new requests until it has new weights.
       held: number of our requests on it, over time; `load` is the current number, `running` their tasks.
@@ -84,6 +87,7 @@ class Server:
     why: str = ""
     recovery: asyncio.Task | None = None
     restarts: list[float] = field(default_factory=list)
+    reads: tuple[str, ...] = ()
     released: bool = False
     draining: bool = False
     running: set[asyncio.Task] = field(default_factory=set)
@@ -140,10 +144,20 @@ class Server:
 
 
 async def connect(
-    url: str, http: aiohttp.ClientSession, *, ready_s: float, reach_s: float, handover: Handover | None = None
+    url: str,
+    http: aiohttp.ClientSession,
+    *,
+    ready_s: float,
+    reach_s: float,
+    key_variable: str = "",
+    handover: Handover | None = None,
 ) -> Server:
-    """Connects to the server at `url` once it answers; raises as `SGLang.describe`."""
-    api = SGLang(url, http, reach_s)
+    """Connects to the server at `url` once it answers; raises as `SGLang.describe`.
+
+    Args:
+      key_variable: as `Endpoint.key_variable`.
+    """
+    api = SGLang(url, http, reach_s, key_variable)
     info = await api.describe(timeout_s=ready_s)
     return Server(
         api, [info.label], seeded=info.seeded, stages=info.stages, ranks=info.ranks, layout=info.layout,

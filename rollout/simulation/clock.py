@@ -86,7 +86,9 @@ class Network:
         self.servers: dict[str, Any] = {} if servers is None else servers
 
     @contextlib.asynccontextmanager
-    async def request(self, method: str, where: str, json: dict | None = None) -> AsyncIterator[types.SimpleNamespace]:
+    async def request(
+        self, method: str, where: str, json: dict | None = None, headers: dict | None = None
+    ) -> AsyncIterator[types.SimpleNamespace]:
         parts = urlsplit(where)
         status, text = await self.servers[f"{parts.scheme}://{parts.netloc}"].answer(parts.path, json)
 

@@ -13,11 +13,8 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +23,15 @@ from urllib.parse import urlsplit
 import aiohttp.web
 import xxhash
 
-from .. import http_process
 from ..errors import ServerError
+from ..processes import folders, http_process, keys
 from ..servers.endpoint import Endpoint
 from ..servers.types import Published, Staged
-from . import delta
+from . import delta, store
 
 log = logging.getLogger(__name__)
 
-KEY = "AREAX_STAGER_KEY"  # environment variable: the key that a stager requires of its callers
+KEY = keys.STAGER
 PAYS = 0.5  # largest size of a useful delta, as a share of its files' bytes
 CHUNK = 8 << 20
 STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, and the server keeps serving
@@ -43,21 +40,19 @@ STAGE_S = 3600.0  # to fetch a version: large ones over slow links take long, an
 @contextlib.asynccontextmanager
 async def serve(host: str) -> AsyncIterator[FileServer]:
     """Serves published versions at a free port of `host`."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="areax-deltas-", dir=memory if memory.is_dir() else None))
-    file_server = FileServer(folder)
-    app = aiohttp.web.Application()
-    app.router.add_get("/{label}", file_server._listing)
-    app.router.add_get("/{label}/{name}", file_server._file)
-    runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await aiohttp.web.TCPSite(runner, host, 0).start()
-        file_server.url = http_process.address(runner.addresses[0])
-        yield file_server
-    finally:
-        await runner.cleanup()
-        await asyncio.to_thread(shutil.rmtree, folder)
+    with folders.scratch(store.choose_root(), "deltas") as folder:
+        file_server = FileServer(folder)
+        app = aiohttp.web.Application()
+        app.router.add_get("/{label}", file_server._listing)
+        app.router.add_get("/{label}/{name}", file_server._file)
+        runner = aiohttp.web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await aiohttp.web.TCPSite(runner, host, 0).start()
+            file_server.url = http_process.address(runner.addresses[0])
+            yield file_server
+        finally:
+            await runner.cleanup()
 
 
 def towards(url: str) -> str:
@@ -145,11 +140,15 @@ class Stager:
     """The client of a stager, which fetches versions for a server without access to the trainer's files."""
 
     def __init__(self, url: str, http: aiohttp.ClientSession, file_server: FileServer):
-        self._there, self._file_server = Endpoint(url, http), file_server
+        self._there, self._file_server = Endpoint(url, http, key_variable=KEY), file_server
 
     def at(self, url: str) -> Stager:
         """A client of the stager at another address, which fetches from the same file server."""
         return Stager(url, self._there.http, self._file_server)
+
+    async def check(self, *, timeout_s: float) -> None:
+        """Raises ValueError if the stager refuses the key, ServerError if it does not answer."""
+        await self._there.call("GET", "/versions", timeout_s=timeout_s)
 
     async def stage(self, weights: Published) -> Staged:
         """Has the stager fetch `weights`; returns them once every file is on the server's machine and verified.
@@ -158,7 +157,6 @@ class Stager:
         """
         self._file_server.offer(weights)
         body = {
-            "key": os.environ.get(KEY, ""),
             "label": weights.label,
             "source": self._file_server.url,
             "source_key": self._file_server.key,

@@ -19,6 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from ..errors import ServerError
+from ..processes import keys
 from ..servers.labels import MANIFEST, read_label, version_of
 from ..servers.server import Server
 from ..servers.sglang import ADAPTERS, SGLang
@@ -132,6 +133,7 @@ async def refusal(urls: Iterable[str], rank: int, modules: Collection[str]) -> s
     """
     async with aiohttp.ClientSession() as http:
         for url in urls:
-            if why := await SGLang(url.rstrip("/"), http).adapter_refusal(rank, modules):
+            server = SGLang(url.rstrip("/"), http, key_variable=keys.SERVER)
+            if why := await server.adapter_refusal(rank, modules):
                 return f"{url} {why}"
     return ""

@@ -2,11 +2,11 @@
 
     AREAX_STAGER_KEY=... python -m areax.rollout.weights.stager --host 10.0.0.7 --port 31000 --root /dev/shm/areax
 
-POST /stage {"key", "label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version
-`label` of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps
-running meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
+POST /stage {"label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version `label`
+of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps running
+meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
 deltas have been faster than whole versions, it is fetched instead of the tensors. The newest two versions are kept.
-GET /health -> {"versions"}, to anyone.
+GET /versions -> {"versions"}: their labels. The key is sent as `Authorization: Bearer KEY`. GET /health answers anyone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
-from .. import http_process
+from ..processes import http_process, keys
 from ..servers.labels import MANIFEST, version_of
 from . import delta
 from .file_server import KEY, described
@@ -59,6 +59,8 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
     one_at_a_time, speeds = asyncio.Lock(), dict[str, float]()
 
     async def stage(request: Request) -> Response:
+        if not allowed(request):
+            return unauthorized()
         body = b""
         async for chunk in request.stream():
             body += chunk
@@ -68,9 +70,7 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
             asked = json.loads(body)
             label, source, source_key = (str(asked[name]) for name in ("label", "source", "source_key"))
         except (ValueError, KeyError, TypeError):
-            return refused(400, "the body must be an object with label, source, source_key and key")
-        if key is not None and not hmac.compare_digest(str(asked.get("key")).encode(), key.encode()):
-            return refused(401, f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager")
+            return refused(400, "the body must be an object with label, source and source_key")
         if version_of(label) < 0:
             return refused(400, f"a label must be '<version>-<8 hex digits>', got {label!r:.80}")
         try:
@@ -84,14 +84,25 @@ def app(root: Path, *, key: str | None = None) -> Starlette:
         except RuntimeError as error:
             return refused(500, str(error))
 
+    async def versions(request: Request) -> Response:
+        return JSONResponse({"versions": [path.name for path in _kept(root)]}) if allowed(request) else unauthorized()
+
     async def health(request: Request) -> Response:
-        return JSONResponse({"versions": [path.name for path in _kept(root)]})
+        return JSONResponse({"status": "ok"})
+
+    def allowed(request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode()
+        return key is None or hmac.compare_digest(given, f"Bearer {key}".encode())
+
+    def unauthorized() -> Response:
+        return refused(401, f"the key is missing or wrong; set {KEY} to the same text at the run and at the stager")
 
     def refused(status: int, error: str) -> Response:
         log.warning("stager: refused a request, %d: %s", status, error)
         return JSONResponse({"error": {"message": error}}, status, {"Connection": "close"})
 
-    return Starlette(routes=[Route("/stage", stage, methods=["POST"]), Route("/health", health)])
+    routes = [Route("/stage", stage, methods=["POST"]), Route("/versions", versions), Route("/health", health)]
+    return Starlette(routes=routes)
 
 
 async def fetch_version(
@@ -276,13 +287,14 @@ def serve(*, root: str, host: str = "127.0.0.1", port: int = 31000, key: str | N
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=f"Fetches published weights for a server on this machine; callers need the key in {KEY}."
+        description="Fetches published weights for a server on this machine; callers need the key in "
+        f"{KEY}, or in the file that {KEY}_FILE names."
     )
     parser.add_argument("--root", required=True, help="folder for versions, preferably in memory: /dev/shm/areax")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=31000, help="0 = any free port")
     try:
-        serve(**vars(parser.parse_args()), key=os.environ.get(KEY))
+        serve(**vars(parser.parse_args()), key=keys.read(KEY))
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -8,18 +8,21 @@ hashes: two runs that both reached version 7 have different labels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from ..processes import folders
 from ..servers.labels import MANIFEST, read_label, version_of
 
 log = logging.getLogger(__name__)
 
+OWNER = "run"  # in a folder of versions: the id of the run that they belong to, locked while it publishes
 ROOMS = 6  # retries on a full disk, after 1, 2, 4 ... seconds
 
 
@@ -55,6 +58,48 @@ def choose_root(size: int = 0) -> Path:
         if shutil.disk_usage(memory).free >= 3 * size:
             return memory
     return Path(tempfile.gettempdir())
+
+
+@contextlib.contextmanager
+def owned(root: Path, run: str) -> Iterator[Path]:
+    """Creates a folder for the versions of one run, keeps others out of it, and yields it.
+
+    Args:
+      run: the run's id, which stays in the folder.
+
+    Raises:
+      ValueError: the path is a file; the folder belongs to another run, holds other files, or is in use.
+    """
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root}: a folder for published versions is needed, got a file; name another")
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / OWNER).exists() and any(root.iterdir()):
+        raise ValueError(
+            f"{root}: a folder for published versions must be empty or of the same run, got other files; name another, "
+            "or empty it"
+        )
+    held = folders.lock(root / OWNER)
+    if held is None:
+        raise ValueError(f"{root}: another process is publishing versions here; name another folder")
+    with held:
+        held.seek(0)
+        owner = held.read().strip() or run
+        if owner != run:
+            raise ValueError(
+                f"{root}: holds versions of another run ({owner}, this one is {run}); name another folder, or empty it"
+            )
+        held.truncate(0)
+        held.write(f"{run}\n")
+        held.flush()
+        yield root
+
+
+def remove_newer(root: Path, version: int) -> None:
+    """Removes the versions after `version` under `root`, and what was being written or removed there."""
+    newer = [path for path in root.iterdir() if path.name.isdecimal() and int(path.name) > version]
+    for path in (*newer, *root.glob(".*.tmp"), *root.glob(".*.removing")):
+        log.warning("%s: removed, a former process of this run left it", path)
+        shutil.rmtree(path)
 
 
 def prune(root: str | os.PathLike, keep: int = 2, in_use: Collection[str] = ()) -> list[Path]:

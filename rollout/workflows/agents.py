@@ -17,7 +17,7 @@ import os
 import shlex
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -26,6 +26,8 @@ from ..chat.session import Session
 from ..chat.trajectory import Style
 from ..gateway import server
 from ..gateway.sessions import Limits
+from ..processes import guard, keys
+from ..processes.environment import passed
 from ..types import Generate, Sample, Sampling, Workflow
 from . import tools
 
@@ -45,6 +47,8 @@ class Options:
       rows: make a row of training data per leaf of the conversation tree ("leaves"), or per request ("interactions").
       discount: discount of rewards along a conversation, with "interactions".
       timeout_s: time limit in seconds of an episode, which is then unscorable, or of a user's session, which then ends.
+      environment: names of environment variables that a program (`exec:`) gets in addition to PATH, HOME, LANG and the
+        like (`processes.environment.PASSED`).
       host, port: address of the gateway, for users who open sessions; port 0 = any free port.
     """
 
@@ -53,6 +57,7 @@ class Options:
     rows: Style = "leaves"
     discount: float = 1.0
     timeout_s: float = 600.0
+    environment: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 0
 
@@ -143,7 +148,7 @@ def coroutine(made: Any) -> Callable[..., Awaitable[Any]]:
     return called
 
 
-def environment(base_url: str, api_key: str) -> dict[str, str]:
+def session_variables(base_url: str, api_key: str) -> dict[str, str]:
     """Environment variables that point the SDKs of OpenAI and Anthropic to a session."""
     return {
         "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key,
@@ -151,27 +156,37 @@ def environment(base_url: str, api_key: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def command(words: str) -> Callable[..., Awaitable[Any]]:
+def command(words: str, names: Sequence[str] = ()) -> Callable[..., Awaitable[Any]]:
     """Wraps a program as an agent. It gets the row as JSON on standard input, address and key in OPENAI_BASE_URL,
     OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. If the last line it prints is a JSON object, that is its
-    result: {"reward": 0.5}, or rewards by interaction id."""
+    result: {"reward": 0.5}, or rewards by interaction id.
+
+    Args:
+      names: environment variables that it gets too, besides `environment.PASSED`.
+
+    Raises:
+      ValueError: there is no command, or a variable in `names` is not set.
+    """
     arguments = shlex.split(words)
     if not arguments:
         raise ValueError("exec: must be followed by a command, got nothing")
+    environ = passed(names, "--agent.environment")
 
     async def run(row: Mapping[str, Any], *, base_url: str, api_key: str) -> Any:
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
                 *arguments, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=errors,
-                env=os.environ | environment(base_url, api_key),
+                env=environ | session_variables(base_url, api_key),
                 start_new_session=True,
             )  # fmt: skip
+            guard.process(process.pid)
             try:
                 await process.communicate(json.dumps(row).encode())  # output goes to files: children may keep it open
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # with the children in its session
                 await process.wait()
+                guard.process_ended(process.pid)
             if process.returncode:
                 message = " ".join(_tail(errors).split())
                 raise RuntimeError(f"{words} exited with code {process.returncode}: {message}")
@@ -207,9 +222,10 @@ async def online(
     `options.timeout_s`. The sessions of a group share no prompt, so comparing their rewards means nothing.
 
     Raises:
-      ValueError: AREAX_ADMIN_KEY, the key that opens sessions, is not set.
+      ValueError: the key that opens sessions is neither in AREAX_ADMIN_KEY nor in the file that AREAX_ADMIN_KEY_FILE
+        names.
     """
-    if not (admin_key := os.environ.get("AREAX_ADMIN_KEY", "")):
+    if not (admin_key := keys.read("AREAX_ADMIN_KEY")):
         raise ValueError("--workflow online: opening sessions needs an admin key; set AREAX_ADMIN_KEY")
     waiting: collections.deque[tuple[Generate, asyncio.Future[Session]]] = collections.deque()
     ended: dict[str, asyncio.Event] = {}

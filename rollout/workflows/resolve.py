@@ -46,6 +46,10 @@ async def bind(
     plays = name == ONLINE or name.startswith(COMMAND) or not (_generates(found) or hasattr(found, "arun_episode"))
     if not plays and agent != agents.Options():
         raise ValueError(f"--agent: {name} is a workflow, not an agent, and takes none of these options, got {agent}")
+    if agent.environment and not name.startswith(COMMAND):
+        raise ValueError(
+            f"--agent.environment: is for programs, --workflow exec:..., got {name}, which shares the run's own"
+        )
     if name == ONLINE or name.startswith(COMMAND):
         _taken(name, {}, {}, given)
     if name == ONLINE:
@@ -56,7 +60,7 @@ async def bind(
         yield functools.partial(found, **_taken(name, _parameters(found), bound, given))
         return
     if name.startswith(COMMAND):
-        run = agents.command(name.removeprefix(COMMAND))
+        run = agents.command(name.removeprefix(COMMAND), agent.environment)
     else:
         if inspect.isclass(found):
             offered = {"reward_fn": areal.signature(reward), "gconfig": areal.settings(sampling), **bound}

@@ -1,7 +1,7 @@
 """Teachers on generation servers: log-probabilities of samples under a frozen model, for distillation.
 
 A teacher is a fleet (`client.connect`) of servers with SGLang's API that serve it throughout the run. They report
-log-probabilities at temperature 1, whatever temperature the samples were drawn at.
+log-probabilities at temperature 1, whatever temperature the samples were drawn at. Their key is in KEY.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from .. import object_path
 from ..errors import ServerError
 from ..fleet.fleet import Fleet
 from ..types import Sample
+
+KEY = "AREAX_TEACHER_KEY"  # environment variable: the key that the servers of teachers require
 
 
 async def score(fleet: Fleet, tokens: Sequence[int], top_k: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

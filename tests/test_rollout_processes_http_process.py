@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from areax.adapters import tokenizer
-from areax.rollout import http_process
 from areax.rollout.engine import server as engine
 from areax.rollout.gateway import server as gateway
+from areax.rollout.processes import http_process
 from areax.rollout.sandbox import remote
 from areax.rollout.weights import stager
 
@@ -68,6 +68,16 @@ def test_loopback(host, own):
         http_process.bind_guarded(host, 0, key=None, variable="THE_KEY", what="sandbox")
 
 
+def test_no_server_accepts_an_empty_key(tmp_path):
+    words = "a key must be one line of printable ASCII, .* got an empty one"
+    with pytest.raises(ValueError, match=f"^serve: {words}"):
+        engine.serve(str(tmp_path), port=0, api_key="")
+    with pytest.raises(ValueError, match=f"^stager: {words}"):
+        stager.serve(root=str(tmp_path), port=0, key="")
+    with pytest.raises(ValueError, match=f"^sandbox: {words}"):
+        remote.serve(port=0, key="")
+
+
 def test_address():
     assert http_process.address(("127.0.0.1", 5)) == "http://127.0.0.1:5"
     assert http_process.address(("::1", 5, 0, 0)) == "http://[::1]:5"
@@ -95,7 +105,7 @@ def test_a_server_inside_a_program_runs_until_the_block_ends():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_process_shuts_down_cleanly_on_a_signal(number):
     program = (
-        "from areax.rollout import http_process as own; from starlette.applications import Starlette\n"
+        "from areax.rollout.processes import http_process as own; from starlette.applications import Starlette\n"
         "sock = own.bind('127.0.0.1', 0)\n"
         "own.serve(Starlette(), sock, 'ready', ending=lambda: print('ending', flush=True))\n"
         "print('ended')"

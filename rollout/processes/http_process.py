@@ -11,6 +11,8 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from . import keys
+
 if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
@@ -54,12 +56,15 @@ def bind_guarded(host: str, port: int, *, key: str | None, variable: str, what: 
       variable: the environment variable that holds the key, for errors.
 
     Raises:
-      ValueError: as `bind`; the address is reachable from other machines without a key, or the key is empty.
+      ValueError: as `bind`; the address is reachable from other machines without a key; the key is not valid.
     """
-    if key == "":
-        raise ValueError(f"{what}: the key must not be empty; set {variable}, or unset it to serve only this machine")
-    if key is None and not loopback(host):
-        raise ValueError(f"{what}: {host} can be reached from other machines; set {variable}")
+    if key is not None:
+        keys.check(key, what)
+    elif not loopback(host):
+        raise ValueError(
+            f"{what}: {host} can be reached from other machines; set {variable} to a key, or {variable}_FILE to a file "
+            "with one"
+        )
     return bind(host, port, what)
 
 

@@ -1,0 +1,178 @@
+"""What a killed run leaves: no process, no memory, nothing half-written; and what damage to its files does."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jobs
+import numpy as np
+import pytest
+import tiny
+
+from areax.adapters import cli
+from areax.adapters.tracking import run_dir
+from areax.recipes.shared import common
+from areax.rollout.processes import folders
+from areax.rollout.tasks import arithmetic
+
+MEMORY = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+GONE_S = 10.0
+# A reward that neither ends with its stream nor by SIGTERM.
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def score(text, row):
+    if row["prompt"] == "hang":
+        time.sleep(600)
+    return float(len(text))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("killed")
+    tiny.model(path / "model")
+    tiny.rows(path / "rows.jsonl", [*arithmetic.splits()["train"][:40], *[{"prompt": "hang"}] * 10])
+    (path / "rewards.py").write_text(STUBBORN)
+    return path
+
+
+def started(place, out, *options):
+    command = [sys.executable, "-m", "areax", "train", "grpo", "--model", str(place / "model")]
+    command += [
+        "--data",
+        str(place / "rows.jsonl"),
+        "--reward",
+        f"{place}/rewards.py:score",
+        "--out",
+        str(out),
+        "--steps",
+        "100000",
+        "--length",
+        "32",
+        "--rows",
+        "4",
+    ]
+    command += ["--groups", "2", "--group-size", "4", "--sampling.max-new-tokens", "4", "--max-concurrent", "8"]
+    command += ["--serve.slots", "8", "--serve.context", "64", "--optim.warmup", "1", *options]
+    with open(place / "log", "ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def family(pid):
+    """{process: when it started} of a process and all below it."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found[int(stat.parent.name)] = (int(words[1]), words[19], words[0])
+    below = {pid}
+    while more := {child for child, (parent, *_) in found.items() if parent in below} - below:
+        below |= more
+    return {process: found[process][1] for process in below if process in found}
+
+
+def left(processes):
+    """Those of a family that still run."""
+    now = {process: family(process).get(process) for process in processes}
+    zombie = lambda process: Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return [p for p, when in processes.items() if now[p] == when and not zombie(p)]
+
+
+def orphans():
+    """Folders in memory and among temporary files whose process is gone."""
+    found = set()
+    for path in (path for root in MEMORY for path in root.glob("areax-*/.lock")):
+        if held := folders.lock(path):
+            held.close()
+            found.add(path.parent)
+    return found
+
+
+def killed(process):
+    """Kills a trainer and waits until nothing of it is left; returns what is after GONE_S."""
+    processes = family(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + GONE_S
+    while (rest := left(processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [Path(f"/proc/{p}/cmdline").read_text().replace("\0", " ") for p in rest]
+
+
+def test_nothing_outlives_a_killed_run(place):
+    """Not the server, a reward worker that hangs and ignores SIGTERM, or the versions in memory."""
+    out, before = place / "run", orphans()
+    process = started(place, out)
+    metrics = out / "metrics.jsonl"
+    jobs.until(lambda: process.poll() is not None or metrics.exists() and metrics.read_text().count("\n") > 1)
+    assert len(family(process.pid)) >= 3  # a server and reward workers
+    with pytest.raises(ValueError, match="another process is training in this directory"):
+        with common.run_directory(str(out)):
+            pass
+    assert killed(process) == []
+    jobs.until(lambda: orphans() <= before, GONE_S)
+    with common.run_directory(str(out)):
+        pass
+
+
+INSTANTS = [pytest.param(n, marks=pytest.mark.slow if n % 5 == 0 else pytest.mark.wide) for n in range(20)]
+
+
+@pytest.mark.parametrize("n", INSTANTS)
+def test_a_run_killed_at_any_instant_leaves_nothing_and_goes_on(place, n):
+    """From the first import to a step; saved by time and published all along."""
+    out, before = place / "again", orphans()
+    published = place / "versions"
+    process = started(place, out, "--save-every", "1", "--published", str(published), "--eta", "1")
+    wait = float(np.random.default_rng(n).uniform(0.3, 12))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(wait)
+    assert killed(process) == []
+    jobs.until(lambda: orphans() <= before, GONE_S)
+    with common.run_directory(str(out)):  # the next start removes what was half-written
+        assert not list(out.glob(".*.tmp"))
+    if (out / "metrics.jsonl").exists():
+        steps = [line["step"] for line in run_dir.read_lines(out / "metrics.jsonl")]
+        assert steps == sorted(set(steps))
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_any_file_of_a_run_is_named_or_changes_nothing(place, capsys, caplog):
+    """Resumed after it, a run gives the same model, from the state before if that is what was damaged, or refuses."""
+    rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in arithmetic.splits()["train"][:40]]
+    tiny.rows(place / "pairs.jsonl", rows)
+
+    def trained(out, steps):
+        """(exit code, what it printed to stderr, hashes of the model's tensors)."""
+        caplog.clear()
+        command = ["train", "sft", "--model", f"{place}/model", "--data", f"{place}/pairs.jsonl", "--out", str(out)]
+        command += ["--steps", str(steps), "--batch", "8", "--length", "64", "--rows", "4", "--save-every", "1"]
+        code = cli.main([*command, "--optim.schedule", "constant"])
+        errors = [line for line in capsys.readouterr().err.splitlines() if line and not line.startswith("sft ")]
+        return code, errors, json.loads((out / "model/manifest.json").read_text())["tensors"] if code == 0 else None
+
+    trained(place / "parts", 2)
+    shutil.copytree(place / "parts", place / "whole")
+    wanted = trained(place / "whole", 4)[2]
+    rng = np.random.default_rng(0)
+    names = [file.relative_to(place / "parts") for file in sorted((place / "parts").rglob("*")) if file.is_file()]
+    for name in names:
+        data = bytearray((place / "parts" / name).read_bytes())
+        if not data or name.is_relative_to("state/1"):
+            continue
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        shutil.copytree(place / "parts", place / "flipped")
+        (place / "flipped" / name).write_bytes(data)
+        code, errors, tensors = trained(place / "flipped", 4)
+        assert code in (0, 2) and len(errors) == (code == 2), (name, errors)
+        assert code == 2 or tensors == wanted, name
+        named = "set aside, using 1 instead" in caplog.text
+        assert named == name.is_relative_to("state/2"), name
+        shutil.rmtree(place / "flipped")
