@@ -239,6 +239,7 @@ OPTIONS = {
         ("--length 65", "--length must be at most 64, the context of"),
         ("--limit -1", "--limit must be at least 0, got -1"),
         ("--save-every -1", "--save-every must be at least 0, got -1"),
+        ("--save-minutes -1", "--save-minutes must be at least 0 and finite, got -1.0"),
         ("--evaluate-every -1", "--evaluate-every must be at least 0, got -1"),
         ("--evaluate-every 2", "--evaluate-every 2 needs --heldout, rows to evaluate on, got none"),
         ("--out {place}/good.jsonl", "--out must be a directory, got"),
@@ -272,6 +273,7 @@ OPTIONS = {
         ("--reward-timeout-s inf", "--reward-timeout-s must be above 0 and finite, got inf"),
         ("--critic.warmup -1", "--critic.warmup must be at least 0, got -1"),
         ("--save-every -1", "--save-every must be at least 0, got -1"),
+        ("--save-minutes inf", "--save-minutes must be at least 0 and finite, got inf"),
         ("--samples-every -1", "--samples-every must be at least 0, got -1"),
         ("--evaluate-every 2", "--evaluate-every 2 needs --heldout, rows to evaluate on, got none"),
         ("--length 65", "--length must be at most 64, the context of"),
@@ -368,3 +370,30 @@ def test_the_command_itself_is_as_quick(place, command, message):
     done = subprocess.run(arguments, env=environ, capture_output=True, text=True, timeout=40, cwd=place)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and message in done.stderr
     assert not done.stdout and not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--rows train", "--rows must be heldout or dev, got train"),
+        ("--seed -1", "--seed must be at least 0, got -1"),
+        ("--eta -1", "--eta must be at least 0, got -1"),
+        ("--sft-steps 0", "--sft-steps must be at least 1, got 0"),
+        ("--error-rate 2", "--error-rate must be from 0 to 1, got 2.0"),
+        ("--sft-lr nan", "--sft-lr must be a number, got nan"),
+    ],
+)
+def test_the_demo_is_checked_alike(capsys, place, more, message):
+    assert message in line(capsys, place, ["demo", "--out", place / "out", *more.split()])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", -1), ("hidden_size", "32"), ("num_hidden_layers", 2.5), ("num_attention_heads", 0),
+     ("vocab_size", True), ("vocab_size", 10**30), ("max_position_embeddings", 0)],
+)  # fmt: skip
+def test_a_model_of_an_impossible_size_is_one_line(capsys, place, tmp_path, key, value):
+    source = json.loads((place / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**source, key: value}))
+    said = line(capsys, place, ["plan", "sft", "--model", tmp_path, "--length", "32"])
+    assert f"config.json: {key} must be a whole number above 0, got" in said

@@ -1,5 +1,6 @@
 """The options that sft, distill and preference share; their Configs inherit them and state what differs."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,5 +88,7 @@ class Options:
     def __post_init__(self):
         for reason in ranges(self, steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0):
             raise ValueError(reason)
+        if not 0 <= self.save_minutes < math.inf:
+            raise ValueError(f"--save-minutes must be at least 0 and finite, got {self.save_minutes}")
         if self.evaluate_every and not self.heldout:
             raise ValueError(f"--evaluate-every {self.evaluate_every} needs --heldout, rows to evaluate on, got none")

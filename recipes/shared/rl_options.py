@@ -237,6 +237,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
     yield from ranges(config.saving, save_every=0, samples_every=0)
     yield from serving_conflicts(config.serving.servers, config.serving.serve)
     for part, option, holds, rule in (
+        (config.saving, "save_minutes", 0 <= config.saving.save_minutes < math.inf, "at least 0 and finite"),
         (rewards, "reward_timeout_s", 0 < rewards.reward_timeout_s < math.inf, "above 0 and finite"),
         (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
         (training, "distill_coef", 0 <= training.distill_coef < math.inf, "at least 0 and finite"),
