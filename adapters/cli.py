@@ -5,6 +5,9 @@ import difflib
 import importlib
 import inspect
 import json
+import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -250,6 +253,18 @@ FORWARDING = (train, plan, simulate, demo, eval, launch)  # commands that parse 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            if sys.stdout:  # None if it was closed
+                sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has gone, as in `areax --help | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at exit
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: areax COMMAND ...\n")
@@ -274,6 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _unread():
+            raise
         print(_one_line_of(error), file=sys.stderr)
         return 2
     except RuntimeError as error:
@@ -281,6 +298,13 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(_one_line_of(error), file=sys.stderr)
         return 1
+
+
+def _unread() -> bool:
+    """Whether nobody reads the standard output any more."""
+    outputs = select.poll()
+    outputs.register(sys.stdout, 0)
+    return bool(outputs.poll(0))
 
 
 def _raised_here(error: BaseException) -> bool:

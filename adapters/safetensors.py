@@ -104,11 +104,8 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
             found = f"only {', '.join(others)}, the index is missing; copy it again" if others else "neither"
             raise ValueError(f"{path}: a checkpoint needs {FILE} or {INDEX}, got {found}")
         return _read_file(path / FILE)
-    try:
-        places = json.loads((path / INDEX).read_bytes())["weight_map"]
-        files = sorted(set(places.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path / INDEX}: not an index of shards ({error!r}); copy the checkpoint again") from error
+    places = _shards_of(path)
+    files = sorted(set(places.values()))
     for file in files:
         if not (path / file).is_file():
             raise ValueError(f"{path / file}: missing, but listed in {INDEX}; copy the checkpoint again")
@@ -117,6 +114,22 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         if name not in held[file]:
             raise ValueError(f"{path / file}: lacks {name}, listed there in {INDEX}; copy the checkpoint again")
     return {name: held[file][name] for name, file in places.items()}
+
+
+def _shards_of(path: Path) -> dict[str, str]:
+    """{tensor: file beside the index} of a checkpoint directory's index."""
+    try:
+        places = json.loads((path / INDEX).read_bytes())["weight_map"]
+        files = set(places.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path / INDEX}: not an index of shards ({error!r}); copy the checkpoint again") from error
+    for file in files:
+        # A downloaded index must not make other files of this machine part of what is read, copied and served.
+        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
+            raise ValueError(
+                f"{path / INDEX}: a shard must be a file beside the index, got {file!r:.80}; copy the checkpoint again"
+            )
+    return places
 
 
 def forget(tensor: np.ndarray) -> None:
@@ -253,18 +266,20 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
         for name, entry in json.loads(text).items():
             if name != "__metadata__":
                 start, stop = map(int, entry["data_offsets"])
-                places[name] = (entry["dtype"], tuple(map(int, entry["shape"])), start, stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+                places[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{short}, its header is not a safetensors header ({error!r}); copy it again") from error
     held = total - 8 - length
     needed = max((stop for _, _, _, stop in places.values()), default=0)
     if needed != held:
         raise ValueError(f"{short}, its header lists {needed} bytes of tensors, got {held}; copy it again")
+    if sum(stop - start for _, _, start, stop in places.values()) != held:
+        raise ValueError(f"{short}, its tensors overlap or leave gaps; copy it again")
     tensors = {}
     for name, (dtype, shape, start, stop) in places.items():
         if dtype not in DTYPES:
             raise ValueError(f"{path}: dtype of {name} must be one of {', '.join(DTYPES)}, got {dtype}")
-        if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or start < 0:
+        if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or min(start, *shape, 0) < 0:
             raise ValueError(f"{short}, {name} of {dtype}{list(shape)} is at [{start}, {stop}); copy it again")
         count = math.prod(shape)
         tensors[name] = np.frombuffer(data, DTYPES[dtype], count, 8 + length + start).reshape(shape)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..rollout.chat import template
 from ..rollout.chat.template import encode as encode
+from .runtime import hub
 
 PAD, UNKNOWN, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
 EXTRA = "<|extra_"
@@ -37,11 +38,14 @@ def load(path: str | Path) -> Any:
             raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}; it needs {FILES[0]}")
         for file in (*folder.glob("tokenizer*.json"), *folder.glob("config.json")):
             try:
-                json.loads(file.read_bytes())
-            except ValueError as error:
+                if not isinstance(json.loads(file.read_bytes()), dict):
+                    raise ValueError("no JSON object")
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: damaged or half-written: {error}; copy it again from its source") from None
     elif isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ValueError(f"tokenizer.load: no such folder, got {path}")
+    else:
+        hub.check(path)
     import transformers
 
     kind: Any = transformers.PreTrainedTokenizerFast if _plain(folder) else transformers.AutoTokenizer
@@ -140,6 +144,8 @@ def supervised(tokenizer: Any, row: dict) -> tuple[list[int], list[int]]:
     separately, as in generation: no token spans prompt and completion.
     """
     messages, completion = row.get("messages"), row.get("completion")
+    if messages:
+        template.check(template.conversation({"messages": messages}))
     if completion is None and messages and messages[-1].get("role") == "assistant":
         messages, completion = messages[:-1], messages[-1].get("content")
     if not isinstance(completion, str):

@@ -5,6 +5,7 @@ that are not padding: times each expert was chosen `load` [L, E], its summed pro
 log-sum-exp of the router's logits `lse2` [L], and the number of `tokens` [L].
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ class Balance:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value < 0:
-                raise ValueError(f"Balance: {name} must be at least 0, got {value}")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"Balance: {name} must be at least 0 and finite, got {value}")
 
 
 def wrap(objective, balance: Balance):

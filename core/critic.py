@@ -26,7 +26,7 @@ class Critic:
     needs_scores = False
 
     def __post_init__(self):
-        if self.clip < 0:
+        if not self.clip >= 0:
             raise ValueError(f"Critic: clip must be at least 0, got {self.clip}")
 
     def __str__(self):

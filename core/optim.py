@@ -1,5 +1,6 @@
 """Optimisers: optax chains over fp32 master weights, configured by a frozen dataclass."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -50,7 +51,7 @@ class Optimizer:
         `averaged` reads it.
 
     Raises:
-      ValueError: an unknown name or kind; ema outside [0, 1); a field is set that the optimiser does not use.
+      ValueError: an unknown name or kind; a number outside its range; a field is set that the optimiser does not use.
     """
 
     name: Literal["adamw", "muon", "lion", "sgd", "adafactor"] = "adamw"
@@ -81,9 +82,12 @@ class Optimizer:
             raise ValueError(
                 f"Optimizer: decay must be among {', '.join(get_args(Kind))}, got {min(unknown)!r}; choose from these"
             )
-        for name in ("lr", "weight_decay", "clip", "floor"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Optimizer: {name} must be at least 0, got {getattr(self, name)}")
+        for name in ("lr", "weight_decay", "clip", "floor", "eps", "warmup", "steps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"Optimizer: {name} must be at least 0 and finite, got {getattr(self, name)}")
+        for name in ("b1", "b2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"Optimizer: {name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.floor and self.schedule == "constant":
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
         if not 0 <= self.ema < 1:

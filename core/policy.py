@@ -82,7 +82,8 @@ class Policy:
     entropy: Entropy = Entropy()
 
     def __post_init__(self):
-        clips, counts = self.surrogate == "clip", (self.denominator_tokens > 0) == (self.denominator == "constant")
+        clips, constant = self.surrogate == "clip", self.denominator == "constant"
+        counts = self.denominator_tokens > 0 if constant else self.denominator_tokens == 0
         below_one = self.surrogate in ("clip", "cispo", "clip_cov")
         compared = self.advantage.components or self.advantage.mean == "greedy"
         early = self.advantage.teacher or (self.kl.coef and self.kl.place == "reward")

@@ -33,6 +33,10 @@ class Lora:
     rslora: bool = False
 
     def __post_init__(self):
+        if self.rank < 0 or not 0 < self.alpha < math.inf:
+            raise ValueError(
+                f"lora: rank must be at least 0 and alpha above 0 and finite, got {self.rank} and {self.alpha}"
+            )
         if self.rank == 0 and (self.alpha, self.targets, self.rslora) != (Lora.alpha, Lora.targets, Lora.rslora):
             raise ValueError("lora.rank: must be above 0 if other lora options are set, got 0")
 

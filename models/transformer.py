@@ -52,6 +52,11 @@ class Run:
     dispatch: experts.Method = "gather"
     expert_kernel: grouped.Kernel = "auto"
 
+    def __post_init__(self):
+        for name in ("query_chunk", "head_chunk"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"Run: {name} must be at least 1, or None, got {getattr(self, name)}")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

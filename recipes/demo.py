@@ -63,6 +63,19 @@ class Config:
     error_rate: float = 0.7
     controls: bool = False
 
+    def __post_init__(self):
+        for name, holds, rule in (
+            ("rows", self.rows in ("heldout", "dev"), "heldout or dev"),
+            ("seed", self.seed >= 0, "at least 0"),
+            ("split", self.split >= 0, "at least 0"),
+            ("eta", self.eta >= 0, "at least 0"),
+            ("sft_steps", self.sft_steps >= 1, "at least 1"),
+            ("rl_steps", self.rl_steps >= 1, "at least 1"),
+            ("error_rate", 0 <= self.error_rate <= 1, "from 0 to 1"),
+        ):
+            if not holds:
+                raise ValueError(f"--{name.replace('_', '-')} must be {rule}, got {getattr(self, name)}")
+
 
 def main(config: Config) -> int:
     """Runs the stages and prints the results; returns the exit code, 1 if a control improved."""

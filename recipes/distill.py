@@ -71,7 +71,7 @@ def train(config: Config, quiet: bool = False) -> dict:
         made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
-    rows, heldout = (offline.fitting(config, some, samples, quiet) for some in offline.read(config, quiet))
+    rows, heldout = offline.read(config, samples, quiet)
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     local = common.open_teacher(config.teacher, tokens, config.run, mesh) if config.teacher else None

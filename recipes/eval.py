@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areax.adapters import tokenizer
+from areax.adapters import hf, tokenizer
 from areax.adapters.runtime import compile_cache
-from areax.recipes.shared import common
-from areax.rollout import object_path, rewards
+from areax.recipes.shared import common, rows
+from areax.recipes.shared.offline_options import ranges
+from areax.recipes.shared.rl_options import serving_conflicts
+from areax.rollout import rewards
 from areax.rollout.scheduling import episodes, executor
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
@@ -34,6 +36,8 @@ class Config:
       serve: options of servers that are started here.
       samples: completions per row.
       limit: records to read; 0 = all.
+      bad_rows: "stop" ends the command at the first row that cannot be used, "skip" leaves such rows out and prints how
+        many.
       max_prompt: longest prompt in tokens; rows with longer ones are left out and counted; 0 = no limit.
       max_concurrent: maximum number of rows in flight.
       sampling: sampling parameters; greedy by default.
@@ -55,6 +59,7 @@ class Config:
     serve: local.Serve = local.Serve()
     samples: int = 1
     limit: int = 0
+    bad_rows: rows.Bad = "stop"
     max_prompt: int = 0
     max_concurrent: int = 64
     sampling: Sampling = Sampling(temperature=0.0)
@@ -62,6 +67,16 @@ class Config:
     reward_timeout_s: float = 10.0
     reward_environment: tuple[str, ...] = ()
     seed: int = 0
+
+    def __post_init__(self):
+        resolve.options(self.workflow_options)
+        for reason in (
+            *ranges(self, samples=1, limit=0, max_prompt=0, max_concurrent=1, reward_workers=1, seed=0),
+            *serving_conflicts(self.servers, self.serve),
+        ):
+            raise ValueError(reason)
+        if self.serve.inside:
+            raise ValueError("--serve.inside is for a trainer's process, which an evaluation has not; leave it out")
 
 
 def main(config: Config) -> dict:
@@ -72,9 +87,11 @@ def main(config: Config) -> dict:
 
 async def evaluate(config: Config) -> dict:
     tokens = tokenizer.load(config.model)
-    rows = common.keep_short(common.read_rows(config.data, config.row, config.limit), tokens, config.max_prompt)
-    resolve.find(config.workflow)
-    object_path.resolve(config.reward)
+    rewards.check(config.reward)
+    resolve.check(config.workflow, resolve.options(config.workflow_options))
+    room = 0 if config.servers else min(config.serve.context, hf.read_config(config.model).context)
+    check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room)
+    asked = rows.read(config.data, config.row, config.limit, check=check, bad=config.bad_rows)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         fleet = await enter(
@@ -93,7 +110,7 @@ async def evaluate(config: Config) -> dict:
             )
         )  # fmt: skip
         groups = await executor.rollouts(
-            episode, fleet.generate, rows, group_size=config.samples, max_concurrent=config.max_concurrent,
+            episode, fleet.generate, asked, group_size=config.samples, max_concurrent=config.max_concurrent,
             seed=config.seed if fleet.seeded else None,
         )  # fmt: skip
     samples = [s for group in groups for s in group]
@@ -103,7 +120,7 @@ async def evaluate(config: Config) -> dict:
     return {
         "accuracy": float(reward_R.mean()) if len(reward_R) else None,
         "stderr": float(reward_R.std(ddof=1) / len(reward_R) ** 0.5) if len(reward_R) > 1 else None,
-        "rows": len(rows),
+        "rows": len(asked),
         "samples": len(samples),
         "unscorable": int(sum(s.reward != s.reward for s in samples)),
         "truncated": float(np.mean([s.finish == "length" for s in samples])) if samples else None,

@@ -22,10 +22,10 @@ from areax.adapters.command_line.options import UNPREFIXED
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
-from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts
+from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts, rows
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
-from areax.rollout import loop, object_path
+from areax.rollout import loop, rewards
 from areax.rollout.fleet import offload
 from areax.rollout.scheduling.curriculum import ordered
 from areax.rollout.workflows import resolve
@@ -110,13 +110,19 @@ def main(config: Config) -> dict:
 def read(config: Config, tokens) -> tuple:
     """Reads (prompts, held-out rows); raises ValueError if reward or workflow do not exist, or a key is refused."""
     rollouts.check_keys(config.serving, config.training)
-    object_path.resolve(config.reward)
-    resolve.find(config.rollout.workflow)
-    options, heldout = config.prompts, config.evaluation.heldout
-    rows = common.read_rows(config.data, options.row, options.limit)
-    heldout_rows = common.read_rows(heldout, options.row) if heldout else []
-    rows, heldout_rows = (common.keep_short(some, tokens, options.max_prompt) for some in (rows, heldout_rows))
-    return ordered(rows, options.curriculum, seed=config.seed), heldout_rows
+    common.check_directory("--out", config.out)
+    common.check_length(config.model, config.training.length)
+    if config.serving.published:
+        common.check_directory("--published", config.serving.published)
+    rewards.check(config.reward)
+    resolve.check(config.rollout.workflow, resolve.options(config.rollout.workflow_options))
+    options, heldout, serving = config.prompts, config.evaluation.heldout, config.serving
+    length = config.training.length
+    room = length if serving.servers else min(length, serving.serve.context)
+    check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room)
+    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows)
+    prompts, heldout_rows = read(config.data, limit=options.limit), read(heldout) if heldout else []
+    return ordered(prompts, options.curriculum, seed=config.seed), heldout_rows
 
 
 def build_trainer(config: Config) -> Trainer:

@@ -52,6 +52,7 @@ class Config(offline_options.Options):
     optim: Optimizer = Optimizer(lr=1e-6, warmup=10)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.lora.rank and isinstance(self.objective, losses.RewardModel):
             raise ValueError(f"--lora.rank must be 0 for a reward model, whose head trains, got {self.lora.rank}")
         if self.batch < 2 and isinstance(self.objective, losses.KTO):
@@ -70,11 +71,8 @@ def train(config: Config, quiet: bool = False) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = tokenizer.load(config.model)
-    rows, heldout = offline.read(config, quiet)
-    for row in [*rows, *heldout]:
-        check(row, plain)
     samples = functools.partial(pairs, offline.sampler(tokens), plain)
-    rows, heldout = (offline.fitting(config, some, samples, quiet) for some in (rows, heldout))
+    rows, heldout = offline.read(config, samples, quiet, check=lambda row: check(row, plain))
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = open_model(config, tokens, mesh)
     score = functools.partial(models.score, config=settings, run=learner.computed(config.run))

@@ -49,7 +49,7 @@ def train(config: Config, quiet: bool = False) -> dict:
     tokens = tokenizer.load(config.model)
     sample = offline.demonstrations(tokens, config.learn)
     samples = lambda rows: [sample(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
-    rows, heldout = (offline.fitting(config, some, samples, quiet) for some in offline.read(config, quiet))
+    rows, heldout = offline.read(config, samples, quiet)
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     score = functools.partial(models.score, config=settings, run=learner.computed(config.run))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+LONGEST = 2000  # characters of an error message
 HOW = "write 'package.module:function' or 'path/to/file.py:function'"
 
 
@@ -35,8 +38,8 @@ def load_object(name: str) -> Any:
     """Loads the object at the path `name`.
 
     Raises:
-      ValueError: one line: a malformed name, a missing file, module or attribute, or a module that cannot be imported.
-        Other exceptions raised by the module's own code during import pass through.
+      ValueError: one line: a malformed name, a missing file, module or attribute, or a module that cannot be imported,
+        whatever its code raises meanwhile.
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute.isidentifier():
@@ -60,6 +63,8 @@ def module(place: str) -> ModuleType:
     is_file = place.endswith(".py")
     if not is_file and not all(part.isidentifier() for part in place.split(".")):
         raise ValueError(f"{place!r} is neither a module nor a path ending in .py; {HOW}")
+    if is_file and not Path(place).is_file():
+        raise ValueError(f"{place}: there is no such file (looked in {Path.cwd()})")
     try:
         return _file(Path(place)) if is_file else importlib.import_module(place)
     except (ImportError, SyntaxError) as error:
@@ -68,7 +73,27 @@ def module(place: str) -> ModuleType:
             raise ValueError(
                 f"{place}: there is no module {missing!r}; is it installed? (a file is named by its path, with .py)"
             ) from None
-        raise ValueError(f"{place}: cannot be imported ({error})") from error
+        raise ValueError(f"{place}: cannot be imported ({_one_line(error)})") from error
+    except (Exception, SystemExit) as error:  # of the module's own code, which may do anything
+        file = str(Path(place).resolve()) if is_file else None
+        raise ValueError(f"{place}: its import ends with {line(error, file)}") from error
+
+
+def line(error: BaseException, function: Any = None) -> str:
+    """Formats an exception in one line: type, message, and its last position in a file, if any.
+
+    Args:
+      function: whose file that is, or the file itself; None = any.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    file = inspect.unwrap(function).__code__.co_filename if inspect.isfunction(function) else function
+    relevant = [frame for frame in frames if frame.filename == file] or frames
+    place = f" ({Path(relevant[-1].filename).name}:{relevant[-1].lineno})" if relevant else ""
+    return f"{type(error).__name__}: {_one_line(error)[:LONGEST]}{place}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def row(row: object, limit: int = 120) -> str:
@@ -80,8 +105,6 @@ def row(row: object, limit: int = 120) -> str:
 
 
 def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no such file (looked in {Path.cwd()})")
     path = path.resolve()
     name = f"areax_file_{path.stem}_{xxhash.xxh3_64_hexdigest(bytes(path))[:8]}"
     if name in sys.modules:

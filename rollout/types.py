@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -171,6 +172,19 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     routed_experts: bool = False
+
+    def __post_init__(self):
+        for name, holds, rule in (
+            ("temperature", 0 <= self.temperature < math.inf, "at least 0 and finite"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "at least 1, or -1 for off"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("stop_token_ids", min(self.stop_token_ids, default=0) >= 0, "token ids"),
+        ):
+            if not holds:
+                raise ValueError(f"Sampling: {name} must be {rule}, got {getattr(self, name)}")
 
     def arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,7 +1,11 @@
 """The command line as users see it: exit codes and one-line errors."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 import tiny
@@ -91,7 +95,8 @@ def test_a_port_in_use(capsys, model):
 
 def test_an_empty_data_set(capsys, model, tmp_path):
     empty = tiny.rows(tmp_path / "empty.jsonl", [])
-    assert "empty" in bad(capsys, "train", "sft", "--model", model, "--data", empty, "--out", tmp_path / "run")
+    arguments = ["--model", model, "--data", empty, "--out", tmp_path / "run", "--length", 64]
+    assert "empty" in bad(capsys, "train", "sft", *arguments)
 
 
 def test_convert_and_check(capsys, model, tmp_path):
@@ -139,3 +144,23 @@ def test_an_algorithm_name_runs_grpo_with_its_objective(capsys, monkeypatch):
     unsound = ["--eta", "2", "--objective.correction.proximal", "behaviour"]
     assert "which RLOO with proximal" in bad(capsys, "train", "rloo", *required, *unsound)
     assert cli.main(["train", "rloo", *required, "--eta", "0", *unsound[2:]]) == 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_is_no_error(unbuffered):
+    """As in `areax --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [sys.executable, "-m", "areax", "--help"], stdout=writer, stderr=subprocess.PIPE, env=environ, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_help_in_a_terminal_of_one_column(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert "--api-key" in capsys.readouterr().out and os.environ["COLUMNS"] == "1"

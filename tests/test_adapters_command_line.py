@@ -66,11 +66,11 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: m\ndata: d\nreward: r\ngroup-size: 4\nsampling.max_new_tokens: 5\noptim:\n  lr: 1e-5\n"
-        "training:\n  length: 64\n  run: {dtype: null}\nservers: [a, b]\ncolocated: true\neta: 0\n"
+        "training:\n  length: 64\n  run: {dtype: null}\nservers: [http://a, http://b]\ncolocated: true\neta: 0\n"
     )
     got = flat(read(grpo.Config, "--config", str(path), "--length", "32"))
     assert (got.group_size, got.sampling.max_new_tokens, got.optim.lr, got.length) == (4, 5, 1e-5, 32)
-    assert (got.run.dtype, got.servers, got.colocated) == (None, ("a", "b"), True)
+    assert (got.run.dtype, got.servers, got.colocated) == (None, ("http://a", "http://b"), True)
     path.write_text(yaml.safe_dump({"model": "m", "data": "d", "objective": {"desirable_weight": 2.0}}))
     assert read(preference.Config, "--config", str(path)).objective == losses.KTO(desirable_weight=2.0)
 
@@ -94,6 +94,13 @@ def test_a_handwritten_file_may_use_sections_or_command_line_names(tmp_path):
         ("out: 010", "out must be text, got 8; write it in quotes"),
         ("servers: [a, null]", "servers must be text, got None; write it in quotes"),
         ("out: [a, b]", "out must be one value, got ['a', 'b']"),
+        ("steps: 1\nsteps: 2", "steps is given twice; leave out one of them"),
+        ("optim: {lr: 1, lr: 2}", "lr is given twice"),
+        ("group-size: 2\ngroup_size: 3", "group-size is given twice"),
+        ("groups: 2\nrollout: {groups: 3}", "groups is given twice"),
+        ("colocated: true\nserving: {colocated: false}", "colocated is given twice"),
+        ("run.dtype: float32\ntraining: {run: {dtype: float32}}", "run.dtype is given twice"),
+        ("optim: {lr: 1}\noptim.lr: 2", "optim.lr is given twice"),
         ("sampling: {stop: [a, --, b]}", "sampling.stop: no value but the first may begin with -, got '--'"),
     ],
 )
@@ -102,6 +109,23 @@ def test_errors_in_a_config_file_name_the_file_in_one_line(tmp_path, text, messa
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"--config {path}: {message}")):
         config_file.read(path, grpo.Config)
+
+
+def test_a_json_file_names_each_option_once(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"steps": 1, "optim": {"lr": 1e-5, "lr": 1e-6}}')
+    with pytest.raises(ValueError, match=re.escape(f"--config {path}: lr is given twice; leave out one of them")):
+        config_file.read(path, grpo.Config)
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("sampling: &a {temperature: 0.5, max_new_tokens: 3}\nrollout: {sampling: {<<: *a}}")
+    with pytest.raises(ValueError, match="sampling.temperature is given twice"):
+        config_file.read(path, grpo.Config)
+    path.write_text("sampling: {<<: {temperature: 0.5, max_new_tokens: 3}, max_new_tokens: 4}")
+    words, _ = config_file.read(path, grpo.Config)
+    assert sorted(words) == ["--sampling.max-new-tokens=4", "--sampling.temperature=0.5"]
 
 
 def test_a_file_that_names_some_options_of_an_objective_keeps_the_algorithm(tmp_path):
@@ -118,10 +142,10 @@ def test_a_file_that_names_some_options_of_an_objective_keeps_the_algorithm(tmp_
 
 def test_values_of_lists_that_begin_with_dashes(tmp_path):
     path = tmp_path / "run.json"
-    values = {"model": "m", "data": "d", "reward": "r", "sampling": {"stop": ["--x", "b"], "stop_token_ids": [1, -1]}}
+    values = {"model": "m", "data": "d", "reward": "r", "sampling": {"stop": ["--x", "b"], "stop_token_ids": [1, 0]}}
     path.write_text(json.dumps(values), encoding="utf-8-sig")  # as some editors write UTF-8
     sampling = read(grpo.Config, "--config", str(path)).rollout.sampling
-    assert (sampling.stop, sampling.stop_token_ids) == (("--x", "b"), (1, -1))
+    assert (sampling.stop, sampling.stop_token_ids) == (("--x", "b"), (1, 0))
 
 
 @pytest.mark.parametrize("columns", ["20", "80"])

@@ -14,7 +14,7 @@ from areax.core import param
 GUIDE = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
 KINDS = {"exact", "estimate"}
 UNITS = ("_bytes", "_s", "_flops", "params", "tokens", "devices", "rows_that_fit", "mfu", "utilisation", "per_token")
-HF = {**tiny.HF, "vocab_size": 16, "torch_dtype": "bfloat16"}
+HF = {**tiny.HF, "vocab_size": 16, "torch_dtype": "bfloat16", "max_position_embeddings": 1 << 20}
 
 
 @pytest.fixture
@@ -61,6 +61,21 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     assert "starts one server on one chip, got --rollout-chips 2" in said
     half = json.loads(run(capsys, "grpo", *options, "--sample-tokens", 32, "--json"))
     assert half["microbatches"] == report["microbatches"] / 2 == 1
+
+
+def test_servers_on_the_trainers_device_count(capsys, model):
+    options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
+    huge = ["--serve.slots", 1 << 20, "--serve.context", 1 << 20]
+    for shared, word in ((["--serve.inside", "--eta", 0], "keeps"), (["--colocated", "--eta", 0], "one at a time")):
+        text = run(capsys, "grpo", *options, *shared)
+        assert re.search(rf"shared_bytes .* the same with the server, .*{word}", text)
+        assert text.splitlines()[-1].startswith("fits: ")
+        assert run(capsys, "grpo", *options, *shared, *huge).splitlines()[-2].startswith("does not fit with --rows 8")
+    assert (
+        run(capsys, "grpo", *options, *huge)
+        .splitlines()[-1]
+        .startswith("the server does not fit; lower --serve.slots or --serve.context: ")
+    )
 
 
 def test_a_recipe_given_by_path(capsys, model, tmp_path):

@@ -62,14 +62,18 @@ def test_only_the_requested_rows_are_read(tmp_path):
     assert datasets.rows(file, limit=3) == ROWS
 
 
+def hub(*arguments):
+    return [row for row, _ in datasets._hub(*arguments)]
+
+
 def test_a_name_is_loaded_by_the_datasets_library(tmp_path):
     """`datasets` accepts a folder as a data set name: the code path of the hub, without the hub."""
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "test.jsonl", ROWS[2:])
-    assert list(datasets._hub(str(tmp_path), "train", None)) == ROWS
-    assert list(datasets._hub(str(tmp_path), "train", 2)) == ROWS[:2]
-    assert list(datasets._hub(f"{tmp_path}:default:test", "train", None)) == ROWS[2:]
-    assert list(datasets._hub(f"{tmp_path}::test", "train", 2)) == ROWS[2:]
+    assert hub(str(tmp_path), "train", None) == ROWS
+    assert hub(str(tmp_path), "train", 2) == ROWS[:2]
+    assert hub(f"{tmp_path}:default:test", "train", None) == ROWS[2:]
+    assert hub(f"{tmp_path}::test", "train", 2) == ROWS[2:]
     with pytest.raises(ValueError, match='split dev.*Unknown split "dev"'):
         datasets._hub(f"{tmp_path}::dev", "train", None)
     with pytest.raises(ValueError, match="Bad split: dev"):
@@ -82,7 +86,7 @@ def test_a_hub_data_set_is_streamed_if_a_limit_is_given(tmp_path):
     """Shards beyond the limit are not even opened: the second one is not JSON, which goes unnoticed."""
     write(tmp_path / "train-00000-of-00002.jsonl", ROWS)
     (tmp_path / "train-00001-of-00002.jsonl").write_text("neither JSON nor wanted")
-    assert list(datasets._hub(str(tmp_path), "train", 3)) == ROWS
+    assert hub(str(tmp_path), "train", 3) == ROWS
     for limit in (4, None):
         with pytest.raises(ValueError, match="neither a local file nor a data set on the hub"):
             datasets._hub(str(tmp_path), "train", limit)

@@ -156,6 +156,11 @@ def test_a_header_beyond_the_file_is_refused(tmp_path):
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
         b'{"a": {"dtype": "F3", "shape": [2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        b'"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b"[" * 100_000,
     ],
 )
 def test_a_damaged_header_is_refused(tmp_path, header):
@@ -178,6 +183,32 @@ def test_an_incomplete_set_of_shards_is_refused(tmp_path):
     refused(tmp_path, first.name, "missing", "copy the checkpoint again")
     (tmp_path / files.INDEX).unlink()
     refused(tmp_path, "the index is missing")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            '{"weight_map": {"a": "../other.safetensors"}}',
+            "must be a file beside the index, got '../other.safetensors'",
+        ),
+        ('{"weight_map": {"a": "/tmp/other.safetensors"}}', "must be a file beside the index, got '/tmp/other.safe"),
+        ('{"weight_map": {"a": ".."}}', "must be a file beside the index, got '..'"),
+        ('{"weight_map": {"a": ""}}', "must be a file beside the index, got ''"),
+        ('{"weight_map": {"a": "b\\u0000"}}', "must be a file beside the index, got 'b\\x00'"),
+        ('{"weight_map": {"a": 3}}', "must be a file beside the index, got 3"),
+        ('{"weight_map": {"a": ["b"]}}', "not an index of shards"),
+        ('{"weight_map": [1]}', "not an index of shards"),
+        ("[]", "not an index of shards"),
+        ("[" * 100_000, "not an index of shards"),
+    ],
+)
+def test_an_index_names_files_beside_it(tmp_path, text, message):
+    """One that was downloaded must not make the reader open other files of the machine."""
+    files.write(tmp_path, some_tensors(), some_tensors().values())
+    (tmp_path / files.FILE).rename(tmp_path.parent / "other.safetensors")
+    (tmp_path / files.INDEX).write_text(text)
+    refused(tmp_path, files.INDEX, message)
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):

@@ -63,3 +63,15 @@ def test_starts_no_part_after_the_limit_and_names_what_it_left_out(ci, limit, pa
     assert code == 0 and made == PARTS[:parts]
     assert summary[parts:] == [f"left out, {limit} s are over: make {part}" for part in PARTS[parts:]]
     assert ci(AREAX_CI_SECONDS=limit, FAILS="lint")[0] == 1
+
+
+@pytest.mark.parametrize("seconds", ["1.5", "09", "0", "-1", "x", "9" * 20])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(tmp_path, seconds):
+    """Instead of no limit, or of no part at all with exit code 0."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(RUN, tmp_path / ".ci")
+    done = subprocess.run(
+        [".ci/run"], cwd=tmp_path, env=os.environ | {"AREAX_CI_SECONDS": seconds}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"AREAX_CI_SECONDS must be a whole number of seconds from 1, got '{seconds}'")

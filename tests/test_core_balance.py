@@ -124,7 +124,7 @@ def test_needs():
     assert "0.3 E sum_e" in str(objective) and "0.02 logsumexp" in str(objective)
     with pytest.raises(ValueError, match="load needs scores of a model with experts, got none"):
         objective.prepare(packing.pack(rows(4), 32, rows=2))
-    with pytest.raises(ValueError, match="z must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="z must be at least 0 and finite, got -1"):
         balance.Balance(z=-1.0)
     dense = models.config_from_hf(HF | dict(model_type="qwen3"))
     score, params = partial(models.score, config=dense), param.abstract(models.table(dense))

@@ -348,3 +348,24 @@ def test_servers_get_no_more_chips_than_there_are():
         figures()
     with pytest.raises(ValueError, match="has one chip, too small for weights of .* set --servers"):
         figures(devices=0, embedded=True)
+
+
+@pytest.mark.parametrize("shares", ["no", "always", "turns"])
+def test_a_server_counts_where_it_shares_the_device(shares):
+    """Its whole cache is there from the start; a server that offloads leaves the trainer its state meanwhile."""
+    made, chip = job("qwen3"), CHIPS["h100"]
+    own = plan.Generation(
+        samples=8, prompt=10, new=10, slots=4, itemsize=2, devices=0, steps=1, ahead=0, embedded=True, context=64,
+        shares=shares,
+    )  # fmt: skip
+    c, m = config("qwen3"), memory.memory(made)
+    weights = 2 * (param.count(models.table(c)) + c.vocab * c.embed)
+    server = weights + 4 * 64 * 2 * c.layers * c.kv_heads * c.head_dim * 2
+    state = m.params + m.moments + m.batch + m.reference
+    needed = {"no": max(m.peak, server), "always": m.peak + server, "turns": max(m.peak, state + server)}[shares]
+    for spare in (1, -1):
+        tight = dataclasses.replace(chip, memory=(needed + spare) / plan.USABLE)
+        assert plan.plan(made, tight, generation=own).fits == (spare > 0)
+    figures = {f.name: f.value for f in plan.plan(made, chip, generation=own).figures}
+    assert figures["server_bytes"] == server and figures["cache_tokens"] == 4 * 64
+    assert figures.get("shared_bytes") == (None if shares == "no" else needed)

@@ -128,7 +128,7 @@ def test_teachers_of_other_tokenizers_and_vocabularies_are_refused(place):
     with pytest.raises(ValueError, match=f"vocabulary of at least {source.vocab} entries, got {source.vocab - 1}"):
         distill.main(config(place, "bad", teacher=str(place / "small")))
     tiny.rows(place / "no.jsonl", [{"prompt": "1+1"}])
-    with pytest.raises(ValueError, match="distill: every row needs a 'completion'"):
+    with pytest.raises(ValueError, match="distill: every row needs a text 'completion'"):
         distill.main(config(place, "bad", data=str(place / "no.jsonl")))
 
 
@@ -139,5 +139,5 @@ def test_distill_is_a_command(place, capsys, monkeypatch):
     monkeypatch.setattr(distill, "main", seen.append)
     assert cli.main(["train", "distill", *words]) == 0
     assert seen[0].objective == Distill("js", beta=0.3) and seen[0].teachers == ("a=http://x", "b=http://y")
-    assert cli.main(["plan", "distill", *words]) == 2
+    assert cli.main(["plan", "distill", *words, "--length", "64"]) == 2
     assert "the weights and work of a teacher cannot be planned" in capsys.readouterr().err

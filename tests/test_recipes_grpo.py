@@ -78,9 +78,11 @@ def config(place, out, **changes):
         base, out=str(place / out), steps=3, groups=4, group_size=4, max_concurrent=8, length=32, rows=4, eta=0,
         sampling=Sampling(max_new_tokens=4), objective=GRPO(advantage={"std": "none"}),
         optim=Optimizer(lr=1e-2, b2=0.99),
-        servers=((place / "url").read_text(),), serve=Serve(slots=8, context=64), samples_every=1,
+        samples_every=1,
     )  # fmt: skip
-    return replaced(base, **changes)
+    shared = {"servers": ((place / "url").read_text(),)}
+    where = {"serve": Serve(slots=8, context=64)} if changes.get("servers") == () else shared
+    return replaced(base, **{**where, **changes})
 
 
 def leaves(path):
@@ -457,9 +459,10 @@ def test_a_reward_that_raises_ends_the_run_with_one_line(place):
         ({"reward": "areax.rollout.tasks.gsm8k:rewrad"}, "did you mean reward"),
         ({"model": "nowhere"}, "nowhere"),
         ({"oversample": 5}, "--oversample must be from 0 to --groups 4, got 5"),
-        ({"length": 8}, "must fit in a row of 8"),
+        ({"length": 8}, "rows.jsonl:1: a prompt must leave room for a completion within 8 tokens, got"),
+        ({"length": 14}, "must fit in a row of 14"),
         ({"objective": GRPO(advantage={"components": ("style",)})}, "every sample needs the component style"),
-        ({"sampling": Sampling(max_new_tokens=4, top_p=0.9)}, "top_p"),
+        ({"sampling": Sampling(max_new_tokens=4, top_p=0.9)}, "--sampling.top-p must be 1.0"),
     ],
 )
 def test_bad_input_gives_a_one_line_error(place, changes, words):
@@ -647,7 +650,7 @@ def test_addresses_with_passwords_are_refused_before_anything_is_written(place, 
     "changes, words",
     [
         ({"colocated": True, "eta": 1}, "--colocated .* needs --eta 0, got 1"),
-        ({"serve": INSIDE}, "--serve.inside .* leave out --servers"),
+        ({"serve": INSIDE}, "got --serve.inside True, .* beside --servers; leave out one"),
         ({"serve": INSIDE, "servers": (), "published": "there"}, "leave out --published, got there"),
     ],
 )

@@ -27,7 +27,8 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import distill, preference, sft
-from areax.recipes.shared import common, learner, offline, offline_options
+from areax.recipes.shared import learner, offline, offline_options
+from areax.recipes.shared import rows as row_reader
 from areax.rollout.tasks import arithmetic
 
 
@@ -60,7 +61,7 @@ def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
     """Declared once; a recipe's own defaults and help texts prevail."""
     shared = {field.name for field in fields(offline_options.Options)}
     declared = {name for name in vars(recipe.Config)["__annotations__"] if name in shared}
-    assert declared <= {"out", "batch", "optim"} and len(shared) == 22
+    assert declared <= {"out", "batch", "optim"} and len(shared) == 23
     made = recipe.Config("model", "data")
     assert {name: getattr(made, name) for name in own} == own
     assert made.optim.lr == (1e-6 if recipe is preference else 1e-5)
@@ -244,23 +245,25 @@ def test_all_turns_of_a_conversation_are_learnt(place):
 def test_too_long_rows_are_refused_or_left_out(place, capsys):
     tiny.rows(place / "long.jsonl", [{"prompt": "1+1", "completion": "2" * n} for n in (1, 30, 2, 40)])
     long = config(place, "long", data=str(place / "long.jsonl"), length=24, steps=2, batch=4)
-    with pytest.raises(ValueError, match="must fit in a row of 24 tokens, got 52 in sample"):
+    with pytest.raises(
+        ValueError, match="long.jsonl:2: a row must fit in --length 24 tokens, got 42; or use --too-long drop"
+    ):
         sft.main(replace(long, out=str(place / "refused")))
     assert sft.main(replace(long, too_long="drop"))["complete"]
     assert capsys.readouterr().err.splitlines()[0] == "2 of 4 rows are left out, longer than --length 24"
-    with pytest.raises(ValueError, match="all 4 are left out, longer than --length 8; at least one is needed"):
+    with pytest.raises(ValueError, match="all 4 rows are left out, longer than --length 8; at least one is needed"):
         sft.main(replace(long, too_long="drop", length=8))
 
 
 def test_a_row_function_may_skip_records(place, capsys):
     (place / "own.py").write_text("def row(record):\n    return None if record['prompt'] == '1' else record\n")
     tiny.rows(place / "some.jsonl", [{"prompt": str(i), "completion": "2"} for i in range(5)])
-    rows = common.read_rows(str(place / "some.jsonl"), f"{place}/own.py:row", 3)
+    rows = row_reader.read(str(place / "some.jsonl"), f"{place}/own.py:row", 3)
     assert [row["prompt"] for row in rows] == ["0", "2"]
     assert capsys.readouterr().err == f"1 of 3 rows are left out, by {place}/own.py:row\n"
-    assert len(common.read_rows(str(place / "some.jsonl"), f"{place}/own.py:row", quiet=True)) == 4
+    assert len(row_reader.read(str(place / "some.jsonl"), f"{place}/own.py:row", quiet=True)) == 4
     assert capsys.readouterr().err == ""
-    made = common.read_rows(str(place / "some.jsonl"), "areax.adapters.data.formats:auto")
+    made = row_reader.read(str(place / "some.jsonl"), "areax.adapters.data.formats:auto")
     assert made[0] == {"prompt": "0", "completion": "2", "answer": "2"}
 
 
@@ -268,7 +271,7 @@ def test_bad_input_gives_a_one_line_error(place):
     tiny.rows(place / "no.jsonl", [{"prompt": "1+1"}])
     with pytest.raises(ValueError, match="completion"):
         sft.main(config(place, "bad", data=str(place / "no.jsonl")))
-    with pytest.raises(ValueError, match="must fit in a row of 8 tokens"):
+    with pytest.raises(ValueError, match="must fit in --length 8 tokens"):
         sft.main(config(place, "bad", length=8))
     (place / "file").write_text("")
     with pytest.raises(ValueError, match="--out must be a directory"):

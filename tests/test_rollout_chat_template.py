@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from areax.adapters import tokenizer
-from areax.recipes.shared import common, probe
+from areax.recipes.shared import probe, rows
 from areax.rollout.chat import template
 from areax.rollout.types import Completion, Sampling
 from areax.rollout.workflows import single_turn
@@ -47,9 +47,8 @@ def test_a_row_has_the_same_ids_everywhere(tokens, row, text):
     assert tokens.decode(ids) == text
     assert rollout(tokens, row) == ids
     assert tokenizer.supervised(tokens, {**row, "completion": "5"})[0] == ids
-    assert common.keep_short([row], tokens, len(ids)) == [row]
-    with pytest.raises(ValueError, match="all 1 are left out"):
-        common.keep_short([row], tokens, len(ids) - 1)
+    counted = lambda most: rows.prompts(tokens, "areax.rollout.workflows:single_turn", most=most)(row)
+    assert counted(len(ids)) is None and counted(len(ids) - 1) == f"longer than --max-prompt {len(ids) - 1}"
     assert list(probe.prompt(tokens, [row], 1024)) == ids[: probe.TOKENS]
 
 
@@ -74,7 +73,7 @@ def test_messages_need_a_chat_template():
 
 def test_a_row_with_prompt_and_messages_is_refused_except_as_a_demonstration():
     row = {**SAID, "prompt": "another", "completion": "5"}
-    for use in (rollout, template.prompt, lambda tokens, row: common.keep_short([row], tokens, 99)):
+    for use in (rollout, template.prompt, lambda tokens, row: rows.prompts(tokens, "online", most=99)(row)):
         with pytest.raises(ValueError, match="needs either 'prompt' or 'messages'"):
             use(CHAT, row)
     assert probe.prompt(CHAT, [row], 1024) == ()

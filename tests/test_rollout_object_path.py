@@ -67,7 +67,7 @@ def test_files_of_the_same_name_are_different_modules(tmp_path):
         ("some/file:reward", "'some/file' is neither a module nor a path ending in .py"),
         ("no_such_package.tasks:reward", "there is no module 'no_such_package'; is it installed?"),
         ("json.nothing:reward", "there is no module 'json.nothing'"),
-        ("nowhere/mine.py:reward", "there is no such file"),
+        ("nowhere/mine.py:reward", "^nowhere/mine.py: there is no such file"),
         ("json:dump_s", "there is no 'dump_s' in json; did you mean dumps"),
         ("math:pi", "must be a function, got float"),
         ("broken.py:reward", r"broken.py: cannot be imported \\(.*line 1\\)"),
@@ -90,9 +90,25 @@ def test_a_file_that_raises_leaves_no_partial_module(tmp_path):
     file.write_text("value = 1\n1 / 0")
     before = set(sys.modules)
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ValueError, match="its import ends with ZeroDivisionError: division by zero .mine.py:2."):
             object_path.resolve(f"{file}:value")
     assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("raise RuntimeError('no\\nway')", "its import ends with RuntimeError: no way (mine.py:1)"),
+        ("import sys\nsys.exit(3)", "its import ends with SystemExit: 3 (mine.py:2)"),
+        ("import json\njson.loads('{')", "its import ends with JSONDecodeError: "),
+        ("assert False", "its import ends with AssertionError:  (mine.py:1)"),
+    ],
+)
+def test_a_module_that_raises_or_exits_at_import_is_one_line(tmp_path, code, message):
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ValueError) as caught:
+        object_path.resolve(f"{tmp_path}/mine.py:reward")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_rows_are_abbreviated_in_messages():

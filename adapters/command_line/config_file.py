@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -32,18 +32,23 @@ def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], 
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is neither YAML nor JSON, not a mapping, or names an option that does not exist.
+      ValueError: it is neither YAML nor JSON, not a mapping, or names an option that does not exist, or one twice.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        values = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
+        is_json = str(path).endswith(".json")
+        values = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, _Loader)
+    except _Wrong as error:
+        raise ValueError(f"--config {path}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"--config {path}: must be YAML or JSON, got: {' '.join(str(error).split())}") from None
     if not isinstance(values, Mapping):
         raise ValueError(f"--config {path}: must hold options by name, got {type(values).__name__}")
     choices: dict[str, Any] = {}
     try:
-        return [word for words in _arguments(values, config, given, choices) for word in words], choices
+        found = list(_arguments(values, config, given, choices))
+        _once((re.sub(r"^--|(?<=[.-])no-", "", words[0].partition("=")[0]), words) for words in found)
+        return [word for words in found for word in words], choices
     except _Wrong as error:
         raise ValueError(f"--config {path}: {error}") from None
     except RecursionError:
@@ -51,7 +56,26 @@ def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], 
 
 
 class _Wrong(Exception):
-    """An option that does not exist, or has a value of another kind."""
+    """An option that does not exist, is given twice, or has a value of another kind."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose mappings name each key once."""
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        _once((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        return node
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a dict; raises _Wrong if a key occurs twice, as the last would win without a word."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise _Wrong(f"{key} is given twice; leave out one of them")
+        made[key] = value
+    return made
 
 
 def _arguments(

@@ -9,12 +9,15 @@ import inspect
 import io
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tyro
 
 from . import config_file, help, options
+
+NARROWEST = 40  # columns of help: tyro needs some, and loops for ever in one
 
 
 def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first: Sequence[str] = ()):
@@ -42,10 +45,27 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
             values = _quietly(target, arguments, prog, given)
     except SystemExit as exit:
         if not exit.code:
-            _quietly(target, arguments, prog, given)  # help: again, now for the terminal
+            with _columns(max(shutil.get_terminal_size().columns, NARROWEST)):
+                _quietly(target, arguments, prog, given)  # help: again, now for the terminal
         sentence = _one_line(captured.getvalue(), arguments, _help(target, prog, given)).removeprefix(f"{prog}: ")
         raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
-    return values() if callable(values) else values
+    if callable(values):
+        return values()
+    for name in _nan(values):
+        raise ValueError(f"{prog}: --{name} must be a number, got nan")
+    return values
+
+
+def _nan(config: Any, prefix: str = "") -> Iterator[str]:
+    """The options of a Config that are not a number, which no option means and every comparison lets through."""
+    inside = options.groups(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from _nan(value, prefix if field.name in inside else f"{name}.")
+        elif value != value or isinstance(value, tuple) and any(part != part for part in value):
+            yield name
 
 
 def instance(config: type, values: dict[str, Any], required: Callable = lambda field: tyro.MISSING) -> Any:
@@ -101,12 +121,18 @@ def _help(target, prog: str, given=None) -> str:
 @contextlib.contextmanager
 def _captured(output: io.StringIO, width: int) -> Iterator[None]:
     """Captures what tyro prints, without colours and in this width, whatever the terminal is."""
+    # tyro colours errors, too, if standard output is a terminal.
+    with _columns(width), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        yield
+
+
+@contextlib.contextmanager
+def _columns(width: int) -> Iterator[None]:
+    """Makes tyro print in this width."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(width)
     try:
-        # tyro colours errors, too, if standard output is a terminal.
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            yield
+        yield
     finally:
         del os.environ["COLUMNS"]
         if before is not None:

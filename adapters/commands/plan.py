@@ -20,7 +20,7 @@ from ..command_line import options as grouped
 from . import aot
 
 NEEDS = ("model", "mesh", "rows", "length", "run")  # options that a recipe's Config must have
-RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve")  # and if it generates
+RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve", "colocated")  # and if it generates
 FIRST_OPTIONS = (
     "model", "chip", "rollout-chips", "sample-tokens", "check", "json", "length", "rows", "mesh.dp", "mesh.fsdp",
     "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
@@ -63,6 +63,10 @@ def plan(config: Any, options: Options = Options()) -> dict:
     if missing:
         raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
     settings = hf.read_config(config.model)
+    if config.length > settings.context:
+        raise ValueError(
+            f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
+        )
     _refuse(config, settings)
     table, chip = models.table(settings), CHIPS[options.chip]
     sequence = options.sample_tokens or config.length
@@ -83,7 +87,8 @@ def plan(config: Any, options: Options = Options()) -> dict:
         platform=chip.platform, optim=step.optim,
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
-    made = plans.plan(job, chip, generation=_generation(config, options, sequence, itemsize), push_itemsize=itemsize)
+    generation = _generation(config, options, sequence, itemsize, settings.context)
+    made = plans.plan(job, chip, generation=generation, push_itemsize=itemsize)
     figures, checked = list(made.figures), {}
     if options.check:
         # Kernels of other platforms cannot be compiled here; they do not change the arguments.
@@ -148,7 +153,7 @@ def _optim(config) -> Optimizer:
     return replace(spec, steps=spec.steps or spec.warmup + 1)
 
 
-def _generation(config, options: Options, sequence: float, itemsize: int) -> plans.Generation | None:
+def _generation(config, options: Options, sequence: float, itemsize: int, context: int) -> plans.Generation | None:
     if not _generates(config):
         return None
     new = min(config.sampling.max_new_tokens, sequence)
@@ -158,11 +163,13 @@ def _generation(config, options: Options, sequence: float, itemsize: int) -> pla
             f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
             f"{options.rollout_chips}; set --servers, or leave it out"
         )
+    serving: Any = "no" if not (config.serve.inside or config.colocated) else "turns" if config.colocated else "always"
     return plans.Generation(
         samples=config.groups * config.group_size, prompt=sequence - new, new=new,
         slots=engine.slots if engine else None,
         itemsize=jnp.dtype(engine.dtype).itemsize if engine else itemsize, devices=options.rollout_chips,
-        steps=config.minibatches, ahead=config.eta, embedded=engine is not None,
+        steps=config.minibatches, ahead=config.eta, embedded=engine is not None, shares=serving,
+        context=min(config.serve.context, context),
     )  # fmt: skip
 
 
@@ -197,10 +204,13 @@ def show(report: dict) -> str:
             lines += ["", title]
             row = lambda name, f: f"  {name:<26}{human(name, f['value']):>13}  {f['kind']:<9} {f['text']}"
             lines += [row(name, f) for name, f in shown.items()]
-    peak, usable = (human(n, figures[n]["value"]) for n in ("peak_bytes", "usable_bytes"))
+    bytes_of = {name: figures[name]["value"] for name in figures if name.endswith("bytes")}
+    peak, usable = bytes_of.get("shared_bytes", bytes_of["peak_bytes"]), bytes_of["usable_bytes"]
     verdict = "fits" if report["fits"] else f"does not fit with --rows {report['rows']}"
-    lines += ["", f"{verdict}: {peak} of {usable} usable on one {report['chip']}"]
-    if not report["fits"]:
+    if peak <= usable < bytes_of.get("server_bytes", 0):
+        peak, verdict = bytes_of["server_bytes"], "the server does not fit; lower --serve.slots or --serve.context"
+    lines += ["", f"{verdict}: {human('bytes', peak)} of {human('bytes', usable)} usable on one {report['chip']}"]
+    if not report["fits"] and peak > bytes_of.get("server_bytes", 0):
         lines.append(f"largest --rows that fits: {figures['rows_that_fit']['value']}")
     if "agrees" in report:
         lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT equal to XLA's"))

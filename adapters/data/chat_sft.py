@@ -23,11 +23,11 @@ def demonstration(tokenizer: Any, row: dict, learn: Learn = "last") -> tuple[lis
     if learn == "last":
         prompt, completion = tokenizers.supervised(tokenizer, row)
         return [*prompt, *completion], [False] * len(prompt) + [True] * len(completion)
-    messages = list(row.get("messages") or ())
-    if not messages and isinstance(row.get("prompt"), str):
-        messages = [{"role": "user", "content": row["prompt"]}]
+    named = "messages" if row.get("messages") else "prompt"  # of a row that has both, the messages count
+    messages = template.conversation({named: row.get(named)}) if row.get(named) is not None else []
     if row.get("completion") is not None:
         messages.append({"role": "assistant", "content": row["completion"]})
+    template.check(messages)
     if not any(message.get("role") == "assistant" for message in messages):
         raise ValueError(f"a demonstration needs a completion or assistant messages, got the fields {sorted(row)}")
     return conversation(tokenizer, messages)

@@ -6,8 +6,12 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from ..runtime import hub
+
+Placed = tuple[dict | ValueError, str]  # a row, or why a line is none, and its place
 
 SAVED = ("state.json", "dataset_dict.json")  # files that mark a folder written by `save_to_disk`
 COMPRESSED = {".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
@@ -28,8 +32,26 @@ def rows(source: str | Path, *, split: str = "train", limit: int | None = None) 
     Raises:
       ValueError: the source does not exist, is empty, or a line cannot be read.
     """
+    return [row for row, _ in placed(source, split=split, limit=limit)]
+
+
+def placed(
+    source: str | Path,
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    bad: Callable[[ValueError], None] | None = None,
+) -> list[tuple[dict, str]]:
+    """(row, its place) of each row of a data set, such as "rows.jsonl:3"; arguments as `rows`.
+
+    Args:
+      bad: called with the error of a line that is not a JSON object, which is then left out; None = raises it. Files
+        that cannot be read at all are refused in any case.
+    """
     if limit is not None and limit < 1:
         raise ValueError(f"datasets.rows: limit must be at least 1, got {limit}")
+    if not str(source):
+        raise ValueError("datasets.rows: needs a file, a folder or a data set on the hub, got ''")
     path = Path(source).expanduser()
     if path.is_file():
         found = _read(path)
@@ -41,9 +63,17 @@ def rows(source: str | Path, *, split: str = "train", limit: int | None = None) 
         raise ValueError(f"datasets.rows: no such file or folder, got {source}")
     else:
         found = _hub(str(source), split, limit)
-    result = list(itertools.islice(found, limit))
-    if not result:
+    read = list(itertools.islice(found, limit))
+    if not read:
         raise ValueError(f"datasets.rows: the data set is empty, got {source}")
+    result = []
+    for row, place in read:
+        if not isinstance(row, ValueError):
+            result.append((row, place))
+        elif bad is None:
+            raise row
+        else:
+            bad(row)
     return result
 
 
@@ -80,7 +110,7 @@ def _files(folder, split):
     return files
 
 
-def _read(file) -> Iterator[dict]:
+def _read(file) -> Iterator[Placed]:
     """Iterates over the rows of a file."""
     suffix = _suffix(file)
     if suffix == ".parquet":
@@ -98,7 +128,11 @@ def _jsonl(file, opened):
     with opened as lines:  # bytes: lines end only at \n, not at U+2028 in a text
         for count, line in enumerate(lines, 1):
             if line.strip():
-                yield _object(_parse(line.strip(), f"{file}:{count}"), f"{file}:{count}")
+                place = f"{file}:{count}"
+                try:
+                    yield _object(_parse(line.strip(), place), place), place
+                except ValueError as error:
+                    yield error, place
 
 
 def _compressed(file, how):
@@ -115,17 +149,32 @@ def _json(file):
     if not isinstance(content, list):
         raise ValueError(f"{file}: must hold a list of objects, got {type(content).__name__}")
     for count, row in enumerate(content, 1):
-        yield _object(row, f"{file}: entry {count}")
+        place = f"{file}: entry {count}"
+        try:
+            yield _object(row, place), place
+        except ValueError as error:
+            yield error, place
 
 
 def _parse(content, place):
     try:
-        return json.loads(content)
+        parsed = json.loads(content.decode("utf-8-sig"))  # of bytes it would guess the encoding
+        if b"\\ud" in content.lower():  # JSON can spell half a character, which no tokenizer takes
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: texts must be Unicode, got the lone surrogate {error.object[error.start]!r}"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{place}: not JSON that can be read: nested too deep") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if error.lineno > 1 else ""
         raise ValueError(f"{place}: not JSON: {error.msg}, at {line}column {error.colno}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: not UTF-8: {error.reason} at byte {error.start}") from None
+    except ValueError as error:  # a number of more digits than Python converts
+        raise ValueError(f"{place}: not JSON that can be read: {_line(error)}") from None
 
 
 def _object(row, place):
@@ -140,26 +189,35 @@ def _parquet(file):
 
     try:
         with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+            batches = table.iter_batches(batch_size=1024)
+            yield from _numbered(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), file)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not a readable Parquet file: {_line(error)}") from None
 
 
-def _saved(folder, split) -> Iterator[dict]:
+def _numbered(rows, source) -> Iterator[Placed]:
+    for count, row in enumerate(rows, 1):
+        yield row, f"{source}: row {count}"
+
+
+def _saved(folder, split) -> Iterator[Placed]:
     import datasets
 
-    found = datasets.load_from_disk(folder)
+    try:
+        found = datasets.load_from_disk(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # missing and damaged files, of which it checks nothing
+        raise ValueError(f"{folder}: not a folder that `save_to_disk` wrote completely: {_line(error)}") from None
     if isinstance(found, dict) and split not in found:
         raise ValueError(
             f"datasets.rows: {folder} must hold a split {split}, got {', '.join(found)}; name a folder in it"
         )
-    return iter(found[split] if isinstance(found, dict) else found)
+    return _numbered(found[split] if isinstance(found, dict) else found, folder)
 
 
-def _hub(source, split, limit) -> Iterator[dict]:
+def _hub(source, split, limit) -> Iterator[Placed]:
     import datasets
 
+    hub.check(source)
     parts = source.split(":")
     if len(parts) > 3:
         raise ValueError(f"datasets.rows: a hub source must be owner/name:configuration:split, got {source}")
@@ -167,7 +225,7 @@ def _hub(source, split, limit) -> Iterator[dict]:
     split = named or split
     try:
         found = datasets.load_dataset(name, configuration or None, split=split, streaming=limit is not None)
-        return iter(found) if limit is None else iter(list(itertools.islice(found, limit)))
+        return _numbered(found if limit is None else list(itertools.islice(found, limit)), source)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"datasets.rows: neither a local file nor a data set on the hub, got {source} "

@@ -20,6 +20,7 @@ FILLED = 0.7  # largest fraction of a server's usable memory for weights: the re
 USABLE = 0.92  # usable fraction of HBM: the rest is for the runtime and fragmentation
 HOST = 20e9  # bytes/s from a device to its host
 DISK = 2e9  # bytes/s to and from the folder of published weights
+TURNS = {"always": "which keeps weights and cache", "turns": "one at a time"}  # of `Generation.shares`
 UPDATE = 4  # passes over the fp32 weights in an optimiser step: gradient twice, weight read and write; over state 2
 
 
@@ -46,7 +47,10 @@ class Generation:
       devices: devices for generation; 0 = as many as keep up with training.
       steps: optimiser steps per training batch.
       ahead: eta, batches that generation may be ahead of training.
-      embedded: the recipe starts one server on one chip.
+      embedded: the recipe starts one server on one chip, whose cache holds `slots` sequences of `context` tokens.
+      context: longest sequence of that server.
+      shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
+        "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
     """
 
     samples: int
@@ -58,6 +62,8 @@ class Generation:
     steps: int
     ahead: int
     embedded: bool = False
+    context: int = 0
+    shares: Literal["no", "always", "turns"] = "no"
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,12 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
       generation: generation of an RL job; None = supervised.
       push_itemsize: bytes of a weight in an exported checkpoint.
     """
-    fits = memory.memory(job).peak <= USABLE * chip.memory
+    usable, server = USABLE * chip.memory, server_bytes(job, chip, generation) if generation else 0.0
+    shares = generation.shares if generation else "no"
+    fits = device_bytes(job, server, shares) <= usable and server <= usable
     step_s, timed = time(job, chip)
     figures = [
-        *memory_figures(job, chip),
+        *memory_figures(job, chip, server, shares),
         *work_figures(job),
         *traffic_figures(job),
         *timed,
@@ -89,8 +97,42 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
     return Plan(tuple(figures), fits)
 
 
-def memory_figures(job: Job, chip: Chip) -> list[Figure]:
-    """Memory of one device."""
+def device_bytes(job: Job, server: float, shares: str) -> float:
+    """Peak of a device that also holds a server's bytes, as `Generation.shares` says."""
+    m = memory.memory(job)
+    if shares == "turns":
+        return max(m.peak, m.arguments + m.reference + server)
+    return m.peak + (server if shares == "always" else 0)
+
+
+def weights_bytes(job: Job, itemsize: int) -> int:
+    """Bytes of a server's weights, with an output head of its own."""
+    return (sum(map(entries, job.leaves)) + (entries(job.top["embed"]) if job.tied else 0)) * itemsize
+
+
+def cache_bytes(job: Job, itemsize: int) -> int:
+    """Bytes of the KV cache of one token."""
+    return 2 * job.layers * job.kv_heads * job.head_dim * itemsize
+
+
+def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
+    return 1 << max(0, math.ceil(math.log2(weights_bytes(job, itemsize) / (FILLED * USABLE * chip.memory))))
+
+
+def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
+    """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start; of
+    others, which take what there is, a cache for one sequence."""
+    tokens = (g.slots or 1) * g.context if g.embedded else g.prompt + g.new
+    held = weights_bytes(job, g.itemsize) + tokens * cache_bytes(job, g.itemsize)
+    return held / (1 if g.embedded else chips_per_server(job, chip, g.itemsize))
+
+
+def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> list[Figure]:
+    """Memory of one device.
+
+    Args:
+      server, shares: bytes of a generation server, and whether it is on that device.
+    """
     m = memory.memory(job)
     about = job.remat == "none" and any("router" in stack for stack in job.stacks)
     of = lambda name, value, exact, text: Figure("memory", name, value, "exact" if exact else "estimate", text)
@@ -105,15 +147,19 @@ def memory_figures(job: Job, chip: Chip) -> list[Figure]:
         of("logits_bytes", m.logits, True, "logits, all saved" if memory.logits_kept(job) else "logits of a chunk"),
         of("working_bytes", m.working, False, "temporaries of a layer or the head"),
         of("peak_bytes", m.peak, False, "total"),
+        *(
+            [of("shared_bytes", device_bytes(job, server, shares), False, f"the same with the server, {TURNS[shares]}")]
+            if shares != "no" else []
+        ),
         of("usable_bytes", USABLE * chip.memory, False, f"{USABLE:.0%} of the chip's memory"),
-        of("rows_that_fit", most_rows(job, chip), False, "largest microbatch, in rows"),
+        of("rows_that_fit", most_rows(job, chip, server, shares), False, "largest microbatch, in rows"),
     ]  # fmt: skip
 
 
-def most_rows(job: Job, chip: Chip) -> int:
-    """The largest microbatch that fits, in rows over all devices; 0 if none does."""
+def most_rows(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> int:
+    """The largest microbatch that fits, in rows over all devices; 0 if none does. Arguments as `memory_figures`."""
     unit = job.size(*BATCH)
-    fits = lambda n: memory.memory(replace(job, rows=n * unit)).peak <= USABLE * chip.memory
+    fits = lambda n: device_bytes(replace(job, rows=n * unit), server, shares) <= USABLE * chip.memory
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -195,16 +241,15 @@ def push_figures(job: Job, itemsize: int) -> list[Figure]:
 
 def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure]:
     """Generation on chips of the same type: KV cache memory, and decoding speed limited by memory bandwidth."""
-    usable, cache = USABLE * chip.memory, 2 * job.layers * job.kv_heads * job.head_dim * g.itemsize
+    usable, cache = USABLE * chip.memory, cache_bytes(job, g.itemsize)
     sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
-    weights = (sum(map(entries, job.leaves)) + (entries(job.top["embed"]) if job.tied else 0)) * g.itemsize
-    server = 1 << max(0, math.ceil(math.log2(weights / (FILLED * usable))))
+    weights, server = weights_bytes(job, g.itemsize), chips_per_server(job, chip, g.itemsize)
     if g.embedded and server > 1:
         raise ValueError(
             f"plan: the recipe's server has one chip, too small for weights of {weights:,} bytes and a cache; set "
             "--servers"
         )
-    budget = (server * usable - weights) / cache
+    budget = (g.slots or 1) * g.context if g.embedded else (server * usable - weights) / cache
     context = g.prompt + g.new / 2  # mean length of a sequence while it grows
 
     def batch_s(servers: int) -> float:
@@ -235,6 +280,7 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
         of("cache_bytes_per_token", cache, "exact", "KV cache per token"),
         of("server_devices", server, "estimate", "chips per server"),
         of("cache_tokens", budget, "estimate", "tokens in a server's KV cache"),
+        of("server_bytes", server_bytes(job, chip, g), "estimate", "weights and KV cache on a server's chip"),
         of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
         of("train_batch_s", train_s, "estimate", "training on a batch"),
         of("rollout_devices", servers * server, "estimate", wanted),

@@ -1,4 +1,4 @@
-"""Helpers of every recipe: devices and memory, models and rows from paths, clean stops, generation servers."""
+"""Helpers of every recipe: devices and memory, models from paths, clean stops, generation servers."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -19,12 +18,10 @@ import jax
 
 from areax import models
 from areax.adapters import hf, tokenizer
-from areax.adapters.data import datasets
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
-from areax.rollout import client, object_path
-from areax.rollout.chat import template
+from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.processes import folders, keys
 from areax.rollout.servers import local
@@ -97,41 +94,6 @@ def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
     return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
 
 
-def read_rows(source: str, row: str = "", limit: int = 0, *, quiet: bool = False) -> list[dict]:
-    """Reads rows from a file, a folder or the hub, converted by the function that `row` names.
-
-    Args:
-      row: `module:function` that returns a row, or None to leave a record out; "" = records are rows.
-      limit: records to read; 0 = all.
-      quiet: does not print how many are left out.
-    """
-    records = datasets.rows(source, limit=limit or None)
-    if not row:
-        return records
-    made = list(map(object_path.resolve(row), records))
-    return keep(made, lambda row: row is not None, f"by {row}", quiet=quiet)
-
-
-def keep(rows: list, fits: Callable[[dict], bool], why: str, *, quiet: bool = False) -> list[dict]:
-    """The rows that fit; prints to stderr how many are left out, and why.
-
-    Raises:
-      ValueError: no row is left.
-    """
-    kept = [row for row in rows if fits(row)]
-    if rows and not kept:
-        raise ValueError(f"rows: all {len(rows)} are left out, {why}; at least one is needed")
-    if len(kept) < len(rows) and not quiet:
-        print(f"{len(rows) - len(kept):,} of {len(rows):,} rows are left out, {why}", file=sys.stderr)
-    return kept
-
-
-def keep_short(rows: list[dict], tokens, most: int) -> list[dict]:
-    """The rows whose prompt has at most `most` tokens, as `keep`; 0 = no limit."""
-    fits = lambda row: len(template.prompt(tokens, row)) <= most
-    return keep(rows, fits, f"longer than --max-prompt {most}") if most else rows
-
-
 @contextlib.contextmanager
 def stop_signal() -> Iterator[threading.Event]:
     """Yields an event that Ctrl-C or SIGTERM sets, to be checked between steps; a second Ctrl-C interrupts at once."""
@@ -176,6 +138,25 @@ async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
             asyncio.get_running_loop().remove_signal_handler(number)
 
 
+def check_length(model: str, length: int) -> None:
+    """Raises ValueError if rows of `length` tokens are longer than the model's context: nothing could fill them."""
+    context = hf.read_config(model).context
+    if length > context:
+        raise ValueError(f"--length must be at most {context}, the context of {model}, got {length}")
+
+
+def check_directory(option: str, path: str) -> None:
+    """Raises ValueError if `path`, the value of an option, is no directory and cannot become one; creates nothing."""
+    place = Path(path)
+    for part in (place, *place.parents):
+        if part.is_dir():
+            if os.access(part, os.W_OK | os.X_OK) and os.statvfs(part).f_blocks:  # /proc and the like have none
+                return
+            raise ValueError(f"{option} must be a directory that can be written to, got {path}; name another place")
+        if part.exists():
+            raise ValueError(f"{option} must be a directory, got {path}, and {part} is a file; name another place")
+
+
 @contextlib.contextmanager
 def run_directory(out: str) -> Iterator[str]:
     """Creates the run's directory if it does not exist, keeps other processes out of it, and yields the run's id.
@@ -186,9 +167,8 @@ def run_directory(out: str) -> Iterator[str]:
     Raises:
       ValueError: the path is not a directory, or another process is training there.
     """
+    check_directory("--out", out)
     path = Path(out)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"--out must be a directory, got the file {out}; name another place")
     if jax.process_index() > 0:
         yield ""
         return

@@ -19,7 +19,7 @@ from areax.adapters.tracking import run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, learner
+from areax.recipes.shared import common, learner, rows
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
@@ -42,11 +42,10 @@ def sampler(tokens) -> Callable[[dict, str], Sample]:
 
     @functools.lru_cache(maxsize=1 << 16)
     def sample(prompt: str, completion: str) -> Sample:
-        content = json.loads(prompt)
-        row = {"prompt": content} if isinstance(content, str) else {"messages": content}
-        return supervised(*tokenizer.supervised(tokens, {**row, "completion": completion}))
+        return supervised(*tokenizer.supervised(tokens, {**json.loads(prompt), "completion": completion}))
 
-    return lambda row, completion: sample(json.dumps(row.get("messages") or row.get("prompt")), completion)
+    asked = lambda row: {name: row[name] for name in ("messages", "prompt") if row.get(name) not in (None, [])}
+    return lambda row, completion: sample(json.dumps(asked(row)), completion)
 
 
 def run(train: Callable, config) -> dict:
@@ -60,29 +59,40 @@ def run(train: Callable, config) -> dict:
     return {} if index else summary
 
 
-def read(config, quiet: bool = False) -> tuple[list[dict], list[dict]]:
-    """Reads the rows of `config.data` and `config.heldout`, and checks that all processes have the same."""
-    rows = common.read_rows(config.data, config.row, config.limit, quiet=quiet)
-    heldout = common.read_rows(config.heldout, config.row, quiet=quiet) if config.heldout else []
-    processes.same("options and rows", config, rows, heldout)
-    return rows, heldout
+def read(
+    config, samples: Callable[[list[dict]], list[Sample]], quiet: bool = False, *, check: Callable = lambda row: None
+) -> tuple[list[dict], list[dict]]:
+    """Reads the rows of `config.data` and `config.heldout`, and makes each one's samples once: they must fit in
+    `config.length` tokens, or are left out if `config.too_long` is "drop".
 
+    All processes of a job must have the same.
 
-def fitting(config, rows: list[dict], samples: Callable, quiet: bool = False) -> list[dict]:
-    """Drops rows longer than `config.length` tokens if `config.too_long` is "drop".
-
-    Otherwise packing refuses them when their batch comes.
+    Args:
+      samples: f(rows) -> their samples.
+      check: raises ValueError for a row that lacks what the objective needs.
     """
-    if config.too_long == "refuse":
-        return rows
-    fits = lambda row: all(len(sample.tokens) <= config.length for sample in samples([row]))
-    return common.keep(rows, fits, f"longer than --length {config.length}", quiet=quiet)
+    common.check_directory("--out", config.out)
+    common.check_length(config.model, config.length)
+
+    def fits(row: dict) -> str | None:
+        check(row)
+        n = max(len(sample.tokens) for sample in samples([row]))
+        if n <= config.length:
+            return None
+        if config.too_long == "refuse":
+            raise ValueError(f"a row must fit in --length {config.length} tokens, got {n}; or use --too-long drop")
+        return f"longer than --length {config.length}"
+
+    read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, quiet=quiet)
+    train, heldout = read(config.data, limit=config.limit), read(config.heldout) if config.heldout else []
+    processes.same("options and rows", config, train, heldout)
+    return train, heldout
 
 
 def completion(recipe: str, row: dict) -> str:
     """The row's "completion"."""
-    if "completion" not in row:
-        raise ValueError(f"{recipe}: every row needs a 'completion', got the fields {sorted(row)}")
+    if not isinstance(row.get("completion"), str):
+        raise ValueError(f"{recipe}: every row needs a text 'completion', got the fields {sorted(row)}")
     return row["completion"]
 
 

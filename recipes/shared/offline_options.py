@@ -1,7 +1,9 @@
 """The options that sft, distill and preference share; their Configs inherit them and state what differs."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from areax import models
 from areax.adapters.tracking.sinks import Sinks
@@ -9,6 +11,22 @@ from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
+from areax.recipes.shared.rows import Bad
+
+MOST = (1 << 63) - 1  # the largest integer that JAX and the servers take
+
+
+def ranges(options: Any, **least: int) -> Iterator[str]:
+    """Why whole numbers among a dataclass's options are out of range, one sentence each.
+
+    Args:
+      least: {option: its smallest value}.
+    """
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if not smallest <= value <= MOST:
+            rule = f"at least {smallest}" if value < smallest else f"at most {MOST}"
+            yield f"--{name.replace('_', '-')} must be {rule}, got {value}"
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,8 @@ class Options:
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
         out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
+      bad_rows: "stop" ends the run at the first row that cannot be used, before anything starts; "skip" leaves such
+        rows out and prints how many.
       init: "random" starts from new weights; the directory then needs only config.json and tokenizer.
       heldout: rows to evaluate the loss on, never trained on; "" = none.
       steps: optimiser steps; also the length of the learning rate's schedule unless that has its own.
@@ -46,6 +66,7 @@ class Options:
     out: str = ""
     row: str = ""
     limit: int = 0
+    bad_rows: Bad = "stop"
     init: Literal["checkpoint", "random"] = "checkpoint"
     heldout: str = ""
     steps: int = 100
@@ -63,3 +84,11 @@ class Options:
     evaluate_every: int = 0
     track: Sinks = Sinks()
     seed: int = 0
+
+    def __post_init__(self):
+        for reason in ranges(self, steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0):
+            raise ValueError(reason)
+        if not 0 <= self.save_minutes < math.inf:
+            raise ValueError(f"--save-minutes must be at least 0 and finite, got {self.save_minutes}")
+        if self.evaluate_every and not self.heldout:
+            raise ValueError(f"--evaluate-every {self.evaluate_every} needs --heldout, rows to evaluate on, got none")

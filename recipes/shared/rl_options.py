@@ -1,6 +1,9 @@
 """Options of reinforcement learning, by group, and the combinations that are refused."""
 
-from collections.abc import Iterator
+import dataclasses
+import math
+import urllib.parse
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,12 +15,16 @@ from areax.core.critic import Critic
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
+from areax.recipes.shared.offline_options import ranges
+from areax.recipes.shared.rows import Bad
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
 from areax.rollout.workflows import agents, resolve
+
+DTYPES = ("float32", "bfloat16", "float16")  # of the servers that are started here
 
 
 @dataclass(frozen=True)
@@ -28,12 +35,15 @@ class Prompts:
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
         out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
+      bad_rows: "stop" ends the run at the first row that cannot be used, before anything starts; "skip" leaves such
+        rows out and prints how many.
       max_prompt: longest prompt in tokens; rows with longer ones are left out and counted; 0 = no limit.
       curriculum: the order of the rows.
     """
 
     row: str = ""
     limit: int = 0
+    bad_rows: Bad = "stop"
     max_prompt: int = 0
     curriculum: Curriculum = Curriculum()
 
@@ -217,17 +227,20 @@ def conflicts(config: Any) -> Iterator[str]:
 
 
 def _out_of_range(config: Any) -> Iterator[str]:
-    rollout, training = config.rollout, config.training
+    rollout, training, rewards = config.rollout, config.training, config.rewards
+    yield from ranges(config, steps=0, seed=0)
+    yield from ranges(config.prompts, limit=0, max_prompt=0)
+    yield from ranges(rollout, groups=1, group_size=1, eta=0, max_concurrent=1)
+    yield from ranges(rewards, reward_workers=1)
+    yield from ranges(training, length=2, rows=1, minibatches=1, epochs=1, reference_every=0)
+    yield from ranges(config.evaluation, evaluate_every=0)
+    yield from ranges(config.saving, save_every=0, samples_every=0)
+    yield from serving_conflicts(config.serving.servers, config.serving.serve)
     for part, option, holds, rule in (
-        (rollout, "groups", rollout.groups >= 1, "at least 1"),
-        (rollout, "group_size", rollout.group_size >= 1, "at least 1"),
-        (rollout, "max_concurrent", rollout.max_concurrent >= 1, "at least 1"),
-        (training, "rows", training.rows >= 1, "at least 1"),
-        (training, "minibatches", training.minibatches >= 1, "at least 1"),
-        (training, "epochs", training.epochs >= 1, "at least 1"),
+        (config.saving, "save_minutes", 0 <= config.saving.save_minutes < math.inf, "at least 0 and finite"),
+        (rewards, "reward_timeout_s", 0 < rewards.reward_timeout_s < math.inf, "above 0 and finite"),
         (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
-        (training, "distill_coef", training.distill_coef >= 0, "at least 0"),
-        (training, "reference_every", training.reference_every >= 0, "at least 0"),
+        (training, "distill_coef", 0 <= training.distill_coef < math.inf, "at least 0 and finite"),
         (training, "reference_every", not training.reference_every or training.objective.needs_reference,
          "0 without a reference, which --objective.kl.coef above 0 has"),
         (training, "reference_mix", 0 < training.reference_mix <= 1, "above 0 and at most 1"),
@@ -236,8 +249,47 @@ def _out_of_range(config: Any) -> Iterator[str]:
             yield f"--{option.replace('_', '-')} must be {rule}, got {getattr(part, option)}"
 
 
+def serving_conflicts(servers: Sequence[str], serve: local.Serve) -> Iterator[str]:
+    """Why these addresses of servers, and options of servers started here, cannot be used, one sentence each."""
+    if servers and serve != local.Serve():
+        changed = (f for f in dataclasses.fields(serve) if getattr(serve, f.name) != f.default)
+        named = ", ".join(f"--serve.{f.name} {getattr(serve, f.name)}" for f in changed)
+        yield f"--serve.* are for servers that are started here, got {named} beside --servers; leave out one of them"
+    if len(set(servers)) < len(servers):
+        yield f"--servers must differ, got {' '.join(servers)}"
+    for url in servers:
+        if not _is_address(url):
+            yield f"--servers must be addresses such as http://127.0.0.1:30000, got {url!r}"
+    for name, least in (("slots", 1), ("context", 2)):
+        if getattr(serve, name) < least:
+            yield f"--serve.{name} must be at least {least}, got {getattr(serve, name)}"
+    if serve.dtype not in DTYPES:
+        yield f"--serve.dtype must be one of {', '.join(DTYPES)}, got {serve.dtype!r}"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
+
+
 def _rollout_conflicts(config: Any) -> Iterator[str]:
     rollout, objective, heldout = config.rollout, config.training.objective, config.evaluation.heldout
+    sampling = rollout.sampling
+    if not sampling.temperature > 0:
+        yield (
+            f"--sampling.temperature must be above 0, got {sampling.temperature:g}; greedy decoding does not explore"
+        )
+    for name in ("top_p", "top_k", "min_p", "min_new_tokens"):
+        if (value := getattr(sampling, name)) != getattr(Sampling, name):
+            yield (
+                f"--sampling.{name.replace('_', '-')} must be {getattr(Sampling, name)}: training needs samples from "
+                f"the full distribution, got {value}"
+            )
+    if config.evaluation.evaluate_every and not heldout:
+        yield f"--evaluate-every {config.evaluation.evaluate_every} needs --heldout, rows to evaluate on, got none"
     if rollout.workflow == resolve.ONLINE and (heldout or objective.advantage.mean not in ("batch", "none")):
         yield (
             "--workflow online: users' sessions form no groups to compare, and cannot be evaluated; use "
@@ -260,12 +312,11 @@ def _server_conflicts(config: Any) -> Iterator[str]:
             "--colocated offloads servers while the trainer updates, so that nothing is generated ahead: it needs "
             f"--eta 0, got {config.rollout.eta}"
         )
-    for option in ("servers", "published") if serving.serve.inside else ():
-        if getattr(serving, option):
-            yield (
-                "--serve.inside starts a server in this process and hands it versions in memory; leave out "
-                f"--{option}, got {getattr(serving, option)}"
-            )
+    if serving.serve.inside and serving.published:
+        yield (
+            "--serve.inside starts a server in this process and hands it versions in memory; leave out --published, "
+            f"got {serving.published}"
+        )
     if serving.stagers and len(serving.stagers) != len(serving.servers):
         yield (
             f"--stagers must name one stager per server, in the order of --servers, got {len(serving.stagers)} for "
@@ -282,6 +333,8 @@ def _server_conflicts(config: Any) -> Iterator[str]:
 
 def _training_conflicts(config: Any) -> Iterator[str]:
     training = config.training
+    if training.critic.warmup < 0:
+        yield f"--critic.warmup must be at least 0, got {training.critic.warmup}"
     if training.critic != CriticOptions() and not training.objective.needs_values:
         yield f"{training.objective.name} has no critic, got {training.critic}; use ppo, or leave it out"
     if training.critic.warmup >= config.steps and training.objective.needs_values:

@@ -27,9 +27,9 @@ def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
       ValueError: the row has no unique prompt, the template refuses it, or the tokenizer has no token for some of it.
     """
     messages = conversation(row)
+    check(messages)
     if not tokenizer.chat_template and row.get("prompt") is not None:
         return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
-    check(messages)
     ids = tokenizer.encode(render(tokenizer, messages, (), {}, ask=True), add_special_tokens=False)
     return known(tokenizer, ids, *texts(messages))
 
@@ -38,21 +38,50 @@ def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A new list of the row's messages, or with its prompt as a user message.
 
     Raises:
-      ValueError: the row has neither, or both.
+      ValueError: the row has neither, or both; the prompt is no text, or the messages are no list.
     """
     given = [name for name in ("prompt", "messages") if row.get(name) is not None]
     if len(given) != 1 or row[given[0]] == []:
         raise ValueError(
             f"a row needs either 'prompt' or 'messages', got the fields {sorted(row)}; {object_path.row(row)}"
         )
-    return list(row["messages"]) if given == ["messages"] else [{"role": "user", "content": row["prompt"]}]
+    [name] = given
+    value = row[name]
+    if name == "prompt" and isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if name == "messages" and isinstance(value, list):
+        return list(value)
+    raise ValueError(f"{name!r} must be {'a text' if name == 'prompt' else 'a list of messages'}, got {value!r:.80}")
 
 
 def check(messages: Sequence[Message]) -> None:
-    """Raises ValueError unless each message has a role, and content or tool calls."""
+    """Raises ValueError unless each message has a role, and content or tool calls, of the types that OpenAI's API has
+    and in Unicode."""
     for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
             raise ValueError(f"a message needs a role and a content, got {str(message)[:80]}")
+        if not (isinstance(message.get("content"), str | list) or calls):
+            raise ValueError(f"a message needs a role and a content, a text, got {str(message)[:80]}")
+        if calls and not (isinstance(calls, list) and all(map(_called, calls))):
+            raise ValueError(f"tool_calls must be a list of function calls with name and arguments, got {calls!r:.80}")
+    unicode(*texts(messages))
+
+
+def _called(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and "arguments" in function
+
+
+def unicode(*texts: str) -> None:
+    """Raises ValueError if a text has half of a surrogate pair, which no tokenizer takes."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"texts must be Unicode, got the lone surrogate {text[error.start]!r} in {text[:80]!r}"
+            ) from None
 
 
 def texts(messages: Sequence[Message]) -> list[str]:
@@ -86,7 +115,8 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence, options
                 add_generation_prompt=ask,
                 **options,
             )
-        except (TemplateError, TypeError) as error:  # TypeError: a field has a type that the template does not expect
+        except (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            # Not only Jinja's: for example, a field may have a type that the template does not expect.
             problem = problem or error
             continue
         if all(name in written for name in called):
@@ -165,6 +195,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     Raises:
       ValueError: the tokenizer has no token for some of it.
     """
+    unicode(text)
     return known(tokenizer, tokenizer.encode(text, add_special_tokens=False), text)
 
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from .. import object_path
 from ..processes.environment import passed
-from .signatures import Score, score
+from .signatures import Score, bind, score
 from .worker import Call, Worker
 
-__all__ = ["Pool", "Score", "none", "pool", "score"]
+__all__ = ["Pool", "Score", "check", "none", "pool", "score"]
 log = logging.getLogger(__name__)
 
 AHEAD = 16  # calls sent to a worker before it answers: hides the round trip of cheap rewards
@@ -39,6 +39,11 @@ STARTS = 3  # attempts to replace a worker
 def none(text: str, row: Any) -> float:
     """Returns 0: for runs that learn only from a teacher."""
     return 0.0
+
+
+def check(name: str) -> None:
+    """Raises ValueError, in one line, if the object path `name` cannot be loaded here, or names no reward."""
+    bind(object_path.resolve(name), name)
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +82,7 @@ async def pool(
         reward that never works.
       RuntimeError: while running, workers that cannot be replaced.
     """
-    if workers < 1 or not timeout_s > 0:
+    if workers < 1 or not 0 < timeout_s < math.inf:
         raise ValueError(
             f"rewards.pool: workers must be at least 1 and timeout_s positive, got {workers} and {timeout_s}"
         )

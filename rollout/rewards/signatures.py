@@ -29,7 +29,7 @@ def score(value: Any) -> Score:
       ValueError: anything else, or an infinite number.
     """
     if isinstance(value, Score):
-        return value
+        return Score(_number(value.value), value.components)
     if value is None:
         return Score(math.nan)
     if not isinstance(value, Mapping):
@@ -38,7 +38,7 @@ def score(value: Any) -> Score:
         raise ValueError("a reward must be a number, a dict of numbers or None, got an empty dict")
     components = {str(name): _number(part) for name, part in value.items()}
     total = components.pop("reward", None)
-    return Score(sum(components.values()) if total is None else total, components)
+    return Score(_number(sum(components.values())) if total is None else total, components)
 
 
 def _number(value: Any) -> float:
@@ -76,7 +76,8 @@ def bind(function: Callable, name: str = "reward") -> Bound:
     All three may be `async def`. Context that the caller of the pool did not pass is None.
 
     Raises:
-      ValueError: it has a parameter `completions`, but does not begin with AReaL's four.
+      ValueError: it has a parameter `completions`, but does not begin with AReaL's four; it cannot be called with a
+        text and a row.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -101,4 +102,9 @@ def bind(function: Callable, name: str = "reward") -> Bound:
 
         return Bound(mode, CONTEXT, areal)
     wants = tuple(name for name in CONTEXT if anything or name in parameters)
+    try:
+        inspect.signature(function).bind("", {}, **dict.fromkeys(wants))
+    except TypeError as error:
+        shown = ", ".join(map(str, parameters.values()))
+        raise ValueError(f"{name}: must be callable as reward(text, row), got ({shown}): {error}") from None
     return Bound(mode, wants, lambda text, row, context: function(text, row, **context))

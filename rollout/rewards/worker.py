@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -28,7 +27,6 @@ from ..processes import guard
 from .signatures import Bound, Score, bind, score
 
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
-LONGEST = 2000  # characters of an error message
 
 
 @dataclass(eq=False)
@@ -176,7 +174,7 @@ def serve(handle: int, answers: int, name: str, timeout_s: float) -> None:
             function = object_path.resolve(name)
             bound = bind(function, name)
         except BaseException as error:  # any error must reach the waiting process
-            text = str(error) if isinstance(error, ValueError) else f"{name}: {line(error)}"
+            text = str(error) if isinstance(error, ValueError) else f"{name}: {object_path.line(error)}"
             _put(out, _frame({"error": f"reward {text}"}))
             return
         _put(out, _frame({"mode": bound.mode, "wants": bound.wants}))
@@ -196,7 +194,7 @@ def _plain(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
         result = bound.call(*pickle.loads(message))
         return [(id, *_scored(runner.run(result) if inspect.iscoroutine(result) else result))]
     except BaseException as error:  # any error must reach the waiting process
-        return [(id, "raised", line(error, function), {})]
+        return [(id, "raised", object_path.line(error, function), {})]
 
 
 def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Runner) -> list[tuple]:
@@ -208,7 +206,7 @@ def _batch(bound: Bound, function: Callable, calls: Sequence, runner: asyncio.Ru
             raise ValueError(f"a batched reward must return one reward per text, got {len(results)} for {len(calls)}")
         return [(id, *_scored(result)) for (id, _), result in zip(calls, results, strict=True)]
     except BaseException as error:  # any error must reach the waiting process
-        return [(id, "raised", line(error, function), {}) for id, _ in calls]
+        return [(id, "raised", object_path.line(error, function), {}) for id, _ in calls]
 
 
 async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function: Callable, timeout_s: float) -> None:
@@ -222,7 +220,7 @@ async def _many(connection: socket.socket, out: BinaryIO, bound: Bound, function
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # any error must reach the waiting process
-            answer = (id, "late", "", {}) if limit.expired() else (id, "raised", line(error, function), {})
+            answer = (id, "late", "", {}) if limit.expired() else (id, "raised", object_path.line(error, function), {})
         _put(out, _answers([answer]))
 
     tasks = set()
@@ -261,12 +259,3 @@ def _memory() -> int:
             return int(statm.read().split()[1]) * resource.getpagesize()
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def line(error: BaseException, function: Any = None) -> str:
-    """Formats an exception in one line: type, message, and its last position in the function's file, if any."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = inspect.unwrap(function).__code__.co_filename if inspect.isfunction(function) else None
-    relevant = [frame for frame in frames if frame.filename == file] or frames
-    place = f" ({os.path.basename(relevant[-1].filename)}:{relevant[-1].lineno})" if relevant else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}{place}"

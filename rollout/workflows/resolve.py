@@ -90,6 +90,13 @@ def options(text: str) -> dict[str, Any]:
     return given
 
 
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ValueError as `bind` does, for a workflow that does not exist or does not take one of the options."""
+    found = find(name)
+    if _generates(found):
+        _taken(name, _parameters(found), {}, options)
+
+
 def find(name: str) -> Any:
     """Loads the object at the path `name`; None for `exec:` and `online`.
 

@@ -1,0 +1,104 @@
+"""Rows of a run: read, converted by `--row`, and each checked before anything starts."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Literal
+
+from areax.adapters.data import datasets
+from areax.rollout import object_path, workflows
+from areax.rollout.chat import template
+from areax.rollout.workflows import multi_turn, resolve
+
+Bad = Literal["stop", "skip"]
+Check = Callable[[dict], str | None]
+
+ASKING = (workflows.single_turn, multi_turn.multi_turn, multi_turn.tool_loop, multi_turn.judged)
+
+
+def read(
+    source: str, row: str = "", limit: int = 0, *, check: Check = lambda row: None, bad: Bad = "stop",
+    quiet: bool = False,
+) -> list[dict]:  # fmt: skip
+    """Reads rows from a file, a folder or the hub, converted by the function that `row` names, and checks each.
+
+    Prints to stderr how many are left out, and why.
+
+    Args:
+      row: `module:function` that returns a row, or None to leave a record out; "" = records are rows.
+      limit: records to read; 0 = all.
+      check: raises ValueError for a bad row; returns why a good one is left out all the same, or None.
+      bad: "stop" raises at the first bad row; "skip" leaves out lines that are no JSON objects, records that `row`
+        raises for, and rows that fail the check.
+      quiet: prints nothing.
+
+    Raises:
+      ValueError: a bad row, or no row is left.
+    """
+    convert = object_path.resolve(row) if row else None
+    refused: list[ValueError] = []
+    left: Counter[str] = Counter()
+    rows = []
+    records = datasets.placed(source, limit=limit or None, bad=refused.append if bad == "skip" else None)
+    total = len(records) + len(refused)
+    for record, place in records:
+        try:
+            made = _converted(convert, row, record) if convert else record
+            why = f"by {row}" if made is None else check(made)
+        except ValueError as error:
+            refused.append(ValueError(f"{place}: {error}"))
+            if bad == "stop":
+                raise refused[0] from error
+            continue
+        if made is not None and why is None:
+            rows.append(made)
+        elif why:
+            left[why] += 1
+    if refused:
+        left[f"bad (--bad-rows skip), the first: {refused[0]}"] = len(refused)
+    if not rows:
+        raise ValueError(f"{source}: all {total} rows are left out, {'; '.join(left)}; at least one is needed")
+    for why, count in left.items() if not quiet else ():
+        print(f"{count:,} of {total:,} rows are left out, {why}", file=sys.stderr)
+    return rows
+
+
+def _converted(convert: Callable[[dict], Any], name: str, record: dict) -> dict | None:
+    try:
+        made = convert(record)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:  # of the user's function, for which the record is to blame
+        raise ValueError(f"--row {name}: {object_path.line(error, convert)}") from error
+    if not isinstance(made, dict | None):
+        raise ValueError(f"--row {name}: must return a row, which is a dict, or None, got {type(made).__name__}")
+    return made
+
+
+def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
+    """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
+
+    Rows of workflows that read other fields than "prompt" or "messages" are not checked.
+
+    Args:
+      most: longest prompt in tokens; a longer one is left out; 0 = no limit.
+      room: longest sequence in tokens, prompt and completion; 0 = unknown.
+    """
+    asking = resolve.find(workflow) in ASKING
+
+    def check(row: dict) -> str | None:
+        if not asking and not most:
+            return None
+        n = len(template.prompt(tokens, row))
+        if not n:
+            raise ValueError("the prompt must have at least one token, got none")
+        if most and n > most:
+            return f"longer than --max-prompt {most}"
+        if asking and room and n >= room:
+            raise ValueError(
+                f"a prompt must leave room for a completion within {room} tokens, got {n}; leave out longer ones with "
+                f"--max-prompt, or raise --length or --serve.context"
+            )
+        return None
+
+    return check
