@@ -27,7 +27,7 @@ from .atomic_dir import sync_tree
 
 log = logging.getLogger(__name__)
 
-HASHES = "hashes.json"  # {file: xxh3_128}
+HASHES = "hashes.json"  # {"version", "files": {file: xxh3_128}}
 WRITING, DAMAGED = ".writing", ".damaged"
 CHUNK = 1 << 22  # bytes read and hashed at a time
 
@@ -87,7 +87,7 @@ class Store:
         self._checkpointer.wait_until_finished()
         if jax.process_index() > 0:
             return
-        safetensors.write_bytes(directory / HASHES, hf.json_bytes(hashes(directory)))
+        safetensors.write_bytes(directory / HASHES, _hashes_json(version, hashes(directory)))
         sync_tree(directory)
         directory.rename(self.path / str(version))
         for old in versions(self.path)[: -self._keep]:
@@ -162,7 +162,8 @@ def open_store(path, *, keep: int = 2) -> Iterator[Store]:
 
 def versions(path: Path) -> list[int]:
     """The versions of the complete states under `path`, oldest first."""
-    return sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdecimal() and entry.is_dir())
+    names = [entry.name for entry in path.iterdir() if entry.name.isdecimal() and entry.is_dir()]
+    return sorted(int(name) for name in names if name == str(int(name)))
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -184,41 +185,59 @@ def _hash(file: Path) -> str:
 def _newest_whole(path: Path) -> int | None:
     """The newest version that matches its hashes, or None without any; removes what was left half-written."""
     for leftover in path.glob(f".*{WRITING}*"):
-        shutil.rmtree(leftover)
+        _remove(leftover)
     found = versions(path)
     damage: dict[int, str] = {}
     for version in reversed(found):
-        if not (why := _damage(path / str(version))):
+        if not (why := _damage(path, version)):
             break
         damage[version] = why
-    if found and len(damage) == len(found):
-        listed = "; ".join(f"{version}: {why}" for version, why in damage.items())
+    whole = max(set(found) - set(damage), default=None)
+    aside = [entry.name for entry in path.glob(f"*{DAMAGED}")]
+    if whole is None and (found or aside):
+        listed = "; ".join([f"{version}: {why}" for version, why in damage.items()] + aside)
         raise ValueError(
             f"{path}: none of the saved states is whole ({listed}); restore them from a copy, or start over in another "
             "directory"
         )
     for version, why in damage.items():
-        aside = path / f"{version}{DAMAGED}"
-        if aside.exists():
-            shutil.rmtree(aside)
-        (path / str(version)).rename(aside)
-        log.warning("%s: %s; set aside, using %s instead", aside, why, max(set(found) - set(damage)))
-    return max(set(found) - set(damage), default=None)
+        target = path / f"{version}{DAMAGED}"
+        _remove(target)
+        (path / str(version)).rename(target)
+        log.warning("%s: %s; set aside, using %s instead", target, why, whole)
+    return whole
 
 
-def _damage(directory: Path) -> str:
-    """What of a state is not as it was written; "" if it is whole."""
-    if not (directory / HASHES).is_file():
-        return f"{HASHES} is missing"
-    stored, now = (directory / HASHES).read_bytes(), hashes(directory)
-    if stored == hf.json_bytes(now):
-        return ""
+def _remove(path: Path) -> None:
+    """Removes a folder, a file or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _hashes_json(version: int, files: dict[str, str]) -> bytes:
+    return hf.json_bytes({"version": version, "files": files})
+
+
+def _damage(path: Path, version: int) -> str:
+    """What of a state is not as it was written; "" if it is whole. Further files do not matter."""
+    directory = path / str(version)
     try:
-        then = hf.read_json(directory / HASHES)
+        if not (directory / HASHES).is_file():
+            return f"{HASHES} is missing"
+        stored, now = (directory / HASHES).read_bytes(), hashes(directory)
+        then = hf.read_json(directory / HASHES).get("files")
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
     except ValueError:
         return f"{HASHES} is damaged"
-    differ = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)] or [HASHES]
-    return f"{differ[0]} is {'damaged' if differ[0] in now or differ[0] == HASHES else 'missing'}"
+    if not isinstance(then, dict):
+        return f"{HASHES} is damaged"
+    for name in sorted(then):
+        if now.get(name) != then[name]:
+            return f"{name} is {'damaged' if name in now else 'missing'}"
+    return "" if stored == _hashes_json(version, then) else f"{HASHES} is damaged, or of another version"
 
 
 @jax.jit

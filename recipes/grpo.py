@@ -162,12 +162,12 @@ async def train(
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
-        log = enter(rl_log.opened(config, config.saving, tokens, start))
 
         # Servers hold version `start`, episodes know workflow and reward, the executor runs them.
         sync = await enter_async(
             publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, run, start)
         )
+        log = enter(rl_log.opened(config, config.saving, tokens, start))
         fleet = await enter_async(
             common.fleet(
                 config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
@@ -225,7 +225,7 @@ async def train(
     return {
         "checkpoint": str(checkpoint),
         "steps": done,
-        "complete": done == config.steps,
+        "complete": done >= config.steps,
         "accuracy": log.accuracy.get(done),
         "accuracies": {str(v): a for v, a in sorted(log.accuracy.items())},
         "heldout_rows": len(heldout),

@@ -145,7 +145,7 @@ async def run(
                 with timed("update_s"):
                     await _uninterrupted(updating)
             finally:  # also of a step that was interrupted, which is complete
-                if not updating.exception():
+                if updating.done() and not updating.exception():  # not done: interrupted twice
                     on_step(v + 1, updating.result(), end_step())
         end_step()
         return total

@@ -155,6 +155,38 @@ def test_a_run_does_not_start_over_if_no_state_is_whole(two_states, tmp_path):
     assert sorted(p.name for p in path.iterdir()) == ["1", "2"]
 
 
+@pytest.mark.parametrize("name", ["0000000003", "99999999999999999999", "007", "\u0664", "1e3", "3.damaged"])
+def test_a_directory_that_is_no_state_of_that_version_is_not_used(two_states, tmp_path, name):
+    """Among them a copy of a state under another number: its hashes say which version it is."""
+    path = tmp_path / "state"
+    shutil.copytree(two_states, path)
+    shutil.copytree(path / "1", path / name)
+    with orbax.open_store(path) as store:
+        assert store.latest == 2
+
+
+def test_a_run_does_not_start_over_beside_states_that_were_set_aside(two_states, tmp_path):
+    shutil.copytree(two_states / "2", tmp_path / "2.damaged")
+    with pytest.raises(ValueError, match=r"none of the saved states is whole \(2.damaged\)"):
+        with orbax.open_store(tmp_path):
+            pass
+
+
+def test_what_is_beside_the_files_of_a_state(two_states, tmp_path):
+    """Further files do not matter; one that cannot be read is damage; files under our own names are removed."""
+    path = tmp_path / "state"
+    shutil.copytree(two_states, path)
+    (path / "2/.DS_Store").write_text("")
+    (path / ".9.writing").write_text("")
+    with orbax.open_store(path) as store:
+        assert store.latest == 2
+    (path / "2/broken").symlink_to("nowhere")
+    (path / "2.damaged").write_text("")
+    with orbax.open_store(path) as store:
+        assert store.latest == 1
+    assert (path / "2.damaged").is_dir() and not (path / ".9.writing").exists()
+
+
 def test_numbers_that_are_not_finite_are_not_saved_over_a_good_state(tmp_path):
     good = fresh()
     bad = dataclasses.replace(good, params={**good.params, "w": good.params["w"].at[0, :3].set(jnp.nan)})

@@ -26,7 +26,7 @@ STUBBORN = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def score(text, row):
-    if row["prompt"] == "hang":
+    if row["prompt"] == "0+0":
         time.sleep(600)
     return float(len(text))
 """
@@ -36,7 +36,7 @@ def score(text, row):
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("killed")
     tiny.model(path / "model")
-    tiny.rows(path / "rows.jsonl", [*arithmetic.splits()["train"][:40], *[{"prompt": "hang"}] * 10])
+    tiny.rows(path / "rows.jsonl", [*arithmetic.splits()["train"][:40], *[{"prompt": "0+0"}] * 10])
     (path / "rewards.py").write_text(STUBBORN)
     return path
 

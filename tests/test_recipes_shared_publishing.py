@@ -218,3 +218,5 @@ def test_a_folder_of_another_run_or_with_other_files_is_refused(tmp_path):
     (tmp_path / "versions/run").unlink()
     refused(tmp_path / "versions", "must be empty or of the same run, got other files", run="a")
     refused(tmp_path / "versions/0/config.json", "is needed, got a file")
+    (tmp_path / "other/run").mkdir(parents=True)  # a run's directory, not a folder of versions
+    refused(tmp_path / "other", "must be empty or of the same run, got other files")

@@ -236,6 +236,29 @@ def test_a_cancelled_run_saves_its_newest_state_and_leaves_no_tasks(held):
     asyncio.run(main())
 
 
+def test_a_second_interruption_ends_the_wait_for_an_update():
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Play):
+        def update(self, groups):
+            entered.set()
+            go.wait()
+            return super().update(groups)
+
+    async def main():
+        play = Slow()
+        task = asyncio.create_task(play.run(steps=9, save_every=0))
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.02)
+        assert task.cancelled() and play.steps == []
+        go.set()
+
+    asyncio.run(main())
+
+
 def test_an_update_is_never_interrupted():
     entered, go = threading.Event(), threading.Event()
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -153,8 +154,16 @@ def check_directory(option: str, path: str) -> None:
             if os.access(part, os.W_OK | os.X_OK) and os.statvfs(part).f_blocks:  # /proc and the like have none
                 return
             raise ValueError(f"{option} must be a directory that can be written to, got {path}; name another place")
-        if part.exists():
+        if part.exists() or part.is_symlink():
             raise ValueError(f"{option} must be a directory, got {path}, and {part} is a file; name another place")
+
+
+def complete(config: Any, start: int, quiet: bool = False) -> bool:
+    """Whether the run has reached `config.steps` already, which it says unless `quiet`; it then keeps its options."""
+    done = 0 < config.steps <= start
+    if done and not quiet:
+        print(f"{config.out}: has {start} steps already, --steps {config.steps} trains no more", file=sys.stderr)
+    return done
 
 
 @contextlib.contextmanager
@@ -184,8 +193,8 @@ def run_directory(out: str) -> Iterator[str]:
             run = secrets.token_hex(8)
             held.write(f"{run}\n")
             held.flush()
-        for leftover in path.glob(".*.tmp"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for leftover in (*path.glob(".model.*.tmp"), *path.glob(".adapter.*.tmp")):
+            shutil.rmtree(leftover)
         try:
             yield run
         finally:

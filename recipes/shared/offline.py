@@ -144,7 +144,7 @@ def fit(
         if start:
             own.state, _ = store.restore(own.state)
         last: dict = {}
-        complete = 0 < config.steps <= start  # a complete run keeps the options it was trained with
+        complete = common.complete(config, start, quiet)
         with (
             run_dir.open_run(out, config=None if complete else config, keep={kind: start}, quiet=quiet) as run,
             sinks.following(out, config.track, quiet=quiet),
@@ -186,7 +186,7 @@ def fit(
             store.save(done, own.state)
         checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
     summary = {
-        "checkpoint": str(checkpoint), "steps": done, "complete": done == config.steps,
+        "checkpoint": str(checkpoint), "steps": done, "complete": done >= config.steps,
         "seconds": time.monotonic() - began,
         **{k: v for k, v in last.items() if isinstance(v, float)},
     }  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from areax.adapters.report import chrome_trace
 from areax.adapters.tracking import run_dir, sinks
-from areax.recipes.shared import describe
+from areax.recipes.shared import common, describe
 from areax.recipes.shared.rl_options import Saving
 from areax.rollout import events, loop, rewards
 from areax.rollout.client import Fleet
@@ -66,7 +66,7 @@ def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
     out = Path(config.out)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        complete = 0 < config.steps <= start  # a complete run keeps the options it was trained with
+        complete = common.complete(config, start)
         run = enter(run_dir.open_run(out, config=None if complete else config, keep={"grpo": start, "eval": start}))
         track = enter(sinks.following(out, saving.track))
         enter(events.writing(out / chrome_trace.JOURNAL))

@@ -61,7 +61,7 @@ def scratch(root: Path, name: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # somebody may have removed it
         held.close()
         guard.folder_removed(path)
 

@@ -73,7 +73,7 @@ def owned(root: Path, run: str) -> Iterator[Path]:
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root}: a folder for published versions is needed, got a file; name another")
     root.mkdir(parents=True, exist_ok=True)
-    if not (root / OWNER).exists() and any(root.iterdir()):
+    if not (root / OWNER).is_file() and any(root.iterdir()):
         raise ValueError(
             f"{root}: a folder for published versions must be empty or of the same run, got other files; name another, "
             "or empty it"
@@ -98,8 +98,9 @@ def remove_newer(root: Path, version: int) -> None:
     """Removes the versions after `version` under `root`, and what was being written or removed there."""
     newer = [path for path in root.iterdir() if path.name.isdecimal() and int(path.name) > version]
     for path in (*newer, *root.glob(".*.tmp"), *root.glob(".*.removing")):
-        log.warning("%s: removed, a former process of this run left it", path)
-        shutil.rmtree(path)
+        if path.is_dir():
+            log.warning("%s: removed, a former process of this run left it", path)
+            shutil.rmtree(path)
 
 
 def prune(root: str | os.PathLike, keep: int = 2, in_use: Collection[str] = ()) -> list[Path]:
