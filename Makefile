@@ -75,7 +75,7 @@ test-docs: $(dev) ## test that the guides, README's code and printed results wor
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
 test-slow: $(dev) ## test every algorithm from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`
-	$(py) -m pytest -q $(call marked,slow) $(both)
+	$(py) -m pytest -q $(call marked,slow) $(three)
 
 .PHONY: test-mesh
 test-mesh: export XLA_FLAGS += $(fast)
