@@ -257,7 +257,9 @@ def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) ->
 
 
 def compare_names(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
-    wanted = manifest.get("tensors", {})
+    wanted = manifest.get("tensors")
+    if not isinstance(wanted, dict):
+        raise ValueError(f"{path}: manifest.json must list the tensors; copy the checkpoint again")
     if wanted.keys() != tensors.keys():
         names = sorted(wanted.keys() ^ tensors.keys())
         raise ValueError(
@@ -476,7 +478,7 @@ def _is_checkpoint(path: Path) -> bool:
 def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or half-written JSON ({error}); copy it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, got {type(value).__name__}; copy it again")

@@ -128,6 +128,12 @@ def test_a_checkpoint_that_does_not_match_its_manifest_is_refused(tmp_path):
             hf.load(path)
         with pytest.raises(ValueError, match="does not match manifest.json"):
             convert.convert(path, tmp_path / "other")
+    (path / "manifest.json").write_text('{"tensors": null}')
+    with pytest.raises(ValueError, match="manifest.json must list the tensors"):
+        hf.load(path)
+    (path / "manifest.json").write_text('{"a":' * 10**5)
+    with pytest.raises(ValueError, match="manifest.json: damaged or half-written JSON"):
+        hf.load(path)
     (path / "manifest.json").unlink()
     hf.load(path)
 
