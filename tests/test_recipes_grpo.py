@@ -5,6 +5,7 @@ Most runs share one server, which each gives its own weights first; those with `
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -390,6 +391,9 @@ def test_restarting_a_dead_server_changes_no_number(place, monkeypatch, kills):
     plain = grpo.main(config(place, f"plain-{kills}", steps=kills))
     started, fleets = [], []
     start, assemble, update = local.Local.start, client.assemble, grpo.train_on_batch
+    monkeypatch.setattr(
+        client, "TIMEOUTS", dataclasses.replace(client.TIMEOUTS, lost_own_s=1.0)
+    )  # until it counts as dead
     monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
     monkeypatch.setattr(client, "assemble", lambda *a, **k: fleets.append(assemble(*a, **k)) or fleets[-1])
     recovered = lambda: fleets[0].counts["recovered"] if fleets else -1
