@@ -391,9 +391,8 @@ def test_restarting_a_dead_server_changes_no_number(place, monkeypatch, kills):
     plain = grpo.main(config(place, f"plain-{kills}", steps=kills))
     started, fleets = [], []
     start, assemble, update = local.Local.start, client.assemble, grpo.train_on_batch
-    monkeypatch.setattr(
-        client, "TIMEOUTS", dataclasses.replace(client.TIMEOUTS, lost_own_s=1.0)
-    )  # until it counts as dead
+    quick = dataclasses.replace(client.TIMEOUTS, lost_own_s=1.0, heartbeat_s=0.2, heartbeat_answer_s=2.0)
+    monkeypatch.setattr(client, "TIMEOUTS", quick)  # an idle server is missed soon, too
     monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
     monkeypatch.setattr(client, "assemble", lambda *a, **k: fleets.append(assemble(*a, **k)) or fleets[-1])
     recovered = lambda: fleets[0].counts["recovered"] if fleets else -1
