@@ -403,3 +403,30 @@ def test_invalid_addresses_and_options(place):
             env=environment,
         )
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_listing_may_arrive_in_parts():
+    content = {"files": {f"file-{i}": {"bytes": i} for i in range(100)}}
+
+    async def parts(request):
+        response = aiohttp.web.StreamResponse()
+        await response.prepare(request)
+        text = json.dumps(content).encode()
+        await response.write(text[:1000])
+        await asyncio.sleep(0.05)  # so that the first part is read alone
+        await response.write(text[1000:])
+        return response
+
+    async def main():
+        app = aiohttp.web.Application()
+        app.router.add_get("/1-00000000", parts)
+        runner = aiohttp.web.AppRunner(app)
+        await runner.setup()
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as http:
+            host, port = runner.addresses[0]
+            fetched = await stager._Fetch(http, f"http://{host}:{port}/1-00000000", {}).listing("")
+        await runner.cleanup()
+        return fetched
+
+    assert asyncio.run(main()) == content

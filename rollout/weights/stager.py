@@ -262,9 +262,11 @@ class _Fetch:
 
 async def _agreed(url: str, reply: aiohttp.ClientResponse) -> str:
     """The text of a successful response; raises ValueError for 4xx, ClientPayloadError for other errors."""
-    content = await reply.content.read(LISTING)
-    if not reply.content.at_eof():
-        raise RuntimeError(f"{url}: the answer must have less than {LISTING} bytes")
+    content = bytearray()
+    async for chunk in reply.content.iter_chunked(CHUNK):
+        content += chunk
+        if len(content) > LISTING:
+            raise RuntimeError(f"{url}: the answer must have at most {LISTING} bytes")
     text = content.decode(errors="replace")
     if 400 <= reply.status < 500:
         raise ValueError(f"{url}: HTTP {reply.status}: {_error(text)}")
