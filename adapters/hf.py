@@ -95,7 +95,7 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
 def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
     """Checks that a checkpoint's tensors match its manifest.json, if it has one, and are finite.
 
-    Of a job, each process checks its share of the tensors.
+    In a job of several processes each checks its share of the tensors.
 
     Raises:
       ValueError: names the first tensor that does not match, or has numbers that are not finite, and how many.
@@ -103,11 +103,11 @@ def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
     path, names = Path(path), list(tensors)[jax.process_index() :: jax.process_count()]
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     if manifest is not None:
-        compare_names(path, manifest, tensors)
+        _compare_names(path, manifest, tensors)
 
     def checked(name: str) -> int:
         if manifest is not None:
-            compare_tensor(path, manifest, name, tensors[name])
+            _compare_tensor(path, manifest, name, tensors[name])
         count = safetensors.count_nonfinite(tensors[name])
         safetensors.forget(tensors[name])
         return count
@@ -251,12 +251,12 @@ def _verified(path: Path, tensors: Mapping[str, np.ndarray]) -> dict | None:
 
 def compare(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
     """Compares tensors with a manifest; raises as `verify`."""
-    compare_names(path, manifest, tensors)
+    _compare_names(path, manifest, tensors)
     for name, tensor in tensors.items():
-        compare_tensor(path, manifest, name, tensor)
+        _compare_tensor(path, manifest, name, tensor)
 
 
-def compare_names(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
+def _compare_names(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarray]) -> None:
     wanted = manifest.get("tensors")
     if not isinstance(wanted, dict):
         raise ValueError(f"{path}: manifest.json must list the tensors; copy the checkpoint again")
@@ -267,7 +267,7 @@ def compare_names(path: Path, manifest: Mapping, tensors: Mapping[str, np.ndarra
         )
 
 
-def compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray) -> None:
+def _compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray) -> None:
     got = {**safetensors.describe(name, tensor), "xxh3_128": safetensors.digest(tensor)}
     if got != manifest["tensors"][name]:
         raise ValueError(f"{path}: {name} does not match manifest.json; copy the checkpoint again")

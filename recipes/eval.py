@@ -8,8 +8,7 @@ import numpy as np
 
 from areax.adapters import hf, tokenizer
 from areax.adapters.runtime import compile_cache
-from areax.recipes.shared import common, rows
-from areax.recipes.shared.offline_options import ranges
+from areax.recipes.shared import common, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
 from areax.rollout.scheduling import episodes, executor
@@ -71,7 +70,7 @@ class Config:
     def __post_init__(self):
         resolve.options(self.workflow_options)
         for reason in (
-            *ranges(self, samples=1, limit=0, max_prompt=0, max_concurrent=1, reward_workers=1, seed=0),
+            *ranges.integers(self, samples=1, limit=0, max_prompt=0, max_concurrent=1, reward_workers=1, seed=0),
             *serving_conflicts(self.servers, self.serve),
         ):
             raise ValueError(reason)

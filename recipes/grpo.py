@@ -172,7 +172,7 @@ async def train(
             common.fleet(
                 config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
-                handover=sync.handover, first=sync.first, timeout_s=config.serving.timeout,
+                handover=sync.handover, first=sync.first, timeout_s=config.serving.completion_timeout_s,
                 experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
             )
         )  # fmt: skip

@@ -63,26 +63,31 @@ def started(place, out, *options):
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def family(pid):
-    """{process: when it started} of a process and all below it."""
+def processes():
+    """{process: (its parent, when it started)} of all that run."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            words = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
+            state, parent, *rest = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-        found[int(stat.parent.name)] = (int(words[1]), words[19], words[0])
-    below = {pid}
-    while more := {child for child, (parent, *_) in found.items() if parent in below} - below:
+        if state != "Z":
+            found[int(stat.parent.name)] = int(parent), rest[17]
+    return found
+
+
+def family(pid):
+    """{process: when it started} of a process and all below it."""
+    running, below = processes(), {pid}
+    while more := {child for child, (parent, _) in running.items() if parent in below} - below:
         below |= more
-    return {process: found[process][1] for process in below if process in found}
+    return {process: running[process][1] for process in below if process in running}
 
 
-def left(processes):
+def left(known):
     """Those of a family that still run."""
-    now = {process: family(process).get(process) for process in processes}
-    zombie = lambda process: Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return [p for p, when in processes.items() if now[p] == when and not zombie(p)]
+    now = processes()
+    return [process for process, when in known.items() if process in now and now[process][1] == when]
 
 
 def orphans():
@@ -97,11 +102,11 @@ def orphans():
 
 def killed(process):
     """Kills a trainer and waits until nothing of it is left; returns what is after GONE_S."""
-    processes = family(process.pid)
+    known = family(process.pid)
     process.kill()
     process.wait()
     deadline = time.monotonic() + GONE_S
-    while (rest := left(processes)) and time.monotonic() < deadline:
+    while (rest := left(known)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [Path(f"/proc/{p}/cmdline").read_text().replace("\0", " ") for p in rest]
 

@@ -236,52 +236,52 @@ def test_a_cancelled_run_saves_its_newest_state_and_leaves_no_tasks(held):
     asyncio.run(main())
 
 
-def test_a_second_interruption_ends_the_wait_for_an_update():
-    entered, go = threading.Event(), threading.Event()
+class Slow(Play):
+    """The update of version `at` waits for `go`."""
 
-    class Slow(Play):
-        def update(self, groups):
-            entered.set()
-            go.wait()
-            return super().update(groups)
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.entered, self.go = at, threading.Event(), threading.Event()
 
-    async def main():
-        play = Slow()
-        task = asyncio.create_task(play.run(steps=9, save_every=0))
-        while not entered.is_set():
+    def update(self, groups):
+        if self.version == self.at:
+            self.entered.set()
+            self.go.wait()
+        return super().update(groups)
+
+    async def updating(self):
+        """Starts a run; returns its task once the update is in progress."""
+        task = asyncio.create_task(self.run(steps=9, save_every=0))
+        while not self.entered.is_set():
             await asyncio.sleep(0.001)
-        for _ in range(2):
-            task.cancel()
-            await asyncio.sleep(0.02)
-        assert task.cancelled() and play.steps == []
-        go.set()
-
-    asyncio.run(main())
+        return task
 
 
 def test_an_update_is_never_interrupted():
-    entered, go = threading.Event(), threading.Event()
-
-    class Slow(Play):
-        def update(self, groups):
-            if self.version == 1:
-                entered.set()
-                go.wait()
-            return super().update(groups)
-
     async def main():
-        play = Slow()
-        task = asyncio.create_task(play.run(steps=9, save_every=0))
-        while not entered.is_set():
-            await asyncio.sleep(0.001)
+        play = Slow(1)
+        task = await play.updating()
         task.cancel()
         await asyncio.sleep(0.02)
         assert not task.done()
-        go.set()
+        play.go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert play.notes[-2:] == [("update", 1), ("save", 2)]
         assert [(v, result) for v, result, _ in play.steps] == [(1, {"loss": 1}), (2, {"loss": 2})]  # it is logged too
+
+    asyncio.run(main())
+
+
+def test_a_second_interruption_ends_the_wait_for_an_update():
+    async def main():
+        play = Slow(0)
+        task = await play.updating()
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0.02)
+        assert task.cancelled() and play.steps == []
+        play.go.set()
 
     asyncio.run(main())
 

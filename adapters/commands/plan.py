@@ -163,12 +163,12 @@ def _generation(config, options: Options, sequence: float, itemsize: int, contex
             f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
             f"{options.rollout_chips}; set --servers, or leave it out"
         )
-    serving: Any = "no" if not (config.serve.inside or config.colocated) else "turns" if config.colocated else "always"
+    shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     return plans.Generation(
         samples=config.groups * config.group_size, prompt=sequence - new, new=new,
         slots=engine.slots if engine else None,
         itemsize=jnp.dtype(engine.dtype).itemsize if engine else itemsize, devices=options.rollout_chips,
-        steps=config.minibatches, ahead=config.eta, embedded=engine is not None, shares=serving,
+        steps=config.minibatches, ahead=config.eta, embedded=engine is not None, shares=shares,
         context=min(config.serve.context, context),
     )  # fmt: skip
 

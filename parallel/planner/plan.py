@@ -20,6 +20,7 @@ FILLED = 0.7  # largest fraction of a server's usable memory for weights: the re
 USABLE = 0.92  # usable fraction of HBM: the rest is for the runtime and fragmentation
 HOST = 20e9  # bytes/s from a device to its host
 DISK = 2e9  # bytes/s to and from the folder of published weights
+Shares = Literal["no", "always", "turns"]  # whether a server is on the trainer's first device
 TURNS = {"always": "which keeps weights and cache", "turns": "one at a time"}  # of `Generation.shares`
 UPDATE = 4  # passes over the fp32 weights in an optimiser step: gradient twice, weight read and write; over state 2
 
@@ -63,7 +64,7 @@ class Generation:
     ahead: int
     embedded: bool = False
     context: int = 0
-    shares: Literal["no", "always", "turns"] = "no"
+    shares: Shares = "no"
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def check_length(model: str, length: int) -> None:
 
 
 def check_directory(option: str, path: str) -> None:
-    """Raises ValueError if `path`, the value of an option, is no directory and cannot become one; creates nothing."""
+    """Raises ValueError if an option's `path` is not a directory and cannot be created; creates nothing."""
     place = Path(path)
     for part in (place, *place.parents):
         if part.is_dir():
@@ -170,8 +170,8 @@ def complete(config: Any, start: int, quiet: bool = False) -> bool:
 def run_directory(out: str) -> Iterator[str]:
     """Creates the run's directory if it does not exist, keeps other processes out of it, and yields the run's id.
 
-    Removes what a killed process left half-written, and a new directory that nothing was written to. Of a job, all but
-    process 0 do nothing and get "".
+    Removes what a killed process left half-written, and a new directory that nothing was written to. In a job of
+    several processes, all but process 0 do nothing and get "".
 
     Raises:
       ValueError: the path is not a directory, or another process is training there.

@@ -1,9 +1,7 @@
 """The options that sft, distill and preference share; their Configs inherit them and state what differs."""
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from areax import models
 from areax.adapters.tracking.sinks import Sinks
@@ -11,22 +9,8 @@ from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
+from areax.recipes.shared import ranges
 from areax.recipes.shared.rows import Bad
-
-MOST = (1 << 63) - 1  # the largest integer that JAX and the servers take
-
-
-def ranges(options: Any, **least: int) -> Iterator[str]:
-    """Why whole numbers among a dataclass's options are out of range, one sentence each.
-
-    Args:
-      least: {option: its smallest value}.
-    """
-    for name, smallest in least.items():
-        value = getattr(options, name)
-        if not smallest <= value <= MOST:
-            rule = f"at least {smallest}" if value < smallest else f"at most {MOST}"
-            yield f"--{name.replace('_', '-')} must be {rule}, got {value}"
 
 
 @dataclass(frozen=True)
@@ -54,8 +38,8 @@ class Options:
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
       mesh: devices along each axis; their product must be 1 or the number of devices.
-      save_every: steps between checkpoints; 0 = none but those by time, and the last.
-      save_minutes: a checkpoint is also saved if the last one is this old; 0 = never for this reason.
+      save_every: steps between checkpoints; 0 = only by time and at the end.
+      save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       evaluate_every: steps between evaluations; 0 = only at the end.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
       seed: random seed of new weights and row order.
@@ -86,9 +70,8 @@ class Options:
     seed: int = 0
 
     def __post_init__(self):
-        for reason in ranges(self, steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0):
+        least = dict(steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0)
+        for reason in (*ranges.integers(self, **least), *ranges.finite(self, "save_minutes")):
             raise ValueError(reason)
-        if not 0 <= self.save_minutes < math.inf:
-            raise ValueError(f"--save-minutes must be at least 0 and finite, got {self.save_minutes}")
         if self.evaluate_every and not self.heldout:
             raise ValueError(f"--evaluate-every {self.evaluate_every} needs --heldout, rows to evaluate on, got none")

@@ -15,7 +15,7 @@ from areax.core.critic import Critic
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared.offline_options import ranges
+from areax.recipes.shared import ranges
 from areax.recipes.shared.rows import Bad
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys
@@ -163,8 +163,8 @@ class Serving:
       servers: addresses of generation servers; none = starts its own on this machine. Their key, if any, is in
         AREAX_SERVER_KEY, or in the file that AREAX_SERVER_KEY_FILE names.
       serve: options of servers that the run starts.
-      timeout: seconds that a completion may take without progress, before its group is lost; longer than your longest
-        one. A pause in mode "abort" is progress.
+      completion_timeout_s: seconds that a completion may go without progress before it is given up; must exceed the
+        longest generation. A resumption after a pause in mode "abort" is progress.
       push: how new weights reach the servers (weight sync).
       published: folder for published weights; "" = a temporary one, in memory if there is room.
       stagers: address of a stager next to each server, in their order, if the servers cannot read `published`
@@ -175,7 +175,7 @@ class Serving:
 
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
-    timeout: float = 3600.0
+    completion_timeout_s: float = 3600.0
     push: Push = Push()
     published: str = ""
     stagers: tuple[str, ...] = ()
@@ -205,8 +205,8 @@ class Saving:
     """Checkpoints, samples and metric trackers.
 
     Attributes:
-      save_every: batches between checkpoints; 0 = none but those by time, and the last.
-      save_minutes: a checkpoint is also saved if the last one is this old; 0 = never for this reason.
+      save_every: batches between checkpoints; 0 = only by time and at the end.
+      save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       samples_every: batches between groups written to samples.jsonl; 0 = none.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
     """
@@ -228,19 +228,20 @@ def conflicts(config: Any) -> Iterator[str]:
 
 def _out_of_range(config: Any) -> Iterator[str]:
     rollout, training, rewards = config.rollout, config.training, config.rewards
-    yield from ranges(config, steps=0, seed=0)
-    yield from ranges(config.prompts, limit=0, max_prompt=0)
-    yield from ranges(rollout, groups=1, group_size=1, eta=0, max_concurrent=1)
-    yield from ranges(rewards, reward_workers=1)
-    yield from ranges(training, length=2, rows=1, minibatches=1, epochs=1, reference_every=0)
-    yield from ranges(config.evaluation, evaluate_every=0)
-    yield from ranges(config.saving, save_every=0, samples_every=0)
+    yield from ranges.integers(config, steps=0, seed=0)
+    yield from ranges.integers(config.prompts, limit=0, max_prompt=0)
+    yield from ranges.integers(rollout, groups=1, group_size=1, eta=0, max_concurrent=1)
+    yield from ranges.integers(rewards, reward_workers=1)
+    yield from ranges.integers(training, length=2, rows=1, minibatches=1, epochs=1, reference_every=0)
+    yield from ranges.integers(config.evaluation, evaluate_every=0)
+    yield from ranges.integers(config.saving, save_every=0, samples_every=0)
+    yield from ranges.finite(config.saving, "save_minutes")
+    yield from ranges.finite(training, "distill_coef")
     yield from serving_conflicts(config.serving.servers, config.serving.serve)
     for part, option, holds, rule in (
-        (config.saving, "save_minutes", 0 <= config.saving.save_minutes < math.inf, "at least 0 and finite"),
+        (config.serving, "completion_timeout_s", config.serving.completion_timeout_s > 0, "above 0"),
         (rewards, "reward_timeout_s", 0 < rewards.reward_timeout_s < math.inf, "above 0 and finite"),
         (rollout, "oversample", 0 <= rollout.oversample <= rollout.groups, f"from 0 to --groups {rollout.groups}"),
-        (training, "distill_coef", 0 <= training.distill_coef < math.inf, "at least 0 and finite"),
         (training, "reference_every", not training.reference_every or training.objective.needs_reference,
          "0 without a reference, which --objective.kl.coef above 0 has"),
         (training, "reference_mix", 0 < training.reference_mix <= 1, "above 0 and at most 1"),

@@ -13,7 +13,8 @@ from areax.rollout.workflows import multi_turn, resolve
 Bad = Literal["stop", "skip"]
 Check = Callable[[dict], str | None]
 
-ASKING = (workflows.single_turn, multi_turn.multi_turn, multi_turn.tool_loop, multi_turn.judged)
+# Workflows that sample from the row's prompt; others may read any fields.
+PROMPTED = (workflows.single_turn, multi_turn.multi_turn, multi_turn.tool_loop, multi_turn.judged)
 
 
 def read(
@@ -28,7 +29,7 @@ def read(
       row: `module:function` that returns a row, or None to leave a record out; "" = records are rows.
       limit: records to read; 0 = all.
       check: raises ValueError for a bad row; returns why a good one is left out all the same, or None.
-      bad: "stop" raises at the first bad row; "skip" leaves out lines that are no JSON objects, records that `row`
+      bad: "stop" raises at the first bad row; "skip" leaves out lines that are not JSON objects, records that `row`
         raises for, and rows that fail the check.
       quiet: prints nothing.
 
@@ -84,17 +85,17 @@ def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
       most: longest prompt in tokens; a longer one is left out; 0 = no limit.
       room: longest sequence in tokens, prompt and completion; 0 = unknown.
     """
-    asking = resolve.find(workflow) in ASKING
+    prompted = resolve.find(workflow) in PROMPTED
 
     def check(row: dict) -> str | None:
-        if not asking and not most:
+        if not prompted and not most:
             return None
         n = len(template.prompt(tokens, row))
         if not n:
             raise ValueError("the prompt must have at least one token, got none")
         if most and n > most:
             return f"longer than --max-prompt {most}"
-        if asking and room and n >= room:
+        if prompted and room and n >= room:
             raise ValueError(
                 f"a prompt must leave room for a completion within {room} tokens, got {n}; leave out longer ones with "
                 f"--max-prompt, or raise --length or --serve.context"

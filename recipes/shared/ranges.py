@@ -1,0 +1,27 @@
+"""Ranges of numbers among a recipe's options."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+MOST = (1 << 63) - 1  # the largest integer that JAX and the servers take
+
+
+def integers(options: Any, **least: int) -> Iterator[str]:
+    """Why integers among a dataclass's options are out of range, one sentence each.
+
+    Args:
+      least: {option: its smallest value}.
+    """
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if not smallest <= value <= MOST:
+            rule = f"at least {smallest}" if value < smallest else f"at most {MOST}"
+            yield f"--{name.replace('_', '-')} must be {rule}, got {value}"
+
+
+def finite(options: Any, *names: str) -> Iterator[str]:
+    """Why numbers among a dataclass's options are negative or not finite, one sentence each."""
+    for name in names:
+        if not 0 <= getattr(options, name) < math.inf:
+            yield f"--{name.replace('_', '-')} must be at least 0 and finite, got {getattr(options, name)}"
