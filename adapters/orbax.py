@@ -50,6 +50,7 @@ class Store:
         """Orbax's checkpointer, created lazily: it is slow to import, and a new run needs it only to save."""
         import orbax.checkpoint as ocp
 
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs a traceback of each error that it raises
         return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def save(self, version: int, state, cursor=None) -> None:
@@ -84,7 +85,13 @@ class Store:
 
     def _finish(self, version: int, directory: Path) -> None:
         """Adds the hashes to a state that is being written, renames it to its name, and removes older states."""
-        self._checkpointer.wait_until_finished()
+        try:
+            self._checkpointer.wait_until_finished()
+        except (
+            ValueError
+        ) as error:  # of tensorstore, for a full disk too: "... to file 5: No space left on device [...]"
+            why = str(error).partition(" [")[0].rpartition(": ")[2]
+            raise OSError(f"{self.path}: version {version} could not be written: {why}") from error
         if jax.process_index() > 0:
             return
         safetensors.write_bytes(directory / HASHES, _hashes_json(version, hashes(directory)))

@@ -3,6 +3,8 @@
 import dataclasses
 import errno
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +214,28 @@ def test_older_states_stay_until_a_newer_one_is_complete(tmp_path, monkeypatch):
     with orbax.open_store(tmp_path) as store:
         assert store.latest == 1 and store.restore(fresh())[1] == {"row": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
+def test_a_state_that_does_not_fit_is_one_line(tmp_path):
+    """What the disk refuses comes from Orbax's threads, which log it with tracebacks, too."""
+    program = """
+import resource, sys
+import jax.numpy as jnp
+from areax.adapters import orbax
+try:
+    with orbax.open_store(sys.argv[1]) as store:
+        store.save(1, {"x": jnp.arange(999.0)})
+        store.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
+        store.save(2, {"x": jnp.arange(999.0)})
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    line = f"{tmp_path}: version 2 could not be written: File too large\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, line, "")
+    with orbax.open_store(tmp_path) as store:
+        assert store.latest == 1
 
 
 def full(path, data):
