@@ -486,7 +486,7 @@ def test_two_steps_on_gsm8k(place):
         config(
             place, "gsm8k", servers=(), model=str(place / "bytes"), data=str(folder / "train.jsonl"),
             row="areax.rollout.tasks.gsm8k:row", reward="areax.rollout.tasks.gsm8k:reward", steps=2, groups=2,
-            group_size=2, length=1024, rows=2, eta=1, sampling=Sampling(max_new_tokens=16),
+            group_size=2, length=1024, max_prompt=1000, rows=2, eta=1, sampling=Sampling(max_new_tokens=16),
             serve=Serve(slots=4, context=1024),
         )
     )  # fmt: skip
