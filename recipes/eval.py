@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from areax.adapters import hf, tokenizer
+from areax.adapters import hf
+from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.runtime import compile_cache
 from areax.recipes.shared import common, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
@@ -26,6 +28,7 @@ class Config:
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a data set on the hub.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
         out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       workflow: an episode: `module:function` of `generate` and a row, or an agent (`rollout.workflows.resolve.bind`).
       workflow_options: further arguments of the workflow, a JSON object.
@@ -51,8 +54,9 @@ class Config:
     data: str
     reward: str
     row: str = ""
+    chat_template_kwargs: Annotated[str, JSON] = ""
     workflow: str = "areax.rollout.workflows:single_turn"
-    workflow_options: str = ""
+    workflow_options: Annotated[str, JSON] = ""
     agent: agents.Options = agents.Options()
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
@@ -68,7 +72,8 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
-        resolve.options(self.workflow_options)
+        json_object("--workflow-options", self.workflow_options)
+        json_object("--chat-template-kwargs", self.chat_template_kwargs)
         for reason in (
             *ranges.integers(self, samples=1, limit=0, max_prompt=0, max_concurrent=1, reward_workers=1, seed=0),
             *serving_conflicts(self.servers, self.serve),
@@ -85,9 +90,9 @@ def main(config: Config) -> dict:
 
 
 async def evaluate(config: Config) -> dict:
-    tokens = tokenizer.load(config.model)
+    tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     rewards.check(config.reward)
-    resolve.check(config.workflow, resolve.options(config.workflow_options))
+    resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options))
     room = 0 if config.servers else min(config.serve.context, hf.read_config(config.model).context)
     check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room)
     asked = rows.read(config.data, config.row, config.limit, check=check, bad=config.bad_rows)
@@ -105,7 +110,7 @@ async def evaluate(config: Config) -> dict:
         episode = await enter(
             resolve.bind(
                 config.workflow, tokenizer=tokens, reward=reward, sampling=config.sampling, agent=config.agent,
-                options=resolve.options(config.workflow_options),
+                options=json_object("--workflow-options", config.workflow_options),
             )
         )  # fmt: skip
         groups = await executor.rollouts(

@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 
 import jax
 
-from areax.adapters import hf, orbax, tokenizer
-from areax.adapters.command_line.options import UNPREFIXED
+from areax.adapters import hf, orbax
+from areax.adapters.command_line.options import UNPREFIXED, json_object
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
@@ -67,7 +67,8 @@ class Config:
     saving: Annotated[Saving, UNPREFIXED] = Saving()
 
     def __post_init__(self):
-        resolve.options(self.rollout.workflow_options)
+        json_object("--workflow-options", self.rollout.workflow_options)
+        json_object("--chat-template-kwargs", self.prompts.chat_template_kwargs)
         for reason in conflicts(self):
             raise ValueError(reason)
 
@@ -87,7 +88,7 @@ def main(config: Config) -> dict:
     with processes.job() as index:
         if inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
-        tokens = tokenizer.load(config.model)
+        tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
         prompts, heldout = read(config, tokens) if index == 0 else (None, [])
@@ -115,7 +116,7 @@ def read(config: Config, tokens) -> tuple:
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)
-    resolve.check(config.rollout.workflow, resolve.options(config.rollout.workflow_options))
+    resolve.check(config.rollout.workflow, json_object("--workflow-options", config.rollout.workflow_options))
     options, heldout, serving = config.prompts, config.evaluation.heldout, config.serving
     length = config.training.length
     room = length if serving.servers else min(length, serving.serve.context)

@@ -70,7 +70,7 @@ def main(config: Config) -> dict:
 def train(config: Config, quiet: bool = False) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
-    tokens = tokenizer.load(config.model)
+    tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     samples = functools.partial(pairs, offline.sampler(tokens), plain)
     rows, heldout = offline.read(config, samples, quiet, check=lambda row: check(row, plain))
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)

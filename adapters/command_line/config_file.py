@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from .options import dataclasses_of, default_of, groups
+from .options import JSON, dataclasses_of, default_of, groups
 
 
 def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], dict[str, Any]]:
@@ -102,6 +102,9 @@ def _arguments(
             inside = prefix if name in sections else f"{prefix}{name}."
             yield from _arguments(value, kind, chosen if isinstance(chosen, kind) else None, choices, inside)
         else:
+            marked = get_type_hints(config, include_extras=True)[name]
+            if JSON in getattr(marked, "__metadata__", ()) and isinstance(value, Mapping):
+                value = json.dumps(value)
             yield _words(prefix, name, value, hints[name])
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import docstring_parser
 import tyro
 
-from .options import dataclasses_of, default_of, groups
+from .options import JSON, dataclasses_of, default_of, groups
 
 WIDTH = 80
 FOOTER = "--help-all: every option, by group   --config FILE: options from YAML or JSON"
@@ -76,6 +76,7 @@ def all_options(config: type, prog: str, given: Any = None) -> str:
 
 def _groups(config: type, given: Any, name: str = "", text: str = "", prefix: str = "") -> Iterator[Group]:
     hints, sections = get_type_hints(config), groups(config)
+    marked = get_type_hints(config, include_extras=True)
     texts = _documented(config)[1]
     plain, below = [], []
     for field in dataclasses.fields(config):
@@ -86,9 +87,9 @@ def _groups(config: type, given: Any, name: str = "", text: str = "", prefix: st
             about = texts.get(field.name) or _documented(kind)[0]
             below.append((kind, default, inside.rstrip(".") or field.name, about, inside))
         else:
-            option = Option(
-                prefix + _dashed(field.name), _values(hints[field.name]), texts.get(field.name, ""), _shown(default)
-            )
+            json = JSON in getattr(marked[field.name], "__metadata__", ())
+            values = "JSON" if json else _values(hints[field.name])
+            option = Option(prefix + _dashed(field.name), values, texts.get(field.name, ""), _shown(default))
             plain.append(option)
     if plain:
         yield Group(name, text, plain)

@@ -19,6 +19,7 @@ import jax
 
 from areax import models
 from areax.adapters import hf, tokenizer
+from areax.adapters.command_line.options import json_object
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
@@ -69,6 +70,16 @@ def open_model(
         return hf.load(path, dtype=dtype, mesh=on)
     config = hf.read_config(path)
     return config, draw(models.table(config), seed, on)
+
+
+def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
+    """The tokenizer of a model, whose chat template is given the variables of `--chat-template-kwargs`."""
+    variables = json_object("--chat-template-kwargs", chat_template_kwargs)
+    tokens = tokenizer.load(path)
+    try:
+        return tokenizer.bind(tokens, variables)
+    except ValueError as error:
+        raise ValueError(f"--chat-template-kwargs: {error}; {path}") from None
 
 
 def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):

@@ -1,9 +1,10 @@
 """The options that sft, distill and preference share; their Configs inherit them and state what differs."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from areax import models
+from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.tracking.sinks import Sinks
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
@@ -24,6 +25,7 @@ class Options:
         state, metrics, report.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
         out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
       bad_rows: "stop" ends the run at the first row that cannot be used, before anything starts; "skip" leaves such
         rows out and prints how many.
@@ -49,6 +51,7 @@ class Options:
     data: str
     out: str = ""
     row: str = ""
+    chat_template_kwargs: Annotated[str, JSON] = ""
     limit: int = 0
     bad_rows: Bad = "stop"
     init: Literal["checkpoint", "random"] = "checkpoint"
@@ -73,5 +76,6 @@ class Options:
         least = dict(steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0)
         for reason in (*ranges.integers(self, **least), *ranges.finite(self, "save_minutes")):
             raise ValueError(reason)
+        json_object("--chat-template-kwargs", self.chat_template_kwargs)
         if self.evaluate_every and not self.heldout:
             raise ValueError(f"--evaluate-every {self.evaluate_every} needs --heldout, rows to evaluate on, got none")

@@ -5,9 +5,10 @@ import math
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from areax import models
+from areax.adapters.command_line.options import JSON
 from areax.adapters.tracking import sinks
 from areax.core import losses
 from areax.core.balance import Balance
@@ -34,6 +35,7 @@ class Prompts:
     Attributes:
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
         out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+      chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
       bad_rows: "stop" ends the run at the first row that cannot be used, before anything starts; "skip" leaves such
         rows out and prints how many.
@@ -42,6 +44,7 @@ class Prompts:
     """
 
     row: str = ""
+    chat_template_kwargs: Annotated[str, JSON] = ""
     limit: int = 0
     bad_rows: Bad = "stop"
     max_prompt: int = 0
@@ -65,7 +68,7 @@ class Rollout:
     """
 
     workflow: str = "areax.rollout.workflows:single_turn"
-    workflow_options: str = ""
+    workflow_options: Annotated[str, JSON] = ""
     agent: agents.Options = agents.Options()
     groups: int = 32
     group_size: int = 8

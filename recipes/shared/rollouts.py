@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from areax.adapters.command_line.options import json_object
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.scheduling import episodes, executor
@@ -65,7 +66,7 @@ async def opened(
         )  # fmt: skip
         bind = functools.partial(
             resolve.bind, rollout.workflow, tokenizer=tokens, reward=pool, agent=rollout.agent,
-            options=resolve.options(rollout.workflow_options),
+            options=json_object("--workflow-options", rollout.workflow_options),
         )  # fmt: skip
         train = fitting(await enter(bind(sampling=rollout.sampling)), training.length, rollout)
         if training.teachers:

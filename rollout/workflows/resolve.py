@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -73,21 +72,6 @@ async def bind(
         run = agents.coroutine(found)
     async with agents.played(run, name, **bound, options=agent) as workflow:
         yield workflow
-
-
-def options(text: str) -> dict[str, Any]:
-    """Parses `--workflow-options` into a dict.
-
-    Raises:
-      ValueError: it is not a JSON object.
-    """
-    try:
-        given = json.loads(text or "{}")
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ValueError(f"--workflow-options must be a JSON object, such as '{{\"turns\": 4}}', got {text!r:.80}")
-    return given
 
 
 def check(name: str, options: Mapping[str, Any]) -> None:
