@@ -35,6 +35,8 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 def load(path: str | Path) -> Any:
     """Loads the tokenizer of a model folder, or of a hub model `owner/name`."""
+    is_path = isinstance(path, Path)
+    path = hub.folder(path, needs=FILES)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
@@ -45,7 +47,7 @@ def load(path: str | Path) -> Any:
                     raise ValueError("no JSON object")
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: damaged or half-written: {error}; copy it again from its source") from None
-    elif isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    elif is_path or path.startswith(("/", ".", "~")) or "/" in path:
         raise ValueError(f"tokenizer.load: no such folder, got {path}")
     else:
         hub.check(path)

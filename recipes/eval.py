@@ -9,7 +9,7 @@ import numpy as np
 
 from areax.adapters import hf
 from areax.adapters.command_line.options import JSON, json_object
-from areax.adapters.runtime import compile_cache
+from areax.adapters.runtime import compile_cache, hub
 from areax.recipes.shared import common, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
@@ -24,10 +24,10 @@ class Config:
     """Evaluates a checkpoint on rows, with a reward.
 
     Attributes:
-      model: Hugging Face directory: weights, config.json and tokenizer; with `servers` only the tokenizer is read.
+      model: Hugging Face directory, or a model on the hub, `owner/name`; with `servers` only the tokenizer is read.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a data set on the hub.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
-        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+        out; "" = records are rows, or of a usual format that their fields tell (docs/add-a-data-set.md).
       chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       workflow: an episode: `module:function` of `generate` and a row, or an agent (`rollout.workflows.resolve.bind`).
@@ -93,9 +93,11 @@ async def evaluate(config: Config) -> dict:
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     rewards.check(config.reward)
     resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options))
-    room = 0 if config.servers else min(config.serve.context, hf.read_config(config.model).context)
+    room = 0 if config.servers else min(config.serve.context, hf.read_config(hub.folder(config.model)).context)
     check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room)
-    asked = rows.read(config.data, config.row, config.limit, check=check, bad=config.bad_rows)
+    asked = rows.read(
+        config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
+    )
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         fleet = await enter(

@@ -32,7 +32,7 @@ from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
     "model", "data", "reward", "out", "heldout", "servers", "steps", "groups", "group_size", "eta",
-    "sampling.max_new_tokens", "length", "rows", "optim.lr", "run.dtype",
+    "sampling.max_new_tokens", "length", "rows", "optim.lr", "objective.kl.coef", "run.dtype",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ class Config:
     """Asynchronous reinforcement learning; the objective is GRPO unless another is chosen.
 
     Attributes:
-      model: Hugging Face directory: weights, config.json and tokenizer.
+      model: Hugging Face directory: weights, config.json and tokenizer; or a model on the hub, `owner/name`.
       data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub.
       reward: `module:function` or `file.py:function`: called as f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
@@ -121,7 +121,8 @@ def read(config: Config, tokens) -> tuple:
     length = config.training.length
     room = length if serving.servers else min(length, serving.serve.context)
     check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room)
-    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows)
+    recognise = rows.asks(config.rollout.workflow)
+    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=recognise)
     prompts, heldout_rows = read(config.data, limit=options.limit), read(heldout) if heldout else []
     return ordered(prompts, options.curriculum, seed=config.seed), heldout_rows
 

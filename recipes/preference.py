@@ -15,6 +15,7 @@ import jax
 
 from areax import models
 from areax.adapters import hf, tokenizer
+from areax.adapters.runtime import hub
 from areax.core import losses, preference, step
 from areax.core.optim import Optimizer
 from areax.recipes.shared import common, learner, offline, offline_options
@@ -134,10 +135,11 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     if not isinstance(config.objective, losses.RewardModel):
         return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     if config.init == "random":
-        settings = replace(hf.read_config(config.model), value_head=True, tied=True)
+        settings = replace(hf.read_config(hub.folder(config.model)), value_head=True, tied=True)
         params = common.draw(models.table(settings), config.seed, mesh)
     else:
-        settings, params = hf.load(config.model, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
+        path = hub.folder(config.model, weights=True)
+        settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
         settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}
     return replace(settings, source=json.dumps({**json.loads(settings.source), "pad_token_id": pad_id(tokens)})), params
 

@@ -66,8 +66,8 @@ ROWS = {  # a row -> what is wrong with it
     "prompt": [
         ({**REPLY, "prompt": 3}, "'prompt' must be a text, got 3"),
         ({**REPLY, "prompt": True}, "'prompt' must be a text, got True"),
-        ({**REPLY, "prompt": ["a"]}, "'prompt' must be a text, got ['a']"),
         ({**REPLY, "prompt": {"a": 1}}, "'prompt' must be a text, got {'a': 1}"),
+        ({**REPLY, "prompt": ["a"]}, "'prompt' must be a text, got ['a']"),
         ({**REPLY, "prompt": [USER]}, "'prompt' must be a text, got [{'role'"),
         ({**REPLY, "prompt": float("nan")}, "'prompt' must be a text, got nan"),
         ({**REPLY, "prompt": None}, "a row needs either 'prompt' or 'messages', got the fields"),
@@ -340,6 +340,36 @@ def test_bad_rows_may_be_left_out_and_are_counted(capsys, tmp_path):
         ValueError, match="all 2 rows are left out, bad .*, the first: .*:1: not JSON: .*; at least one"
     ):
         rows.read(source, bad="skip")
+
+
+KNOWN = {  # records without --row -> (what makes rows of them, a field of the row)
+    "gsm8k": ({"question": "1+1", "answer": "It is 2.\n#### 2"}, "areax.rollout.tasks.gsm8k:row", ("answer", "2")),
+    "pair": ({"query": "1+1", "response": "2"}, "areax.adapters.data.formats:prompt_answer", ("completion", "2")),
+    "row": ({"prompt": "1+1", "completion": "2"}, "", ("prompt", "1+1")),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_formats_need_no_row_function_and_are_said(capsys, tmp_path, name):
+    record, function, (field, value) = KNOWN[name]
+    source = str(tiny.rows(tmp_path / "rows.jsonl", [record] * 3))
+    check = rows.prompts(tokenizer.byte_level(), "areax.rollout.workflows:single_turn")
+    made = rows.read(source, check=check, recognise=True)
+    assert len(made) == 3 and made[0][field] == value and made[0]["prompt"]
+    said = f"{source}: rows are made of the fields {sorted(record)} by --row {function}\n" if function else ""
+    assert capsys.readouterr().err == said
+    assert rows.read(source, check=check, recognise=True, quiet=True) == made and not capsys.readouterr().err
+    if function:
+        assert rows.read(source, function, check=check) == made
+        assert rows.read(source) == [record] * 3  # for workflows that read their rows as they like
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "sft", "dpo", "distill"])
+def test_records_of_no_known_format_name_their_fields_and_the_way_out(capsys, place, tmp_path, recipe):
+    data = tiny.rows(tmp_path / "rows.jsonl", [{"text": "1+1", "label": 2}])
+    said = line(capsys, place, words(place, recipe, data=data))
+    assert said.startswith(f"{data}:1: a row needs either 'prompt' or 'messages', got the fields ['label', 'text']; ")
+    assert "question/answer, " in said and said.endswith("and --row FILE.py:FUNCTION converts other records\n")
 
 
 def test_rows_of_other_workflows_are_theirs(place):

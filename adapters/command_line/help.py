@@ -57,6 +57,11 @@ def first_screen(config: type, names: Sequence[str], prog: str, given: Any = Non
     return "\n".join([*usage, short(_documented(config)[0], WIDTH), "", *lines, "", FOOTER])
 
 
+def names(config: type, given: Any = None) -> set[str]:
+    """The names of all options, without dashes in front."""
+    return {option.name for group in _groups(config, given) for option in group.options}
+
+
 def all_options(config: type, prog: str, given: Any = None) -> str:
     """Every option with its meaning and default, by group."""
     wrapped = lambda text, indent: textwrap.wrap(

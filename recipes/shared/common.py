@@ -20,6 +20,7 @@ import jax
 from areax import models
 from areax.adapters import hf, tokenizer
 from areax.adapters.command_line.options import json_object
+from areax.adapters.runtime import hub
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
@@ -61,14 +62,14 @@ def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Me
 def open_model(
     path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32"
 ):
-    """(config, sharded weights) of a Hugging Face directory, of which "random" needs only config.json.
+    """(config, sharded weights) of a model, a directory or hub name, of which "random" needs only config.json.
 
     Args:
       dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
     """
     if init == "checkpoint":
-        return hf.load(path, dtype=dtype, mesh=on)
-    config = hf.read_config(path)
+        return hf.load(hub.folder(path, weights=True), dtype=dtype, mesh=on)
+    config = hf.read_config(hub.folder(path))
     return config, draw(models.table(config), seed, on)
 
 
@@ -98,7 +99,7 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
                 f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
                 f"of {i}; choose a teacher of the same family"
             )
-    return hf.load(path, dtype=run.dtype or "float32", mesh=on)
+    return hf.load(hub.folder(path, weights=True), dtype=run.dtype or "float32", mesh=on)
 
 
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
@@ -152,7 +153,7 @@ async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 def check_length(model: str, length: int) -> None:
     """Raises ValueError if rows of `length` tokens are longer than the model's context: nothing could fill them."""
-    context = hf.read_config(model).context
+    context = hf.read_config(hub.folder(model)).context
     if length > context:
         raise ValueError(f"--length must be at most {context}, the context of {model}, got {length}")
 
@@ -236,6 +237,7 @@ async def fleet(
       experts_per_token: as `client.connect`.
     """
     keys.read(keys.SERVER)  # an invalid one is refused before servers start
+    path = path if urls else hub.folder(os.fspath(path), weights=True)
     prepare = None
     connect = functools.partial(
         client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,

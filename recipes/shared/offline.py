@@ -83,7 +83,7 @@ def read(
             raise ValueError(f"a row must fit in --length {config.length} tokens, got {n}; or use --too-long drop")
         return f"longer than --length {config.length}"
 
-    read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, quiet=quiet)
+    read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet)
     train, heldout = read(config.data, limit=config.limit), read(config.heldout) if config.heldout else []
     processes.same("options and rows", config, train, heldout)
     return train, heldout

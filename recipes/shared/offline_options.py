@@ -19,12 +19,12 @@ class Options:
     """Options of training on given rows. A Config may override a field's default and its help text.
 
     Attributes:
-      model: Hugging Face directory: weights, config.json and tokenizer.
+      model: Hugging Face directory: weights, config.json and tokenizer; or a model on the hub, `owner/name`.
       data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, report.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
-        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+        out; "" = records are rows, or of a usual format that their fields tell (docs/add-a-data-set.md).
       chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
       bad_rows: "stop" ends the run at the first row that cannot be used, before anything starts; "skip" leaves such

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
-from areax.adapters.data import datasets
+from areax.adapters.data import datasets, formats
 from areax.rollout import object_path, workflows
 from areax.rollout.chat import template
 from areax.rollout.workflows import multi_turn, resolve
@@ -13,20 +13,23 @@ from areax.rollout.workflows import multi_turn, resolve
 Bad = Literal["stop", "skip"]
 Check = Callable[[dict], str | None]
 
-# Workflows that sample from the row's prompt; others may read any fields.
 PROMPTED = (workflows.single_turn, multi_turn.multi_turn, multi_turn.tool_loop, multi_turn.judged)
+
+
+KNOWN = f"{', '.join('/'.join(pair) for pair in formats.PAIRS)}, instruction/output and conversations"
 
 
 def read(
     source: str, row: str = "", limit: int = 0, *, check: Check = lambda row: None, bad: Bad = "stop",
-    quiet: bool = False,
+    recognise: bool = False, quiet: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Reads rows from a file, a folder or the hub, converted by the function that `row` names, and checks each.
 
-    Prints to stderr how many are left out, and why.
+    Prints to stderr how many are left out, and why, and the format that was recognised.
 
     Args:
-      row: `module:function` that returns a row, or None to leave a record out; "" = records are rows.
+      row: `module:function` that returns a row, or None to leave a record out; "" = records are rows, or if
+        `recognise` of the format that the first one has.
       limit: records to read; 0 = all.
       check: raises ValueError for a bad row; returns why a good one is left out all the same, or None.
       bad: "stop" raises at the first bad row; "skip" leaves out lines that are not JSON objects, records that `row`
@@ -36,14 +39,24 @@ def read(
     Raises:
       ValueError: a bad row, or no row is left.
     """
-    convert = object_path.resolve(row) if row else None
     refused: list[ValueError] = []
     left: Counter[str] = Counter()
     rows = []
     records = datasets.placed(source, limit=limit or None, bad=refused.append if bad == "skip" else None)
-    total = len(records) + len(refused)
+    total, recognise = len(records) + len(refused), recognise and not row
+    if recognise:
+        known = (formats.recognised(record) for record, _ in records[: 1 if bad == "stop" else None])
+        row = next((name for name in known if name is not None), "")
+        if row and not quiet:
+            print(f"{source}: rows are made of the fields {sorted(records[0][0])} by --row {row}", file=sys.stderr)
+    convert = object_path.resolve(row) if row else None
     for record, place in records:
         try:
+            if recognise and formats.recognised(record) is None:
+                raise ValueError(
+                    f"a row needs either 'prompt' or 'messages', got the fields {sorted(record)}; also read are "
+                    f"{KNOWN}, and --row FILE.py:FUNCTION converts other records"
+                )
             made = _converted(convert, row, record) if convert else record
             why = f"by {row}" if made is None else check(made)
         except ValueError as error:
@@ -76,6 +89,11 @@ def _converted(convert: Callable[[dict], Any], name: str, record: dict) -> dict 
     return made
 
 
+def asks(workflow: str) -> bool:
+    """Whether a workflow samples from the row's prompt; others may read any fields."""
+    return resolve.find(workflow) in PROMPTED
+
+
 def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
     """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
 
@@ -85,7 +103,7 @@ def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
       most: longest prompt in tokens; a longer one is left out; 0 = no limit.
       room: longest sequence in tokens, prompt and completion; 0 = unknown.
     """
-    prompted = resolve.find(workflow) in PROMPTED
+    prompted = asks(workflow)
 
     def check(row: dict) -> str | None:
         if not prompted and not most:
