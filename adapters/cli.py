@@ -174,7 +174,8 @@ def eval(*options: str) -> int:
     """Evaluate a checkpoint on rows with a reward: areax eval --model PATH --data ROWS --reward NAME."""
     from ..recipes import eval
 
-    print(json.dumps(eval.main(parse.parse(eval.Config, options, "areax eval")), indent=2))
+    config = parse.parse(eval.Config, options, "areax eval")
+    _show(eval.main(config), config.json)
     return 0
 
 

@@ -2,18 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
-
-import numpy as np
 
 from areax.adapters import hf
 from areax.adapters.command_line.options import JSON, json_object
+from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
-from areax.recipes.shared import common, ranges, rows
+from areax.adapters.tracking import run_dir
+from areax.recipes.shared import common, evaluation, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
-from areax.rollout.scheduling import episodes, executor
+from areax.rollout.scheduling import executor
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
 from areax.rollout.workflows import agents, resolve
@@ -36,7 +38,10 @@ class Config:
       servers: addresses of generation servers; none = starts one with `model` on this machine. Their key, if any,
         is in AREAX_SERVER_KEY, or in the file that AREAX_SERVER_KEY_FILE names.
       serve: options of servers that are started here.
-      samples: completions per row.
+      out: folder for results.json, answers.jsonl (a line per row: row, prompt, answers, rewards, finish, lengths) and
+        report.html; "" = none.
+      json: print the results as JSON.
+      samples: completions per row, for avg@n and pass@k; give a temperature, too.
       limit: records to read; 0 = all.
       bad_rows: "stop" ends the command at the first row that cannot be used, "skip" leaves such rows out and prints how
         many.
@@ -60,6 +65,8 @@ class Config:
     agent: agents.Options = agents.Options()
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
+    out: str = ""
+    json: bool = False
     samples: int = 1
     limit: int = 0
     bad_rows: rows.Bad = "stop"
@@ -84,12 +91,28 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    """Returns {"accuracy": mean reward, "rows", "samples", "unscorable", "truncated", "length", "stderr"}."""
+    """Writes `out`, if any, and returns {"accuracy": mean reward, ...}, as `evaluation.summary`."""
+    if config.out:
+        common.check_directory("--out", config.out)
     compile_cache.keep()
-    return asyncio.run(evaluate(config))
+    results, answers = asyncio.run(evaluate(config))
+    if config.out:
+        write(config, results, answers)
+    return results
 
 
-async def evaluate(config: Config) -> dict:
+def write(config: Config, results: dict, answers: list[dict]) -> None:
+    """Writes results.json, answers.jsonl and report.html into `config.out`."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers)
+    run_dir.write_text(out / "answers.jsonl", lines)
+    page.write(out / "report.html", f"{config.data} by {config.model}", results, answers)
+    run_dir.write_json(out / "results.json", results)
+
+
+async def evaluate(config: Config) -> tuple[dict, list[dict]]:
+    """(results, answers); as `evaluation.summary` and `evaluation.answers`."""
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     rewards.check(config.reward)
     resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options))
@@ -119,16 +142,4 @@ async def evaluate(config: Config) -> dict:
             episode, fleet.generate, asked, group_size=config.samples, max_concurrent=config.max_concurrent,
             seed=config.seed if fleet.seeded else None,
         )  # fmt: skip
-    samples = [s for group in groups for s in group]
-    groups = [episodes.one_a_rollout(group) for group in groups]
-    values = [np.array([episodes.outcome(s) for s in group]) for group in groups]
-    reward_R = np.array([np.nanmean(x) for x in values if not np.isnan(x).all()])
-    return {
-        "accuracy": float(reward_R.mean()) if len(reward_R) else None,
-        "stderr": float(reward_R.std(ddof=1) / len(reward_R) ** 0.5) if len(reward_R) > 1 else None,
-        "rows": len(asked),
-        "samples": len(samples),
-        "unscorable": int(sum(s.reward != s.reward for s in samples)),
-        "truncated": float(np.mean([s.finish == "length" for s in samples])) if samples else None,
-        "length": float(np.mean([s.mask.sum() for s in samples])) if samples else None,
-    }
+    return evaluation.summary(groups, config.samples), evaluation.answers(asked, groups, tokens)

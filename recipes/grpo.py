@@ -22,7 +22,7 @@ from areax.adapters.command_line.options import UNPREFIXED, json_object
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
 from areax.parallel.multihost import lockstep, processes
-from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts, rows
+from areax.recipes.shared import common, evaluation, learner, probe, publishing, rl_log, rollouts, rows
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
@@ -91,7 +91,7 @@ def main(config: Config) -> dict:
         tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
-        prompts, heldout = read(config, tokens) if index == 0 else (None, [])
+        prompts, heldout = read(config, tokens) if index == 0 else (None, {})
         processes.same("options", config)
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
@@ -109,7 +109,10 @@ def main(config: Config) -> dict:
 
 
 def read(config: Config, tokens) -> tuple:
-    """Reads (prompts, held-out rows); raises ValueError if reward or workflow do not exist, or a key is refused."""
+    """Reads (prompts, {name: held-out rows}).
+
+    Raises ValueError if reward or workflow do not exist, or a key is refused.
+    """
     rollouts.check_keys(config.serving, config.training)
     common.check_directory("--out", config.out)
     common.check_length(config.model, config.training.length)
@@ -117,14 +120,14 @@ def read(config: Config, tokens) -> tuple:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)
     resolve.check(config.rollout.workflow, json_object("--workflow-options", config.rollout.workflow_options))
-    options, heldout, serving = config.prompts, config.evaluation.heldout, config.serving
+    options, heldout, serving = config.prompts, evaluation.named(config.evaluation.heldout), config.serving
     length = config.training.length
     room = length if serving.servers else min(length, serving.serve.context)
     check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room)
     recognise = rows.asks(config.rollout.workflow)
     read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=recognise)
-    prompts, heldout_rows = read(config.data, limit=options.limit), read(heldout) if heldout else []
-    return ordered(prompts, options.curriculum, seed=config.seed), heldout_rows
+    prompts = ordered(read(config.data, limit=options.limit), options.curriculum, seed=config.seed)
+    return prompts, {name: read(source) for name, source in heldout.items()}
 
 
 def build_trainer(config: Config) -> Trainer:
@@ -181,7 +184,8 @@ async def train(
         episodes = await enter_async(
             rollouts.opened(
                 config.reward, config.rewards, config.rollout, config.training, tokens,
-                vocabulary=trainer.policy.settings.vocab, greedy=bool(heldout) or objective.advantage.mean == "greedy",
+                vocabulary=trainer.policy.settings.vocab, sampled=config.evaluation.heldout_samples > 1,
+                greedy=bool(heldout) or objective.advantage.mean == "greedy",
             )
         )  # fmt: skip
         executor = await enter_async(
@@ -207,10 +211,11 @@ async def train(
             run_on_all("save", v, position)
 
         async def evaluate(v: int) -> None:
-            accuracy, rows = await rollouts.accuracy(
-                episodes.greedy, fleet.generate, heldout, max_concurrent=config.rollout.max_concurrent
-            )
-            log.evaluation(v, accuracy, rows)
+            sets = await rollouts.evaluate(
+                episodes.sampled, fleet.generate, heldout, samples=config.evaluation.heldout_samples,
+                max_concurrent=config.rollout.max_concurrent, seed=config.seed if fleet.seeded else None,
+            )  # fmt: skip
+            log.evaluation(v, sets)
 
         seconds = await common.interruptible(
             loop.run(
@@ -228,9 +233,10 @@ async def train(
         "checkpoint": str(checkpoint),
         "steps": done,
         "complete": done >= config.steps,
-        "accuracy": log.accuracy.get(done),
-        "accuracies": {str(v): a for v, a in sorted(log.accuracy.items())},
-        "heldout_rows": len(heldout),
+        "accuracy": log.evaluations.get(done, {}).get("accuracy"),
+        "accuracies": {str(v): x["accuracy"] for v, x in sorted(log.evaluations.items())},
+        "evaluation": log.evaluations.get(done),
+        "heldout_rows": sum(map(len, heldout.values())),
         "server_version": served,
         "time": seconds,
         "counts": counts,

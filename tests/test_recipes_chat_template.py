@@ -145,7 +145,7 @@ def test_training_and_evaluation_sample_from_these_prompts_and_the_run_records_t
         base = grpo.Config(given.pop("model"), given.pop("data"), given.pop("reward"))
         config = options.replaced(
             base, **given, out=str(place / "run"), steps=1, groups=2, group_size=2, rows=2, length=128,
-            heldout=str(place / "rows.jsonl"), chat_template_kwargs=OPTION,
+            heldout=(str(place / "rows.jsonl"),), chat_template_kwargs=OPTION,
         )  # fmt: skip
         assert grpo.main(config)["accuracies"] == {"0": 1.0, "1": 1.0}
         evaluated = eval.Config(

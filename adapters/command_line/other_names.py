@@ -342,7 +342,7 @@ def renamed(name: str, known: Collection[str]) -> str:
     """An option's name here, of one that may be an alias; both without dashes in front."""
     dashed = name.replace("_", "-")
     target = ALIASES.get(dashed)
-    return target if target in known and dashed not in known else name
+    return target if target and target in known and dashed not in known else name
 
 
 def _means(word: str, wanted: str) -> bool:

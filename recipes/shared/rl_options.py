@@ -16,7 +16,7 @@ from areax.core.critic import Critic
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared import ranges
+from areax.recipes.shared import evaluation, ranges
 from areax.recipes.shared.rows import Bad
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys
@@ -195,11 +195,13 @@ class Evaluation:
     """Evaluation on held-out rows.
 
     Attributes:
-      heldout: rows evaluated greedily and never trained on; "" = none.
+      heldout: rows evaluated and never trained on; several sets as NAME=ROWS ..., measured as NAME/accuracy etc.
+      heldout_samples: completions per held-out row: 1 = greedy; more are sampled as in training, for avg@n and pass@k.
       evaluate_every: batches between evaluations; 0 = before the first and after the last batch.
     """
 
-    heldout: str = ""
+    heldout: tuple[str, ...] = ()
+    heldout_samples: int = 1
     evaluate_every: int = 0
 
 
@@ -236,7 +238,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
     yield from ranges.integers(rollout, groups=1, group_size=1, eta=0, max_concurrent=1)
     yield from ranges.integers(rewards, reward_workers=1)
     yield from ranges.integers(training, length=2, rows=1, minibatches=1, epochs=1, reference_every=0)
-    yield from ranges.integers(config.evaluation, evaluate_every=0)
+    yield from ranges.integers(config.evaluation, heldout_samples=1, evaluate_every=0)
     yield from ranges.integers(config.saving, save_every=0, samples_every=0)
     yield from ranges.finite(config.saving, "save_minutes")
     yield from ranges.finite(training, "distill_coef")
@@ -280,7 +282,7 @@ def _is_address(url: str) -> bool:
 
 
 def _rollout_conflicts(config: Any) -> Iterator[str]:
-    rollout, objective, heldout = config.rollout, config.training.objective, config.evaluation.heldout
+    rollout, objective, heldout = config.rollout, config.training.objective, evaluation.named(config.evaluation.heldout)
     sampling = rollout.sampling
     if not sampling.temperature > 0:
         yield (
@@ -292,13 +294,15 @@ def _rollout_conflicts(config: Any) -> Iterator[str]:
                 f"--sampling.{name.replace('_', '-')} must be {getattr(Sampling, name)}: training needs samples from "
                 f"the full distribution, got {value}"
             )
+    if config.evaluation.heldout_samples > 1 and not heldout:
+        yield f"--heldout-samples {config.evaluation.heldout_samples} needs --heldout, rows to evaluate on, got none"
     if config.evaluation.evaluate_every and not heldout:
         yield f"--evaluate-every {config.evaluation.evaluate_every} needs --heldout, rows to evaluate on, got none"
     if rollout.workflow == resolve.ONLINE and (heldout or objective.advantage.mean not in ("batch", "none")):
         yield (
             "--workflow online: users' sessions form no groups to compare, and cannot be evaluated; use "
             f"--objective.advantage.mean batch without --heldout, got {objective.advantage.mean} and "
-            f"{heldout or 'none'}"
+            f"{' '.join(heldout.values()) or 'none'}"
         )
     if rollout.groups % config.training.minibatches:
         yield f"--minibatches must divide --groups {rollout.groups}, got {config.training.minibatches}"
