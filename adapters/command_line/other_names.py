@@ -327,13 +327,14 @@ def hint(name: str, known: Collection[str]) -> str | None:
       known: the options of the command; rows that name others are passed over.
     """
     parts = name.replace("-", "_").split(".")
+    rows = [(library.library, *row) for library in LIBRARIES for row in library.rows if _usable(row[1], known)]
     for wanted in (".".join(parts[i:]) for i in range(len(parts))):
         if ALIASES.get(wanted.replace("_", "-")) in known:
             return f"use --{ALIASES[wanted.replace('_', '-')]}"
-        for library in LIBRARIES:
-            for theirs, here in library.rows:
-                if any(_means(word, wanted) for word in QUOTED.findall(theirs)) and _usable(here, known):
-                    option, text = f"{library.library}'s {wanted}", here.replace("`", "")
+        for means in (_is, _ends_in):
+            for library, theirs, here in rows:
+                if any(means(word, wanted) for word in QUOTED.findall(theirs)):
+                    option, text = f"{library}'s {wanted}", here.replace("`", "")
                     return f"{option} needs no option here{text[1:]}" if text[0] == "=" else f"{option} is here: {text}"
     return None
 
@@ -345,10 +346,12 @@ def renamed(name: str, known: Collection[str]) -> str:
     return target if target and target in known and dashed not in known else name
 
 
-def _means(word: str, wanted: str) -> bool:
-    if word.endswith("*"):
-        return wanted.startswith(word[:-1])
-    return wanted == word or ("_" in wanted and wanted == word.rpartition(".")[2])
+def _is(word: str, wanted: str) -> bool:
+    return wanted.startswith(word[:-1]) if word.endswith("*") else word == wanted
+
+
+def _ends_in(word: str, wanted: str) -> bool:
+    return "_" in wanted and word.rpartition(".")[2] == wanted  # only names of several words tell what is meant
 
 
 def _usable(here: str, known: Collection[str]) -> bool:
