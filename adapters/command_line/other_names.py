@@ -114,7 +114,7 @@ TRL_OFFLINE = Names(
         ("`packing`, `padding_free`, `completion_only_loss`", "="),
         ("`assistant_only_loss`", "`--learn` all"),
         ("`beta`", "`--objective.beta`"),
-        ("`loss_type`", "`areax train dpo`, `ipo`, `simpo`, `orpo`, `kto`"),
+        ("`loss_type`", "of preferences: `areax train dpo`, `ipo`, `simpo`, `orpo`, `kto`"),
         ("`label_smoothing`", "`--objective.label-smoothing`"),
         ("`teacher_model_name_or_path`", "`--teacher`"),
         ("`lmbda`", "on-policy distillation: `areax train grpo` with a teacher"),

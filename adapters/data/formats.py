@@ -44,6 +44,8 @@ def recognised(record: dict) -> str | None:
         return f"{__name__}:{'preference' if 'chosen' in fields else 'conversational'}"
     if fields & {"prompt", "messages"}:
         return ""
+    if "rejected" in fields and TURN.match(str(record.get("chosen"))):
+        return f"{__name__}:hh_rlhf"
     if "question" in fields and "####" in str(record.get("answer")):
         return "areax.rollout.tasks.gsm8k:row"
     if "problem" in fields and "\\boxed" in str(record.get("solution")):
