@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import kl, metrics
-from .corrections import bounded_exp
+from .clipping import bounded_exp
 from .metrics import Metric
 from .segments import last, to_tokens, total
 
