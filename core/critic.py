@@ -53,7 +53,7 @@ class Critic:
             "value": metrics.of(value_BT, mask_BT),
             "return": metrics.of(return_BT, mask_BT),
             "value_error": metrics.of(error_BT, mask_BT),
-            "moment_return2": metrics.of(jnp.square(return_BT), mask_BT),
+            "moment_return": metrics.moments(return_BT, return_BT, mask_BT),
         }
         if self.clip:
             moved_BT = clip(value_BT - before_BT, -self.clip, self.clip)

@@ -78,7 +78,7 @@ def k2(logp_BT, ref_BT):
 
 @shaped
 def k3(logp_BT, ref_BT):
-    """exp(log r) - 1 - log r, where log r = ref - logp is clipped to +-20, without gradient beyond; expm1 keeps it exact
+    """exp(log r) - 1 - log r; log r = ref - logp is clipped to +-20, without gradient beyond, and expm1 keeps it exact
     near 0."""
     log_BT = bounded_log(ref_BT - logp_BT)
     return jnp.expm1(log_BT) - log_BT
