@@ -94,9 +94,9 @@ def test_requests_are_checked():
 
 @pytest.fixture(scope="module")
 def guides(tmp_path_factory):
-    """The folder of the guides' code with its imports replaced by the command in docs/migrating.md."""
+    """The folder of the guides' code with its imports replaced by the command in docs/train-an-agent.md."""
     tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("areal")
-    [program] = re.findall(r"sed -i '(.*)'", (tests.parent / "docs" / "migrating.md").read_text())
+    [program] = re.findall(r"sed -i '(.*?)'", (tests.parent / "docs" / "train-an-agent.md").read_text())
     for name in ("areal_skills", "areal_skill_rewards"):
         with open(folder / f"{name.removeprefix('areal_')}.py", "w") as file:
             subprocess.run(["sed", program, tests / f"{name}.py"], stdout=file, check=True)
