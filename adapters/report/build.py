@@ -18,13 +18,12 @@ TOKEN_BUDGET = 200_000  # tokens of samples in the report: about 6 MB
 RESERVED = set(tracker.OURS)
 
 
-def report(run_dir, out=None) -> pathlib.Path:
+def report(run_dir, out=None, *, trace: bool = True) -> pathlib.Path:
     """Writes the report of a run directory (see `run_dir`) and returns its path; any of the data may be missing.
-
-    If there is a journal, also writes `trace.json`.
 
     Args:
       out: file to write; None = report.html in the run directory.
+      trace: also writes `trace.json`, if there is a journal, which may be long.
     """
     run_dir = pathlib.Path(run_dir)
     if not run_dir.is_dir():
@@ -35,7 +34,8 @@ def report(run_dir, out=None) -> pathlib.Path:
     out = pathlib.Path(out) if out is not None else run_dir / "report.html"
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"report: out must be a file in a directory that exists, got {out}")
-    chrome_trace.write(run_dir)
+    if trace:
+        chrome_trace.write(run_dir)
     tracker.write_text(out, _page(run_dir))
     return out
 

@@ -88,6 +88,13 @@ def read_lines(path) -> Iterator[dict]:
                 yield parse(line, path, number)
 
 
+def logged(path, kind: str, step: int) -> dict:
+    """The metrics of one kind and step in a run directory, by name."""
+    lines = read_lines(pathlib.Path(path) / METRICS)
+    found = [line for line in lines if (line.get("kind"), line.get("step")) == (kind, step)]
+    return {name: value for line in found for name, value in line.items() if name not in OURS}
+
+
 def parse(line: bytes, path, number: int) -> dict:
     """Parses a line as a JSON object; raises ValueError with its number if it is not one."""
     try:
@@ -204,7 +211,8 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
     """Opens a run directory for appending, creating it if needed.
 
     Args:
-      config: a dataclass or mapping to write to config.json.
+      config: a dataclass or mapping to write to config.json; None = the run has nothing left to train. A run that goes
+        on loses the summary of its former process: only one that ended has results.
       keep: {kind: last step to keep}: later lines of that kind are removed from both files. A run that resumes after
         step 40 passes {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
       quiet: reads and writes nothing: for the other processes of a job.
@@ -219,6 +227,7 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
     path.mkdir(parents=True, exist_ok=True)
     if config is not None:
         write_json(path / CONFIG, config)
+        (path / SUMMARY).unlink(missing_ok=True)
     for name in (METRICS, SAMPLES):
         if (path / name).exists():
             _cut(path / name, keep or {})

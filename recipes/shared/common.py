@@ -1,16 +1,13 @@
-"""Helpers of every recipe: devices and memory, models from paths, clean stops, generation servers."""
+"""Helpers of every recipe: devices and memory, models from paths, the run's directory, generation servers."""
 
-import asyncio
 import contextlib
 import functools
 import math
 import os
 import secrets
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -93,50 +90,6 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
     """New random fp32 weights, sharded over the mesh."""
     return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
-
-
-@contextlib.contextmanager
-def stop_signal() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C or SIGTERM sets, to be checked between steps; a second Ctrl-C interrupts at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number, frame):
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits the coroutine; SIGINT or SIGTERM cancels it. Returns its result, or None if it was cancelled that way."""
-    task = asyncio.ensure_future(coroutine)
-    asked: list[int] = []
-
-    def stop(number: int) -> None:
-        asked.append(number)
-        task.cancel()
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not asked:
-            raise
-        return None
-    finally:
-        for number in numbers:
-            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def check_length(model: str, length: int) -> None:
