@@ -19,7 +19,7 @@ import jax
 
 from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.command_line.options import UNPREFIXED
-from areax.adapters.runtime import compile_cache
+from areax.adapters.runtime import compile_cache, compile_time
 from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import common, ending, learner, probe, publishing, rl_log, rollouts, rows
@@ -81,6 +81,7 @@ def main(config: Config) -> dict:
     began = time.monotonic()
     common.keep_memory()
     compile_cache.keep()
+    compile_time.measure()
     inside = config.serving.serve.inside
     if config.serving.colocated and not inside:
         common.share_devices()
@@ -200,15 +201,17 @@ async def train(
             return groups
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
-            return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
+            with log.terminal.step():
+                return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
 
         def save(v: int, position) -> None:
             run_on_all("save", v, position)
 
         async def evaluate(v: int) -> None:
-            accuracy, rows = await rollouts.accuracy(
-                episodes.greedy, fleet.generate, heldout, max_concurrent=config.rollout.max_concurrent
-            )
+            with log.terminal.phase(f"evaluating version {v}"):
+                accuracy, rows = await rollouts.accuracy(
+                    episodes.greedy, fleet.generate, heldout, max_concurrent=config.rollout.max_concurrent
+                )
             log.evaluation(v, accuracy, rows)
 
         seconds = await ending.interruptible(

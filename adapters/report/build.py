@@ -9,13 +9,19 @@ import pathlib
 import statistics
 from collections.abc import Mapping
 
-from ..tracking import metric_catalog
+from ..tracking import diagnosis, metric_catalog
 from ..tracking import run_dir as tracker
 from . import charts, chrome_trace
 from . import html as page
 
 TOKEN_BUDGET = 200_000  # tokens of samples in the report: about 6 MB
 RESERVED = set(tracker.OURS)
+DIAGNOSED = {  # metrics whose healthy bound is that of a condition
+    name
+    for condition in diagnosis.CONDITIONS
+    for name, _, bound in condition.tests
+    if bound in metric_catalog.ALARMS.get(name, ())
+}
 
 
 def report(run_dir, out=None, *, trace: bool = True) -> pathlib.Path:
@@ -45,6 +51,7 @@ def _page(run_dir: pathlib.Path) -> str:
     table = _table(run_dir / tracker.METRICS)
     sections = [
         ("summary", "Summary", _summary(summary, table)),
+        ("look", "What to look at", _look(table)),
         *_curves(table),
         ("distributions", "Distributions", _distributions(table)),
         ("time", "Time", _time(table) + _servers(run_dir / chrome_trace.JOURNAL)),
@@ -131,11 +138,8 @@ def _summary(summary, table) -> str:
         (_escape(metric_catalog.label(name)), _value(value), _escape(metric_catalog.result(name)))
         for name, value in summary.items()
     ]
-    warnings = _warnings(table) + _alarms(table)
-    return (
-        (f'<div class="tiles">{tiles}</div>' if tiles else "")
-        + (f'<ul class="warnings">{warnings}</ul>' if warnings else "")
-        + (page.table(("result", "value", "what it means"), rows) if rows else "")
+    return (f'<div class="tiles">{tiles}</div>' if tiles else "") + (
+        page.table(("result", "value", "what it means"), rows) if rows else ""
     )
 
 
@@ -191,6 +195,30 @@ def _tiles(summary, table):
         yield page.tile("Wall time", _duration(seconds), "Of the whole run.")
 
 
+def _look(table) -> str:
+    """What was wrong with steps, and what to look at."""
+    items = _diagnosed(table) + _warnings(table) + _alarms(table)
+    return f'<ul class="warnings">{items}</ul>' if items else ""
+
+
+def _diagnosed(table) -> str:
+    """Conditions of `diagnosis` that held, as list items."""
+    items = []
+    for kind, rows in table.items():
+        held: dict[diagnosis.Condition, list[int]] = {}
+        now: Mapping[str, float] = {}
+        for row in rows:
+            before, now = now, tracker.numbers(row)
+            for condition in diagnosis.of(now, before):
+                held.setdefault(condition, []).append(row["step"])
+        for condition, steps in held.items():
+            when = f"{len(steps)} of {len(rows)} steps of {kind}, first {steps[0]}, last {steps[-1]}"
+            words = condition.what[0].upper() + condition.what[1:]
+            advice = condition.advice[0].upper() + condition.advice[1:]
+            items.append(f"<li><b>{_escape(words)}</b>: {_escape(when)}. {_escape(advice)}.</li>")
+    return "".join(items)
+
+
 def _warnings(table) -> str:
     """Metrics that were not finite, as list items."""
     seen: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
@@ -212,6 +240,8 @@ def _alarms(table) -> str:
     items = []
     for kind, rows in table.items():
         for name in metric_catalog.ALARMS:
+            if name in DIAGNOSED:
+                continue
             checked = [(r["step"], metric_catalog.alarm(name, r[name])) for r in rows if _is_number(r.get(name))]
             off = [(step, words) for step, words in checked if words]
             if off:

@@ -329,6 +329,7 @@ METRICS = {
     "kl_k1": "mean log (policy / reference) of a token, nats: unbiased, noisy",
     "kl_k3": "r - 1 - log r, r = reference / policy: unbiased, never negative",
     "learning_rate": "learning rate of the optimiser",
+    "learnt_tokens": "tokens of the step that the loss counts",
     "left_out": "fraction of sequences left out: no partner, no learnt tokens, or a reference that is not finite",
     "length": "sampled tokens per answer",
     "length_begun": "tokens per answer over recently started groups, with estimates for stopped and running ones",
@@ -438,7 +439,7 @@ ALARMS = {
     "ratio": (0.9, 1.1),
     "repetition": (None, 0.3),
     "skipped": (None, 0),
-    "truncated": (None, 0.3),
+    "truncated": (None, 0.5),
     "unscorable": (None, 0.05),
     "unusable_fraction": (None, 0),
 }

@@ -19,6 +19,7 @@ from areax.adapters import hf, tokenizer
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
+from areax.recipes.shared import terminal
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.processes import folders, keys
@@ -63,9 +64,11 @@ def open_model(
       dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
     """
     if init == "checkpoint":
-        return hf.load(path, dtype=dtype, mesh=on)
+        with terminal.loading(path):
+            return hf.load(path, dtype=dtype, mesh=on)
     config = hf.read_config(path)
-    return config, draw(models.table(config), seed, on)
+    with terminal.phase(f"drawing new weights for {path}"):
+        return config, draw(models.table(config), seed, on)
 
 
 def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
@@ -84,7 +87,8 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
                 f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
                 f"of {i}; choose a teacher of the same family"
             )
-    return hf.load(path, dtype=run.dtype or "float32", mesh=on)
+    with terminal.loading(path):
+        return hf.load(path, dtype=run.dtype or "float32", mesh=on)
 
 
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
@@ -194,9 +198,11 @@ async def fleet(
             handover, prepare = own, own.stage
             reached = connect([url], handover=handover)
         else:
-            started = await stack.enter_async_context(local.servers(path, serve, log))
+            with terminal.phase(f"starting {serve.count} server{'s' * (serve.count > 1)} of {path}"):
+                started = await stack.enter_async_context(local.servers(path, serve, log))
             reached = connect(started.urls, restart=started.restart)
-        fleet = await stack.enter_async_context(reached)
+        with terminal.phase(f"waiting for servers: {', '.join(urls)}") if urls else contextlib.nullcontext():
+            fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
             server.handover, server.prepare, server.fresh = handover, prepare, not urls
         yield fleet
