@@ -285,7 +285,7 @@ def test_the_terminal_says_that_a_reward_is_constant(place, capsys):
     assert f"waiting for servers: {(place / 'url').read_text()}" in said
     assert len(list(run_dir.read_lines(place / "constant/samples.jsonl"))) == 4
     report = (place / "constant/report.html").read_text()
-    assert "every completion got the same reward" in report
+    assert "Every completion got the same reward" in report
 
 
 def test_groups_with_equal_rewards_are_resampled(place):
