@@ -515,6 +515,18 @@ def test_shuffled_rewards_are_a_permutation(place):
     assert [len(g) for g in mixed] == [3] * 4
 
 
+def test_only_groups_whose_rewards_differ_teach():
+    """Unscorable completions are no difference."""
+    nan = float("nan")
+    groups = [(1.0, 1.0), (0.0, 1.0), (nan, nan), (nan, 1.0), (nan, 0.0, 1.0)]
+    flat = [
+        _sample(reward).replace(rollout=10 * g + i, group=g)
+        for g, own in enumerate(groups)
+        for i, reward in enumerate(own)
+    ]
+    assert describe.batch(flat, 0)["groups_that_teach"] == 2
+
+
 def _sample(reward):
     from areax.rollout.types import Completion, sampled
 

@@ -126,3 +126,12 @@ def test_a_run_stopped_in_its_last_evaluation_is_not_complete_until_it_has_evalu
     (place / "seen").unlink()
     assert agreeing(out, "grpo", started(place, "grpo", out, "--heldout", str(place / "hold.jsonl")).wait(120))
     assert list(accuracies()) == [str(STEPS)]
+
+
+@pytest.mark.slow
+def test_a_demo_whose_first_stage_is_stopped_goes_no_further(tmp_path):
+    words = [sys.executable, "-m", "areax", "demo", "--out", str(tmp_path), "--sft-steps", "100000"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    jobs.until(lambda: process.poll() is not None or steps_of(tmp_path / "sft", "sft"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 130 and not (tmp_path / "grpo").exists()

@@ -198,7 +198,7 @@ async def fleet(
             handover, prepare = own, own.stage
             reached = connect([url], handover=handover)
         else:
-            with terminal.phase(f"starting {serve.count} server{'s' * (serve.count > 1)} of {path}"):
+            with terminal.phase(f"starting {serve.count} server{'s' * (serve.count > 1)}"):
                 started = await stack.enter_async_context(local.servers(path, serve, log))
             reached = connect(started.urls, restart=started.restart)
         with terminal.phase(f"waiting for servers: {', '.join(urls)}") if urls else contextlib.nullcontext():

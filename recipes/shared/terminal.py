@@ -18,7 +18,7 @@ def phase(words: str) -> contextlib.AbstractContextManager[None]:
 def loading(path: str) -> contextlib.AbstractContextManager[None]:
     """The phase of loading a checkpoint, with its size."""
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    return phase(f"loading {path}, {size / 1e9:.2g} GB")
+    return phase(f"loading {path}, {size / 1e9:.3f} GB")
 
 
 class Terminal:
