@@ -269,7 +269,7 @@ CHARTS = (
         "Tokens trained on, and tokens generated, per second of wall time.", zero=True,
     ),
     Chart(
-        "Speed", "Tokens per step", ("tokens", "generated_tokens"),
+        "Speed", "Tokens per step", ("tokens", "generated_tokens", "learnt_tokens"),
         "Tokens of the batch, prompts included, and of completions finished during the step.", zero=True,
     ),
     Chart(
