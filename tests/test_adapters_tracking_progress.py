@@ -1,6 +1,8 @@
 """What a command says on stderr: steps with the time left, phases, how long each took."""
 
 import io
+import subprocess
+import sys
 import time
 
 import jax
@@ -62,3 +64,27 @@ def test_a_phase_is_said_when_it_begins_and_a_long_one_also_when_it_ends(monkeyp
         pass
     first, last = capsys.readouterr().err.splitlines()
     assert first.endswith("...") and last == "loading model, 1.2 GB: 0.0 s"
+
+
+PROGRAM = """
+import sys, time
+from areax.adapters.tracking import progress
+with progress.phase("loading"), progress.steps("sft", 3, every=0) as tick:
+    sys.stdin.readline()
+    for step in 1, 2, 3:
+        progress.say("a line")
+        tick(step)
+print("done")
+"""
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says():
+    words = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr.readline() == "loading ...\n"
+        process.stderr.close()
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.stdout.read() == "done\n"

@@ -66,7 +66,7 @@ def value(name: str, entry: Any) -> str:
         return ", ".join(f"{value(name, one)} at {escape(version)}" for version, one in entry.items()) or "none"
     if not rows.is_number(entry):
         return f'<span class="words">{escape(entry)}</span>' if entry else "none"
-    if name.startswith("accurac") or "_accuracy" in name:
+    if "accurac" in name:
         return f"{100 * entry:.1f}%"
     return duration(entry) if name == "seconds" or name.endswith("_s") else charts.number(entry)
 

@@ -20,8 +20,9 @@ SHORT_S = 1.0  # a phase that ends sooner has only its first line
 
 
 def say(words: str) -> None:
-    """Prints a line, above the bar if there is one."""
-    print(words, file=sys.stderr, flush=True)
+    """Prints a line, above the bar if there is one; nothing if nobody reads it any more, which must not end a run."""
+    with contextlib.suppress(BrokenPipeError):
+        print(words, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -50,7 +51,7 @@ def steps(
     Args:
       now: a clock that stands still while a program is compiled (`compile_cache.clock`), which happens once.
     """
-    console = console or Console(stderr=True, quiet=quiet)
+    console = console or _Console(stderr=True, quiet=quiet)
     recent = collections.deque([(now(), start, 0)], maxlen=20)
 
     def words(step, tokens, values):
@@ -91,6 +92,13 @@ def steps(
 
     yield tick
     show()  # always print the last step
+
+
+class _Console(Console):
+    """A console that falls silent when nobody reads it any more; rich would end the run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 def _clock(seconds: float) -> str:

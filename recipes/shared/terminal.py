@@ -16,9 +16,9 @@ def phase(words: str) -> contextlib.AbstractContextManager[None]:
 
 
 def loading(path: str) -> contextlib.AbstractContextManager[None]:
-    """The phase of loading a checkpoint, with its size."""
+    """The phase of loading a checkpoint, with its size if it is a directory."""
     size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    return phase(f"loading {path}, {size / 1e9:.3f} GB")
+    return phase(f"loading {path}" + (f", {size / 1e9:.3f} GB" if size else ""))
 
 
 class Terminal:
