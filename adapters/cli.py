@@ -224,11 +224,11 @@ def new(
 def simulate(*options: str) -> int:
     """Simulate the step time of asynchronous RL, to choose eta and the split of devices; no devices needed."""
     from ..rollout.simulation import simulate
-    from .tracking import run_dir
+    from .tracking import progress
 
     config = parse.parse(simulate.Config, options, "areax simulate")
     every, outcomes = simulate.settings(config), []
-    with run_dir.progress("simulate", len(every)) as tick:
+    with progress.steps("simulate", len(every)) as tick:
         for setting in every:
             outcomes.append(simulate.simulate(*setting))
             tick(len(outcomes))

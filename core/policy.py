@@ -16,7 +16,8 @@ from . import advantages, corrections, entropy, formula, kl, metrics, segments, 
 from .advantages import Advantage
 from .batch import Batch
 from .checks import validate
-from .corrections import Correction, bounded_exp
+from .clipping import bounded_exp
+from .corrections import Correction
 from .denominators import Denominator, share
 from .entropy import Entropy
 from .kl import KL

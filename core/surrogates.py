@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .corrections import bounded_exp
+from . import clipping
+from .clipping import bounded_exp
 
 
 class Now(NamedTuple):
@@ -49,21 +50,23 @@ def ratio(spec, now: Now):
 def clip(spec, now: Now):
     """min(r A, clip(r) A) (PPO, arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476).
 
+    At a bound the gradient is that of r A, so that with a bound of 1 fresh samples, whose r is 1, still teach.
     `ratio_cap` bounds r in the first term, which matters for A < 0, where large ratios are not clipped (and for A > 0
     only if it is below 1 + clip_high). `dual_clip` bounds the gain from below for A < 0 (arXiv:1912.09729).
     """
     ratio_BT, adv_BT = now.ratio_BT, now.adv_BT
-    free_BT = jnp.minimum(ratio_BT, spec.ratio_cap) if spec.ratio_cap else ratio_BT
-    clipped_BT = jnp.clip(ratio_BT, 1 - spec.clip_low, 1 + spec.clip_high)
+    free_BT = clipping.clip(ratio_BT, 0, spec.ratio_cap) if spec.ratio_cap else ratio_BT
+    clipped_BT = clipping.clip(ratio_BT, 1 - spec.clip_low, 1 + spec.clip_high)
     gain_BT = jnp.minimum(free_BT * adv_BT, clipped_BT * adv_BT)
     if spec.dual_clip:
-        gain_BT = jnp.where(adv_BT < 0, jnp.maximum(gain_BT, spec.dual_clip * adv_BT), gain_BT)
+        floor_BT = spec.dual_clip * adv_BT
+        gain_BT = jnp.where((adv_BT < 0) & (gain_BT < floor_BT), floor_BT, gain_BT)
     return gain_BT, gain_BT != ratio_BT * adv_BT
 
 
 def cispo(spec, now: Now):
     """stop(clip(r)) A log pi (MiniMax-M1, arXiv:2506.13585): bounds the weight, cuts no token's gradient."""
-    weight_BT = jnp.clip(jax.lax.stop_gradient(now.ratio_BT), 1 - spec.clip_low, 1 + spec.clip_high)
+    weight_BT = clipping.clip(jax.lax.stop_gradient(now.ratio_BT), 1 - spec.clip_low, 1 + spec.clip_high)
     return weight_BT * now.adv_BT * now.logp_BT, None
 
 
@@ -78,7 +81,7 @@ def geometric(spec, now: Now):
 
     Log ratios are clipped to at most clip_high if A >= 0, to at least -clip_low if A < 0.
     """
-    clipped_BT = jnp.clip(now.gap_BT, -spec.clip_low, spec.clip_high)
+    clipped_BT = clipping.clip(now.gap_BT, -spec.clip_low, spec.clip_high)
     bound = lambda f: f(now.gap_BT, clipped_BT)
     bounded_BT = jnp.where(now.adv_BT >= 0, bound(jnp.minimum), bound(jnp.maximum))
     return bounded_exp(now.mean(bounded_BT)) * now.adv_BT, bounded_BT != now.gap_BT

@@ -18,7 +18,7 @@ from areax.adapters import hf, tokenizer
 from areax.adapters.runtime import hub
 from areax.core import losses, preference, step
 from areax.core.optim import Optimizer
-from areax.recipes.shared import common, learner, offline, offline_options
+from areax.recipes.shared import common, learner, offline, offline_options, terminal
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
@@ -139,7 +139,8 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
         params = common.draw(models.table(settings), config.seed, mesh)
     else:
         path = hub.folder(config.model, weights=True)
-        settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
+        with terminal.loading(path):
+            settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
         settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}
     return replace(settings, source=json.dumps({**json.loads(settings.source), "pad_token_id": pad_id(tokens)})), params
 

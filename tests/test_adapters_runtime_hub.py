@@ -115,7 +115,7 @@ def test_runs_and_evaluations_start_servers_of_them(cache, model, tmp_path):
     rows = tiny.rows(tmp_path / "rows.jsonl", [ROW] * 4)
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
     both = f"--model {NAME} --data {rows} --reward areax.rollout.rewards.match:exact --sampling.max-new-tokens 2"
-    done = run(["eval", *both.split(), "--serve.context", "64"], **offline)
+    done = run(["eval", *both.split(), "--serve.context", "64", "--json"], **offline)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"] == 4
     more = f"--steps 1 --groups 2 --group-size 2 --rows 2 --length 32 --lora.rank 2 --out {tmp_path}/out"

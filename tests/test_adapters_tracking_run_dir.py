@@ -1,5 +1,4 @@
 import dataclasses
-import io
 import json
 import math
 import threading
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from areax.adapters.tracking import run_dir
 
@@ -187,26 +185,3 @@ def test_json_files_are_written_atomically(tmp_path):
     with pytest.raises(ValueError, match="values must be text, numbers, lists, mappings or dataclasses, got <object"):
         run_dir.write_json(path, {"a": 1, "b": object()})
     assert json.loads(path.read_text()) == want and list(tmp_path.iterdir()) == [path]
-
-
-def test_progress_without_a_terminal_prints_lines_including_the_last():
-    out = io.StringIO()
-    with run_dir.progress("grpo", 4, every=3600, console=Console(file=out, width=40)) as tick:
-        for step in range(1, 5):
-            tick(step, tokens=100, reward=step / 4, loss=None)
-    first, last = out.getvalue().splitlines()
-    assert first.startswith("grpo 1/4  reward 0.25  ") and "tokens/s" in first and first.endswith(" left")
-    assert last.startswith("grpo 4/4  reward 1  ") and "left" not in last and "loss" not in last
-
-
-def test_progress_on_a_terminal_is_a_bar():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    with run_dir.progress("sft", 8, start=2, console=console) as tick:
-        tick(8, tokens=5, loss=jnp.float32(0.125))
-    assert "8/8" in out.getvalue() and "loss 0.125" in out.getvalue()
-
-
-@pytest.mark.parametrize("seconds, said", [(0.4, "0:00"), (61, "1:01"), (3725.2, "1:02:05")])
-def test_time_left_reads_like_a_clock(seconds, said):
-    assert run_dir._clock(seconds) == said

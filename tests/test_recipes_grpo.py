@@ -274,6 +274,20 @@ def test_served_teachers_and_greedy_baselines(place, monkeypatch):
     assert abs(lines[0]["divergence"]) < 1e-5 < lines[1]["divergence"] and "reward_greedy" in lines[0]
 
 
+def test_the_terminal_says_that_a_reward_is_constant(place, capsys):
+    """From the first step on, whose samples are kept for a look."""
+    (place / "constant.py").write_text("def score(text, row):\n    return 0.7\n")
+    done = grpo.main(config(place, "constant", reward=f"{place}/constant.py:score", steps=1, samples_every=10))
+    said = capsys.readouterr().err
+    assert done["complete"] and said.count("grpo step 1: every completion got the same reward (reward_std 0") == 1
+    assert "step 1: no group teaches" not in said  # the same said again
+    assert "grpo waiting for the first batch" in said and "grpo compiling the first step" in said
+    assert f"waiting for servers: {(place / 'url').read_text()}" in said
+    assert len(list(run_dir.read_lines(place / "constant/samples.jsonl"))) == 4
+    report = (place / "constant/report.html").read_text()
+    assert "Every completion got the same reward" in report
+
+
 def test_groups_with_equal_rewards_are_resampled(place):
     (place / "rare.py").write_text("def score(text, row):\n    return float(text.startswith('0'))\n")
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
@@ -499,6 +513,18 @@ def test_shuffled_rewards_are_a_permutation(place):
     flat = lambda groups: [s.reward for group in groups for s in group]
     assert sorted(flat(mixed)) == sorted(flat(samples)) and flat(mixed) != flat(samples)
     assert [len(g) for g in mixed] == [3] * 4
+
+
+def test_only_groups_whose_rewards_differ_teach():
+    """Unscorable completions are no difference."""
+    nan = float("nan")
+    groups = [(1.0, 1.0), (0.0, 1.0), (nan, nan), (nan, 1.0), (nan, 0.0, 1.0)]
+    flat = [
+        _sample(reward).replace(rollout=10 * g + i, group=g)
+        for g, own in enumerate(groups)
+        for i, reward in enumerate(own)
+    ]
+    assert describe.batch(flat, 0)["groups_that_teach"] == 2
 
 
 def _sample(reward):

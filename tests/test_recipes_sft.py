@@ -220,6 +220,28 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     assert done["steps"] == stopped + 1 and done["complete"]
 
 
+def test_a_state_is_saved_after_the_line_of_its_step(place, monkeypatch):
+    """A run that is killed then has both, and the resumed one does not lack a line."""
+    seen, save = [], orbax.Store.save
+
+    def saved(store, version, *state):
+        seen.append((version, len(losses(place / "lines"))))
+        return save(store, version, *state)
+
+    monkeypatch.setattr(orbax.Store, "save", saved)
+    sft.main(config(place, "lines", steps=3, save_every=1))
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_the_terminal_says_what_a_run_does_and_that_it_learns_nothing(place, capsys):
+    sft.main(config(place, "frozen", steps=2, optim=Optimizer(lr=0.0), heldout=str(place / "rows.jsonl")))
+    said = capsys.readouterr().err
+    for begin in (f"loading {place}/model, ", "sft compiling the first step", "sft evaluating 200 rows", "writing "):
+        assert re.search(rf"^{re.escape(begin)}.*\.\.\.$", said, re.M), said
+    assert said.count("sft step 1: the weights did not change (update_ratio 0): look at --optim.lr") == 1
+    assert "What to look at" in (place / "frozen/report.html").read_text()
+
+
 def test_all_turns_of_a_conversation_are_learnt(place):
     """In one sequence each, at the loss that the turns have one by one."""
     say = lambda *texts: [

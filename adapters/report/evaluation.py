@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ def write(
     """
     numbers = page.table(
         ("result", "value", "meaning"),
-        ((name, _number(x), html.escape(metric_catalog.result(name))) for name, x in results.items()),
+        ((name, _number(x), page.escape(metric_catalog.result(name))) for name, x in results.items()),
     )
     cells, room = [], MOST
     for i, row in enumerate(answers):
@@ -40,7 +39,7 @@ def write(
     table = f'<p class="lead">{words}.</p>' + page.table(("row", "prompt", "mean reward", "answers"), cells)
     accuracy = results.get("accuracy")
     subtitle = "" if accuracy is None else f"accuracy {accuracy:.4g} on {results.get('rows')} rows"
-    sections = [("numbers", "Numbers", numbers), ("answers", "Answers", table)]
+    sections = [("numbers", "Numbers", numbers, True), ("answers", "Answers", table, True)]
     run_dir.write_text(Path(path), page.document(title, subtitle, sections))
 
 
@@ -49,12 +48,12 @@ def _parts(row: Mapping[str, Any]) -> tuple[Sequence, Sequence, Sequence]:
 
 
 def _answer(text: str, reward: float | None, finish: str) -> str:
-    return f"<div>{_number(reward)}, {html.escape(finish)} {_folded(text)}</div>"
+    return f"<div>{_number(reward)}, {page.escape(finish)} {_folded(text)}</div>"
 
 
 def _folded(text: str) -> str:
     first = " ".join(text[:400].split())
-    return page.folded(first[:80] + ("..." if len(text) > 80 else "") or "(empty)", f"<pre>{html.escape(text)}</pre>")
+    return page.folded(first[:80] + ("..." if len(text) > 80 else "") or "(empty)", f"<pre>{page.escape(text)}</pre>")
 
 
 def _mean(rewards: Sequence[float | None]) -> str:

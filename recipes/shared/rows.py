@@ -1,11 +1,11 @@
 """Rows of a run: read, converted by `--row`, and each checked before anything starts."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
 from areax.adapters.data import datasets, formats
+from areax.adapters.tracking import progress
 from areax.rollout import object_path, workflows
 from areax.rollout.chat import template
 from areax.rollout.workflows import multi_turn, resolve
@@ -48,7 +48,7 @@ def read(
         known = (formats.recognised(record) for record, _ in records[: 1 if bad == "stop" else None])
         row = next((name for name in known if name is not None), "")
         if row and not quiet:
-            print(f"{source}: rows are made of the fields {sorted(records[0][0])} by --row {row}", file=sys.stderr)
+            progress.say(f"{source}: rows are made of the fields {sorted(records[0][0])} by --row {row}")
     convert = object_path.resolve(row) if row else None
     for record, place in records:
         try:
@@ -73,7 +73,7 @@ def read(
     if not rows:
         raise ValueError(f"{source}: all {total} rows are left out, {'; '.join(left)}; at least one is needed")
     for why, count in left.items() if not quiet else ():
-        print(f"{count:,} of {total:,} rows are left out, {why}", file=sys.stderr)
+        progress.say(f"{count:,} of {total:,} rows are left out, {why}")
     return rows
 
 
