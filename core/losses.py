@@ -8,16 +8,19 @@ current weights, or None if `needs_scores` is False.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import jax.numpy as jnp
 
 from . import metrics
 from .batch import Batch
+from .checks import validate
 from .distill import Distill as Distill  # an objective like those below
 from .policy import Policy
 from .preference import KTO, Preference, RewardModel
+from .surrogates import description
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,60 @@ class SFT:
             "entropy": metrics.of(out.entropy_BT, batch.mask_BT),
         }
         return jnp.sum(nll_BT * batch.weight_BT), report
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A function as a loss: minimise sum_t w_t f(log pi, batch)_t over the learnt tokens; `token_losses` has some.
+
+    Attributes:
+      function: f(logp_BT, batch) -> loss_BT, of a microbatch; log-probabilities are 0 off the mask. Gradients flow
+        through logp_BT. `batch.logp_BT` are the sampler's, `batch.target[name]` the samples' arrays of that name.
+      reduce: "mean" divides by sum_t w_t over the whole batch; "sum" divides by nothing, so that losses and gradients
+        of several batches add up. w is `weight_BT`, the weight of the token's sample.
+    """
+
+    function: Callable
+    reduce: Literal["mean", "sum"] = "mean"
+
+    needs_scores = False
+
+    def __post_init__(self):
+        validate(
+            self,
+            [
+                ("function", callable(self.function), "f(logp_BT, batch) -> loss_BT"),
+                ("reduce", self.reduce in ("mean", "sum"), "mean or sum"),
+            ],
+        )
+
+    def __str__(self):
+        share = " / sum_t w_t" if self.reduce == "mean" else ""
+        return f"PerToken: minimise sum_t w_t f_t{share}\n  f = {description(self.function)}"
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """Sets the weights to 0 off the mask, and for the mean divides them by their sum."""
+        if self.reduce == "mean":
+            return SFT().prepare(batch)
+        return batch.replace(weight_BT=jnp.where(batch.mask_BT, batch.weight_BT, 0))
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics `token_loss` and `entropy`); gradients flow into `out.logp_BT`.
+
+        Raises:
+          ValueError: the function returns another shape.
+        """
+        loss_BT = self.function(jnp.where(batch.mask_BT, out.logp_BT, 0), batch)
+        if jnp.shape(loss_BT) != batch.mask_BT.shape:
+            raise ValueError(
+                f"PerToken: function must return a loss per token, {batch.mask_BT.shape}, got {jnp.shape(loss_BT)}"
+            )
+        loss_BT = jnp.where(batch.mask_BT, loss_BT, 0)
+        report = {
+            "token_loss": metrics.of(loss_BT, batch.mask_BT),
+            "entropy": metrics.of(out.entropy_BT, batch.mask_BT),
+        }
+        return jnp.sum(loss_BT * batch.weight_BT), report
 
 
 # -- policies ------------------------------------------------------------------------------------
