@@ -22,6 +22,7 @@ from areax.adapters import hf, tokenizer
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
+from areax.recipes.shared import notebook
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.processes import folders, keys
@@ -97,9 +98,14 @@ def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C or SIGTERM sets, to be checked between steps; a second Ctrl-C interrupts at once."""
+    """Yields an event that Ctrl-C or SIGTERM sets, to be checked between steps; a second Ctrl-C interrupts at once.
+
+    In other threads than the main one, which gets the signals, the end of `notebook.run_in_thread` sets it.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
+        if asked := notebook.stop_request.get():
+            asked.add_done_callback(lambda _: stop.set())
         yield stop
         return
 
@@ -117,26 +123,31 @@ def stop_signal() -> Iterator[threading.Event]:
 
 
 async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits the coroutine; SIGINT or SIGTERM cancels it. Returns its result, or None if it was cancelled that way."""
-    task = asyncio.ensure_future(coroutine)
-    asked: list[int] = []
+    """Awaits the coroutine; SIGINT or SIGTERM cancels it. Returns its result, or None if it was cancelled that way.
 
-    def stop(number: int) -> None:
-        asked.append(number)
+    In other threads than the main one, which gets the signals, the end of `notebook.run_in_thread` cancels it.
+    """
+    task, loop = asyncio.ensure_future(coroutine), asyncio.get_running_loop()
+    stopped: list[bool] = []
+
+    def stop() -> None:
+        stopped.append(True)
         task.cancel()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        loop.add_signal_handler(number, stop)
+    if not numbers and (asked := notebook.stop_request.get()):
+        asked.add_done_callback(lambda _: None if task.done() else loop.call_soon_threadsafe(stop))
     try:
         return await task
     except asyncio.CancelledError:
-        if not asked:
+        if not stopped:
             raise
         return None
     finally:
         for number in numbers:
-            asyncio.get_running_loop().remove_signal_handler(number)
+            loop.remove_signal_handler(number)
 
 
 def check_length(model: str, length: int) -> None:
