@@ -3,13 +3,19 @@
 import functools
 import math
 import types
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areax.core import losses, metrics, packing, token_losses
+from areax.core import losses, metrics, options, packing, policy, preference, token_losses
+from areax.core.advantages import Advantage
+from areax.core.corrections import Correction
+from areax.core.entropy import Entropy
+from areax.core.kl import KL
+from areax.core.shaping import Shaping
 from areax.rollout.types import Sample
 
 
@@ -160,3 +166,15 @@ def test_a_function_that_is_no_loss_per_token_is_refused():
         losses.PerToken("cross_entropy")
     with pytest.raises(ValueError, match="samples need an array 'advantages', got"):
         losses.PerToken(token_losses.ppo).loss(now, batch)
+
+
+def test_the_types_of_options_are_those_of_the_fields():
+    """Field by field; a part may be given whole, or by single fields."""
+    pairs = {
+        Shaping: options.ShapingOptions, Advantage: options.AdvantageOptions, Correction: options.CorrectionOptions,
+        KL: options.KLOptions, Entropy: options.EntropyOptions, policy.Policy: options.PolicyOptions,
+        preference.Preference: options.PreferenceOptions,
+    }  # fmt: skip
+    for fields, named in pairs.items():
+        wanted = {name: hint | pairs[hint] if hint in pairs else hint for name, hint in get_type_hints(fields).items()}
+        assert list(get_type_hints(named).items()) == list(wanted.items()), named.__name__
