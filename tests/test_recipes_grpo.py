@@ -557,9 +557,17 @@ def test_a_run_in_a_running_loop_is_awaited_and_changes_no_number(place, first):
     same(place, "awaited", "first")
 
 
+def plain_ratio(spec, now):
+    """r A"""
+    return now.ratio_BT * now.adv_BT, None
+
+
 def test_a_cancelled_run_saves_its_state(place):
+    """Here of a run with a surrogate of its own, a function."""
+
     async def cell():
-        running = asyncio.ensure_future(grpo.run(config(place, "interrupted", steps=1000)))
+        asked = config(place, "interrupted", steps=1000, objective=GRPO(surrogate=plain_ratio))
+        running = asyncio.ensure_future(grpo.run(asked))
         samples = place / "interrupted/samples.jsonl"
         while not (samples.is_file() and samples.read_text()):  # those of the first step
             assert not running.done()
@@ -573,6 +581,8 @@ def test_a_cancelled_run_saves_its_state(place):
     assert 0 < summary["steps"] < 1000 and not summary["complete"]
     states = {int(path.name) for path in (place / "interrupted/state").iterdir() if path.name.isdigit()}
     assert summary["steps"] in states
+    options = json.loads((place / "interrupted/config.json").read_text())
+    assert options["training"]["objective"]["surrogate"].endswith(":plain_ratio")
 
 
 @pytest.mark.slow
