@@ -11,6 +11,7 @@ import tiny
 
 from areax import models
 from areax.core import losses, metrics, optim, packing, step, token_losses
+from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
 HF = dict(
@@ -185,3 +186,26 @@ def test_a_sum_that_is_not_finite_is_not_applied():
     assert metrics.numbers(report)["skipped"] == 1 and int(state.step) == 1
     for a, b in zip(*(jax.tree.leaves((s.params, s.opt_state)) for s in (before, state)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_mesh_keeps_the_shardings_and_the_numbers():
+    data, hyper = rows(24), optim.AdamW(lr=1e-2, clip=0.0)
+    _, _, wanted, _ = split([SUM.prepare(packing.pack(data, 40, rows=8))], hyper, SUM)
+    on = mesh.make(mesh.Layout(dp=2, fsdp=4))
+    with jax.set_mesh(on):
+        shardings = rules.of_state(optim.adamw(TABLE), TABLE, on)
+        copies = jax.device_put(jax.tree.map(np.asarray, PARAMS), shardings.params)
+        state = step.init(copies, optim.adamw(TABLE), shardings)
+        batch = SUM.prepare(batches.batch(packing.pack(data, 40, rows=8), on))
+        gradient = step.no_gradient(state.params)
+        accumulate = step.make_accumulate(SCORE, SUM, shardings)
+        for _ in range(2):
+            gradient, _ = accumulate(state.params, gradient, batch)
+        assert accumulate._cache_size() == 1
+        state, report = step.make_apply(partial(optim.adamw, TABLE), shardings)(state, gradient, hyper)
+    assert metrics.numbers(report)["skipped"] == 0
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, 2 * np.asarray(b), atol=2e-5 * float(np.abs(b).max()))
+    for tree in (state.params, gradient.params):
+        for x, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings.params), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
