@@ -51,7 +51,7 @@ class Engine:
           params: the model's parameter tree; copied, so the caller may donate its own.
           slots: sequences decoded together.
           context: most tokens of a sequence, prompt included.
-          decode: converts token ids to text, without special tokens; None = no text and no stop strings.
+          decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           seed: from which requests without a seed get theirs.
           steps: decoding steps per dispatch.
 
@@ -364,7 +364,7 @@ class Engine:
                 sampling = request.sampling
                 seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
                 text = Text(self._decode) if self._decode else None
-                progress = Progress(request.rid, len(request.prompt))
+                progress = Progress(request.rid, len(request.prompt), decoded="" if text else None)
                 adapter = self._adapters[request.adapter] if request.adapter else None
                 if adapter:
                     adapter.users += 1
@@ -520,7 +520,7 @@ class Engine:
                 finish = {"type": "stop", "matched": matched}
             elif finish:
                 text.end()
-            progress.text = text.text
+            progress.decoded = text.text
         progress.tokens += tokens
         progress.logp += logp
         progress.top += top
@@ -548,5 +548,5 @@ def snapshot(p: Progress) -> Progress:
     """A copy that later progress does not modify."""
     return Progress(
         p.rid, p.prompt_tokens, p.tokens[:], p.logp[:], p.versions[:], p.top[:], p.input_logp[:], p.input_top[:],
-        p.routed[:], p.finish, p.text, p.cached_tokens, p.retractions,
+        p.routed[:], p.finish, p.decoded, p.cached_tokens, p.retractions,
     )  # fmt: skip

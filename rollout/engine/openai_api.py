@@ -90,7 +90,7 @@ class OpenAI:
 
         def choice(i: int, part: Progress, first: bool) -> dict:
             prompt = ask.requests[i].prompt if echo and first else ()
-            ids, text = [*prompt, *part.tokens], self._decode(prompt) + part.text
+            ids, text = [*prompt, *part.tokens], self._decode(prompt) + (part.decoded or "")
             logps = [*part.input_logp, *part.logp] if prompt else part.logp
             tops = [*part.input_top, *part.top] if prompt else part.top
             row = lambda pairs: pairs if pairs is None else {self._name(id): logp for logp, id in pairs}
@@ -114,7 +114,7 @@ class OpenAI:
         ask = self._ask(body, [prompt], budget, top if wanted else None)
 
         def choice(i: int, part: Progress, first: bool) -> dict:
-            message = ({"role": "assistant"} if first else {}) | {"content": part.text}
+            message = ({"role": "assistant"} if first else {}) | {"content": part.decoded or ""}
             tops = part.top or [[]] * len(part.tokens)
             content = [
                 self._token(logp, id) | {"top_logprobs": [self._token(*other) for other in others]}
@@ -231,7 +231,7 @@ def _since(progress: Progress, last: Progress | None) -> Progress:
         tokens=progress.tokens[n:],
         logp=progress.logp[n:],
         top=progress.top[n:],
-        text=progress.text[len(last.text) :],
+        decoded=(progress.decoded or "")[len(last.decoded or "") :],
     )
 
 

@@ -160,7 +160,7 @@ class Service:
             spans = progress.versions or [(meta["weight_version"], 0, 0)]
             meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
             meta["e2e_latency"] = time.perf_counter() - start
-        return {"text": progress.text, "output_ids": progress.tokens, "meta_info": meta}
+        return {"text": progress.decoded or "", "output_ids": progress.tokens, "meta_info": meta}
 
     def _piece(self, id: int) -> str:
         """The text of one token; its id as text if there is no tokenizer."""
