@@ -91,3 +91,18 @@ def test_tool_calls_may_replace_the_content_of_a_message():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     messages = [*SAID["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     assert CHAT.decode(template.prompt(CHAT, {"messages": messages})).count("<|im_start|>") == 4
+
+
+def test_variables_of_the_chat_template():
+    tokens = tokenizer.byte_level()
+    tokens.chat_template = CHAT.chat_template + "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+    plain, off = (template.prompt(tokens, ROW, template=given) for given in (None, {"enable_thinking": False}))
+    assert tokens.decode(off) == tokens.decode(plain) + "<think></think>"
+    template.check_variables(tokens, {"enable_thinking": False})
+    for bad, words in (
+        ({"enable_thinkin": False}, "no variable of this model's"),
+        ({"chat_template": "{{ 1 }}"}, "must be a variable"),
+        ({"enable_thinking": [1]}, "a scalar"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            template.check_variables(tokens, bad)

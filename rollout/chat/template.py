@@ -8,7 +8,9 @@ system prompt or other tools), the longer conversation starts a new sequence.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +19,14 @@ from .. import object_path
 Message = Mapping[str, Any]
 
 
-def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+def prompt(tokenizer: Any, row: Mapping[str, Any], *, template: Mapping[str, Any] | None = None) -> list[int]:
     """Token ids of a row's prompt, the same wherever the row is used.
 
     The row's `conversation` is rendered with the chat template and a generation prompt; without a template a "prompt"
     is plain text to continue.
+
+    Args:
+      template: further variables of the chat template, such as `enable_thinking`; `check_variables` says which.
 
     Raises:
       ValueError: the row has no unique prompt, the template refuses it, or the tokenizer has no token for some of it.
@@ -30,8 +35,20 @@ def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
     check(messages)
     if not tokenizer.chat_template and row.get("prompt") is not None:
         return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
-    ids = tokenizer.encode(render(tokenizer, messages, (), {}, ask=True), add_special_tokens=False)
+    ids = tokenizer.encode(render(tokenizer, messages, (), template or {}, ask=True), add_special_tokens=False)
     return known(tokenizer, ids, *texts(messages))
+
+
+def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Raises ValueError unless each name is a variable that the chat template reads, not an argument of the tokenizer
+    (such as `chat_template`), and each value a scalar."""
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+    written = str(tokenizer.chat_template)
+    for name, value in variables.items():
+        if name in reserved or not isinstance(value, str | int | float | None):
+            raise ValueError(f"{name!r:.80} must be a variable of the chat template, and a scalar, got {value!r:.80}")
+        if not re.search(rf"\b{re.escape(name)}\b", written):
+            raise ValueError(f"{name!r:.80} is no variable of this model's chat template, so it would have no effect")
 
 
 def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
