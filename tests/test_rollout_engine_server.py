@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 from areax.adapters import hf, tokenizer
 from areax.models import forward
 from areax.rollout.chat import parsers
+from areax.rollout.chat.api import chat, completions
 from areax.rollout.engine import server as module
-from areax.rollout.gateway import chat, completions
 from areax.rollout.processes import http_process
 
 PROMPT = [5, 6, 7]

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..chat import fields, openai
+from ..chat import fields
+from ..chat.api import openai
 from ..chat.fields import rule, shown
 from .request import Request, Sampling
 

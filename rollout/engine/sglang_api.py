@@ -29,6 +29,7 @@ from starlette.routing import Route
 from ... import __version__
 from ...adapters import hf
 from ..chat import fields
+from ..chat.api import logprobs
 from ..processes.http_limits import off_loop, read_json
 from . import request_parsing
 from .async_bridge import Bridge
@@ -70,7 +71,7 @@ class Service:
         self.path = self.tokenizer_path = path
         self.started = time.time()
         self.bridge: Bridge  # made on the event loop, when the server starts
-        self.piece = functools.lru_cache(65536)(self._piece)
+        self.piece = functools.partial(logprobs.piece, tokenizer)
         self._updating: asyncio.Lock
         self._staged: Staged | None = None
 
@@ -161,10 +162,6 @@ class Service:
             meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
             meta["e2e_latency"] = time.perf_counter() - start
         return {"text": progress.text, "output_ids": progress.tokens, "meta_info": meta}
-
-    def _piece(self, id: int) -> str:
-        """The text of one token; its id as text if there is no tokenizer."""
-        return str(id) if self.tokenizer is None else self.tokenizer.decode([id], skip_special_tokens=False)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -10,27 +10,44 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..chat import fields, openai
-from ..chat.fields import Refused, rule
-from ..chat.parsers import Piece, Style, Text
-from ..chat.trajectory import Interaction
-from .ask import Ask
+from .. import fields
+from ..fields import Refusal, Refused, rule
+from ..parsers import Piece, Style, Text
+from ..trajectory import Interaction
+from . import logprobs, openai
+from .ask import Ask, Event
 
-Event = tuple[str, Any]  # name of a server-sent event, or "", and its data
+FIELDS = fields.table(
+    [
+        "messages", "model", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "seed", "response_format",
+        "max_tokens", "max_completion_tokens", "logprobs", "chat_template_kwargs", *fields.SAMPLING,
+    ],
+    openai.PASSED,
+    {
+        **openai.REFUSED,
+        "parallel_tool_calls": Refusal("the model decides how many tools it calls", (True,)),
+        "top_logprobs": Refusal(but=(0,)),
+        "functions": Refusal("give the functions as tools", ([],)),
+        "function_call": Refusal("give the functions as tools", ("none", "auto")),
+        "reasoning_effort": Refusal("chat_template_kwargs has the variables that this model's template reads"),
+        "modalities": Refusal("answers are text", (["text"],)),
+        "audio": Refusal("answers are text"),
+        "verbosity": Refusal("no model here is trained for it"),
+        "web_search_options": Refusal("this server searches nothing"),
+    },
+)  # fmt: skip
 
-TAKEN = {
-    "messages", "model", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "seed", "response_format",
-    "max_tokens", "max_completion_tokens", "logprobs", "chat_template_kwargs", *fields.SAMPLING,
-}  # fmt: skip
 
+def read(body: Mapping[str, Any], style: Style, table: fields.Table = FIELDS, most: int = fields.MOST) -> Ask:
+    """Parses a request. Raises Refused.
 
-def read(body: Mapping[str, Any], style: Style) -> Ask:
-    """Parses a request. Raises Refused."""
+    Args:
+      table: the fields, and what the server does with them.
+      most: answers that a request may ask for.
+    """
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
-    neutral = openai.NEUTRAL if tools else {**openai.NEUTRAL, "parallel_tool_calls": [True, False]}
-    fields.known(body, TAKEN, openai.PASSED, neutral)
+    fields.known(body, table if tools else {**table, "parallel_tool_calls": fields.NO_EFFECT})
     openai.include_usage(body)
-    refuse_seed(body)
     fields.boolean(body, "logprobs")
     return Ask(
         body=body,
@@ -41,15 +58,9 @@ def read(body: Mapping[str, Any], style: Style) -> Ask:
             **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop"),
             **fields.schema(body.get("response_format"), "response_format"),
         },
-        n=fields.several(body),
+        n=fields.several(body, most),
         stream=fields.boolean(body, "stream"),
     )
-
-
-def refuse_seed(body: Mapping[str, Any]) -> None:
-    """Refuses a seed unless the temperature is 0, where it has no effect."""
-    if body.get("seed") is not None and body.get("temperature") != 0:
-        raise Refused("seed", "cannot be honoured by this server; leave it out, or ask for temperature 0")
 
 
 def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -61,15 +72,20 @@ def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     raise Refused("tool_choice", f'must be "auto" or "none", because tool calls cannot be forced, got {choice!r:.80}')
 
 
-def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, Any]:
-    """The response. Each choice has the id of its `interaction`."""
+def answer(
+    ask: Ask, done: Sequence[Interaction], tokenizer: Any, readings: Mapping[Interaction, logprobs.Reading]
+) -> dict[str, Any]:
+    """The response.
+
+    Args:
+      readings: tokens with log-probabilities, of the choices for which the default, the sampled ones, is not enough.
+    """
     choices = [
         {
             "index": i,
             "message": {"refusal": None, **x.answer.message()},
             "finish_reason": finish(x),
-            "logprobs": _logprobs(ask, x, tokenizer),
-            "interaction": x.id,
+            "logprobs": _logprobs(ask, readings.get(x) or logprobs.sampled(x), tokenizer),
         }
         for i, x in enumerate(done)
     ]
@@ -77,32 +93,40 @@ def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, A
 
 
 class Stream:
-    """The chunks of a streamed response, in the order begin, piece..., end or failed.
+    """The chunks of a streamed response, in the order begin, pieces..., finish of each choice, end; or failed.
 
     A tool call is a single chunk, because it is recognised only when it is complete.
     """
 
     def __init__(self, ask: Ask, ids: Sequence[str], tokenizer: Any):
-        self._ask, self._ids, self._tokenizer = ask, ids, tokenizer
+        self._ask, self._n, self._tokenizer = ask, len(ids), tokenizer
         self._frame = _frame(ask, ids[0], "chat.completion.chunk")
         self._calls = [0] * len(ids)
 
     def begin(self) -> Iterator[Event]:
-        for i in range(len(self._ids)):
+        for i in range(self._n):
             yield self._chunk(i, {"role": "assistant", "content": ""})
 
-    def piece(self, i: int, piece: Piece) -> Iterator[Event]:
+    def pieces(self, i: int, pieces: Sequence[Piece], reading: logprobs.Reading = ()) -> Iterator[Event]:
+        """The chunks of new pieces, at least one; the first has the log-probabilities of the tokens in `reading`."""
+        for piece in pieces or [Text("content", "")]:
+            more = {"logprobs": _logprobs(self._ask, reading, self._tokenizer)} if reading else {}
+            yield self._chunk(i, self._delta(i, piece), **more)
+            reading = ()
+
+    def _delta(self, i: int, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Text):
-            yield self._chunk(i, {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text})
-            return
+            return {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text}
         function = {"name": piece.name, "arguments": piece.arguments}
-        call = {"index": self._calls[i], "id": piece.id, "type": "function", "function": function}
         self._calls[i] += 1
-        yield self._chunk(i, {"tool_calls": [call]})
+        return {"tool_calls": [{"index": self._calls[i] - 1, "id": piece.id, "type": "function", "function": function}]}
+
+    def finish(self, i: int, x: Interaction, reading: logprobs.Reading = ()) -> Iterator[Event]:
+        """The last chunk of a choice; `reading` as in `pieces`."""
+        more = {"logprobs": _logprobs(self._ask, reading, self._tokenizer)} if reading else {}
+        yield self._chunk(i, {}, finish_reason=finish(x), **more)
 
     def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
-        for i, x in enumerate(done):
-            yield self._chunk(i, {}, finish_reason=finish(x), logprobs=_logprobs(self._ask, x, self._tokenizer))
         if openai.include_usage(self._ask.body):
             yield "", {**self._frame, "choices": [], "usage": usage(self._ask, done)}
         yield "", "[DONE]"
@@ -111,7 +135,7 @@ class Stream:
         yield "", error(status, message)
 
     def _chunk(self, i: int, delta: dict[str, Any], **more: Any) -> Event:
-        choice = {"index": i, "delta": delta, "finish_reason": None, "logprobs": None, "interaction": self._ids[i]}
+        choice = {"index": i, "delta": delta, "finish_reason": None, "logprobs": None}
         return "", {**self._frame, "choices": [choice | more]}
 
 
@@ -123,9 +147,8 @@ def error(status: int, message: str, name: str | None = None) -> dict[str, Any]:
 
 
 def finish(x: Interaction) -> str:
-    if x.completion.finish != "stop":
-        return "length"
-    return "tool_calls" if x.answer.tool_calls else "stop"
+    """The `finish_reason`; "abort", as in SGLang, if the server ended the request."""
+    return "tool_calls" if x.completion.finish == "stop" and x.answer.tool_calls else x.completion.finish
 
 
 def usage(ask: Ask, done: Sequence[Interaction]) -> dict[str, int]:
@@ -139,17 +162,8 @@ def _frame(ask: Ask, id: str, kind: str) -> dict[str, Any]:
     return {"id": id, "object": kind, "created": int(time.time()), "model": ask.body.get("model")}
 
 
-def _logprobs(ask: Ask, x: Interaction, tokenizer: Any) -> dict[str, Any] | None:
-    """Log-probabilities of all sampled tokens, including reasoning, tool calls and the stop token."""
-    if not ask.body.get("logprobs"):
-        return None
-    content = []
-    for token, logp in zip(x.completion.tokens, x.completion.logp, strict=True):
-        shown = tokenizer.decode([token])
-        whole = "\ufffd" not in shown  # else part of a character
-        bytes_ = list(shown.encode()) if whole else None
-        content.append({"token": shown, "logprob": logp, "bytes": bytes_, "top_logprobs": []})
-    return {"content": content, "refusal": None}
+def _logprobs(ask: Ask, reading: logprobs.Reading, tokenizer: Any) -> dict[str, Any] | None:
+    return logprobs.chat(reading, tokenizer) if ask.body.get("logprobs") else None
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
