@@ -1,0 +1,271 @@
+"""`areax serve` through unmodified SDKs: tools, streams token by token, refusals, and Anthropic's and OpenAI's APIs."""
+
+import json
+
+import anthropic
+import openai
+import parrot
+import pytest
+import servers
+
+from areax.rollout.engine.openai_fields import TABLES
+
+CALL = ["#add", "I add. ", "<tool_call>", '\n{"name": "add", "arguments": {"a": 1, "b": 2.5}}\n', "</tool_call>"]
+SUM = ["<go on>", "It is ", "3.5", "."]
+THINK = ["#think", "<think>", "\nHm.\n", "</think>", "\n\nYes"]
+EURO = ["#euro", "1 ", "€ ".encode(), "or "]
+STOP = ["#stop", "a", "b1", "b2", "c"]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
+FUNCTION = {"name": "add", "description": "Adds two numbers.", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CLAUDE_TOOLS = [{"name": "add", "description": "Adds two numbers.", "input_schema": SCHEMA}]
+OFF = ["<off>", "no thought"]
+
+
+def say(word):
+    return [{"role": "user", "content": word}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = parrot.model(tmp_path_factory.mktemp("parrot"), CALL, SUM, THINK, EURO, STOP, OFF)
+    with servers.embedded(path, slots=4, context=1024) as remote:
+        yield remote
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def chunks(client, **body):
+    return list(client.chat.completions.create(model="m", stream=True, temperature=0, **body))
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+def test_tools_in_a_chat(client):
+    first = client.chat.completions.create(model="m", messages=say("#add"), tools=TOOLS, temperature=0)
+    (choice,) = first.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 2.5}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3.5"}
+    messages = [*say("#add"), choice.message.model_dump(exclude_none=True), result]
+    second = client.chat.completions.create(model="m", messages=messages, tools=TOOLS, temperature=0)
+    assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 3.5.")
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+    without = client.chat.completions.create(
+        model="m", messages=say("#add"), tools=TOOLS, tool_choice="none", temperature=0
+    )
+    assert without.choices[0].message.content == "".join(CALL[1:]) and not without.choices[0].message.tool_calls
+    assert without.usage.prompt_tokens < first.usage.prompt_tokens
+
+
+def test_streamed_tool_calls(client):
+    got = chunks(client, messages=say("#add"), tools=TOOLS)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in got)
+    (call,) = [call for chunk in got for call in chunk.choices[0].delta.tool_calls or []]
+    assert text == "I add." and call.function.name == "add"
+    assert (
+        json.loads(call.function.arguments) == {"a": 1, "b": 2.5} and got[-1].choices[0].finish_reason == "tool_calls"
+    )
+
+
+def test_tools_of_messages(claude):
+    first = claude.messages.create(model="m", max_tokens=20, messages=say("#add"), tools=CLAUDE_TOOLS, system="Add.")
+    text, use = first.content
+    assert (first.stop_reason, text.text, use.name, use.input) == ("tool_use", "I add.", "add", {"a": 1, "b": 2.5})
+    result = [{"type": "tool_result", "tool_use_id": use.id, "content": "3.5"}]
+    messages = [*say("#add"), {"role": "assistant", "content": first.content}, {"role": "user", "content": result}]
+    second = claude.messages.create(model="m", max_tokens=20, messages=messages, tools=CLAUDE_TOOLS)
+    assert (second.stop_reason, second.content[0].text) == ("end_turn", "It is 3.5.")
+    with claude.messages.stream(model="m", max_tokens=20, messages=say("#add"), tools=CLAUDE_TOOLS) as events:
+        final = events.get_final_message()
+    assert [block.type for block in final.content] == ["text", "tool_use"] and final.content[1].input == use.input
+
+
+def test_tools_of_responses(client):
+    flat = [{"type": "function", **FUNCTION}]
+    first = client.responses.create(model="m", input="#add", tools=flat, temperature=0)
+    message, call = first.output
+    assert first.output_text == "I add." and json.loads(call.arguments) == {"a": 1, "b": 2.5}
+    back = [*say("#add"), *(item.model_dump(exclude_none=True) for item in first.output)]
+    back.append({"type": "function_call_output", "call_id": call.call_id, "output": "3.5"})
+    assert client.responses.create(model="m", input=back, tools=flat, temperature=0).output_text == "It is 3.5."
+    with client.responses.stream(model="m", input="#add", tools=flat, temperature=0) as events:
+        kinds = [event.type for event in events]
+    assert kinds[-1] == "response.completed" and "response.function_call_arguments.done" in kinds
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_each_token_is_a_chunk(server, client):
+    got = chunks(client, messages=say("#think"), logprobs=True, top_logprobs=2, stream_options={"include_usage": True})
+    *got, usage = got
+    deltas = [chunk.choices[0].delta for chunk in got]
+    assert [(d.content or "", getattr(d, "reasoning_content", None)) for d in deltas] == [
+        ("", None), ("", None), ("", "Hm."), ("", None), ("Yes", None), ("", None), ("", None),
+    ]  # fmt: skip
+    rows = [row for chunk in got for row in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])]
+    assert [row.token for row in rows] == [*THINK[1:], "<|im_end|>"] and len(rows[0].top_logprobs) == 2
+    assert [len(chunk.choices[0].logprobs.content) for chunk in got if chunk.choices[0].logprobs] == [1] * 5
+    whole = client.chat.completions.create(model="m", messages=say("#think"), logprobs=True, temperature=0)
+    assert [row.logprob for row in whole.choices[0].logprobs.content] == [row.logprob for row in rows]
+    assert (whole.choices[0].message.content, whole.choices[0].message.reasoning_content) == ("Yes", "Hm.")
+    assert whole.usage.completion_tokens == usage.usage.completion_tokens == 5
+
+
+def test_each_token_is_a_chunk_of_a_completion(server, client):
+    body = {"model": "m", "prompt": "#stop", "logprobs": 1, "temperature": 0, "n": 2}
+    got = list(client.completions.create(**body, stream=True))
+    for i in range(2):
+        mine = [chunk.choices[0] for chunk in got if chunk.choices[0].index == i]
+        assert [choice.text for choice in mine] == [*STOP[1:], "", ""] and mine[-1].finish_reason == "stop"
+        rows = [choice.logprobs for choice in mine[:-1]]
+        whole = client.completions.create(**body).choices[i].logprobs
+        assert [row.tokens[0] for row in rows] == whole.tokens == [*STOP[1:], "<|im_end|>"]
+        assert [row.text_offset[0] for row in rows] == whole.text_offset == [0, 1, 3, 5, 6]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_text_never_splits_a_character(server, path):
+    body = {"prompt": "#euro", "messages": say("#euro"), "temperature": 0, "max_tokens": 20}
+    body.pop("messages" if "chat" not in path else "prompt")
+    with server.stream(path, body) as events:
+        choices = [event["choices"][0] for event in events]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+    assert "".join(texts) == "1 € or " and any("€" in text for text in texts)
+    assert len(texts) >= 7  # three bytes are three tokens
+
+
+@pytest.mark.parametrize("stop", [["b1b2"], ["b2c"], ["b1b2c", "b1bx"], ["c"]])
+def test_stop_strings_never_leak(server, client, stop):
+    got = chunks(client, messages=say("#stop"), stop=stop)
+    texts = [chunk.choices[0].delta.content or "" for chunk in got]
+    before = "ab1b2c".partition(stop[0])[0]
+    assert "".join(texts) == before and got[-1].choices[0].matched_stop == stop[0]
+    assert texts[1] == "a"  # what cannot begin a stop string is not held back
+    done = client.chat.completions.create(model="m", messages=say("#stop"), stop=stop, temperature=0).choices[0]
+    assert (done.message.content, done.finish_reason) == (before, "stop")
+
+
+def test_what_only_began_a_stop_string_is_sent(client):
+    got = chunks(client, messages=say("#stop"), stop=["b1b2x", "cd"])
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in got) == "ab1b2c"
+    assert got[-1].choices[0].matched_stop is not None  # the end of the turn, by its id
+
+
+def test_streamed_messages_and_responses(client, claude):
+    with claude.messages.stream(model="m", max_tokens=20, messages=say("#think")) as events:
+        final = events.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"] and final.content[1].text == "Yes"
+    assert final.usage.output_tokens == 5
+    with client.responses.stream(model="m", input="#stop", temperature=0) as events:
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert deltas == STOP[1:]
+    cut = claude.messages.create(model="m", max_tokens=2, messages=say("#stop"))
+    assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "ab1")
+    stopped = claude.messages.create(model="m", max_tokens=9, messages=say("#stop"), stop_sequences=["b2"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "b2")
+
+
+def test_tokens_of_a_conversation_are_counted(claude):
+    counted = claude.messages.count_tokens(model="m", messages=say("#add"), tools=CLAUDE_TOOLS)
+    made = claude.messages.create(model="m", messages=say("#add"), tools=CLAUDE_TOOLS, max_tokens=1)
+    assert counted.input_tokens == made.usage.input_tokens
+
+
+# -- fields ----------------------------------------------------------------------------------------
+
+
+def test_variables_of_the_chat_template(server, client):
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    made = client.chat.completions.create(model="m", messages=say("#think"), temperature=0, extra_body=off)
+    assert made.choices[0].message.content == "no thought"
+    made = client.responses.create(model="m", input="#think", temperature=0, extra_body=off)
+    assert made.output_text == "no thought"
+    for bad in ({"enable_thinkin": False}, {"chat_template": "x"}, {"enable_thinking": []}):
+        status, answer = server.post("/v1/chat/completions", {"messages": say("x"), "chat_template_kwargs": bad})
+        assert status == 400 and answer["error"]["param"] == "chat_template_kwargs", answer
+
+
+CHAT, TEXT = {"messages": say("#stop")}, {"prompt": "#stop"}
+GOOD = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/responses": {"input": "#stop"},
+    "/v1/messages": {**CHAT, "max_tokens": 3},
+    "/v1/messages/count_tokens": CHAT,
+}
+REFUSED = [  # path, field, value, words of the error
+    ("/v1/chat/completions", "response_format", {"type": "json_object"}, "constrained decoding"),
+    ("/v1/chat/completions", "presence_penalty", 0.5, "penalties"),
+    ("/v1/chat/completions", "logit_bias", {"5": 1}, "biases"),
+    ("/v1/chat/completions", "store", True, "nothing is stored"),
+    ("/v1/chat/completions", "temprature", 0, "did you mean temperature?"),
+    ("/v1/chat/completions", "max_token", 5, "did you mean max_tokens?"),
+    ("/v1/chat/completions", "best_of", 2, "unknown field"),
+    ("/v1/chat/completions", "tool_choice", "required", "cannot be forced"),
+    ("/v1/chat/completions", "top_logprobs", 2, "needs logprobs"),
+    ("/v1/chat/completions", "reasoning_effort", "low", "chat_template_kwargs"),
+    ("/v1/completions", "best_of", 4, "use n"),
+    ("/v1/completions", "suffix", "x", "fills gaps"),
+    ("/v1/completions", "tools", [], "unknown field"),
+    ("/v1/completions", "top_kk", 5, "did you mean top_k?"),
+    ("/v1/completions", "lora_path", "nobody", "not loaded"),
+    ("/v1/responses", "previous_response_id", "r", "nothing is stored"),
+    ("/v1/responses", "text", {"format": {"type": "json_object"}}, "constrained decoding"),
+    ("/v1/responses", "instruction", "x", "did you mean instructions?"),
+    ("/v1/messages", "output_config", {"format": {"type": "json_schema", "schema": {}}}, "constrained decoding"),
+    ("/v1/messages", "stop_sequence", ["x"], "did you mean stop_sequences?"),
+    ("/v1/messages/count_tokens", "sistem", "x", "did you mean system?"),
+]
+
+
+@pytest.mark.parametrize("path, name, value, words", REFUSED, ids=str)
+def test_a_field_that_would_be_without_effect_is_refused(server, path, name, value, words):
+    status, answer = server.post(path, {**GOOD[path], name: value})
+    error = answer["error"]
+    assert status == 400 and words in error["message"], answer
+    assert error["message"].startswith(f"{name}: ") or name == "lora_path"
+    if path.startswith("/v1/messages"):
+        assert answer["type"] == "error" and error["type"] == "invalid_request_error"
+    elif name != "lora_path":
+        assert error["param"] == name
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_values_that_ask_for_nothing_are_taken(server, path):
+    table = TABLES[path]
+    neutral = {name: held.but[0] for name, held in table.items() if not isinstance(held, str) and held.but}
+    ignored = {name: None for name in table}
+    status, answer = server.post(path, {**ignored, **neutral, **GOOD[path]})
+    assert status == 200, answer
+
+
+def test_fields_without_effect_are_taken(client):
+    made = client.chat.completions.create(
+        model="m", messages=say("#stop"), temperature=0, user="me", metadata={"a": "b"}, service_tier="auto",
+        store=False, presence_penalty=0, frequency_penalty=0, response_format={"type": "text"},
+        tool_choice="auto", parallel_tool_calls=True, modalities=["text"], prompt_cache_key="k",
+    )  # fmt: skip
+    assert made.choices[0].message.content == "ab1b2c"
+
+
+def test_errors_are_those_of_the_sdks(client, claude):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="m", messages=say("x"), presence_penalty=1)
+    assert refused.value.param == "presence_penalty"
+    with pytest.raises(anthropic.BadRequestError, match="top_k"):
+        claude.messages.create(model="m", max_tokens=3, messages=say("x"), extra_body={"top_k": -3})
