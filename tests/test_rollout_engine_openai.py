@@ -7,6 +7,7 @@ import openai
 import parrot
 import pytest
 import servers
+from prometheus_client.parser import text_string_to_metric_families
 
 from areax.rollout.engine.openai_fields import TABLES
 
@@ -132,6 +133,7 @@ def test_each_token_is_a_chunk_of_a_completion(server, client):
     for i in range(2):
         mine = [chunk.choices[0] for chunk in got if chunk.choices[0].index == i]
         assert [choice.text for choice in mine] == [*STOP[1:], "", ""] and mine[-1].finish_reason == "stop"
+        assert mine[-1].logprobs.tokens == []
         rows = [choice.logprobs for choice in mine[:-1]]
         whole = client.completions.create(**body).choices[i].logprobs
         assert [row.tokens[0] for row in rows] == whole.tokens == [*STOP[1:], "<|im_end|>"]
@@ -220,7 +222,7 @@ REFUSED = [  # path, field, value, words of the error
     ("/v1/chat/completions", "top_logprobs", 2, "needs logprobs"),
     ("/v1/chat/completions", "reasoning_effort", "low", "chat_template_kwargs"),
     ("/v1/completions", "best_of", 4, "use n"),
-    ("/v1/completions", "suffix", "x", "fills gaps"),
+    ("/v1/completions", "suffix", "x", "only continued at its end"),
     ("/v1/completions", "tools", [], "unknown field"),
     ("/v1/completions", "top_kk", 5, "did you mean top_k?"),
     ("/v1/completions", "lora_path", "nobody", "not loaded"),
@@ -269,3 +271,74 @@ def test_errors_are_those_of_the_sdks(client, claude):
     assert refused.value.param == "presence_penalty"
     with pytest.raises(anthropic.BadRequestError, match="top_k"):
         claude.messages.create(model="m", max_tokens=3, messages=say("x"), extra_body={"top_k": -3})
+
+
+# -- further routes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["", "/v1"])
+def test_texts_and_conversations_are_tokenized(server, client, start):
+    one, two = (server.ok(f"{start}/tokenize", {"prompt": text}) for text in ("#stop", "a€"))
+    assert one["count"] == len(one["tokens"]) == 1 and one["max_model_len"] == 1024 and two["count"] == 4
+    both = server.ok(f"{start}/tokenize", {"model": "m", "prompt": ["#stop", "a€"]})
+    assert both["tokens"] == [one["tokens"], two["tokens"]] and both["count"] == [1, 4]
+    assert server.ok(f"{start}/detokenize", {"tokens": both["tokens"]})["text"] == ["#stop", "a€"]
+    assert server.ok(f"{start}/detokenize", {"tokens": two["tokens"]})["text"] == "a€"
+
+    chat = {"messages": say("#think"), "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    counted = server.ok(f"{start}/tokenize", chat)
+    made = server.ok("/v1/chat/completions", {**chat, "max_tokens": 1})
+    assert counted["count"] == made["usage"]["prompt_tokens"]
+    text = server.ok(f"{start}/detokenize", {"tokens": counted["tokens"], "skip_special_tokens": False})["text"]
+    assert text.endswith("<|im_start|>#think<off>") and '"name": "add"' in text
+
+
+@pytest.mark.parametrize(
+    "path, body, words",
+    [
+        ("/tokenize", {}, "give either a prompt or messages"),
+        ("/tokenize", {"prompt": 3}, "prompt: must be a text or a list of them"),
+        ("/tokenize", {"prompt": "x", "add_special_token": False}, "did you mean add_special_tokens?"),
+        ("/tokenize", {"prompt": "1" * 10**6}, "prompt: must have at most"),
+        ("/tokenize", {"messages": []}, "messages: must not be empty"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens: must be numbers from 0 to"),
+        ("/detokenize", {"tokens": "x"}, "tokens: must be a list"),
+        ("/detokenize", {"tokens": [[1], 2]}, "tokens: must be numbers"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_tokenized_is_refused(server, path, body, words):
+    status, answer = server.post(path, body)
+    assert status == 400 and words in answer["message"], answer
+
+
+def test_metrics_for_prometheus(server):
+    def read():
+        text = server.ok("/metrics")
+        return {
+            (family.name, sample.labels["model_name"] != ""): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name in (family.name, f"{family.name}_total")
+        }
+
+    before = read()
+    server.ok("/v1/completions", {"prompt": "#stop", "max_tokens": 3, "temperature": 0})
+    after = read()
+    new = {name: after[name, True] - before[name, True] for name, _ in after}
+    assert new["sglang:generation_tokens"] == 3 and new["sglang:prompt_tokens"] == new["sglang:num_requests"] == 1
+    assert after["sglang:num_running_reqs", True] == after["sglang:token_usage", True] == 0
+    assert after["sglang:max_total_num_tokens", True] == 4 * 1024 and new["sglang:num_aborted_requests"] == 0
+
+
+def test_openapi_names_every_route_and_field(server):
+    document = server.ok("/openapi.json")
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], path
+            status, _ = server.ask(method.upper(), path.replace("{model}", "x"), b"[")
+            assert status != 405 and (status != 404 or "{" in path), path
+    for path, table in TABLES.items():
+        content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert content["schema"]["properties"].keys() == table.keys()
+    assert {"/generate", "/metrics", "/tokenize", "/health", "/openapi.json"} <= document["paths"].keys()

@@ -264,7 +264,7 @@ def test_the_engine_holds_a_bounded_number_of_requests(server):
     ids=str,
 )
 def test_unsupported_fields_of_openai_routes_are_400(server, path, body):
-    status, answer = server.post(path, {"messages": [{"role": "user", "content": "1+1"}], **body})
+    status, answer = server.post(path, body if "prompt" in body else {"messages": SAID, **body})
     assert status == 400 and answer["object"] == "error"
     assert any(name in answer["message"] for name in (*body, "content"))
 

@@ -60,7 +60,7 @@ class OpenAI:
         ]
 
     async def models(self, http: HTTPRequest) -> Response:
-        """The served model and the loaded adapters; a request's `model` may name one of these."""
+        """The served model and the loaded adapters."""
         path, model = self.service.path, http.path_params.get("model")
         card = {
             "id": path,

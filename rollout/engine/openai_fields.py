@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from ..chat import fields
 from ..chat.api import chat, completions, messages, responses
-from ..chat.fields import Refusal, Table
+from ..chat.fields import NO_EFFECT, Refusal, Table
+from .request_parsing import GRAMMAR, SAMPLING
 
-GRAMMAR = "constrained decoding (JSON schemas, grammars) is not implemented by this server"
 STORE = Refusal("nothing is stored; send the whole conversation each time", (False,))
 PLAIN = {"type": "text"}
 _SGLANG = fields.table(
@@ -22,17 +22,16 @@ _SGLANG = fields.table(
     {
         "store": STORE,
         "response_format": Refusal(GRAMMAR, (PLAIN,)),
-        "json_schema": Refusal(GRAMMAR, ("",)),
-        "regex": Refusal(GRAMMAR, ("",)),
-        "ebnf": Refusal(GRAMMAR, ("",)),
-        "repetition_penalty": Refusal("penalties are not implemented by this server", (1,)),
-        "stop_regex": Refusal("give the strings to stop at as stop", ("", [])),
-        "no_stop_trim": Refusal("a stop string is never part of the text", (False,)),
-        "skip_special_tokens": Refusal("special tokens are never part of the text", (True,)),
-        "custom_params": Refusal(but=({},)),
+        **{
+            name: SAMPLING[name]
+            for name in (
+                "json_schema", "regex", "ebnf", "repetition_penalty", "stop_regex", "no_stop_trim",
+                "skip_special_tokens", "custom_params", "watermark",
+            )
+        },
         "custom_logit_processor": Refusal("this server runs no code of its clients", ("",)),
         "watermark": Refusal(but=(False,)),
-        "session_params": Refusal("sessions are the prefix cache's own affair", ({},)),
+        "session_params": Refusal("the prefix cache needs no sessions", ({},)),
         "return_hidden_states": Refusal("/generate has all that this server returns", (False,)),
         "return_routed_experts": Refusal("ask /generate for them", (False,)),
         "return_token_ids": Refusal("ask /generate, or for return_meta_info", (False,)),
@@ -54,10 +53,14 @@ RESPONSES: Table = {
     "text": Refusal(GRAMMAR, ({}, {"format": PLAIN})),
 }
 MESSAGES: Table = {**messages.FIELDS, "output_config": Refusal(GRAMMAR, ({},))}
+COUNT: Table = {
+    **MESSAGES,
+    **dict.fromkeys(("stream", "stop_sequences", "max_tokens", "temperature", "top_p", "top_k"), NO_EFFECT),
+}
 TABLES: dict[str, Table] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
     "/v1/responses": RESPONSES,
     "/v1/messages": MESSAGES,
-    "/v1/messages/count_tokens": MESSAGES,
+    "/v1/messages/count_tokens": COUNT,
 }

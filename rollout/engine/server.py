@@ -21,10 +21,13 @@ from ..chat.fields import Refused
 from ..processes import http_limits as limits
 from ..processes import http_process, keys
 from ..servers.labels import read_label
+from . import openapi
 from .adapters_api import Adapters
 from .engine import Engine
+from .metrics_api import Metrics
 from .openai_api import OpenAI
 from .sglang_api import Answer, Service, read_weights
+from .tokenize_api import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +113,9 @@ def app(service: Service, api_key: str | None = None, style: str = "", reasoning
         service.open()
         yield
 
-    routes = [*service.routes(), *Adapters(service).routes(), *OpenAI(service, style, reasoning).routes()]
-    inner = limits.app(routes, failed=_failed, lifespan=lifespan)
+    parts = (service, Adapters(service), OpenAI(service, style, reasoning), Tokenizer(service), Metrics(service))
+    routes = [route for part in parts for route in part.routes()]
+    inner = limits.app(openapi.with_document(routes), failed=_failed, lifespan=lifespan)
     return inner if api_key is None else _guarded(inner, api_key)
 
 

@@ -35,13 +35,14 @@ class Ask:
     prompts: Sequence[Sequence[int]] = ()
 
 
-def render(tokenizer: Any, ask: Ask) -> str:
-    """The conversation as a prompt. Raises Refused, and ValueError as `template.render`."""
+def render(tokenizer: Any, ask: Ask, ends: bool = True) -> str:
+    """The conversation as a prompt, which `ends` with the beginning of an answer. Raises Refused, and ValueError as
+    `template.render`."""
     try:
         template.check_variables(tokenizer, ask.body.get("chat_template_kwargs") or {})
     except ValueError as error:
         raise Refused("chat_template_kwargs", str(error)) from None
-    text = template.render(tokenizer, ask.messages, ask.tools, ask.template, ask=True)
+    text = template.render(tokenizer, ask.messages, ask.tools, ask.template, ask=ends)
     missing = [name for tool in ask.tools if (name := tool["function"]["name"]) not in text]
     rule(not missing, "tools", "this model's chat template does not show them to the model; leave them out", missing)
     rule(len(text) <= LONGEST_TEXT, "messages", f"must have at most {LONGEST_TEXT} characters", len(text))

@@ -45,14 +45,14 @@ def read(body: Mapping[str, Any], style: Style, table: fields.Table = FIELDS, mo
       table: the fields, and what the server does with them.
       most: answers that a request may ask for.
     """
-    tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
-    fields.known(body, table if tools else {**table, "parallel_tool_calls": fields.NO_EFFECT})
+    given = tools(body)
+    fields.known(body, table if given else {**table, "parallel_tool_calls": fields.NO_EFFECT})
     openai.include_usage(body)
     fields.boolean(body, "logprobs")
     return Ask(
         body=body,
         messages=openai.messages(body),
-        tools=chosen(body.get("tool_choice"), tools),
+        tools=chosen(body.get("tool_choice"), given),
         template=fields.mapping(body, "chat_template_kwargs"),
         sampling={
             **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop"),
@@ -61,6 +61,11 @@ def read(body: Mapping[str, Any], style: Style, table: fields.Table = FIELDS, mo
         n=fields.several(body, most),
         stream=fields.boolean(body, "stream"),
     )
+
+
+def tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a request. Raises Refused."""
+    return [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
 
 
 def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ FIELDS = fields.table(
     {
         **openai.REFUSED,
         "best_of": Refusal("every sample is returned; use n", (1,)),
-        "suffix": Refusal("no model here fills gaps", ("",)),
+        "suffix": Refusal("text is only continued at its end", ("",)),
     },
 )  # fmt: skip
 TOP = 20  # most likeliest tokens per position that a request may ask for
@@ -122,7 +122,7 @@ class Stream:
         yield "", error(status, message)
 
     def _chunk(self, i: int, text: str, finish: str | None, reading: logprobs.Reading) -> Event:
-        rows = _logprobs(self._ask, reading, self._tokenizer, self._ends[i]) if reading else None
+        rows = _logprobs(self._ask, reading, self._tokenizer, self._ends[i])
         if rows:
             self._ends[i] += sum(map(len, rows["tokens"]))
         return "", {**self._frame, "choices": [{"index": i, "text": text, "finish_reason": finish, "logprobs": rows}]}
