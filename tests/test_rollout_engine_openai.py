@@ -1,6 +1,8 @@
 """`areax serve` through unmodified SDKs: tools, streams token by token, refusals, and Anthropic's and OpenAI's APIs."""
 
 import json
+import re
+from pathlib import Path
 
 import anthropic
 import openai
@@ -9,8 +11,10 @@ import pytest
 import servers
 from prometheus_client.parser import text_string_to_metric_families
 
+from areax.rollout.engine import openapi, request_parsing
 from areax.rollout.engine.openai_fields import TABLES
 
+PAGE = (Path(__file__).parents[1] / "docs" / "serve.md").read_text()
 CALL = ["#add", "I add. ", "<tool_call>", '\n{"name": "add", "arguments": {"a": 1, "b": 2.5}}\n', "</tool_call>"]
 SUM = ["<go on>", "It is ", "3.5", "."]
 THINK = ["#think", "<think>", "\nHm.\n", "</think>", "\n\nYes"]
@@ -342,3 +346,56 @@ def test_openapi_names_every_route_and_field(server):
         content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert content["schema"]["properties"].keys() == table.keys()
     assert {"/generate", "/metrics", "/tokenize", "/health", "/openapi.json"} <= document["paths"].keys()
+
+
+# -- docs/serve.md -----------------------------------------------------------------------------------
+
+
+def quoted(text):
+    return re.findall(r"`([^`]*)`", text)
+
+
+def rows(text, head):
+    """The cells of the table with this head."""
+    table = text.partition(f"| {head} |\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+
+
+SECTIONS = {quoted(part)[0]: part for part in PAGE.split("\n### ")[1:]}
+
+
+def test_the_page_has_every_table():
+    routes = {path.removeprefix("/v1") if "tokenize" in path else path for path in openapi.TABLES}
+    assert SECTIONS.keys() == {*routes, "sampling_params"}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_page_says_what_happens_to_every_field(name):
+    table = openapi.TABLES.get(name, request_parsing.SAMPLING)
+    used, _, rest = SECTIONS[name].partition("No effect: ")
+    none = quoted(rest.partition("\n\n")[0])
+    refused = [
+        (field, (quoted(but), why))
+        for names, but, why in rows(rest, "refused | unless | why")
+        for field in quoted(names)
+    ]
+    said = [(field, "used") for names, _ in rows(used, "field |") for field in quoted(names)]
+    said += [(field, "no effect") for field in none] + refused
+    held = {
+        field: way if isinstance(way, str) else ([json.dumps(value) for value in way.but], way.why)
+        for field, way in table.items()
+    }
+    assert dict(said) == held and len(said) == len(held)
+
+
+def test_the_page_names_every_route(server):
+    said = {
+        (path, frozenset(methods.split(", "))): what
+        for paths, methods, what in rows(PAGE, "route | methods |")
+        for path in quoted(paths)
+    }
+    held = {
+        (path, frozenset(map(str.upper, operations))): next(iter(operations.values()))["summary"]
+        for path, operations in server.ok("/openapi.json")["paths"].items()
+    }
+    assert said == held

@@ -291,8 +291,8 @@ class Service:
     async def resume_memory_occupation(self, http: HTTPRequest) -> Response:
         """Allocates released memory.
 
-        Unlike SGLang, whose weights then have arbitrary content, this server generates only once weights are loaded; and
-        it is not an error if nothing was released.
+        Unlike SGLang, whose weights then have arbitrary content, this server generates only once weights are loaded;
+        and it is not an error if nothing was released.
         """
         await asyncio.to_thread(self.engine.reclaim, tags(await read_json(http)))
         return Answer(None)
