@@ -1,7 +1,10 @@
 """`areax serve` through unmodified SDKs: tools, streams token by token, refusals, and Anthropic's and OpenAI's APIs."""
 
+import asyncio
+import http.client
 import json
 import re
+import time
 from pathlib import Path
 
 import anthropic
@@ -112,6 +115,32 @@ def test_tools_of_responses(client):
     assert kinds[-1] == "response.completed" and "response.function_call_arguments.done" in kinds
 
 
+@pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_an_agent_of_the_agents_sdk(server, kind):
+    import agents  # slow to import
+
+    agents.set_tracing_disabled(True)
+    asked = []
+
+    @agents.function_tool
+    def add(a: float, b: float) -> str:
+        """Adds two numbers."""
+        asked.append((a, b))
+        return str(a + b)
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            model = getattr(agents, kind)("m", client)
+            agent = agents.Agent("a", instructions="Use tools.", tools=[add], model=model)
+            done = await agents.Runner.run(agent, "#add")
+            streamed = agents.Runner.run_streamed(agent, "#add")
+            async for _ in streamed.stream_events():
+                pass
+        return done.final_output, streamed.final_output
+
+    assert asyncio.run(main()) == ("It is 3.5.", "It is 3.5.") and asked == [(1, 2.5)] * 2
+
+
 # -- streams ---------------------------------------------------------------------------------------
 
 
@@ -184,6 +213,43 @@ def test_streamed_messages_and_responses(client, claude):
     assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "ab1")
     stopped = claude.messages.create(model="m", max_tokens=9, messages=say("#stop"), stop_sequences=["b2"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "b2")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_hanging_up_ends_a_stream(server, path):
+    state = lambda: server.ok("/server_info")["internal_states"][0]
+    begun = state()["aborted"]
+    body = {**GOOD[path], "stream": True}
+    body |= {"n": 6, "ignore_eos": True} if "completions" in path else {}
+    body |= {"max_output_tokens" if "responses" in path else "max_tokens": 900}
+    if "completions" not in path:  # nothing there keeps a request alive
+        server.ok("/pause_generation", {"mode": "retract"})
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    wait(lambda: state()["running"] + state()["queued"])
+    connection.close()
+    wait(lambda: state()["running"] + state()["queued"] == 0)
+    server.ok("/continue_generation", {})
+    assert state()["aborted"] > begun
+
+
+def test_an_aborted_request(server, client, claude):
+    server.ok("/pause_generation", {"mode": "retract"})
+    ask = lambda path, **more: servers.Later(lambda: server.post(path, {**GOOD[path], **more}))
+    asked = [ask(path) for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")]
+    wait(lambda: server.ok("/server_info")["internal_states"][0]["queued"] == 3)
+    server.ok("/abort_request", {"abort_all": True})
+    server.ok("/continue_generation", {})
+    (_, chat), (status, message), (other, _) = [one.result() for one in asked]
+    assert chat["choices"][0]["finish_reason"] == "abort"
+    assert status == other == 503 and message["error"]["type"] == "api_error"
+
+
+def wait(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
 
 
 def test_tokens_of_a_conversation_are_counted(claude):
