@@ -96,13 +96,16 @@ def test_tool_calls_may_replace_the_content_of_a_message():
 def test_variables_of_the_chat_template():
     tokens = tokenizer.byte_level()
     tokens.chat_template = CHAT.chat_template + "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
-    plain, off = (template.prompt(tokens, ROW, template=given) for given in (None, {"enable_thinking": False}))
-    assert tokens.decode(off) == tokens.decode(plain) + "<think></think>"
     template.check_variables(tokens, {"enable_thinking": False})
     for bad, words in (
-        ({"enable_thinkin": False}, "no variable of this model's"),
+        ({"enable_thinkin": False}, "not read by this model's chat template, which reads enable_thinking"),
+        ({"message": "x"}, "not read"),  # the template sets it
+        ({"messages": "x"}, "must be a variable"),
         ({"chat_template": "{{ 1 }}"}, "must be a variable"),
         ({"enable_thinking": [1]}, "a scalar"),
     ):
         with pytest.raises(ValueError, match=words):
             template.check_variables(tokens, bad)
+    tokens.chat_template = "{% if %}"
+    with pytest.raises(ValueError, match="the chat template is not valid"):
+        template.check_variables(tokens, {"enable_thinking": False})

@@ -76,7 +76,7 @@ class Reader:
             return ""
         self._stopped = self._text.feed([token], self._stops) is not None
         text = self._text.text
-        return self._show(text if self._stopped else text[: self._certain(text)])
+        return self.rest(text if self._stopped else text[: self._certain(text)])
 
     def finish(self, tokens: Sequence[int], stopped: bool) -> tuple[str, str]:
         """(complete text, the part of it that `push` has not returned).
@@ -90,7 +90,7 @@ class Reader:
             text = Text(self._decode)
             text.feed(tokens[:-1] if stopped else tokens)
             text.end()
-        return text.text, self._show(text.text)
+        return text.text, self.rest(text.text)
 
     def _certain(self, text: str) -> int:
         """Characters of the text before the first that may begin a stop string."""
@@ -99,7 +99,8 @@ class Reader:
                 return at
         return len(text)
 
-    def _show(self, text: str) -> str:
+    def rest(self, text: str) -> str:
+        """The part of `text`, which begins with what was returned so far, that was not."""
         new = text[self._shown :]
         self._shown += len(new)
         return new

@@ -339,3 +339,9 @@ def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     mute = {id for id, token in added if token.special and token.content not in MARKERS}
     return lambda tokens: tokenizer.decode([token for token in tokens if token not in mute])
+
+
+def special_markers(tokenizer: Any) -> frozenset[int]:
+    """The MARKERS that are special tokens, which a text without special tokens lacks."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset(id for id, token in added if token.special and token.content in MARKERS)

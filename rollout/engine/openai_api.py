@@ -46,6 +46,7 @@ class OpenAI:
 
     def __init__(self, service: sglang_api.Service, style: str = "", reasoning: bool = True):
         self.service, self._reasoning = service, reasoning
+        self._decode, self._markers = parsers.decoder(service.tokenizer), parsers.special_markers(service.tokenizer)
         written = getattr(service.tokenizer, "chat_template", None)
         self._style = style or parsers.style_of(str(written or ""))
 
@@ -88,7 +89,7 @@ class OpenAI:
         asked = self._requests(ask, ask.prompts, top, 0 if echo and top is not None else None)
         tokenizer = self.service.tokenizer
         decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if tokenizer else lambda ids: ""
-        samples = [Sample(request, decode, None) for request in asked.requests]
+        samples = [Sample(request, decode) for request in asked.requests]
         return await self._answer(http, completions, ask, asked, samples)
 
     async def conversation(self, path: str, http: HTTPRequest) -> Response:
@@ -101,8 +102,7 @@ class OpenAI:
         parser = functools.partial(
             Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=opened
         )
-        decode = parsers.decoder(self.service.tokenizer)
-        samples = [Sample(request, decode, parser()) for request in asked.requests]
+        samples = [Sample(request, self._decode, parser(), self._markers) for request in asked.requests]
         return await self._answer(http, CONVERSATIONS[path], ask, asked, samples)
 
     async def count_tokens(self, http: HTTPRequest) -> Response:
@@ -215,24 +215,20 @@ class OpenAI:
                 shown = completions.echoed(ask, asked.requests[i].prompt, self.service.tokenizer)
                 made += stream.pieces(i, [Text("content", shown)], samples[i].inputs(progress))
             begun.add(i)
-            for event in made:
-                yield encoded(event)
             for pieces, reading in samples[i].news(progress):
-                for event in stream.pieces(i, pieces, reading if asked.logprobs[i] else ()):
-                    yield encoded(event)
-            if not progress.finish:
-                continue
-            done[i] = samples[i].done(progress)
-            if _lost(api, [done[i]]):
-                for event in stream.failed(*ABORTED):
-                    yield encoded(event)
-                return
-            for name, data in stream.finish(i, done[i]):
-                if "choices" in data:
-                    data["choices"][0] |= self._ended(progress, ask, asked, i, start)
-                yield encoded((name, data))
-        for event in stream.end([done[i] for i in range(len(samples))]):
-            yield encoded(event)
+                made += stream.pieces(i, pieces, reading if asked.logprobs[i] else ())
+            if progress.finish:
+                done[i] = samples[i].done(progress)
+                if _lost(api, [done[i]]):
+                    made += stream.failed(*ABORTED)
+                    yield b"".join(map(encoded, made))
+                    return
+                for name, data in stream.finish(i, done[i]):
+                    if "choices" in data:
+                        data["choices"][0] |= self._ended(progress, ask, asked, i, start)
+                    made.append((name, data))
+            yield b"".join(map(encoded, made))
+        yield b"".join(map(encoded, stream.end([done[i] for i in range(len(samples))])))
 
     def _ended(self, progress: Progress, ask: asks.Ask, asked: Ask, i: int, start: float) -> dict[str, Any]:
         """SGLang's additions to a choice that has ended."""

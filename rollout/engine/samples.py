@@ -18,10 +18,17 @@ class Sample:
     Args:
       decode: converts token ids to text.
       parser: of its text; None = all of it is content.
+      markers: tokens that `decode` shows and the engine's own text lacks.
     """
 
-    def __init__(self, request: Request, decode: Callable[[list[int]], str], parser: Parser | None):
-        self.request, self._parser = request, parser
+    def __init__(
+        self,
+        request: Request,
+        decode: Callable[[list[int]], str],
+        parser: Parser | None = None,
+        markers: frozenset[int] = frozenset(),
+    ):
+        self.request, self._parser, self._markers = request, parser, markers
         self._reader = Reader(decode, request.sampling.stop)
         self._read = 0  # tokens
         self._pieces: list[Piece] = []
@@ -77,7 +84,10 @@ class Sample:
 
     def _end(self, progress: Progress) -> list[Piece]:
         assert progress.finish
-        self._text, rest = self._reader.finish(progress.tokens, progress.finish["type"] == "stop")
+        if self._markers.isdisjoint(progress.tokens):  # the engine's thread has done the work
+            self._text, rest = progress.text, self._reader.rest(progress.text)
+        else:
+            self._text, rest = self._reader.finish(progress.tokens, progress.finish["type"] == "stop")
         pieces = self._take(rest)
         held = self._parser.finish() if self._parser else []
         self._pieces += held
