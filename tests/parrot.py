@@ -23,16 +23,16 @@ TEMPLATE = """
 {%- if messages[-1].role != 'user' %}{{ '<go on>' }}{% endif %}"""
 
 
-def model(path: Path, *scripts: list[str], template: str = TEMPLATE, context: int = 1024) -> Path:
+def model(path: Path, *scripts: list[str], template: str = TEMPLATE, context: int = 1024, special=()) -> Path:
     """Writes a model that continues each token of a script with the next, and the last one with the end of the turn.
 
     A script is a list of tokens of any length; a text of several bytes that is not to be a token is given as bytes. No
-    token may be in two scripts, or twice in one.
+    token may be in two scripts, or twice in one. Those in `special` are special tokens.
     """
     tokens = tokenizer.byte_level()
     tokens.chat_template = template
     words = [word for script in scripts for word in script if isinstance(word, str)] + ["<off>", "<go on>"]
-    tokens.add_tokens([AddedToken(word, normalized=False, special=False) for word in dict.fromkeys(words)])
+    tokens.add_tokens([AddedToken(word, normalized=False, special=word in special) for word in dict.fromkeys(words)])
     follows = {}
     for script in scripts:
         ids = [id for item in script for id in _ids(tokens, item)] + [tokens.eos_token_id]

@@ -141,6 +141,34 @@ def test_an_agent_of_the_agents_sdk(server, kind):
     assert asyncio.run(main()) == ("It is 3.5.", "It is 3.5.") and asked == [(1, 2.5)] * 2
 
 
+def test_a_marker_that_is_a_special_token_and_the_options_of_the_command(tmp_path):
+    tag = "<|python_tag|>"
+    call = ["#add", "Now.", tag, '{"name": "add", "parameters": {"a": 1, "b": 2}}']
+    path = parrot.model(tmp_path / "m", call, THINK, template=parrot.TEMPLATE + f"{{# {tag} #}}", special=[tag])
+    with servers.command("areax", "serve", path, "--no-reasoning") as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            plain = client.completions.create(model="m", prompt="#add", temperature=0).choices[0]
+            assert plain.text == call[1] + call[3]
+            made = client.chat.completions.create(model="m", messages=say("#add"), tools=TOOLS, temperature=0)
+            got = [chunk.choices[0].delta for chunk in chunks(client, messages=say("#add"), tools=TOOLS)]
+            thought = client.chat.completions.create(model="m", messages=say("#think"), temperature=0).choices[0]
+    assert made.choices[0].message.content == "".join(delta.content or "" for delta in got) == "Now."
+    [one], [other] = made.choices[0].message.tool_calls, [call for delta in got for call in delta.tool_calls or []]
+    assert one.function.model_dump() == other.function.model_dump()
+    assert json.loads(one.function.arguments) == {"a": 1, "b": 2}
+    assert thought.message.content == "".join(THINK[1:])
+
+
+def test_tools_that_have_no_effect_are_refused(tmp_path):
+    with servers.embedded(parrot.model(tmp_path / "m", CALL, template="{{ messages[0].content }}")) as server:
+        body = {"messages": say("#add")}
+        status, answer = server.post("/v1/chat/completions", body | {"tools": TOOLS})
+        assert status == 400 and "start the server with --style" in answer["message"]
+        status, answer = server.post("/tokenize", body | {"tools": TOOLS})
+        assert status == 400 and "chat template does not show them" in answer["message"]
+        assert server.ok("/v1/chat/completions", body)["choices"][0]["message"]["content"] == "".join(CALL[1:])
+
+
 # -- streams ---------------------------------------------------------------------------------------
 
 

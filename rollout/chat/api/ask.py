@@ -42,9 +42,10 @@ def render(tokenizer: Any, ask: Ask, ends: bool = True) -> str:
         template.check_variables(tokenizer, ask.body.get("chat_template_kwargs") or {})
     except ValueError as error:
         raise Refused("chat_template_kwargs", str(error)) from None
-    text = template.render(tokenizer, ask.messages, ask.tools, ask.template, ask=ends)
-    missing = [name for tool in ask.tools if (name := tool["function"]["name"]) not in text]
-    rule(not missing, "tools", "this model's chat template does not show them to the model; leave them out", missing)
+    written = lambda tools: template.render(tokenizer, ask.messages, tools, ask.template, ask=ends)
+    text = written(ask.tools)
+    if ask.tools and text == written(()):
+        raise Refused("tools", "this model's chat template does not show them to the model; leave them out")
     rule(len(text) <= LONGEST_TEXT, "messages", f"must have at most {LONGEST_TEXT} characters", len(text))
     return text
 
