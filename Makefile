@@ -12,6 +12,7 @@ dev := $(venv)/.dev# for contributors: also torch, pytest, ruff, mypy
 wheel := .venv-wheel
 sglang := .venv-sglang
 peers := .venv-bench
+clients := .venv-clients
 
 unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -112,6 +113,18 @@ test-sglang: ## run the contract tests of `make test` against the real SGLang se
 $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 	@echo "installing SGLang into $(sglang): a few minutes, once"
 	@PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(sglang)
+	@touch $@
+
+.PHONY: test-clients
+test-clients: export XLA_FLAGS += $(fast)
+test-clients: export AREAX_PYTHON := $(CURDIR)/$(py)
+test-clients: $(dev) $(clients)/.done ## test that langchain, pydantic-ai and litellm work with `areax serve` (installs them)
+	$(clients)/bin/python -m pytest -q -c tests/clients/pytest.ini tests/clients
+
+$(clients)/.done: tests/clients/requirements.txt
+	@echo "installing the clients into $(clients): a minute, once"
+	@$(PYTHON) -m venv $(clients)
+	@$(clients)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file

@@ -19,6 +19,7 @@ from .request import Progress, Request, check, check_prompt
 from .slots import Live, Slots
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
+COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
 ADAPTERS = 64  # most adapters loaded at the same time
 
 
@@ -323,7 +324,8 @@ class Engine:
 
     def stats(self) -> dict:
         """Sizes, device memory in use, running and queued requests, tokens that running ones hold in the cache, and
-        totals since the start: requests, generated tokens, dispatches, prefills and prefilled tokens."""
+        totals since the start: requests, those that ended or were aborted, tokens of their prompts and of these in the
+        cache, generated tokens, dispatches, prefills and prefilled tokens."""
         return {
             "slots": self.slots,
             "context": self.context,
@@ -334,7 +336,7 @@ class Engine:
             "released": sorted(self.released),
             "bytes": self._slots.bytes,
             "version": self.version,
-            **{name: self._counts[name] for name in ("requests", "tokens")},
+            **{name: self._counts[name] for name in COUNTED},
             **{name: self._slots.counts[name] for name in ("dispatches", "prefills", "prefilled_tokens")},
         }
 
@@ -470,6 +472,10 @@ class Engine:
             if live.adapter:
                 live.adapter.users -= 1
         self._let_go()
+        self._counts["ended"] += 1
+        self._counts["aborted"] += finish["type"] == "abort"
+        self._counts["prompt_tokens"] += live.progress.prompt_tokens
+        self._counts["cached_tokens"] += live.progress.cached_tokens
         live.progress.finish = finish
         live.tell(live.progress)
 
