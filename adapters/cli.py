@@ -105,8 +105,10 @@ def serve(
     context: int = 2048,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     api_key: str | None = None,
+    style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
+    reasoning: bool = True,
 ) -> int:
-    """Serve a checkpoint over HTTP with SGLang's API.
+    """Serve a checkpoint over HTTP with SGLang's, OpenAI's and Anthropic's APIs (docs/serve.md).
 
     Args:
       path: Hugging Face directory with weights and tokenizer, or a model on the hub.
@@ -118,6 +120,8 @@ def serve(
       dtype: dtype of weights and computation.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
+      style: the model's format for tool calls; default: that of its chat template.
+      reasoning: return text between <think> and </think> as reasoning, not as part of the answer.
     """
     from ..rollout.engine import server
     from ..rollout.processes import keys
@@ -127,7 +131,10 @@ def serve(
     compile_cache.keep()
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)
-    server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=key)
+    server.serve(
+        path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=key, style=style or "",
+        reasoning=reasoning,
+    )  # fmt: skip
     return 0
 
 

@@ -148,3 +148,13 @@ def to_dict(tree: dict[str, Any]) -> dict:
         if m.edges:
             out[f"{name}_hist"] = {"edges": list(m.edges), "counts": np.asarray(m.bins).tolist()}
     return out
+
+
+def numbers(tree: dict[str, Metric]) -> dict[str, float]:
+    """Plain numbers of a step's metrics: `name` = mean and `name_max`, without histograms.
+
+    Waits for the device. Metrics with count 0 are omitted, and so are the `moment_` sums, which only
+    `signals.finalize_metrics` combines.
+    """
+    values = to_dict({name: m for name, m in tree.items() if not name.startswith("moment_")})
+    return {name: value for name, value in values.items() if isinstance(value, float)}

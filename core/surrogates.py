@@ -5,7 +5,7 @@ never does. At ratio 1 the gradient of each is A grad logp, averaged over the se
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,13 @@ class Now(NamedTuple):
     sampler_BT: Any
     index_BT: Any
     mean: Callable
+
+
+Gain = Callable[[Any, Now], tuple[Any, Any]]  # f(spec, now) -> (gain_BT, cut_BT)
+if TYPE_CHECKING:
+    Choice = str | Gain
+else:
+    Choice = str  # what reads options at run time, from the command line or a file, reads names
 
 
 def score(spec, now: Now):
@@ -159,28 +166,70 @@ def _largest(x_BT, mask_BT, fraction: float):
     return (rank_A < count).reshape(x_BT.shape)
 
 
-SURROGATES = {f.__name__: f for f in (score, ratio, clip, cispo, sapo, geometric, vespo, clip_cov, kl_cov, dppo)}
-USES = {  # surrogate-specific fields of the objective
-    "clip": ("clip_low", "clip_high", "dual_clip", "ratio_cap"),
-    "cispo": ("clip_low", "clip_high"),
-    "sapo": ("tau_pos", "tau_neg"),
-    "geometric": ("clip_low", "clip_high"),
-    "vespo": ("vespo_pos", "vespo_neg"),
-    "clip_cov": ("clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"),
-    "kl_cov": ("cov_fraction", "cov_coef"),
-    "dppo": ("tv_low", "tv_high", "tv_coef"),
+class Surrogate(NamedTuple):
+    """A surrogate by name: all that an objective knows of it.
+
+    Attributes:
+      gain: f(spec, now) -> (gain_BT, cut_BT).
+      formula: formatted with the objective's fields and `prox`, the name of the proximal policy.
+      uses: the fields of the objective that it reads, of those that not all surrogates do.
+    """
+
+    gain: Gain
+    formula: str
+    uses: tuple[str, ...] = ()
+
+
+CLIP = "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A)"
+SURROGATES = {
+    "score": Surrogate(score, "A log pi"),
+    "ratio": Surrogate(ratio, "r A", ("ratio",)),
+    "clip": Surrogate(clip, CLIP, ("ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap")),
+    "cispo": Surrogate(cispo, "stop(clip(r, 1 - {clip_low:g}, 1 + {clip_high:g})) A log pi", ("clip_low", "clip_high")),
+    "sapo": Surrogate(
+        sapo,
+        "4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
+        ("tau_pos", "tau_neg"),
+    ),
+    "geometric": Surrogate(
+        geometric,
+        "A exp(mean over the sequence of log r, bounded on A's side of [-{clip_low:g}, {clip_high:g}])",
+        ("clip_low", "clip_high"),
+    ),
+    "vespo": Surrogate(
+        vespo,
+        "stop(r^k exp(lambda (1 - r))) A log pi, (k, lambda) = {vespo_pos} if A >= 0 else {vespo_neg}",
+        ("ratio", "vespo_pos", "vespo_neg"),
+    ),
+    "clip_cov": Surrogate(
+        clip_cov,
+        CLIP + ", but 0 for {cov_fraction:g} of the tokens, drawn where {cov_low:g} < cov(log pi, A) < {cov_high:g}",
+        ("clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"),
+    ),
+    "kl_cov": Surrogate(
+        kl_cov,
+        "r A, minus {cov_coef:g} |log r| for the {cov_fraction:g} of the tokens with the largest cov(log pi, A)",
+        ("cov_fraction", "cov_coef"),
+    ),
+    "dppo": Surrogate(
+        dppo,
+        "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; minus "
+        "{tv_coef:g} log(r)^2",
+        ("tv_low", "tv_high", "tv_coef"),
+    ),
 }
-FORMULAS = {  # formatted with the objective's fields
-    "score": "A log pi",
-    "ratio": "r A",
-    "clip": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A)",
-    "cispo": "stop(clip(r, 1 - {clip_low:g}, 1 + {clip_high:g})) A log pi",
-    "sapo": "4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
-    "geometric": "A exp(mean over the sequence of log r, bounded on A's side of [-{clip_low:g}, {clip_high:g}])",
-    "vespo": "stop(r^k exp(lambda (1 - r))) A log pi, (k, lambda) = {vespo_pos} if A >= 0 else {vespo_neg}",
-    "clip_cov": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A), but 0 for {cov_fraction:g} of the tokens, "
-    "drawn where {cov_low:g} < cov(log pi, A) < {cov_high:g}",
-    "kl_cov": "r A, minus {cov_coef:g} |log r| for the {cov_fraction:g} of the tokens with the largest cov(log pi, A)",
-    "dppo": "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; minus "
-    "{tv_coef:g} log(r)^2",
-}
+USED_BY_SOME = tuple(sorted({field for surrogate in SURROGATES.values() for field in surrogate.uses}))
+
+
+def of(spec) -> Surrogate:
+    """The surrogate of an objective: the one of that name, or a function, which may read any field."""
+    if isinstance(spec.surrogate, str):
+        return SURROGATES[spec.surrogate]
+    formula = description(spec.surrogate).replace("{", "{{").replace("}", "}}")
+    return Surrogate(spec.surrogate, formula, USED_BY_SOME)
+
+
+def description(function: Callable) -> str:
+    """The first line of a function's docstring, else its name."""
+    inner = getattr(function, "func", function)  # of a functools.partial
+    return (inner.__doc__ or "").strip().partition("\n")[0] or inner.__name__

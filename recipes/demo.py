@@ -20,6 +20,7 @@ from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import grpo, sft
+from areax.recipes.shared import notebook
 from areax.recipes.shared.rl_options import Evaluation, Rollout, Serving, Training
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
@@ -79,6 +80,7 @@ class Config:
 
 def main(config: Config) -> int:
     """Runs the stages and prints the results; returns the exit code, 1 if a control improved, 130 if it was stopped."""
+    notebook.refuse_running_loop(config)
     began = time.monotonic()
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -116,6 +118,11 @@ def main(config: Config) -> int:
         f"summary     {out / run_dir.SUMMARY}\nseconds     {summary['seconds']:.0f}"
     )
     return 0 if rl["complete"] else 130
+
+
+async def run(config: Config) -> int:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def controls(config: Config, out: Path) -> int:

@@ -12,7 +12,7 @@ from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
 from areax.adapters.tracking import run_dir
-from areax.recipes.shared import common, evaluation, ranges, rows
+from areax.recipes.shared import common, evaluation, notebook, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
 from areax.rollout.scheduling import executor
@@ -92,10 +92,16 @@ class Config:
 
 def main(config: Config) -> dict:
     """Writes `out`, if any, and returns {"accuracy": mean reward, ...}, as `evaluation.summary`."""
+    notebook.refuse_running_loop(config)
+    return asyncio.run(run(config))
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook."""
     if config.out:
         common.check_directory("--out", config.out)
     compile_cache.keep()
-    results, answers = asyncio.run(evaluate(config))
+    results, answers = await evaluate(config)
     if config.out:
         write(config, results, answers)
     return results

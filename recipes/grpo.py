@@ -22,7 +22,18 @@ from areax.adapters.command_line.options import UNPREFIXED, json_object
 from areax.adapters.runtime import compile_cache, compile_time
 from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
-from areax.recipes.shared import common, ending, evaluation, learner, probe, publishing, rl_log, rollouts, rows
+from areax.recipes.shared import (
+    common,
+    ending,
+    evaluation,
+    learner,
+    notebook,
+    probe,
+    publishing,
+    rl_log,
+    rollouts,
+    rows,
+)
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
@@ -79,6 +90,7 @@ def main(config: Config) -> dict:
     In a job of several processes, process 0 runs rollouts, rewards and the loop. All processes together run what needs
     the devices (`collective`), each on its part of every batch. Processes other than 0 return {}.
     """
+    notebook.refuse_running_loop(config)
     began = time.monotonic()
     common.keep_memory()
     compile_cache.keep()
@@ -107,6 +119,11 @@ def main(config: Config) -> dict:
                 summary["seconds"] = time.monotonic() - began
                 ending.finish(config.out, summary)
                 return summary
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def read(config: Config, tokens) -> tuple:

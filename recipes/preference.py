@@ -18,7 +18,7 @@ from areax.adapters import hf, tokenizer
 from areax.adapters.runtime import hub
 from areax.core import losses, preference, step
 from areax.core.optim import Optimizer
-from areax.recipes.shared import common, learner, offline, offline_options, terminal
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, terminal
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
@@ -66,6 +66,11 @@ def main(config: Config) -> dict:
     In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, replace(config, out=config.out or f"runs/{config.objective.name.lower()}"))
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def train(config: Config, quiet: bool = False) -> dict:

@@ -565,6 +565,52 @@ def same(place, one, other):
 INSIDE = Serve(inside=True, slots=8, context=64)
 
 
+def test_a_run_in_a_running_loop_is_awaited_and_changes_no_number(place, first):
+    """As in a notebook: the loop goes on meanwhile; main says what to call."""
+
+    async def cell():
+        asked = config(place, "awaited", servers=(), serve=INSIDE)
+        with pytest.raises(RuntimeError, match=r"grpo.main: .* use: await grpo.run\(config\)$"):
+            grpo.main(asked)
+        running, turns = asyncio.ensure_future(grpo.run(asked)), 0
+        while not running.done():
+            await asyncio.wait([running], timeout=0.01)
+            turns += 1
+        return running.result(), turns
+
+    done, turns = asyncio.run(cell())
+    assert done["complete"] and turns > 10
+    same(place, "awaited", "first")
+
+
+def plain_ratio(spec, now):
+    """r A"""
+    return now.ratio_BT * now.adv_BT, None
+
+
+def test_a_cancelled_run_saves_its_state(place):
+    """Here of a run with a surrogate of its own, a function."""
+
+    async def cell():
+        asked = config(place, "interrupted", steps=1000, objective=GRPO(surrogate=plain_ratio))
+        running = asyncio.ensure_future(grpo.run(asked))
+        samples = place / "interrupted/samples.jsonl"
+        while not (samples.is_file() and samples.read_text()):  # those of the first step
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cell())
+    summary = json.loads((place / "interrupted/summary.json").read_text())
+    assert 0 < summary["steps"] < 1000 and not summary["complete"]
+    states = {int(path.name) for path in (place / "interrupted/state").iterdir() if path.name.isdigit()}
+    assert summary["steps"] in states
+    options = json.loads((place / "interrupted/config.json").read_text())
+    assert options["training"]["objective"]["surrogate"].endswith(":plain_ratio")
+
+
 @pytest.mark.slow
 def test_offloading_an_in_process_server_changes_no_number(place, first):
     """Weights handed over in memory, with nothing written, are those that would have been read from files."""

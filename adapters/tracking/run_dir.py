@@ -34,8 +34,8 @@ OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that a
 
 def plain(value):
     """Converts `value` to JSON types: dataclasses and mappings to objects, numpy and jax arrays to lists or numbers,
-    paths to strings, numbers that are not finite to null, or in a
-    dataclass to strings ("inf")."""
+    paths to strings, functions to `module:name`, numbers that are not finite to null, or in a dataclass to strings
+    ("inf")."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _option(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -50,6 +50,9 @@ def plain(value):
         return os.fspath(value)
     if hasattr(value, "tolist"):
         return plain(value.tolist())
+    if callable(value):
+        function = getattr(value, "func", value)  # of a functools.partial
+        return f"{function.__module__}:{function.__qualname__}"
     raise ValueError(f"run_dir: values must be text, numbers, lists, mappings or dataclasses, got {value!r}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from areax.adapters.report import build
 from areax.adapters.tracking import run_dir
+from areax.recipes.shared import notebook
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ class Stop:
     """What Ctrl-C and SIGTERM ask of a run; made by `stop_signal`.
 
     Attributes:
-      asked: whether a signal came after `orderly` was called.
+      asked: whether a signal came after `orderly` was called, or `ask` was.
     """
 
     def __init__(self) -> None:
@@ -29,20 +30,32 @@ class Stop:
     def orderly(self, act: Callable[[], Any] = lambda: None) -> None:
         """From now on the first signal sets `asked` and calls `act`; the run ends in order. A second interrupts."""
         self._act = act
+        if self.asked:
+            act()
 
     def receive(self, number: int, frame: Any) -> None:
         """Handles a signal."""
         if self._act is None or self.asked:
             raise KeyboardInterrupt
+        self.ask()
+
+    def ask(self) -> None:
+        """Asks the run to end in order, as soon as it can."""
         self.asked = True
-        self._act()
+        if self._act:
+            self._act()
 
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[Stop]:
-    """Yields a Stop that receives Ctrl-C and SIGTERM: they interrupt at once until it is made `orderly`."""
+    """Yields a Stop that receives Ctrl-C and SIGTERM: they interrupt at once until it is made `orderly`.
+
+    In other threads than the main one, which gets the signals, the end of `notebook.run_in_thread` asks it.
+    """
     stop = Stop()
     main = threading.current_thread() is threading.main_thread()
+    if not main and (asked := notebook.stop_request.get()):
+        asked.add_done_callback(lambda _: stop.ask())
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, stop.receive) for number in numbers}
     try:

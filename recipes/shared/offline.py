@@ -19,7 +19,7 @@ from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, ending, learner, rows, terminal
+from areax.recipes.shared import common, ending, learner, notebook, rows, terminal
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
@@ -50,6 +50,7 @@ def sampler(tokens) -> Callable[[dict, str], Sample]:
 
 def run(train: Callable, config) -> dict:
     """Runs `train(config, quiet=)` in every process of the job; returns its summary in process 0, {} in the others."""
+    notebook.refuse_running_loop(config)
     common.keep_memory()
     compile_cache.keep()
     compile_time.measure()
