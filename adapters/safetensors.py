@@ -98,8 +98,8 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return _read_file(path)
     if not path.is_dir():
         raise ValueError(f"{path}: a checkpoint must be a directory or a safetensors file that exists")
-    if not (path / INDEX).exists():
-        if not (path / FILE).exists():
+    if not (path / INDEX).is_file():  # exists() would also find a pipe, whose reading never ends
+        if not (path / FILE).is_file():
             others = sorted(p.name for p in path.glob("*.safetensors"))
             found = f"only {', '.join(others)}, the index is missing; copy it again" if others else "neither"
             raise ValueError(f"{path}: a checkpoint needs {FILE} or {INDEX}, got {found}")
@@ -113,6 +113,11 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     for name, file in places.items():
         if name not in held[file]:
             raise ValueError(f"{path / file}: lacks {name}, listed there in {INDEX}; copy the checkpoint again")
+    for file in files:
+        if twice := [name for name in held[file] if places.get(name, file) != file]:
+            raise ValueError(
+                f"{path / file}: holds {twice[0]}, which {INDEX} lists in {places[twice[0]]}; copy the checkpoint again"
+            )
     return {name: held[file][name] for name, file in places.items()}
 
 
@@ -267,13 +272,14 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             if name != "__metadata__":
                 start, stop = map(int, entry["data_offsets"])
                 places[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{short}, its header is not a safetensors header ({error!r}); copy it again") from error
     held = total - 8 - length
     needed = max((stop for _, _, _, stop in places.values()), default=0)
     if needed != held:
         raise ValueError(f"{short}, its header lists {needed} bytes of tensors, got {held}; copy it again")
-    if sum(stop - start for _, _, start, stop in places.values()) != held:
+    spans = sorted((start, stop) for _, _, start, stop in places.values())
+    if [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), held]:
         raise ValueError(f"{short}, its tensors overlap or leave gaps; copy it again")
     tensors = {}
     for name, (dtype, shape, start, stop) in places.items():
@@ -281,6 +287,9 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"{path}: dtype of {name} must be one of {', '.join(DTYPES)}, got {dtype}")
         if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or min(start, *shape, 0) < 0:
             raise ValueError(f"{short}, {name} of {dtype}{list(shape)} is at [{start}, {stop}); copy it again")
-        count = math.prod(shape)
-        tensors[name] = np.frombuffer(data, DTYPES[dtype], count, 8 + length + start).reshape(shape)
+        flat = np.frombuffer(data, DTYPES[dtype], math.prod(shape), 8 + length + start)
+        try:
+            tensors[name] = flat.reshape(shape)
+        except (ValueError, OverflowError) as error:  # more axes, or longer ones, than numpy supports
+            raise ValueError(f"{path}: {name} of {dtype}{list(shape)!r:.80} cannot be read ({error})") from error
     return tensors

@@ -160,6 +160,13 @@ def test_a_header_beyond_the_file_is_refused(tmp_path):
         b'{"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
         b'"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
+        b'"b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
+        b'"c": {"dtype": "F32", "shape": [0], "data_offsets": [8, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [' + b"1, " * 99 + b'2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        b'"b": {"dtype": "F32", "shape": [0, %d], "data_offsets": [8, 8]}}' % 2**70,
         b"[" * 100_000,
     ],
 )
@@ -183,6 +190,18 @@ def test_an_incomplete_set_of_shards_is_refused(tmp_path):
     refused(tmp_path, first.name, "missing", "copy the checkpoint again")
     (tmp_path / files.INDEX).unlink()
     refused(tmp_path, "the index is missing")
+    os.mkfifo(tmp_path / files.INDEX)  # reading it would wait for a writer
+    refused(tmp_path, "the index is missing")
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    """Tools differ in which one they take."""
+    tensors = some_tensors()
+    files.write(tmp_path, tensors, tensors.values(), shard_bytes=200)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    both = {"layers.0.w": tensors["layers.0.w"] + 1, "layers.5.w": tensors["layers.5.w"]}
+    files.write_file(last, {name: files.describe(name, x) for name, x in both.items()}, both.values())
+    refused(tmp_path, last.name, "holds layers.0.w, which model.safetensors.index.json lists in model-00001-of-")
 
 
 @pytest.mark.parametrize(
