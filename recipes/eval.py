@@ -88,8 +88,9 @@ async def evaluate(config: Config) -> dict:
     tokens = tokenizer.load(config.model)
     rewards.check(config.reward)
     resolve.check(config.workflow, resolve.options(config.workflow_options))
-    room = 0 if config.servers else min(config.serve.context, hf.read_config(config.model).context)
-    check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room)
+    settings = None if config.servers else hf.read_config(config.model)  # which servers may be all that has it
+    room, vocabulary = (min(config.serve.context, settings.context), settings.vocab) if settings else (0, 0)
+    check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room, vocabulary=vocabulary)
     asked = rows.read(config.data, config.row, config.limit, check=check, bad=config.bad_rows)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context

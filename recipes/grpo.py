@@ -119,7 +119,8 @@ def read(config: Config, tokens) -> tuple:
     options, heldout, serving = config.prompts, config.evaluation.heldout, config.serving
     length = config.training.length
     room = length if serving.servers else min(length, serving.serve.context)
-    check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room)
+    vocabulary = hf.read_config(config.model).vocab
+    check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room, vocabulary=vocabulary)
     read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows)
     prompts, heldout_rows = read(config.data, limit=options.limit), read(heldout) if heldout else []
     return ordered(prompts, options.curriculum, seed=config.seed), heldout_rows

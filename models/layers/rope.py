@@ -21,11 +21,18 @@ class Rope:
     original_context: int = 8192
 
 
+NEEDED: dict[str, tuple[str, ...]] = {  # options of each kind of scaling in a config.json
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
 def from_hf(hf: dict) -> Rope:
     """Reads a config.json, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
 
     Raises:
-      ValueError: a kind of scaling that is not implemented; names it.
+      ValueError: a kind of scaling that is not implemented, or lacks an option that it needs; names it.
     """
     scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0)))
@@ -33,18 +40,20 @@ def from_hf(hf: dict) -> Rope:
     partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"config.json: partial_rotary_factor must be 1, got {partial}")
+    if kind not in NEEDED:
+        raise ValueError(
+            f"config.json: rope_type must be default, linear or llama3, got {kind!r}, which is not implemented"
+        )
+    if missing := [name for name in NEEDED[kind] if name not in scaling]:
+        raise ValueError(f"config.json: rope_type {kind} needs {missing[0]}, got none")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, kind, float(scaling["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta, kind, float(scaling["factor"]), float(scaling["low_freq_factor"]),
-            float(scaling["high_freq_factor"]), int(scaling["original_max_position_embeddings"]),
-        )  # fmt: skip
-    raise ValueError(
-        f"config.json: rope_type must be default, linear or llama3, got {kind!r}, which is not implemented"
-    )
+    return Rope(
+        theta, kind, float(scaling["factor"]), float(scaling["low_freq_factor"]),
+        float(scaling["high_freq_factor"]), int(scaling["original_max_position_embeddings"]),
+    )  # fmt: skip
 
 
 def to_hf(rope: Rope) -> dict:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from areax.adapters import orbax, tokenizer
+from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.data import chat_sft
 from areax.adapters.runtime import compile_cache
 from areax.adapters.tracking import run_dir, sinks
@@ -73,10 +73,14 @@ def read(
     """
     common.check_directory("--out", config.out)
     common.check_length(config.model, config.length)
+    vocabulary = hf.read_config(config.model).vocab
 
     def fits(row: dict) -> str | None:
         check(row)
-        n = max(len(sample.tokens) for sample in samples([row]))
+        made = samples([row])
+        for sample in made:
+            rows.check_vocabulary(sample.tokens, vocabulary)
+        n = max(len(sample.tokens) for sample in made)
         if n <= config.length:
             return None
         if config.too_long == "refuse":
