@@ -6,11 +6,12 @@ checkpoint is a directory with `model.safetensors`, or with shards listed in `mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Writes a small file atomically: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with _named(path), open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -222,7 +223,7 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
     described = {}
     source = iter(arrays)
     try:
-        with open(temporary, "wb", buffering=0) as file:
+        with _named(path), open(temporary, "wb", buffering=0) as file:
             _put(file, memoryview(len(text).to_bytes(8, "little") + text))
             for name, entry in entries.items():
                 array = np.asarray(_next(source, name, path))
@@ -241,6 +242,17 @@ def _next(source, name: str, path: Path):
     for array in source:
         return array
     raise ValueError(f"{path}: {name} needs an array, but there are no more")
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Gives an error of writing the file's name, which that of a full disk lacks."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.strerror:
+            error.filename = os.fspath(path)
+        raise
 
 
 def _put(file, data: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import ml_dtypes
 import numpy as np
@@ -233,3 +234,21 @@ def test_an_index_names_files_beside_it(tmp_path, text, message):
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     refused(tmp_path, str(tmp_path), "needs model.safetensors or")
     refused(tmp_path / "nowhere", "nowhere", "exists")
+
+
+def test_a_full_disk_is_an_error_with_the_files_name(tmp_path):
+    """Also of a file that is written in parts, whose errors have none."""
+    x = np.ones(1 << 16, np.float32)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        for name, write in (
+            ("model.safetensors", lambda: files.write(tmp_path, {"x": x}, [x])),
+            ("manifest.json", lambda: files.write_bytes(tmp_path / "manifest.json", bytes(10_000))),
+        ):
+            with pytest.raises(OSError, match="File too large") as caught:
+                write()
+            assert caught.value.filename == str(tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())

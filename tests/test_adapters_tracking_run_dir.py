@@ -1,7 +1,10 @@
+import contextlib
 import dataclasses
 import io
 import json
 import math
+import os
+import sys
 import threading
 from pathlib import Path
 
@@ -197,6 +200,21 @@ def test_progress_without_a_terminal_prints_lines_including_the_last():
     first, last = out.getvalue().splitlines()
     assert first.startswith("grpo 1/4  reward 0.25  ") and "tokens/s" in first and first.endswith(" left")
     assert last.startswith("grpo 4/4  reward 1  ") and "left" not in last and "loss" not in last
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_that_nobody_reads_ends_no_run(monkeypatch, terminal):
+    """As when the program ends that `areax train ... 2>&1 | tee log` writes to."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")  # rich takes the former for a terminal
+    with open(writer, "w") as err, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", err)
+        with run_dir.progress("grpo", 2, every=0) as tick:
+            tick(1)
+            tick(2)
+        with contextlib.suppress(BrokenPipeError):  # what is still buffered
+            err.close()
 
 
 def test_progress_on_a_terminal_is_a_bar():

@@ -256,7 +256,7 @@ def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, cons
     Yields tick(step, *, tokens=0, **values): `values` are shown by name; `tokens` counts tokens since the last tick.
     Rate and time left are estimated from the last 20 ticks.
     """
-    console = console or Console(stderr=True, quiet=quiet)
+    console = console or _Console(stderr=True, quiet=quiet)
     recent = collections.deque([(time.monotonic(), start, 0)], maxlen=20)
 
     def words(step, tokens, values):
@@ -297,6 +297,13 @@ def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, cons
 
     yield tick
     show()  # always print the last step
+
+
+class _Console(Console):
+    """A console that falls silent when nobody reads it any more; rich would end the run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 def _clock(seconds: float) -> str:
