@@ -119,7 +119,7 @@ def fit(
     All processes of a job call it with the same arguments; `quiet` ones neither print nor write.
 
     Args:
-      kind: `kind` of the lines in metrics.jsonl.
+      kind: the recipe, `kind` of the lines in metrics.jsonl; a state of another recipe is refused.
       config: model, out, steps, batch, length, rows, save_every, save_minutes, evaluate_every, track and seed are read.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
@@ -146,7 +146,11 @@ def fit(
     ):  # fmt: skip
         start = store.latest or 0
         if start:
-            own.state, _ = store.restore(own.state)
+            own.state, cursor = store.restore(own.state)
+            if (made := (cursor or {}).get("recipe", kind)) != kind:
+                raise ValueError(
+                    f"--out {config.out}: holds a run of {made}, which {kind} cannot go on with; name another directory"
+                )
         last: dict = {}
         complete = common.complete(config, start, quiet)
         with (
@@ -179,7 +183,7 @@ def fit(
                     run.log(kind, done, **evaluate())
                 due = overdue or (config.save_every and done % config.save_every == 0)
                 if due and done < config.steps:
-                    store.save(done, own.state)
+                    store.save(done, own.state, {"recipe": kind})
                     saved_at = time.monotonic()
             if pending:
                 report(*pending)
@@ -187,7 +191,7 @@ def fit(
                 last.update(evaluate())
                 run.log(kind, done, **{k: v for k, v in last.items() if k.startswith("heldout")})
         if done > (store.latest or 0):  # the last step may have been saved already
-            store.save(done, own.state)
+            store.save(done, own.state, {"recipe": kind})
         checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
     summary = {
         "checkpoint": str(checkpoint), "steps": done, "complete": done >= config.steps,
