@@ -12,6 +12,7 @@ dev := $(venv)/.dev# for contributors: also torch, pytest, ruff, mypy
 wheel := .venv-wheel
 sglang := .venv-sglang
 peers := .venv-bench
+clients := .venv-clients
 
 unexport PYTHONDONTWRITEBYTECODE# tests start a hundred processes, each of which would compile what it imports
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -32,7 +33,7 @@ help: ## list the targets
 .PHONY: install
 install: $(dev) ## install areax (editable) and everything its tests need into .venv
 
-$(runtime): pyproject.toml constraints.txt
+$(runtime): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: areax needs Python 3.11 or newer, $(PYTHON) is older; make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "installing areax into $(venv): a minute or two, once"
@@ -114,8 +115,20 @@ $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 	@PYTHON=$(PYTHON) tests/sglang_cpu/install.sh $(sglang)
 	@touch $@
 
+.PHONY: test-clients
+test-clients: export XLA_FLAGS += $(fast)
+test-clients: export AREAX_PYTHON := $(CURDIR)/$(py)
+test-clients: $(dev) $(clients)/.done ## test that langchain, pydantic-ai and litellm work with `areax serve` (installs them)
+	$(clients)/bin/python -m pytest -q -c tests/clients/pytest.ini tests/clients
+
+$(clients)/.done: tests/clients/requirements.txt
+	@echo "installing the clients into $(clients): a minute, once"
+	@$(PYTHON) -m venv $(clients)
+	@$(clients)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 # The wheel gets its own environment, which borrows the other packages of .venv through a path file. Such a file
-# does not run the editable hook, so `areax` can only be the installed copy.
+# does not read the path files there, so `areax` can only be the installed copy.
 .PHONY: test-wheel
 test-wheel: export XLA_FLAGS += $(fast)
 test-wheel: $(dev) ## build the wheel, and test the installed copy from another directory
@@ -154,7 +167,7 @@ chip: ## benchmark on this machine's GPU or TPU, 9 minutes a call; repeat to com
 	$(or $(wildcard $(py)),$(PYTHON)) benchmarks/chip.py
 
 .PHONY: lint
-lint: $(dev) .dev/areax ## run ruff and mypy
+lint: $(dev) ## run ruff and mypy
 	$(venv)/bin/ruff check .
 	$(venv)/bin/ruff format --check .
 	$(venv)/bin/mypy
@@ -162,7 +175,3 @@ lint: $(dev) .dev/areax ## run ruff and mypy
 .PHONY: skills
 skills: ## generate .agents/skills from the guides in docs/
 	$(PYTHON) tests/skills.py
-
-.dev/areax: # mypy needs a folder with the package's name, whatever the checkout is called
-	@mkdir -p .dev
-	@ln -sfn .. $@

@@ -105,8 +105,10 @@ def serve(
     context: int = 2048,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     api_key: str | None = None,
+    style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
+    reasoning: bool = True,
 ) -> int:
-    """Serve a checkpoint over HTTP with SGLang's API.
+    """Serve a checkpoint over HTTP with SGLang's, OpenAI's and Anthropic's APIs (docs/serve.md).
 
     Args:
       path: Hugging Face directory with weights and tokenizer.
@@ -118,6 +120,8 @@ def serve(
       dtype: dtype of weights and computation.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
+      style: the model's format for tool calls; default: that of its chat template.
+      reasoning: return text between <think> and </think> as reasoning, not as part of the answer.
     """
     from ..rollout.engine import server
     from ..rollout.processes import keys
@@ -126,7 +130,10 @@ def serve(
     malloc.keep_memory()  # new weights then reuse the memory of the old ones
     compile_cache.keep()
     key = keys.read(keys.SERVER) if api_key is None else api_key
-    server.serve(path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=key)
+    server.serve(
+        path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=key, style=style or "",
+        reasoning=reasoning,
+    )  # fmt: skip
     return 0
 
 
@@ -222,11 +229,11 @@ def new(
 def simulate(*options: str) -> int:
     """Simulate the step time of asynchronous RL, to choose eta and the split of devices; no devices needed."""
     from ..rollout.simulation import simulate
-    from .tracking import run_dir
+    from .tracking import progress
 
     config = parse.parse(simulate.Config, options, "areax simulate")
     every, outcomes = simulate.settings(config), []
-    with run_dir.progress("simulate", len(every)) as tick:
+    with progress.steps("simulate", len(every)) as tick:
         for setting in every:
             outcomes.append(simulate.simulate(*setting))
             tick(len(outcomes))

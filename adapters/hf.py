@@ -80,7 +80,7 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
     the prefix "model." (backbones).
 
     Args:
-      dtype: dtype of the parameters; None = as stored.
+      dtype: dtype of the parameters; None = as stored, in a stack of layers the narrowest that holds all.
       mesh: a Mesh over which weights are sharded according to `parallel.rules`; each device reads only its shard. None
         = the default device.
       init_missing: heads among "score" and "head" that are randomly initialised if the checkpoint lacks them.
@@ -157,7 +157,7 @@ def mapped(path: str | os.PathLike, dtype="float32"):
 
     def view(leaf):
         parts = [tensors[key] for key in keys[leaf.path]]
-        wanted = np.dtype(leaf.param.dtype or dtype or np.result_type(*parts))
+        wanted = np.dtype(leaf.param.dtype or dtype or _common_dtype(parts))
         if not leaf.unstacked_shape:
             return parts[0].astype(wanted, copy=False)
         return Parts(dict(zip(np.ndindex(*leaf.unstacked_shape), parts, strict=True)), leaf.shape, wanted)
@@ -213,7 +213,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
     """Assembles a leaf's array from its tensors, in the order of its keys; each device reads only its shard."""
     parts = dict(zip(np.ndindex(*leaf.unstacked_shape), tensors, strict=True))
-    wanted = leaf.param.dtype or dtype or np.result_type(*tensors)
+    wanted = leaf.param.dtype or dtype or _common_dtype(tensors)
     unstacked = len(leaf.unstacked_shape)
 
     @functools.cache  # shared by devices that hold the same shard
@@ -232,6 +232,12 @@ def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None)
         return jax.device_put(part(*[(0, size) for size in leaf.shape])).block_until_ready()
     bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: part(*bounds(index))).block_until_ready()
+
+
+def _common_dtype(tensors: Sequence[np.ndarray]) -> np.dtype:
+    """The narrowest dtype that holds all; numpy has no rule for bfloat16 beside float16, which only float32 holds."""
+    dtypes, halves = {x.dtype for x in tensors}, {np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)}
+    return np.result_type(*(dtypes - halves | {np.dtype(np.float32)} if halves <= dtypes else dtypes))
 
 
 def verify(path: str | os.PathLike) -> dict | None:

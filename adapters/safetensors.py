@@ -107,6 +107,11 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return _read_file(path / FILE)
     places = _shards_of(path)
     files = sorted(set(places.values()))
+    if (path / FILE).exists() and files != [FILE]:  # transformers and servers would take that one
+        raise ValueError(
+            f"{path}: holds both {FILE} and {INDEX} of other files, so that one is of another checkpoint; remove that "
+            "one"
+        )
     for file in files:
         if not (path / file).is_file():
             raise ValueError(f"{path / file}: missing, but listed in {INDEX}; copy the checkpoint again")

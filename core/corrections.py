@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from . import segments
 from .checks import validate
+from .clipping import bounded_exp, clip
 from .segments import to_tokens, total
 
 STATISTICS = {  # as functions of the log ratio
@@ -102,16 +103,11 @@ def ratio(spec: Correction, log_BT, mask_BT, segment_BT, J: int):
     return bounded_exp(log_BT)
 
 
-def bounded_exp(log_BT):
-    """exp clipped to [e^-20, e^20], without gradient outside: one faulty token must not overflow the whole step."""
-    return jnp.exp(jnp.clip(log_BT, -20, 20))
-
-
 def bounded(spec: Correction, ratio_BT):
     """The importance weight: the ratio after `spec.action`."""
     if spec.action == "mask":
         return jnp.where((spec.low <= ratio_BT) & (ratio_BT <= spec.cap), ratio_BT, 0)
-    return jnp.clip(ratio_BT, spec.low if spec.action == "clip" else 0, spec.cap)
+    return clip(ratio_BT, spec.low if spec.action == "clip" else 0, spec.cap)
 
 
 def kept(spec: Correction, log_BT, adv_BT, mask_BT, segment_BT, J: int):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from . import metrics
 from .batch import Batch
+from .clipping import clip
 from .segments import to_tokens
 
 
@@ -52,10 +53,10 @@ class Critic:
             "value": metrics.of(value_BT, mask_BT),
             "return": metrics.of(return_BT, mask_BT),
             "value_error": metrics.of(error_BT, mask_BT),
-            "moment_return2": metrics.of(jnp.square(return_BT), mask_BT),
+            "moment_return": metrics.moments(return_BT, return_BT, mask_BT),
         }
         if self.clip:
-            moved_BT = jnp.clip(value_BT - before_BT, -self.clip, self.clip)
+            moved_BT = clip(value_BT - before_BT, -self.clip, self.clip)
             clipped_BT = jnp.square(before_BT + moved_BT - return_BT)
             report["value_clip_fraction"] = metrics.of(clipped_BT > error_BT, mask_BT)
             error_BT = jnp.maximum(error_BT, clipped_BT)

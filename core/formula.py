@@ -2,7 +2,7 @@
 
 import math
 
-from .surrogates import FORMULAS
+from . import surrogates
 
 PROXIMAL = {
     "recompute": "the policy before the update",
@@ -43,7 +43,7 @@ def of(p) -> str:
 
 
 def _gain(p) -> str:
-    gain = FORMULAS[p.surrogate].format(**vars(p), prox=PROXIMAL[p.correction.proximal])
+    gain = surrogates.of(p).formula.format(**vars(p), prox=PROXIMAL[p.correction.proximal])
     if p.ratio_cap:
         gain = gain.replace("min(r A", f"min(min(r, {p.ratio_cap:g}) A")
     return gain + (f", at least {p.dual_clip:g} A if A < 0" if p.dual_clip else "")

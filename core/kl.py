@@ -1,9 +1,9 @@
 """Estimators of KL(policy || reference) from the log-probabilities of sampled tokens.
 
 J. Schulman, "Approximating KL divergence" (2020). With r = reference / policy, log r = ref - logp:
-k1 = -log r (unbiased, high variance), k2 = (log r)^2 / 2 (biased, low variance), k3 = r - 1 - log r (unbiased,
-never negative). Their expected gradients as a loss term, on policy: k1 has 0, only noise; k2 has that of the reverse
-KL(policy || reference); k3 has that of the forward KL(reference || policy).
+k1 = -log r (unbiased, high variance), k2 = (log r)^2 / 2 (biased, low variance), k3 = r - 1 - log r (unbiased
+within +-20 nats, to which log r is clipped; never negative). Their expected gradients as a loss term, on policy: k1 has
+0, only noise; k2 has that of the reverse KL(policy || reference); k3 has that of the forward KL(reference || policy).
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .checks import validate
+from .clipping import bounded_log
 from .shapes import shaped
 
 
@@ -77,8 +78,10 @@ def k2(logp_BT, ref_BT):
 
 @shaped
 def k3(logp_BT, ref_BT):
-    """exp(ref - logp) - 1 - (ref - logp); expm1 keeps it exact near 0."""
-    return jnp.expm1(ref_BT - logp_BT) - (ref_BT - logp_BT)
+    """exp(log r) - 1 - log r; log r = ref - logp is clipped to +-20, without gradient beyond, and expm1 keeps it exact
+    near 0."""
+    log_BT = bounded_log(ref_BT - logp_BT)
+    return jnp.expm1(log_BT) - log_BT
 
 
 @shaped

@@ -8,16 +8,20 @@ current weights, or None if `needs_scores` is False.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, Unpack
 
 import jax.numpy as jnp
 
 from . import metrics
 from .batch import Batch
+from .checks import validate
 from .distill import Distill as Distill  # an objective like those below
+from .options import PolicyOptions, PreferenceOptions
 from .policy import Policy
 from .preference import KTO, Preference, RewardModel
+from .surrogates import description
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,70 @@ class SFT:
         return jnp.sum(nll_BT * batch.weight_BT), report
 
 
+@dataclass(frozen=True)
+class PerToken:
+    """A function as a loss: minimise sum_t w_t f(log pi, batch)_t over the learnt tokens; `token_losses` has some.
+
+    Attributes:
+      function: f(logp_BT, batch) -> loss_BT, of a microbatch; log-probabilities are 0 off the mask. Gradients flow
+        through logp_BT. `batch.logp_BT` are the sampler's, `batch.target[name]` the samples' arrays of that name.
+      reduce: "mean" divides by sum_t w_t over the whole batch; "sum" divides by nothing, so that losses and gradients
+        of several batches add up. w is `weight_BT`, the weight of the token's sample.
+    """
+
+    function: Callable
+    reduce: Literal["mean", "sum"] = "mean"
+
+    needs_scores = False
+
+    def __post_init__(self):
+        validate(
+            self,
+            [
+                ("function", callable(self.function), "f(logp_BT, batch) -> loss_BT"),
+                ("reduce", self.reduce in ("mean", "sum"), "mean or sum"),
+            ],
+        )
+
+    def __str__(self):
+        share = " / sum_t w_t" if self.reduce == "mean" else ""
+        return f"PerToken: minimise sum_t w_t f_t{share}\n  f = {description(self.function)}"
+
+    def prepare(self, batch: Batch, scores=None) -> Batch:
+        """Sets the weights to 0 off the mask, and for the mean divides them by their sum."""
+        if self.reduce == "mean":
+            return SFT().prepare(batch)
+        return batch.replace(weight_BT=jnp.where(batch.mask_BT, batch.weight_BT, 0))
+
+    def loss(self, out, batch: Batch):
+        """(sum over the microbatch, metrics `token_loss` and `entropy`); gradients flow into `out.logp_BT`.
+
+        Raises:
+          ValueError: the function returns another shape.
+        """
+        loss_BT = self.function(jnp.where(batch.mask_BT, out.logp_BT, 0), batch)
+        if jnp.shape(loss_BT) != batch.mask_BT.shape:
+            raise ValueError(
+                f"PerToken: function must return a loss per token, {batch.mask_BT.shape}, got {jnp.shape(loss_BT)}"
+            )
+        loss_BT = jnp.where(batch.mask_BT, loss_BT, 0)
+        report = {
+            "token_loss": metrics.of(loss_BT, batch.mask_BT),
+            "entropy": metrics.of(out.entropy_BT, batch.mask_BT),
+        }
+        return jnp.sum(loss_BT * batch.weight_BT), report
+
+
 # -- policies ------------------------------------------------------------------------------------
 #
 # Papers describe fresh samples; each preset adds the weight w = proximal / behaviour. proximal="behaviour" disables it.
 
 
-def _preset(name: str, changes: dict, *, note: str = "", **defaults) -> Policy:
+def _preset(name: str, changes: PolicyOptions, *, note: str = "", **defaults) -> Policy:
     """`Policy` with the preset's defaults, overridden by `changes`; a mapping overrides single fields of a part."""
     policy = Policy(name=name, note=note)
     for changed in (defaults, changes):
-        parts = {
+        parts: dict[str, Any] = {
             key: dataclasses.replace(getattr(policy, key), **value) if isinstance(value, Mapping) else value
             for key, value in changed.items()
         }
@@ -62,13 +120,13 @@ def _preset(name: str, changes: dict, *, note: str = "", **defaults) -> Policy:
     return policy
 
 
-def REINFORCE(**changes) -> Policy:
+def REINFORCE(**changes: Unpack[PolicyOptions]) -> Policy:
     """Raw rewards as advantages, no ratio (Williams 1992); mean over sequences of the sum over tokens."""
     plain = dict(mean="none", std="none")
     return _preset("REINFORCE", changes, advantage=plain, surrogate="score", denominator="sequence_sum")
 
 
-def ReinforcePlusPlus(**changes) -> Policy:
+def ReinforcePlusPlus(**changes: Unpack[PolicyOptions]) -> Policy:
     """Per-token returns, whitened over the batch, with PPO's clip (REINFORCE++, arXiv:2501.03262).
 
     For REINFORCE++-baseline, `advantage={"mean": "group"}` subtracts the group's mean before whitening.
@@ -78,38 +136,38 @@ def ReinforcePlusPlus(**changes) -> Policy:
     return _preset("ReinforcePlusPlus", changes, note=note, advantage=returns, clip_high=0.2)
 
 
-def ReMax(**changes) -> Policy:
+def ReMax(**changes: Unpack[PolicyOptions]) -> Policy:
     """REINFORCE with the reward of greedy decoding as baseline (arXiv:2310.10505): one more completion per prompt."""
     greedy = dict(mean="greedy", std="none")
     return _preset("ReMax", changes, advantage=greedy, surrogate="score", denominator="sequence_sum")
 
 
-def RLOO(**changes) -> Policy:
+def RLOO(**changes: Unpack[PolicyOptions]) -> Policy:
     """REINFORCE with the mean of the group's other rollouts as baseline (arXiv:2402.14740)."""
     others = dict(std="none", leave_one_out=True)
     return _preset("RLOO", changes, advantage=others, surrogate="score", denominator="sequence_sum")
 
 
-def OPO(**changes) -> Policy:
+def OPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """REINFORCE with the group's length-weighted mean, the minimum-variance baseline (arXiv:2505.23585)."""
     weighted = dict(std="none", length_weighted=True)
     return _preset("OPO", changes, advantage=weighted, surrogate="score", denominator="sequence_sum")
 
 
-def GPG(**changes) -> Policy:
+def GPG(**changes: Unpack[PolicyOptions]) -> Policy:
     """A log pi with the group's mean as baseline (arXiv:2504.02546)."""
     note = "no rescaling for groups with equal rewards"
     return _preset("GPG", changes, note=note, advantage=dict(std="none"), surrogate="score")
 
 
-def PPO(**changes) -> Policy:
+def PPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """Clipped ratio with a critic's GAE advantages (arXiv:1707.06347), as for language models (arXiv:2203.02155)."""
     critic = dict(credit="gae", mean="none", std="none", lam=0.95, whiten="token")
     note = "the mean is over the batch's tokens; no entropy bonus"
     return _preset("PPO", changes, note=note, advantage=critic, clip_high=0.2)
 
 
-def GRPO(**changes) -> Policy:
+def GRPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """Rewards standardised within the group (arXiv:2402.03300), with today's usual changes.
 
     Asymmetric clipping (clip-higher) and the mean over all tokens of the batch as in DAPO; no KL.
@@ -118,7 +176,7 @@ def GRPO(**changes) -> Policy:
     return _preset("GRPO", changes, note=note)
 
 
-def DrGRPO(**changes) -> Policy:
+def DrGRPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """GRPO without its biases: no division by the deviation, a constant instead of lengths (arXiv:2503.20783).
 
     The constant, `denominator_tokens`, is the maximum completion length; it only scales the loss.
@@ -128,7 +186,7 @@ def DrGRPO(**changes) -> Policy:
     )
 
 
-def DAPO(**changes) -> Policy:
+def DAPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """Clip-higher, token mean, dynamic sampling (arXiv:2503.14476).
 
     Its soft overlong penalty depends on the maximum completion length: set `shaping={"overlong_tokens": ...,
@@ -139,27 +197,27 @@ def DAPO(**changes) -> Policy:
     return _preset("DAPO", changes, note=note, shaping=shaping, clip_low=0.2, clip_high=0.28, denominator="token")
 
 
-def LitePPO(**changes) -> Policy:
+def LitePPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """Mean of the group, standard deviation of the batch, token mean (arXiv:2508.08221)."""
     return _preset("LitePPO", changes, advantage=dict(std="batch"), clip_high=0.2)
 
 
-def GSPO(**changes) -> Policy:
+def GSPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """One ratio per sequence (arXiv:2507.18071); ratio="sequence_token" is GSPO-token."""
     return _preset("GSPO", changes, ratio="sequence", clip_low=3e-4, clip_high=4e-4, denominator="sequence")
 
 
-def LUSPO(**changes) -> Policy:
+def LUSPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """GSPO with sequences weighted by their length (arXiv:2602.05261)."""
     return _preset("LUSPO", changes, ratio="sequence", clip_low=3e-4, clip_high=4e-4, denominator="sequence_sum")
 
 
-def GMPO(**changes) -> Policy:
+def GMPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """Geometric mean of a sequence's individually clipped ratios (arXiv:2507.20673)."""
     return _preset("GMPO", changes, surrogate="geometric", clip_low=0.4, clip_high=0.4, denominator="sequence")
 
 
-def CISPO(**changes) -> Policy:
+def CISPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """Clipped importance weights on A log pi; no token loses its gradient (MiniMax-M1, arXiv:2506.13585).
 
     r is at most 1 + clip_high = 5, without a lower bound; other systems take the 5 itself as their option.
@@ -168,36 +226,36 @@ def CISPO(**changes) -> Policy:
     return _preset("CISPO", changes, note=note, surrogate="cispo", clip_low=1.0, clip_high=4.0)
 
 
-def SAPO(**changes) -> Policy:
+def SAPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """A soft gate instead of the clip, narrower for negative advantages (arXiv:2511.20347)."""
     return _preset("SAPO", changes, surrogate="sapo", denominator="sequence")
 
 
-def M2PO(**changes) -> Policy:
+def M2PO(**changes: Unpack[PolicyOptions]) -> Policy:
     """r A, masking the batch's tokens of largest squared log ratio (arXiv:2510.01161)."""
     note = "tokens are masked by w, before the update and over the batch, independent of microbatches"
     moment = dict(second_moment=0.04, cap=math.inf)
     return _preset("M2PO", changes, note=note, correction=moment, surrogate="ratio")
 
 
-def VESPO(**changes) -> Policy:
+def VESPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """A log pi, smoothly weighted by the whole sequence's ratio (arXiv:2602.10693)."""
     note = "advantages and token mean as in GRPO here"
     behaviour = dict(proximal="behaviour")
     return _preset("VESPO", changes, note=note, correction=behaviour, ratio="product", surrogate="vespo")
 
 
-def ClipCov(**changes) -> Policy:
+def ClipCov(**changes: Unpack[PolicyOptions]) -> Policy:
     """PPO's clip, with the gradient of a few high-covariance tokens cut (arXiv:2505.22617)."""
     return _preset("ClipCov", changes, surrogate="clip_cov", clip_high=0.2)
 
 
-def KLCov(**changes) -> Policy:
+def KLCov(**changes: Unpack[PolicyOptions]) -> Policy:
     """No clip; a KL penalty on the few tokens of highest covariance (arXiv:2505.22617)."""
     return _preset("KLCov", changes, surrogate="kl_cov", cov_fraction=2e-3)
 
 
-def DPPO(**changes) -> Policy:
+def DPPO(**changes: Unpack[PolicyOptions]) -> Policy:
     """Masks tokens whose probability, rather than ratio, has moved too far (arXiv:2602.04879)."""
     note = "total variation by the sampled token; the squared log ratio is prime-rl's"
     behaviour = dict(proximal="behaviour")
@@ -216,30 +274,30 @@ POLICIES = {
 # -- preferences ---------------------------------------------------------------------------------
 
 
-def _pairwise(name: str, changes: dict, *, note: str = "", **defaults) -> Preference:
+def _pairwise(name: str, changes: PreferenceOptions, *, note: str = "", **defaults) -> Preference:
     """`Preference` with the preset's defaults, overridden by `changes`."""
     return Preference(**{"name": name, "note": note, **defaults, **changes})
 
 
-def DPO(**changes) -> Preference:
+def DPO(**changes: Unpack[PreferenceOptions]) -> Preference:
     """Logistic loss on the difference of a pair's log-ratios (arXiv:2305.18290). label_smoothing makes it conservative
     DPO, score "mean" normalises lengths, sft_coef keeps the chosen completion likely."""
     return _pairwise("DPO", changes)
 
 
-def IPO(**changes) -> Preference:
+def IPO(**changes: Unpack[PreferenceOptions]) -> Preference:
     """Regresses the difference of a pair's log-ratios to 1 / (2 beta) (arXiv:2310.12036)."""
     note = 's is a mean over tokens, as in TRL; the formula has score "sum"'
     note = note if changes.get("score", "mean") == "mean" else ""
     return _pairwise("IPO", changes, note=note, link="square", score="mean")
 
 
-def SimPO(**changes) -> Preference:
+def SimPO(**changes: Unpack[PreferenceOptions]) -> Preference:
     """Logistic loss on mean log-probabilities with a margin, no reference (arXiv:2405.14734)."""
     return _pairwise("SimPO", changes, score="mean", reference=False, beta=2.0, gamma=1.0)
 
 
-def ORPO(**changes) -> Preference:
+def ORPO(**changes: Unpack[PreferenceOptions]) -> Preference:
     """SFT on the chosen completion plus a loss on the odds ratio of the pair, no reference (arXiv:2403.07691)."""
     return _pairwise("ORPO", changes, score="odds", reference=False, beta=1.0, coef=0.1, sft_coef=1.0)
 

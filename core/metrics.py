@@ -1,4 +1,5 @@
-"""Mergeable metrics {sum, count, min, max, histogram}: exact over microbatches, devices and processes."""
+"""Mergeable metrics {sum, count, min, max, histogram}, and moments of pairs: exact over microbatches, devices and
+processes."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,9 +55,42 @@ def of_sum(total, count) -> Metric:
     return Metric(total, count, mean.min, mean.max, mean.bins)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Moments:
+    """Number, means, and sums of squares and products about the means, of pairs (x, y).
+
+    Means of squares minus squares of means would cancel in fp32 where a spread is small beside its mean.
+    """
+
+    count: Any
+    x: Any
+    y: Any
+    xx: Any
+    yy: Any
+    xy: Any
+
+
+def moments(x, y, mask) -> Moments:
+    """The moments of the pairs whose mask is not 0; no gradient flows."""
+    x, y = (jax.lax.stop_gradient(jnp.asarray(values, jnp.float32)) for values in (x, y))
+    return _moments(x, y, jnp.asarray(mask) != 0)
+
+
 @jax.jit
-def merge(a: Metric, b: Metric) -> Metric:
-    """The metric of the union of both sets."""
+def _moments(x, y, keep) -> Moments:
+    total = lambda values: jnp.sum(jnp.where(keep, values, 0))
+    count = total(jnp.ones_like(x))
+    mean_x, mean_y = (total(values) / jnp.maximum(count, 1) for values in (x, y))
+    dx, dy = x - mean_x, y - mean_y
+    return Moments(count, mean_x, mean_y, total(dx * dx), total(dy * dy), total(dx * dy))
+
+
+@jax.jit
+def merge(a, b):
+    """The metric, or the moments, of the union of both sets."""
+    if isinstance(a, Moments):
+        return _merge_moments(a, b)
     return Metric(
         a.sum + b.sum,
         a.count + b.count,
@@ -67,38 +101,60 @@ def merge(a: Metric, b: Metric) -> Metric:
     )
 
 
+def _merge_moments(a: Moments, b: Moments) -> Moments:
+    """The pairwise update of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae" (1979)."""
+    count = a.count + b.count
+    share = b.count / jnp.maximum(count, 1)
+    dx, dy, n = b.x - a.x, b.y - a.y, a.count * share
+    return Moments(
+        count, a.x + share * dx, a.y + share * dy,
+        a.xx + b.xx + n * dx * dx, a.yy + b.yy + n * dy * dy, a.xy + b.xy + n * dx * dy,
+    )  # fmt: skip
+
+
 def empty_like(abstract):
     """Metrics of the empty set, the identity of `merge`, for a tree of (abstract) metrics."""
-    return jax.tree.map(
-        lambda m: Metric(
-            jnp.zeros((), jnp.float32),
-            jnp.zeros((), jnp.float32),
-            jnp.full((), jnp.inf, jnp.float32),
-            jnp.full((), -jnp.inf, jnp.float32),
-            jnp.zeros((max(len(m.edges) - 1, 0),), jnp.float32),
-            m.edges,
-        ),
-        abstract,
-        is_leaf=lambda x: isinstance(x, Metric),
-    )
+    zero = jnp.zeros((), jnp.float32)
+
+    def empty(m):
+        if isinstance(m, Moments):
+            return Moments(zero, zero, zero, zero, zero, zero)
+        bins = jnp.zeros((max(len(m.edges) - 1, 0),), jnp.float32)
+        return Metric(zero, zero, zero + jnp.inf, zero - jnp.inf, bins, m.edges)
+
+    return jax.tree.map(empty, abstract, is_leaf=_whole)
 
 
 def merge_trees(a, b):
     """`merge`, leaf by leaf."""
-    return jax.tree.map(merge, a, b, is_leaf=lambda x: isinstance(x, Metric))
+    return jax.tree.map(merge, a, b, is_leaf=_whole)
 
 
-def to_dict(tree: dict[str, Metric]) -> dict:
+def _whole(x) -> bool:
+    return isinstance(x, Metric | Moments)
+
+
+def to_dict(tree: dict[str, Any]) -> dict:
     """Host values for the log: `name` = mean, `name_max`, and `name_hist` = {edges, counts} if there are bins.
 
-    Metrics with count 0 are omitted.
+    Metrics with count 0, and moments, are omitted.
     """
     out: dict = {}
     for name, m in tree.items():
         count = float(m.count)
-        if count == 0:
+        if count == 0 or isinstance(m, Moments):
             continue
         out[name], out[f"{name}_max"] = float(m.sum) / count, float(m.max)
         if m.edges:
             out[f"{name}_hist"] = {"edges": list(m.edges), "counts": np.asarray(m.bins).tolist()}
     return out
+
+
+def numbers(tree: dict[str, Metric]) -> dict[str, float]:
+    """Plain numbers of a step's metrics: `name` = mean and `name_max`, without histograms.
+
+    Waits for the device. Metrics with count 0 are omitted, and so are the `moment_` sums, which only
+    `signals.finalize_metrics` combines.
+    """
+    values = to_dict({name: m for name, m in tree.items() if not name.startswith("moment_")})
+    return {name: value for name, value in values.items() if isinstance(value, float)}

@@ -1,6 +1,7 @@
 """Optimisers: optax chains over fp32 master weights, configured by a frozen dataclass."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -134,6 +135,44 @@ def make_optimizer(spec: Optimizer, table: param.Table) -> optax.GradientTransfo
         optax.scale_by_learning_rate(schedule(spec)),
         _average(spec.ema) if spec.ema else optax.identity(),
     )
+    return _trained(chain, table)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW's hyperparameters for one update: numbers, which `adamw` may get traced. Meanings as in `Optimizer`."""
+
+    lr: float = 1e-6
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+
+
+def adamw(
+    table: param.Table, hyper: AdamW = AdamW(), decay: Sequence[Kind] = ("matrix", "embedding")
+) -> optax.GradientTransformation:
+    """AdamW whose hyperparameters may change with every update, for `step.make_apply`; its state has none of them.
+
+    Equal to `make_optimizer` up to rounding: traced, 1 - b1 and 1 - b2 are taken in float32.
+
+    Args:
+      decay: kinds of weights that are decayed, as in `Optimizer`.
+    """
+    decayed = param.tree_map(lambda leaf: kind(leaf.param) in decay, table)
+    chain = optax.chain(
+        optax.clip_by_global_norm(jnp.where(hyper.clip > 0, hyper.clip, jnp.inf)),
+        optax.scale_by_adam(b1=hyper.b1, b2=hyper.b2, eps=hyper.eps),
+        optax.add_decayed_weights(jnp.asarray(hyper.weight_decay), mask=decayed),
+        optax.scale_by_learning_rate(hyper.lr),
+    )
+    return _trained(chain, table)
+
+
+def _trained(chain: optax.GradientTransformation, table: param.Table) -> optax.GradientTransformation:
+    """The transformation, with zero updates for frozen weights."""
     labels = param.tree_map(lambda leaf: "train" if leaf.param.trainable else "freeze", table)
     if "freeze" not in jax.tree.leaves(labels):
         return chain

@@ -12,17 +12,18 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from . import advantages, corrections, entropy, formula, kl, metrics, segments, shaping, signals
+from . import advantages, corrections, entropy, formula, kl, metrics, segments, shaping, signals, surrogates
 from .advantages import Advantage
 from .batch import Batch
 from .checks import validate
-from .corrections import Correction, bounded_exp
+from .clipping import bounded_exp
+from .corrections import Correction
 from .denominators import Denominator, share
 from .entropy import Entropy
 from .kl import KL
 from .segments import over_rollout, to_tokens, total
 from .shaping import Shaping
-from .surrogates import SURROGATES, USES, Now
+from .surrogates import SURROGATES, USED_BY_SOME, Choice, Now
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Policy:
       ratio: "token"; "sequence": geometric mean over the sequence's learnt tokens (GSPO, arXiv:2507.18071; TRL's
         importance_sampling_level); "sequence_token": its value with each token's gradient (GSPO-token); "product":
         product over the sequence.
-      surrogate: name of a function in `surrogates`; formulas and papers are there.
+      surrogate: name of a function in `surrogates`; formulas and papers are there. In Python also a function like
+        those, f(spec, now) -> (gain_BT, cut_BT).
       clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high] (epsilon and epsilon_high in TRL); with
         "geometric" log r to [-clip_low, clip_high].
       dual_clip: for "clip": the gain is at least dual_clip A if A < 0; 0 = off.
@@ -60,7 +62,7 @@ class Policy:
     advantage: Advantage = Advantage()
     correction: Correction = Correction()
     ratio: Literal["token", "sequence", "sequence_token", "product"] = "token"
-    surrogate: str = "clip"
+    surrogate: Choice = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0
@@ -82,19 +84,19 @@ class Policy:
     entropy: Entropy = Entropy()
 
     def __post_init__(self):
-        clips, constant = self.surrogate == "clip", self.denominator == "constant"
+        constant = self.denominator == "constant"
         counts = self.denominator_tokens > 0 if constant else self.denominator_tokens == 0
-        below_one = self.surrogate in ("clip", "cispo", "clip_cov")
+        named = isinstance(self.surrogate, str)
+        free = not named or self.surrogate == "geometric"  # clip_low bounds something else than a ratio from below
         compared = self.advantage.components or self.advantage.mean == "greedy"
         early = self.advantage.teacher or (self.kl.coef and self.kl.place == "reward")
         rules = {
-            "surrogate": (self.surrogate in SURROGATES, f"one of {', '.join(SURROGATES)}"),
-            "ratio": (self.ratio == "token" or self.surrogate in ("ratio", "clip", "vespo"),
-                      '"token" unless the surrogate is "ratio", "clip" or "vespo"'),
-            "clip_low": (0 <= self.clip_low and (self.clip_low <= 1 or not below_one), "between 0 and 1"),
+            "surrogate": (self.surrogate in SURROGATES if named else callable(self.surrogate),
+                          f"one of {', '.join(SURROGATES)}, or a function"),
+            "clip_low": (0 <= self.clip_low and (self.clip_low <= 1 or free), "between 0 and 1"),
             "clip_high": (self.clip_high >= 0, "at least 0"),
-            "dual_clip": (self.dual_clip == 0 or (clips and self.dual_clip > 1), '0, or above 1 with surrogate "clip"'),
-            "ratio_cap": (self.ratio_cap == 0 or (clips and self.ratio_cap > 1), '0, or above 1 with surrogate "clip"'),
+            "dual_clip": (self.dual_clip == 0 or self.dual_clip > 1, "0, or above 1"),
+            "ratio_cap": (self.ratio_cap == 0 or self.ratio_cap > 1, "0, or above 1"),
             "tau_pos": (self.tau_pos > 0, "above 0"),
             "tau_neg": (self.tau_neg > 0, "above 0"),
             "cov_fraction": (0 <= self.cov_fraction <= 1, "between 0 and 1"),
@@ -111,10 +113,8 @@ class Policy:
             "kl": (not (compared and self.kl.place == "reward" and self.kl.coef),
                    'with place "loss" if the advantage has components or mean "greedy"'),
         }  # fmt: skip
-        unused = [
-            name for names in USES.values() for name in names
-            if name not in USES.get(self.surrogate, ()) and getattr(self, name) != getattr(Policy, name)
-        ]  # fmt: skip
+        uses = surrogates.of(self).uses if not named or self.surrogate in SURROGATES else USED_BY_SOME
+        unused = [name for name in USED_BY_SOME if name not in uses and getattr(self, name) != getattr(Policy, name)]
         if unused:
             raise ValueError(
                 f"{self.name}: the surrogate {self.surrogate} does not use {unused[0]}, got "
@@ -234,7 +234,7 @@ class Policy:
         if how.proximal == "interpolate":
             weight_BT *= bounded_BT
         now = self._now(logp_BT, logp_BT - prox_BT, batch)
-        gain_BT, cut_BT = SURROGATES[self.surrogate](self, now)
+        gain_BT, cut_BT = self._gain(now)
         loss = -jnp.sum(weight_BT * jnp.where(mask_BT, gain_BT, 0))
         unusable_BT = target["unusable_BT"]
         # Without scores from before the update, use the current ones.
@@ -263,6 +263,15 @@ class Policy:
         if self.entropy.coef:
             loss -= jnp.sum(target["entropy_weight_BT"] * jnp.where(mask_BT, out.entropy_BT, 0))
         return loss, report
+
+    def _gain(self, now: Now):
+        got = surrogates.of(self).gain(self, now)
+        if not (isinstance(got, tuple) and len(got) == 2 and jnp.shape(got[0]) == now.logp_BT.shape):
+            raise ValueError(
+                f"{self.name}: surrogate must return (gain_BT, cut_BT or None) of shape {now.logp_BT.shape}, "
+                f"got {jax.tree.map(jnp.shape, got)}"
+            )
+        return got
 
     def _now(self, logp_BT, gap_BT, batch: Batch) -> Now:
         mask_BT, segment_BT, J = batch.mask_BT, batch.segment_BT, batch.reward_BJ.shape[-1]

@@ -1,7 +1,7 @@
 """Training metrics: trainer-sampler mismatch, size of the update, and what corrections mask.
 
-All are kept as sums and counts, so any split of a batch gives the same values; `finalize_metrics` computes what depends
-on several sums. Unless stated otherwise, metrics are per learnt token.
+All are kept as sums, counts and moments, so any split of a batch gives the same values; `finalize_metrics` computes
+what depends on several of them. Unless stated otherwise, metrics are per learnt token.
 """
 
 import math
@@ -10,29 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import kl, metrics
-from .corrections import bounded_exp
-from .metrics import Metric
+from .clipping import bounded_exp, bounded_log
+from .metrics import Metric, Moments
 from .segments import last, to_tokens, total
 
 RATIO_EDGES = tuple(np.round(np.arange(0.5, 1.5001, 0.05), 2).tolist())
 ENTROPY_EDGES = (0.0, *np.round(np.geomspace(0.01, 12.0, 40), 4).tolist())
 
 
-def agreement(prox_BT, sampler_BT, mask_BT, segment_BT, J: int) -> dict[str, Metric]:
+def agreement(prox_BT, sampler_BT, mask_BT, segment_BT, J: int) -> dict[str, Metric | Moments]:
     """Mismatch of the trainer's and the sampler's log-probabilities (nats): numerical differences and staleness."""
     log_BT = jnp.where(mask_BT, prox_BT - sampler_BT, 0)
     p_BT, q_BT = jnp.exp(prox_BT), jnp.exp(sampler_BT)
     sequence_BT = to_tokens(total(log_BT, segment_BT, J), segment_BT)
     of = lambda x_BT: metrics.of(x_BT, mask_BT)
-    moments = {"p": p_BT, "q": q_BT, "pp": p_BT * p_BT, "qq": q_BT * q_BT, "pq": p_BT * q_BT, "log": log_BT}
     return {
         "mismatch_k3": of(kl.k3(sampler_BT, prox_BT)),
         "logp_diff": of(jnp.abs(log_BT)),
         "prob_diff": of(jnp.abs(p_BT - q_BT)),
         "prob_error": of(bounded_exp(jnp.abs(log_BT))),
-        "chi2_token": of(jnp.square(bounded_exp(log_BT)) - 1),
-        "chi2_sequence": metrics.of(jnp.square(bounded_exp(sequence_BT)) - 1, last(mask_BT, segment_BT)),
-        **{f"moment_{name}": of(x_BT) for name, x_BT in moments.items()},
+        "chi2_token": of(jnp.expm1(2 * bounded_log(log_BT))),
+        "chi2_sequence": metrics.of(jnp.expm1(2 * bounded_log(sequence_BT)), last(mask_BT, segment_BT)),
+        "moment_prob": metrics.moments(p_BT, q_BT, mask_BT),
+        "moment_log": of(log_BT),
     }
 
 
@@ -76,31 +76,34 @@ def movement(ratio_BT, gap_BT, cut_BT, adv_BT, entropy_BT, mask_BT) -> dict[str,
     return report
 
 
-def finalize_metrics(report: dict[str, Metric]) -> dict:
+def finalize_metrics(report: dict[str, Metric | Moments]) -> dict:
     """Host values for the log, as `metrics.to_dict`, plus metrics derived from several sums.
 
     ess: (sum w)^2 / (n sum w^2). prob_pearson: correlation of the trainer's and the sampler's probabilities.
     perplexity_ratio: exp of the mean log (trainer / sampler). explained_variance: 1 - E (R - V)^2 / var R.
     """
     out = metrics.to_dict({name: m for name, m in report.items() if not name.startswith("moment_")})
-    mean = {name: float(m.sum) / float(m.count) for name, m in report.items() if float(m.count)}
+    plain = {name: m for name, m in report.items() if isinstance(m, Metric)}
+    mean = {name: float(m.sum) / float(m.count) for name, m in plain.items() if float(m.count)}
     if "ratio" in mean:
-        out["ratio_min"] = float(report["ratio"].min)
+        out["ratio_min"] = float(plain["ratio"].min)
     if mean.get("moment_weight2"):
         out["ess"] = mean["moment_weight"] ** 2 / mean["moment_weight2"]
-    if "moment_pq" in mean:
-        p, q, pp, qq, pq = (mean[f"moment_{name}"] for name in ("p", "q", "pp", "qq", "pq"))
-        spread = (pp - p * p) * (qq - q * q)
-        if spread > 0:
-            out["prob_pearson"] = (pq - p * q) / math.sqrt(spread)
+    if isinstance(prob := report.get("moment_prob"), Moments):
+        if _varies(prob.xx, prob.x, prob.count) and _varies(prob.yy, prob.y, prob.count):
+            out["prob_pearson"] = float(prob.xy) / math.sqrt(float(prob.xx) * float(prob.yy))
+    if "moment_log" in mean:
         out["perplexity_ratio"] = math.exp(mean["moment_log"])
-    if "moment_return2" in mean:
-        variance = mean["moment_return2"] - mean["return"] ** 2
-        if variance > 0:
-            out["explained_variance"] = 1 - mean["value_error"] / variance
-    if "entropy" in mean and report["entropy"].edges:
-        out |= {f"entropy_p{share}": _quantile(report["entropy"], share / 100) for share in (10, 90)}
+    if isinstance(returns := report.get("moment_return"), Moments) and _varies(returns.xx, returns.x, returns.count):
+        out["explained_variance"] = 1 - float(plain["value_error"].sum) / float(returns.xx)
+    if "entropy" in mean and plain["entropy"].edges:
+        out |= {f"entropy_p{share}": _quantile(plain["entropy"], share / 100) for share in (10, 90)}
     return out
+
+
+def _varies(squares, mean, count) -> bool:
+    """Whether a sum of squares about the mean is more than the rounding of equal fp32 numbers."""
+    return float(squares) > float(count) * (2.0**-22 * float(mean)) ** 2
 
 
 def _quantile(m: Metric, share: float) -> float:

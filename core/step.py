@@ -1,4 +1,8 @@
-"""The training step: gradient accumulation over equally shaped microbatches, then one optimiser update."""
+"""The training step: gradient accumulation over equally shaped microbatches, then one optimiser update.
+
+`make_step` is both in one program. `make_accumulate` and `make_apply` are the two halves, for loops that decide between
+them: how many batches to add up, and with which learning rate.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,43 +58,118 @@ def make_step(
     of the weights), `skipped`, with experts `balance.report`.
     """
 
+    one = _loss(score, objective)
+
+    def step(state: State, batch: Batch, *frozen):
+        start = Gradient(_zeros(state.params), jnp.zeros((), jnp.float32))
+        gradient, report, aux = _add(one, state.params, start, batch, frozen)
+        state, moved = _update(optimizer, state, gradient, lambda params: adjust(params, aux))
+        return state, report | balance.report(aux) | {"loss": metrics.of(gradient.loss)} | moved
+
+    out = None if shardings is None else (shardings, shardings.step)
+    return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gradient:
+    """The sum of the gradients of several batches, in the weights' dtype, and of their losses."""
+
+    params: Any
+    loss: Any
+
+
+def no_gradient(params) -> Gradient:
+    """A sum of nothing; on a mesh with the shardings of the weights."""
+    return Gradient(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+
+
+def make_accumulate(score: Callable, objective, shardings: State | None = None) -> Callable:
+    """Returns jitted `accumulate(params, gradient, batch, *frozen) -> (gradient, metrics)` for a prepared Batch.
+
+    Adds the batch's gradient to `gradient`, which is donated; `no_gradient` is the first. Arguments as `make_step`.
+    Objectives that are sums, such as `losses.PerToken(reduce="sum")`, add up over calls as within one; a mean is each
+    batch's own.
+
+    Metrics: those of the objective and `loss`, of this batch; with experts `balance.report`.
+    """
+    one = _loss(score, objective)
+
+    def accumulate(params, gradient: Gradient, batch: Batch, *frozen):
+        total, report, aux = _add(one, params, Gradient(gradient.params, jnp.zeros_like(gradient.loss)), batch, frozen)
+        report |= balance.report(aux) | {"loss": metrics.of(total.loss)}
+        return Gradient(total.params, gradient.loss + total.loss), report
+
+    out = None if shardings is None else (Gradient(shardings.params, shardings.step), shardings.step)
+    return jax.jit(accumulate, donate_argnums=1, out_shardings=out)
+
+
+def make_apply(optimizer: Callable[[Any], optax.GradientTransformation], shardings: State | None = None) -> Callable:
+    """Returns jitted `apply(state, gradient, hyper) -> (state, metrics)`: one update by an accumulated gradient.
+
+    The state is donated. `hyper` are numbers for this update, traced: changing them compiles nothing. A gradient that
+    is not finite changes nothing, as in `make_step`.
+
+    Args:
+      optimizer: f(hyper) -> optax transformation, such as `functools.partial(optim.adamw, table)` of an `optim.AdamW`;
+        `init` takes the one of any hyper.
+
+    Metrics: `grad_norm` (before clipping), `update_ratio`, `skipped`.
+    """
+
+    def apply(state: State, gradient: Gradient, hyper):
+        return _update(optimizer(hyper), state, gradient)
+
+    out = None if shardings is None else (shardings, shardings.step)
+    return jax.jit(apply, donate_argnums=0, out_shardings=out)
+
+
+def _loss(score: Callable, objective) -> Callable:
+    """f(params, microbatch, *frozen) -> (loss, (metrics, aux))."""
+
     def one(params, batch, *frozen):
         out = score(params, batch, *frozen)
         loss, report = objective.loss(out, batch)
         return loss, (report, out.aux)
 
-    def step(state: State, batch: Batch, *frozen):
-        micro = lambda i: jax.tree.map(lambda x: x[i], batch)
-        _, (shapes, sums) = jax.eval_shape(one, state.params, micro(0), *frozen)
-        zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
-        plus = lambda a, b: jax.tree.map(jnp.add, a, b)
+    return one
 
-        def add(i, carry):
-            grads, loss, report, aux = carry
-            (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(state.params, micro(i), *frozen)
-            return plus(grads, grad), loss + value, metrics.merge_trees(report, new), plus(aux, more)
 
-        start = zeros(state.params), jnp.zeros((), jnp.float32), metrics.empty_like(shapes), zeros(sums)
-        if batch.token_BT.shape[0] == 1:  # nothing to add up
-            grads, loss, report, aux = add(0, start)
-        else:
-            grads, loss, report, aux = jax.lax.fori_loop(0, packing.used(batch), add, start)
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        params = keep(adjust(optax.apply_updates(state.params, updates), aux), state.params)
-        moved = jnp.where(finite, optax.tree.norm(updates), 0) / jnp.maximum(optax.tree.norm(state.params), 1e-30)
-        report |= balance.report(aux) | {
-            "loss": metrics.of(loss),
-            "grad_norm": metrics.of(norm),
-            "update_ratio": metrics.of(moved),
-            "skipped": metrics.of(~finite),
-        }
-        return State(params, keep(opt_state, state.opt_state), state.step + 1), report
+def _zeros(tree):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
-    out = None if shardings is None else (shardings, shardings.step)
-    return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+def _add(one: Callable, params, start: Gradient, batch: Batch, frozen: tuple):
+    """(`start` plus the batch's gradient and loss, metrics of the objective, `out.aux` summed)."""
+    micro = lambda i: jax.tree.map(lambda x: x[i], batch)
+    plus = lambda a, b: jax.tree.map(jnp.add, a, b)
+    _, (shapes, sums) = jax.eval_shape(one, params, micro(0), *frozen)
+
+    def add(i, carry):
+        total, report, aux = carry
+        (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(params, micro(i), *frozen)
+        return plus(total, Gradient(grad, value)), metrics.merge_trees(report, new), plus(aux, more)
+
+    first = start, metrics.empty_like(shapes), _zeros(sums)
+    if batch.token_BT.shape[0] == 1:  # nothing to add up
+        return add(0, first)
+    return jax.lax.fori_loop(0, packing.used(batch), add, first)
+
+
+def _update(optimizer, state: State, gradient: Gradient, adjust: Callable = lambda params: params):
+    """(state after one update, metrics); the same state, one step on, if gradient or loss is not finite."""
+    norm = optax.tree.norm(gradient.params)
+    finite = jnp.isfinite(norm) & jnp.isfinite(gradient.loss)
+    updates, opt_state = optimizer.update(gradient.params, state.opt_state, state.params)
+    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    params = keep(adjust(optax.apply_updates(state.params, updates)), state.params)
+    moved = jnp.where(finite, optax.tree.norm(updates), 0) / jnp.maximum(optax.tree.norm(state.params), 1e-30)
+    report = {
+        "grad_norm": metrics.of(norm),
+        "update_ratio": metrics.of(moved),
+        "skipped": metrics.of(~finite),
+    }
+    return State(params, keep(opt_state, state.opt_state), state.step + 1), report
 
 
 def make_loss(score: Callable, objective) -> Callable:

@@ -5,12 +5,13 @@ never does. At ratio 1 the gradient of each is A grad logp, averaged over the se
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .corrections import bounded_exp
+from . import clipping
+from .clipping import bounded_exp
 
 
 class Now(NamedTuple):
@@ -36,6 +37,13 @@ class Now(NamedTuple):
     mean: Callable
 
 
+Gain = Callable[[Any, Now], tuple[Any, Any]]  # f(spec, now) -> (gain_BT, cut_BT)
+if TYPE_CHECKING:
+    Choice = str | Gain
+else:
+    Choice = str  # what reads options at run time, from the command line or a file, reads names
+
+
 def score(spec, now: Now):
     """A log pi (REINFORCE, Williams 1992), without the ratio."""
     return now.adv_BT * now.logp_BT, None
@@ -49,21 +57,23 @@ def ratio(spec, now: Now):
 def clip(spec, now: Now):
     """min(r A, clip(r) A) (PPO, arXiv:1707.06347), with separate bounds (DAPO, arXiv:2503.14476).
 
+    At a bound the gradient is that of r A, so that with a bound of 1 fresh samples, whose r is 1, still teach.
     `ratio_cap` bounds r in the first term, which matters for A < 0, where large ratios are not clipped (and for A > 0
     only if it is below 1 + clip_high). `dual_clip` bounds the gain from below for A < 0 (arXiv:1912.09729).
     """
     ratio_BT, adv_BT = now.ratio_BT, now.adv_BT
-    free_BT = jnp.minimum(ratio_BT, spec.ratio_cap) if spec.ratio_cap else ratio_BT
-    clipped_BT = jnp.clip(ratio_BT, 1 - spec.clip_low, 1 + spec.clip_high)
+    free_BT = clipping.clip(ratio_BT, 0, spec.ratio_cap) if spec.ratio_cap else ratio_BT
+    clipped_BT = clipping.clip(ratio_BT, 1 - spec.clip_low, 1 + spec.clip_high)
     gain_BT = jnp.minimum(free_BT * adv_BT, clipped_BT * adv_BT)
     if spec.dual_clip:
-        gain_BT = jnp.where(adv_BT < 0, jnp.maximum(gain_BT, spec.dual_clip * adv_BT), gain_BT)
+        floor_BT = spec.dual_clip * adv_BT
+        gain_BT = jnp.where((adv_BT < 0) & (gain_BT < floor_BT), floor_BT, gain_BT)
     return gain_BT, gain_BT != ratio_BT * adv_BT
 
 
 def cispo(spec, now: Now):
     """stop(clip(r)) A log pi (MiniMax-M1, arXiv:2506.13585): bounds the weight, cuts no token's gradient."""
-    weight_BT = jnp.clip(jax.lax.stop_gradient(now.ratio_BT), 1 - spec.clip_low, 1 + spec.clip_high)
+    weight_BT = clipping.clip(jax.lax.stop_gradient(now.ratio_BT), 1 - spec.clip_low, 1 + spec.clip_high)
     return weight_BT * now.adv_BT * now.logp_BT, None
 
 
@@ -78,7 +88,7 @@ def geometric(spec, now: Now):
 
     Log ratios are clipped to at most clip_high if A >= 0, to at least -clip_low if A < 0.
     """
-    clipped_BT = jnp.clip(now.gap_BT, -spec.clip_low, spec.clip_high)
+    clipped_BT = clipping.clip(now.gap_BT, -spec.clip_low, spec.clip_high)
     bound = lambda f: f(now.gap_BT, clipped_BT)
     bounded_BT = jnp.where(now.adv_BT >= 0, bound(jnp.minimum), bound(jnp.maximum))
     return bounded_exp(now.mean(bounded_BT)) * now.adv_BT, bounded_BT != now.gap_BT
@@ -156,28 +166,70 @@ def _largest(x_BT, mask_BT, fraction: float):
     return (rank_A < count).reshape(x_BT.shape)
 
 
-SURROGATES = {f.__name__: f for f in (score, ratio, clip, cispo, sapo, geometric, vespo, clip_cov, kl_cov, dppo)}
-USES = {  # surrogate-specific fields of the objective
-    "clip": ("clip_low", "clip_high", "dual_clip", "ratio_cap"),
-    "cispo": ("clip_low", "clip_high"),
-    "sapo": ("tau_pos", "tau_neg"),
-    "geometric": ("clip_low", "clip_high"),
-    "vespo": ("vespo_pos", "vespo_neg"),
-    "clip_cov": ("clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"),
-    "kl_cov": ("cov_fraction", "cov_coef"),
-    "dppo": ("tv_low", "tv_high", "tv_coef"),
+class Surrogate(NamedTuple):
+    """A surrogate by name: all that an objective knows of it.
+
+    Attributes:
+      gain: f(spec, now) -> (gain_BT, cut_BT).
+      formula: formatted with the objective's fields and `prox`, the name of the proximal policy.
+      uses: the fields of the objective that it reads, of those that not all surrogates do.
+    """
+
+    gain: Gain
+    formula: str
+    uses: tuple[str, ...] = ()
+
+
+CLIP = "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A)"
+SURROGATES = {
+    "score": Surrogate(score, "A log pi"),
+    "ratio": Surrogate(ratio, "r A", ("ratio",)),
+    "clip": Surrogate(clip, CLIP, ("ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap")),
+    "cispo": Surrogate(cispo, "stop(clip(r, 1 - {clip_low:g}, 1 + {clip_high:g})) A log pi", ("clip_low", "clip_high")),
+    "sapo": Surrogate(
+        sapo,
+        "4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
+        ("tau_pos", "tau_neg"),
+    ),
+    "geometric": Surrogate(
+        geometric,
+        "A exp(mean over the sequence of log r, bounded on A's side of [-{clip_low:g}, {clip_high:g}])",
+        ("clip_low", "clip_high"),
+    ),
+    "vespo": Surrogate(
+        vespo,
+        "stop(r^k exp(lambda (1 - r))) A log pi, (k, lambda) = {vespo_pos} if A >= 0 else {vespo_neg}",
+        ("ratio", "vespo_pos", "vespo_neg"),
+    ),
+    "clip_cov": Surrogate(
+        clip_cov,
+        CLIP + ", but 0 for {cov_fraction:g} of the tokens, drawn where {cov_low:g} < cov(log pi, A) < {cov_high:g}",
+        ("clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"),
+    ),
+    "kl_cov": Surrogate(
+        kl_cov,
+        "r A, minus {cov_coef:g} |log r| for the {cov_fraction:g} of the tokens with the largest cov(log pi, A)",
+        ("cov_fraction", "cov_coef"),
+    ),
+    "dppo": Surrogate(
+        dppo,
+        "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; minus "
+        "{tv_coef:g} log(r)^2",
+        ("tv_low", "tv_high", "tv_coef"),
+    ),
 }
-FORMULAS = {  # formatted with the objective's fields
-    "score": "A log pi",
-    "ratio": "r A",
-    "clip": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A)",
-    "cispo": "stop(clip(r, 1 - {clip_low:g}, 1 + {clip_high:g})) A log pi",
-    "sapo": "4 / tau sigmoid(tau (r - 1)) A, tau = {tau_pos:g} if A > 0 else {tau_neg:g}",
-    "geometric": "A exp(mean over the sequence of log r, bounded on A's side of [-{clip_low:g}, {clip_high:g}])",
-    "vespo": "stop(r^k exp(lambda (1 - r))) A log pi, (k, lambda) = {vespo_pos} if A >= 0 else {vespo_neg}",
-    "clip_cov": "min(r A, clip(r, 1 - {clip_low:g}, 1 + {clip_high:g}) A), but 0 for {cov_fraction:g} of the tokens, "
-    "drawn where {cov_low:g} < cov(log pi, A) < {cov_high:g}",
-    "kl_cov": "r A, minus {cov_coef:g} |log r| for the {cov_fraction:g} of the tokens with the largest cov(log pi, A)",
-    "dppo": "r A, but 0 where pi - {prox} is above {tv_high:g} for A > 0 or below -{tv_low:g} for A < 0; minus "
-    "{tv_coef:g} log(r)^2",
-}
+USED_BY_SOME = tuple(sorted({field for surrogate in SURROGATES.values() for field in surrogate.uses}))
+
+
+def of(spec) -> Surrogate:
+    """The surrogate of an objective: the one of that name, or a function, which may read any field."""
+    if isinstance(spec.surrogate, str):
+        return SURROGATES[spec.surrogate]
+    formula = description(spec.surrogate).replace("{", "{{").replace("}", "}}")
+    return Surrogate(spec.surrogate, formula, USED_BY_SOME)
+
+
+def description(function: Callable) -> str:
+    """The first line of a function's docstring, else its name."""
+    inner = getattr(function, "func", function)  # of a functools.partial
+    return (inner.__doc__ or "").strip().partition("\n")[0] or inner.__name__

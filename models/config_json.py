@@ -1,4 +1,4 @@
-"""What the options of a config.json may be, checked before anything is computed from them."""
+"""What the options of a config.json may be, checked first; those of rope are read and checked in layers/rope.py."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -21,10 +21,6 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
 
-def _positive(value: Any) -> bool:
-    return _number(value) and value > 0
-
-
 def _flag(value: Any) -> bool:
     return type(value) is bool
 
@@ -41,7 +37,6 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number above 0", _size, (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
         "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step",
-        "original_max_position_embeddings",
     )),
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
@@ -54,11 +49,9 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number of at least 0", _count, ("max_window_layers",)),
     ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
     ("a finite number of at least 0", _number, ("rms_norm_eps", "initializer_range")),
-    ("a finite number above 0", _positive, ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")),
     ("true, false or null", lambda value: value is None or _flag(value), (
         "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
     )),
-    ("a text", _text, ("model_type", "rope_type", "type")),
     ("a list of texts, or null", lambda value: value is None or _list_of(_text)(value), (
         "architectures", "layer_types",
     )),
@@ -66,18 +59,11 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
         "eos_token_id",
     )),
-    ("an object or null", lambda value: value is None or isinstance(value, dict), ("rope_scaling", "rope_parameters")),
 )  # fmt: skip
 
 
 def check(options: Mapping[str, Any], file: str) -> None:
     """Raises ValueError, beginning with the name `file`, if a known option has a value of another kind."""
-    _check(options, file)
-    for name in ("rope_scaling", "rope_parameters"):
-        _check(options.get(name) or {}, file)
-
-
-def _check(options: Mapping[str, Any], file: str) -> None:
     for what, holds, names in KINDS:
         for name in names:
             if name in options and not holds(options[name]):

@@ -69,7 +69,11 @@ def config(hf: dict, family: str, **differences) -> Config:
     refuse(hf, "hidden_act", "silu", default="silu")
     refuse(hf, "attention_dropout", 0.0, default=0.0)
     refuse(hf, "pretraining_tp", 1, default=1)
-    refuse(hf, "quantization_config", None, default=None)
+    for name in ("quantization_config", "compression_config"):
+        if hf.get(name):
+            raise ValueError(
+                f"config.json: weights must not be quantised, got {name} {hf[name]!r:.200}; use the original checkpoint"
+            )
     kinds = hf.get("layer_types") or []
     if "window" not in differences and (hf.get("use_sliding_window") or any(kind != FULL for kind in kinds)):
         raise ValueError(
@@ -141,7 +145,7 @@ def windows(hf: dict) -> dict:
 def refuse(hf: dict, name: str, only, *, default):
     """Raises ValueError unless the option has the only implemented value."""
     if hf.get(name, default) != only:
-        raise ValueError(f"config.json: {name} must be {only!r}, got {hf[name]!r}, which is not implemented")
+        raise ValueError(f"config.json: {name} must be {only!r}, got {hf[name]!r:.200}, which is not implemented")
 
 
 def to_hf(config: Config) -> dict:

@@ -50,7 +50,14 @@ def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
     for name in sizes.values():
         if not hf.get(name):
             raise ValueError(f"config.json: {base.family} needs {name}, got {hf.get(name)}")
+    if hf["num_experts_per_tok"] > hf["num_experts"]:
+        raise ValueError(
+            f"config.json: num_experts_per_tok must be at most num_experts {hf['num_experts']}, got "
+            f"{hf['num_experts_per_tok']}"
+        )
     step, only = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    if not step >= 1:
+        raise ValueError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
     return kind(
         **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)},
         **{field: hf[name] for field, name in sizes.items()},

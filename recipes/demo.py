@@ -20,6 +20,7 @@ from areax.adapters.tracking import run_dir
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.recipes import grpo, sft
+from areax.recipes.shared import notebook
 from areax.recipes.shared.rl_options import Evaluation, Rollout, Serving, Training
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
@@ -78,14 +79,16 @@ class Config:
 
 
 def main(config: Config) -> int:
-    """Runs the stages and prints the results; returns the exit code, 1 if a control improved."""
+    """Runs the stages and prints the results; returns the exit code, 1 if a control improved, 130 if it was stopped."""
+    notebook.refuse_running_loop(config)
     began = time.monotonic()
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     heldout = write_data(config, out)
     if not (out / "sft" / run_dir.SUMMARY).exists() or not config.controls:
         print("1 of 3  supervised fine-tuning of a new model")
-        sft.main(sft_config(config, out))
+        if not sft.main(sft_config(config, out))["complete"]:
+            return 130
     if config.controls:
         return controls(config, out)
     print("2 of 3  asynchronous GRPO against a generation server")
@@ -99,8 +102,8 @@ def main(config: Config) -> int:
         "rl_steps": rl["steps"],
         "eta": config.eta,
         "server_version": ", ".join(rl["server_version"]),
-        "max_logp_diff": rl["max_logp_diff"],
-        "mismatch_k3": rl["mismatch_k3_now"],
+        "max_logp_diff": rl.get("max_logp_diff"),
+        "mismatch_k3": rl.get("mismatch_k3_now"),
         "seconds": time.monotonic() - began,
         "checkpoint": rl["checkpoint"],
         "report": str(out / "report.html"),
@@ -115,6 +118,11 @@ def main(config: Config) -> int:
         f"summary     {out / run_dir.SUMMARY}\nseconds     {summary['seconds']:.0f}"
     )
     return 0 if rl["complete"] else 130
+
+
+async def run(config: Config) -> int:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def controls(config: Config, out: Path) -> int:

@@ -17,7 +17,7 @@ import jax
 from areax.adapters import tokenizer
 from areax.core import losses
 from areax.models import frozen as teacher
-from areax.recipes.shared import common, learner, offline, offline_options
+from areax.recipes.shared import common, learner, notebook, offline, offline_options
 from areax.rollout import client
 from areax.rollout.processes import keys
 from areax.rollout.types import Sample
@@ -57,6 +57,11 @@ def main(config: Config) -> dict:
     In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, config)
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def train(config: Config, quiet: bool = False) -> dict:

@@ -8,7 +8,7 @@ import numpy as np
 
 from areax.adapters import hf, tokenizer
 from areax.adapters.runtime import compile_cache
-from areax.recipes.shared import common, ranges, rows
+from areax.recipes.shared import common, notebook, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
 from areax.rollout.scheduling import episodes, executor
@@ -80,8 +80,14 @@ class Config:
 
 def main(config: Config) -> dict:
     """Returns {"accuracy": mean reward, "rows", "samples", "unscorable", "truncated", "length", "stderr"}."""
+    notebook.refuse_running_loop(config)
+    return asyncio.run(run(config))
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook."""
     compile_cache.keep()
-    return asyncio.run(evaluate(config))
+    return await evaluate(config)
 
 
 async def evaluate(config: Config) -> dict:

@@ -19,10 +19,10 @@ import jax
 
 from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.command_line.options import UNPREFIXED
-from areax.adapters.runtime import compile_cache
-from areax.adapters.tracking import run_dir, sinks
+from areax.adapters.runtime import compile_cache, compile_time
+from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
-from areax.recipes.shared import common, learner, probe, publishing, rl_log, rollouts, rows
+from areax.recipes.shared import common, ending, learner, notebook, probe, publishing, rl_log, rollouts, rows
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
@@ -78,13 +78,15 @@ def main(config: Config) -> dict:
     In a job of several processes, process 0 runs rollouts, rewards and the loop. All processes together run what needs
     the devices (`collective`), each on its part of every batch. Processes other than 0 return {}.
     """
+    notebook.refuse_running_loop(config)
     began = time.monotonic()
     common.keep_memory()
     compile_cache.keep()
+    compile_time.measure()
     inside = config.serving.serve.inside
     if config.serving.colocated and not inside:
         common.share_devices()
-    with processes.job() as index:
+    with processes.job() as index, ending.stop_signal() as stop:
         if inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
         tokens = tokenizer.load(config.model)
@@ -101,10 +103,15 @@ def main(config: Config) -> dict:
                 lockstep.worker_loop(work)
                 return {}
             with lockstep.leader(work) as run_on_all:
-                summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, prompts, heldout, cursor))
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, prompts, heldout, cursor, stop))
                 summary["seconds"] = time.monotonic() - began
-                run_dir.write_json(out / run_dir.SUMMARY, summary)
+                ending.finish(config.out, summary)
                 return summary
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def read(config: Config, tokens) -> tuple:
@@ -151,7 +158,7 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
 
 
 async def train(
-    config: Config, trainer: Trainer, run_on_all: Callable, tokens, run: str, prompts, heldout, cursor
+    config: Config, trainer: Trainer, run_on_all: Callable, tokens, run: str, prompts, heldout, cursor, stop
 ) -> dict:
     """Runs the training loop from the trainer's version on; returns the summary.
 
@@ -159,6 +166,7 @@ async def train(
       run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.
       run: id of the run.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
+      stop: the `ending.Stop` that ends the run in order once it trains.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
     async with contextlib.AsyncExitStack() as stack:
@@ -200,24 +208,27 @@ async def train(
             return groups
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
-            return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
+            with log.terminal.step():
+                return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
 
         def save(v: int, position) -> None:
             run_on_all("save", v, position)
 
         async def evaluate(v: int) -> None:
-            accuracy, rows = await rollouts.accuracy(
-                episodes.greedy, fleet.generate, heldout, max_concurrent=config.rollout.max_concurrent
-            )
+            with log.terminal.phase(f"evaluating version {v}"):
+                accuracy, rows = await rollouts.accuracy(
+                    episodes.greedy, fleet.generate, heldout, max_concurrent=config.rollout.max_concurrent
+                )
             log.evaluation(v, accuracy, rows)
 
-        seconds = await common.interruptible(
+        seconds = await ending.interruptible(
             loop.run(
                 rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
                 cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
                 save_seconds=60 * config.saving.save_minutes,
                 evaluate_every=config.evaluation.evaluate_every or config.steps,
-            )
+            ),
+            stop,
         )  # fmt: skip
         done = trainer.version
         served = sorted({server.label for server in fleet.healthy})
@@ -226,7 +237,7 @@ async def train(
     return {
         "checkpoint": str(checkpoint),
         "steps": done,
-        "complete": done >= config.steps,
+        "complete": seconds is not None,  # all steps, the last version pushed, evaluated and exported
         "accuracy": log.accuracy.get(done),
         "accuracies": {str(v): a for v, a in sorted(log.accuracy.items())},
         "heldout_rows": len(heldout),

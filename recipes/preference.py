@@ -17,7 +17,7 @@ from areax import models
 from areax.adapters import hf, tokenizer
 from areax.core import losses, preference, step
 from areax.core.optim import Optimizer
-from areax.recipes.shared import common, learner, offline, offline_options
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, terminal
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
@@ -65,6 +65,11 @@ def main(config: Config) -> dict:
     In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, replace(config, out=config.out or f"runs/{config.objective.name.lower()}"))
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def train(config: Config, quiet: bool = False) -> dict:
@@ -137,7 +142,8 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
         settings = replace(hf.read_config(config.model), value_head=True, tied=True)
         params = common.draw(models.table(settings), config.seed, mesh)
     else:
-        settings, params = hf.load(config.model, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
+        with terminal.loading(config.model):
+            settings, params = hf.load(config.model, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
         settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}
     return replace(settings, source=json.dumps({**json.loads(settings.source), "pad_token_id": pad_id(tokens)})), params
 

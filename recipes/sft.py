@@ -12,7 +12,7 @@ from areax import models
 from areax.adapters import tokenizer
 from areax.adapters.data import chat_sft
 from areax.core import losses
-from areax.recipes.shared import common, learner, offline, offline_options
+from areax.recipes.shared import common, learner, notebook, offline, offline_options
 
 FIRST_OPTIONS = (
     "model", "data", "out", "heldout", "learn", "steps", "batch", "length", "too_long", "rows", "optim.lr", "lora.rank",
@@ -41,6 +41,11 @@ def main(config: Config) -> dict:
     In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
     """
     return offline.run(train, config)
+
+
+async def run(config: Config) -> dict:
+    """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
+    return await notebook.run_in_thread(main, config)
 
 
 def train(config: Config, quiet: bool = False) -> dict:

@@ -106,13 +106,6 @@ async def run(
             with timed("save_s"):
                 await _uninterrupted(asyncio.to_thread(save, v, position))
 
-    def train_on_batch(v: int, groups: Any, after: Any) -> Any:
-        nonlocal current, position
-        current = None
-        result = update(groups)
-        current, position = v + 1, after
-        return result
-
     def end_step() -> dict[str, float]:
         nonlocal seconds, mark
         at = now()
@@ -140,12 +133,13 @@ async def run(
             with timed("rollout_s"):
                 groups = await _unless_failed(background, next_groups(v))
             after = cursor()
-            updating = asyncio.ensure_future(asyncio.to_thread(train_on_batch, v, groups, after))
+            current, updating = None, asyncio.ensure_future(asyncio.to_thread(update, groups))
             try:
                 with timed("update_s"):
                     await _uninterrupted(updating)
-            finally:  # also of a step that was interrupted, which is complete
+            finally:  # also of a step that was interrupted, which is complete: what is saved is reported
                 if updating.done() and not updating.exception():  # not done: interrupted twice
+                    current, position = v + 1, after
                     on_step(v + 1, updating.result(), end_step())
         end_step()
         return total

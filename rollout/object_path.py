@@ -19,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+FILES = "areax_file_"  # begins the names of modules loaded from files
 LONGEST = 2000  # characters of an error message
 HOW = "write 'package.module:function' or 'path/to/file.py:function'"
 
@@ -32,6 +33,23 @@ def resolve(name: str) -> Callable:
     if not callable(found := load_object(name)):
         raise ValueError(f"{name}: must be a function, got {type(found).__name__}")
     return found
+
+
+def of(function: Any) -> str:
+    """The object path of a function, by which `resolve` finds it in another process.
+
+    Raises:
+      ValueError: it is not at the top level of a module.
+    """
+    name, place = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
+    holder = sys.modules.get(place)
+    if getattr(holder, name, None) is not function:
+        raise ValueError(
+            f"{name or type(function).__name__}: must be a function at the top level of a module or file, which worker "
+            "processes import, got one that is not; define it there with def"
+        )
+    file = getattr(holder, "__file__", None)
+    return f"{file}:{name}" if file and (place == "__main__" or place.startswith(FILES)) else f"{place}:{name}"
 
 
 def load_object(name: str) -> Any:
@@ -106,7 +124,7 @@ def row(row: object, limit: int = 120) -> str:
 
 def _file(path: Path) -> ModuleType:
     path = path.resolve()
-    name = f"areax_file_{path.stem}_{xxhash.xxh3_64_hexdigest(bytes(path))[:8]}"
+    name = f"{FILES}{path.stem}_{xxhash.xxh3_64_hexdigest(bytes(path))[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -100,12 +100,46 @@ class Sample:
         return dataclasses.replace(self, **changes)
 
 
-def supervised(prompt: Sequence[int], completion: Sequence[int], **fields) -> Sample:
-    """An SFT sample that trains on `completion` given `prompt`."""
-    return demonstration([*prompt, *completion], [False] * len(prompt) + [True] * len(completion), **fields)
+class Labels(TypedDict, total=False):
+    """The fields of a Sample that the functions below pass on; `prompt` is the prompt's id."""
+
+    temperature: float
+    rewards: tuple[tuple[int, float], ...]
+    components: Mapping[str, float]
+    finish: Finish
+    group: int
+    prompt: int
+    sample: int
+    rollout: int
+    weight: float
+    pair: int
+    label: float
+    arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]]
+    info: Mapping[str, Any]
 
 
-def demonstration(tokens: Sequence[int], mask: Sequence[bool], **fields) -> Sample:
+class SampledLabels(TypedDict, total=False):
+    """`Labels` of a completion that was sampled, without what the completion says itself."""
+
+    components: Mapping[str, float]
+    group: int
+    prompt: int
+    sample: int
+    rollout: int
+    weight: float
+    pair: int
+    label: float
+    arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]]
+    info: Mapping[str, Any]
+
+
+def supervised(prompt_tokens: Sequence[int], completion_tokens: Sequence[int], **fields: Unpack[Labels]) -> Sample:
+    """An SFT sample that trains on the completion, given the prompt."""
+    mask = [False] * len(prompt_tokens) + [True] * len(completion_tokens)
+    return demonstration([*prompt_tokens, *completion_tokens], mask, **fields)
+
+
+def demonstration(tokens: Sequence[int], mask: Sequence[bool], **fields: Unpack[Labels]) -> Sample:
     """An SFT sample that trains on the tokens where `mask` is true."""
     n = len(tokens)
     return Sample(
@@ -119,20 +153,25 @@ def demonstration(tokens: Sequence[int], mask: Sequence[bool], **fields) -> Samp
 
 
 def sampled(
-    prompt: Sequence[int], completion: Completion, *, temperature: float, reward: float = 0.0, **fields
+    prompt_tokens: Sequence[int],
+    completion: Completion,
+    *,
+    temperature: float,
+    reward: float = 0.0,
+    **fields: Unpack[SampledLabels],
 ) -> Sample:
-    """An RL sample: one completion of `prompt`, with its reward at the last token.
+    """An RL sample: one completion of a prompt, with its reward at the last token.
 
     If the completion reports routed experts, they become the array `routed_experts`, -1 at the last token, which the
     sampler never read.
     """
-    n, m = len(prompt) + len(completion.tokens), len(prompt)
+    n, m = len(prompt_tokens) + len(completion.tokens), len(prompt_tokens)
     pad = lambda value, values, dtype: np.asarray([value] * m + list(values), dtype)  # noqa: E731
     if completion.routed is not None:
         routed = np.pad(completion.routed, ((0, 1), (0, 0), (0, 0)), constant_values=-1)
         fields["arrays"] = {**fields.get("arrays", {}), "routed_experts": ("input", routed)}
     return Sample(
-        tokens=np.asarray([*prompt, *completion.tokens], np.int32),
+        tokens=np.asarray([*prompt_tokens, *completion.tokens], np.int32),
         mask=np.arange(n) >= m,
         logp=pad(0.0, completion.logp, np.float32),
         version=pad(-1, completion.version, np.int32),

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
+collect_ignore = ["clients"]  # `make test-clients` runs them in another environment
 
 for name, value in {
     "JAX_PLATFORMS": "cpu",

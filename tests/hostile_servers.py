@@ -89,6 +89,15 @@ def engine(path: str) -> tuple[list[Route], list[Route]]:
         post("/v1/completions", {"prompt": "1+1", "max_tokens": 2, "logprobs": 1, "echo": True, "n": 1, "stop": ["1"]}),
         post("/v1/completions", {"prompt": [[5, 6], [7]], "seed": 1, "temperature": 1.0, "stream": True}),
         post("/v1/chat/completions", chat | {"stream": True, "stream_options": {"include_usage": True}}),
+        post(
+            "/v1/chat/completions", chat | {"tools": [], "tool_choice": "none", "chat_template_kwargs": {}, "stop": "1"}
+        ),
+        post("/v1/responses", {"input": "1+1", "max_output_tokens": 2, "text": {}, "tools": [], "stream": True}),
+        post("/v1/messages", {"messages": USER, "max_tokens": 2, "system": "1", "thinking": None, "stream": True}),
+        post("/v1/messages/count_tokens", {"messages": USER, "tools": []}),
+        post("/tokenize", {"prompt": ["1+1", "2"], "add_special_tokens": False}),
+        post("/tokenize", {"messages": USER, "chat_template_kwargs": {}, "add_generation_prompt": True}),
+        post("/detokenize", {"tokens": [[5, 6], [7]], "skip_special_tokens": True}),
         post("/pause_generation", {"mode": "abort"}),
         post("/continue_generation", {}),
         post("/abort_request", {"rid": "r", "abort_all": False}),
@@ -103,7 +112,18 @@ def engine(path: str) -> tuple[list[Route], list[Route]]:
         post("/load_lora_adapter", {"lora_name": "a", "lora_path": path}),
         post("/unload_lora_adapter", {"lora_name": "a"}),
         *map(
-            get, ["/weights_checker", "/health", "/ready", "/model_info", "/server_info", "/v1/loads", "/v1/models/a"]
+            get,
+            [
+                "/weights_checker",
+                "/health",
+                "/ready",
+                "/model_info",
+                "/server_info",
+                "/v1/loads",
+                "/v1/models/a",
+                "/metrics",
+                "/openapi.json",
+            ],
         ),
     ]
     upkeep = [("/continue_generation", {}), ("/resume_memory_occupation", {})]

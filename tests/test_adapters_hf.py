@@ -192,6 +192,28 @@ def test_dtypes(tmp_path, dtype):
     assert equal(loaded, wanted)
 
 
+def test_layers_of_both_16_bit_dtypes_are_held_exactly(tmp_path):
+    """A stack of bfloat16 and float16 layers is float32 as stored, of which each layer is exact, and is saved again."""
+    config, params = made()
+    path = hf.save(tmp_path / "model", config, params, dtype="bfloat16")
+
+    def mixed(tensors):
+        narrow = lambda name: np.float16 if ".layers.1." in name else ml_dtypes.bfloat16
+        return {name: np.asarray(x, np.float32).astype(narrow(name)) for name, x in tensors.items()}
+
+    rewritten(path, mixed)
+    stored = {name: np.asarray(x, np.float32) for name, x in safetensors.read(path).items()}
+    for config, params in (hf.load(path, dtype=None), hf.mapped(path, dtype=None)[:2]):
+        again = hf.save(tmp_path / "again", config, params, dtype="float32")
+        assert all(np.array_equal(x, stored[name]) for name, x in safetensors.read(again).items())
+        narrow = safetensors.read(hf.save(tmp_path / "narrow", config, params))  # config.json's dtype
+        assert {x.dtype for x in narrow.values()} == {np.dtype(ml_dtypes.bfloat16)}
+        assert all(np.array_equal(x, stored[name].astype(x.dtype)) for name, x in narrow.items())
+    config, params = hf.load(path, dtype=None)
+    assert {str(x.dtype) for x in jax.tree.leaves(params["stacks"])} == {"float32"}
+    assert str(params["embed"].dtype) == "bfloat16"
+
+
 def test_stop_tokens_of_both_config_files_are_used(saved):
     (saved / "generation_config.json").write_text('{"eos_token_id": [7, 3, 9]}')
     assert hf.read_config(saved).eos == (3, 7, 9)

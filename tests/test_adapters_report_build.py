@@ -1,3 +1,4 @@
+import html
 import html.parser
 import json
 import re
@@ -6,9 +7,12 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 
-from areax.adapters.report import build
+from areax.adapters.report import build, samples
+from areax.adapters.report import html as page_
 from areax.adapters.tracking import metric_catalog
 from areax.adapters.tracking import run_dir as tracker
+from areax.rollout import rewards
+from areax.rollout.fleet import fleet
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&<b>"
 VOID = {"meta", "input", "br"}
@@ -109,7 +113,7 @@ def text(run_dir):
 
 def test_every_section_exists_and_is_linked(text):
     page = Page(text)
-    ids = ["summary", "learning", "agreement", "optimiser", "asynchrony", "other", "distributions", "time"]
+    ids = ["summary", "look", "learning", "agreement", "optimiser", "asynchrony", "other", "distributions", "time"]
     for name in [*ids, "samples", "numbers", "configuration"]:
         assert name in page.ids and f"#{name}" in [v for k, v in page.attributes if k == "href"]
     assert len(page.ids) == len(set(page.ids))
@@ -127,12 +131,12 @@ def test_the_page_makes_no_network_requests(text):
     assert all(value.startswith("#") for name, value in page.attributes if name == "href")
     assert "link" not in page.tags and "url(" not in text and "@import" not in text
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert "default-src 'none'" in text
+    assert "default-src 'none'" in text and "script" not in page.tags and "script-src" not in text
 
 
 def test_logged_text_never_becomes_markup(text):
     page = Page(text)
-    assert "img" not in page.tags and page.tags.count("script") == 2
+    assert "img" not in page.tags and "script" not in page.tags
     assert not any(name.startswith("on") for name, _ in page.attributes)
     assert NASTY in page.said("code") or NASTY in page.said("span")
 
@@ -150,10 +154,10 @@ def test_results_are_shown_with_their_meaning(text):
     assert "95.0%" in page.said("b") and "25.0% before" in page.said("small")
     for name in ("sft_accuracy", "heldout_rows", "seconds"):
         assert metric_catalog.SUMMARY[name] in page.said("td")
-    assert "true" in page.said("span") and "runs/x/model" in page.said("span")
+    assert "runs/x/model" in page.said("span")
     assert "grad norm was inf in grpo at step 7" in page.said("li")
-    for cells in re.findall(r"<tr>(<td>.*?)</tr>", text):
-        words = re.findall(r"<td>(.*?)</td>", cells)
+    for cells in re.findall(r"<tr>(<td.*?)</tr>", text):
+        words = re.findall(r"<td[^>]*>(.*?)</td>", cells)
         assert len(words) == 2 or words[-1]  # settings are self-explanatory, everything else has a description
 
 
@@ -163,34 +167,92 @@ def test_a_constant_metric_is_a_line_of_text_not_a_chart(text):
 
 def test_the_time_table_adds_up_with_a_row_for_the_rest(text):
     page = Page(text)
-    time = text[text.index('<section id="time">') : text.index('<section id="samples">')]
+    time = text[text.index('<div id="time">') : text.index('<div id="samples">')]
     for what, share in (("waiting for rollout", "26.7%"), ("update", "40.0%"), ("the rest", "26.7%")):
         assert re.search(rf"{what}</td>.*?{share}", time)
     assert "0.75 s per step on average" in page.said("h3")
 
 
-def test_the_sample_browser_has_every_token_with_logp_version_and_gap(text):
-    data = re.search(r'<script type="application/json" id="s-data">(.*?)</script>', text, re.S)[1]
-    assert not set(data) & set("<>&")
-    samples = json.loads(data)
-    assert len(samples) == 90
-    first = samples[3]
-    assert first["prompt"] == NASTY and first["tokens"] == ["41", NASTY] and first["text"] == ""
-    assert first["logp"] == [-0.25, -1e-7] and first["versions"] == [0, 1] and first["gap"] == [1e-3, -1e-7]
-    assert samples[2]["reward"] is None
+def tokens_of(text):
+    """(class, style, title) of every token of a sample."""
+    return re.findall(r'<i class="([^"]*)" style="([^"]*)" title="(log[^"]*)">', text)
+
+
+def test_a_sample_shows_every_token_with_logp_version_and_gap(text):
+    page = Page(text)
+    at = text[text.index("grpo step 1: 3 samples, mean reward 0.5") :]
+    assert at.count(html.escape(NASTY)) > 3 and "–" in page.said("dd")  # the reward that is not a number
+    first, second = tokens_of(at)[:2]
+    assert first == ("v0 up", "--p:0.062;--g:0.5;", "log-probability -0.25 (77.9%) · version 0, 1 behind · "
+                     "trainer − sampler 0.001")  # fmt: skip
+    assert second[0] == "v1 down" and "version 1 · trainer − sampler -1e-7" in second[2] and "--g:0;" in second[1]
     for mode in ("logp", "version", "gap"):
-        assert f'name="colour" value="{mode}"' in text
+        assert f'name="colour" value="{mode}"' in text and f"[value={mode}]:checked" in text
+    assert "Answer as text" not in text  # it is that of the tokens
 
 
 def test_a_large_run_is_thinned_to_whole_steps_including_the_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "TOKEN_BUDGET", 40)
+    monkeypatch.setattr(samples, "TOKEN_BUDGET", 40)
     write(tmp_path)
     text = build.report(tmp_path).read_text(encoding="utf-8")
-    samples = json.loads(re.search(r'id="s-data">(.*?)</script>', text, re.S)[1])
-    steps = [s["step"] for s in samples]
-    assert sum(len(s["tokens"]) for s in samples) <= 40 and steps[0] == 0 and steps[-1] == 29
-    assert all(steps.count(step) == 3 for step in steps)
-    assert f"{len(samples)} of 90 samples" in text
+    steps = [(int(step), int(count)) for step, count in re.findall(r"grpo step (\d+): (\d+) samples", text)]
+    assert len(tokens_of(text)) <= 40 and steps[0] == (0, 3) and steps[-1] == (29, 3)
+    assert all(count == 3 for _, count in steps) and f"{3 * len(steps)} of 90 samples" in text
+
+
+def test_sections_fold_and_only_the_first_are_open(text):
+    """Links open the section that holds their target."""
+    found = re.findall(r'<details class="section"( open)?><summary><h2>([^<]*)</h2></summary><div id="([^"]*)">', text)
+    assert [name for shown, _, name in found if shown] == ["summary", "look", "learning"]
+    assert len(found) == text.count('href="#') > 8
+    cards = page_.cards(["<b></b>"] * 8, 6)
+    assert cards.count("<b>") == 8 and cards.index("<details><summary>2 more charts") > cards.index("</b></div>")
+
+
+def test_a_narrow_screen_shows_the_rows_of_a_table_as_blocks(text):
+    """Each cell then carries its own head, and nothing but its own width."""
+    for heads, body in re.findall(r"<thead><tr>(.*?)</tr></thead><tbody>(.*?)</tbody>", text):
+        names = re.findall(r"<th>(.*?)</th>", heads)
+        assert re.findall(r'<td data-head="(.*?)">', body) == names * body.count("<tr>")
+    narrow = text[text.index("@media (max-width:700px)") :]
+    assert "tr{display:block" in narrow and "content:attr(data-head)" in narrow
+
+
+def test_results_are_in_words_not_in_json(tmp_path):
+    summary = {
+        "steps": 3, "complete": False, "accuracy": None, "accuracies": {"0": 0.25, "3": 0.5},
+        "server_version": ["3-a1f"],
+        "time": {"update_s": 75.2}, "counts": {"accepted": 12, "rewards": {"late": 1}}, "seconds": 3725.0, "lost": [],
+        "homemade": {"a": {"0": 0.5}},
+    }  # fmt: skip
+    tracker.write_json(tmp_path / "summary.json", summary)
+    text = build.report(tmp_path).read_text()
+    assert "null" not in text and "[&quot;" not in text and "{&quot;" not in text
+    cells = {words[0]: words[1:] for words in (re.findall(r"<td[^>]*>(.*?)</td>", row) for row in text.split("<tr>"))
+             if words}  # fmt: skip
+    assert cells["complete"][0] == "no" and cells["accuracy"][0] == "unknown" and cells["lost"][0] == "none"
+    assert cells["accuracies"][0] == "25.0% at 0, 50.0% at 3" and cells["server version"][0] == "3"
+    assert cells["time: update (s)"] == ["1 min 15 s", "forward, backward and optimiser"]
+    assert cells["counts: rewards: late"] == ["1", "rewards that took too long"]
+    assert cells["seconds"][0] == "1 h 2 min" and cells["homemade: a"][0] == "0.5 at 0"
+    assert "Stopped; the same command goes on from here." in text
+
+
+def test_every_count_of_a_summary_has_a_description():
+    counts = (*re.findall(r"`([a-z_, ]+)`", fleet.Fleet.__doc__.partition("counts:")[2].partition("waits:")[0]),)
+    names = [name.strip() for group in counts for name in group.split(",")]
+    names += re.findall(r"[a-z]+(?= \(|,|;)", rewards.Pool.__doc__.partition("by outcome:")[2].partition(")")[0])
+    assert len(names) > 15
+    for name in ("accepted", "running", "rejected", "refused", "failed", *names):
+        assert metric_catalog.result(("counts", name)) not in (metric_catalog.SUMMARY["counts"], metric_catalog.UNKNOWN)
+
+
+def test_one_or_two_points_are_numbers_not_a_chart(tmp_path):
+    with tracker.open_run(tmp_path) as run:
+        for step, accuracy in enumerate((0.25, 0.75)):
+            run.log("eval", step, accuracy=accuracy)
+    text = build.report(tmp_path).read_text()
+    assert "0.25 → 0.75<small>accuracy, steps 0 and 1</small>" in text and "<svg" not in text
 
 
 @pytest.mark.parametrize("kept", ["metrics.jsonl", "samples.jsonl", "summary.json", "config.json"])
@@ -239,7 +301,7 @@ def test_every_charted_or_derived_metric_has_a_description():
     assert metric_catalog.meaning("grad_norm_max") == f"largest single value of: {metric_catalog.METRICS['grad_norm']}"
     assert metric_catalog.label("grad_norm_max") == "grad norm, largest"
     assert metric_catalog.meaning("heldout_nll") == f"over held-out rows: {metric_catalog.METRICS['nll']}"
-    assert metric_catalog.result("nll") == metric_catalog.meaning("nll") != metric_catalog.result("seconds")
+    assert metric_catalog.result(("nll",)) == metric_catalog.meaning("nll") != metric_catalog.result(("seconds",))
     assert metric_catalog.meaning("time_wait").startswith("seconds: ")
 
 

@@ -205,6 +205,20 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     refused(tmp_path, last.name, "holds layers.0.w, which model.safetensors.index.json lists in model-00001-of-")
 
 
+def test_a_stale_file_beside_an_index_is_refused(tmp_path):
+    """transformers takes the single file, others the shards: neither may be guessed."""
+    tensors, old = some_tensors(), {"a": np.zeros(3, np.float32)}
+    files.write(tmp_path, tensors, tensors.values(), shard_bytes=200)
+    files.write(tmp_path, old, old.values())
+    refused(tmp_path, "holds both model.safetensors and model.safetensors.index.json of other files", "remove that one")
+    index = (tmp_path / files.INDEX).read_text()
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": files.FILE}}))
+    assert files.read(tmp_path).keys() == old.keys()  # an index of the file itself
+    (tmp_path / files.INDEX).write_text(index)
+    (tmp_path / files.FILE).unlink()
+    assert files.read(tmp_path).keys() == tensors.keys()
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

@@ -1,10 +1,6 @@
-import contextlib
 import dataclasses
-import io
 import json
 import math
-import os
-import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from areax.adapters.tracking import run_dir
 
@@ -190,41 +185,3 @@ def test_json_files_are_written_atomically(tmp_path):
     with pytest.raises(ValueError, match="values must be text, numbers, lists, mappings or dataclasses, got <object"):
         run_dir.write_json(path, {"a": 1, "b": object()})
     assert json.loads(path.read_text()) == want and list(tmp_path.iterdir()) == [path]
-
-
-def test_progress_without_a_terminal_prints_lines_including_the_last():
-    out = io.StringIO()
-    with run_dir.progress("grpo", 4, every=3600, console=Console(file=out, width=40)) as tick:
-        for step in range(1, 5):
-            tick(step, tokens=100, reward=step / 4, loss=None)
-    first, last = out.getvalue().splitlines()
-    assert first.startswith("grpo 1/4  reward 0.25  ") and "tokens/s" in first and first.endswith(" left")
-    assert last.startswith("grpo 4/4  reward 1  ") and "left" not in last and "loss" not in last
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_that_nobody_reads_ends_no_run(monkeypatch, terminal):
-    """As when the program ends that `areax train ... 2>&1 | tee log` writes to."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")  # rich takes the former for a terminal
-    with open(writer, "w") as err, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", err)
-        with run_dir.progress("grpo", 2, every=0) as tick:
-            tick(1)
-            tick(2)
-        with contextlib.suppress(BrokenPipeError):  # what is still buffered
-            err.close()
-
-
-def test_progress_on_a_terminal_is_a_bar():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120)
-    with run_dir.progress("sft", 8, start=2, console=console) as tick:
-        tick(8, tokens=5, loss=jnp.float32(0.125))
-    assert "8/8" in out.getvalue() and "loss 0.125" in out.getvalue()
-
-
-@pytest.mark.parametrize("seconds, said", [(0.4, "0:00"), (61, "1:01"), (3725.2, "1:02:05")])
-def test_time_left_reads_like_a_clock(seconds, said):
-    assert run_dir._clock(seconds) == said

@@ -9,8 +9,9 @@ import pytest
 
 RUN = Path(__file__).resolve().parents[1] / ".ci" / "run"
 PARTS = (
-    "lint test test-docs demo demo-holds test-mesh test-wheel test-kernels test-slow test-sglang demo-controls".split()
-)
+    "lint test test-docs demo demo-holds test-mesh test-wheel test-kernels test-slow test-clients test-sglang "
+    "demo-controls"
+).split()
 MAKE = """#!/usr/bin/env bash
 echo "making $1"
 echo "$1" >> made

@@ -45,3 +45,9 @@ def test_empty_metrics_are_neutral_and_not_reported():
     assert metrics.to_dict(empty) == {}
     merged = metrics.merge_trees(empty, {"x": metrics.of(jnp.ones(3), edges=EDGES)})
     assert metrics.to_dict(merged)["x"] == 1.0
+
+
+def test_numbers_are_plain():
+    tree = {"x": of(jnp.asarray([1.0, 3.0])), "moment_x": of(jnp.ones(2)), "none": of(jnp.ones(2), jnp.zeros(2))}
+    assert metrics.numbers(tree) == {"x": 2.0, "x_max": 3.0}
+    assert {type(value) for value in metrics.numbers(tree).values()} == {float}

@@ -16,7 +16,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sweeps import thinned
 
-from areax.core import losses, metrics, packing, policy
+from areax.adapters.tracking import run_dir
+from areax.core import losses, metrics, packing, policy, surrogates
 from areax.core.critic import Critic
 from areax.rollout.types import Sample
 
@@ -543,6 +544,34 @@ def test_vespo_weights_vanish_for_far_off_policy_sequences(case):
         np.testing.assert_allclose(case.own(slopes[0])[0], 0, atol=1e-15)
 
 
+def test_a_function_of_ones_own_is_a_surrogate(case):
+    """Used without a name, each surrogate gives what it gives by its name; it reads any option, with any ratio."""
+    for name, options in (("clip", dict(dual_clip=3.0, ratio="sequence")), ("sapo", dict(tau_pos=2.0)), ("score", {})):
+        own = surrogates.SURROGATES[name].gain
+        both = (case.gradient(losses.GRPO(surrogate=surrogate, **options)) for surrogate in (name, own))
+        for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+            np.testing.assert_array_equal(a, b)
+    bounded = functools.partial(lambda spec, now, most: (jnp.minimum(now.ratio_BT, most) * now.adv_BT, None), most=0.5)
+    small = case.gradient(losses.GRPO(surrogate=bounded, clip_low=7.0))[1][0]
+    assert 0 < np.abs(small).sum() < np.abs(case.gradient(losses.GRPO(surrogate="ratio"))[1][0]).sum()
+
+
+def test_a_function_of_ones_own_is_printed_with_its_first_line():
+    def mine(spec, now):
+        """r A {at last}.
+
+        And more."""
+        return now.ratio_BT * now.adv_BT, None
+
+    assert "gain = r A {at last}.\n" in str(losses.GRPO(surrogate=mine))
+    assert run_dir.plain(losses.GRPO(surrogate=mine))["surrogate"].endswith("first_line.<locals>.mine")
+
+
+def test_a_function_that_returns_no_pair_is_refused(case):
+    with pytest.raises(ValueError, match=r"GRPO: surrogate must return \(gain_BT, cut_BT or None\) of .*, got \("):
+        case.gradient(losses.GRPO(surrogate=lambda spec, now: now.adv_BT))
+
+
 def test_objectives_print_their_formula():
     """What each preset optimises, as tests/data/objectives.txt has it."""
     assert "\n\n".join(map(str, PRESETS.values())) + "\n" == GOLDEN.read_text()
@@ -554,12 +583,13 @@ def test_objectives_print_their_formula():
         (lambda: losses.GRPO(clip_low=2.0), "GRPO: clip_low must be between 0 and 1, got 2.0"),
         (lambda: losses.DAPO(dual_clip=0.5), "DAPO: dual_clip must be 0, or above 1"),
         (lambda: losses.SAPO(dual_clip=3.0), "SAPO: the surrogate sapo does not use dual_clip, got 3.0"),
-        (lambda: losses.CISPO(ratio="sequence"), 'CISPO: ratio must be "token" unless'),
+        (lambda: losses.CISPO(ratio="sequence"), "CISPO: the surrogate cispo does not use ratio, got sequence"),
         (lambda: losses.DrGRPO(denominator_tokens=0), "denominator_tokens must be above 0"),
         (lambda: adv(losses.OPO, leave_one_out=True), "length_weighted must be False with leave_one_out"),
         (lambda: adv(gamma=0.9), 'gamma must be 1 with credit "rollout"'),
         (lambda: adv(losses.PPO, mean="group"), 'mean must be none with credit "gae"'),
         (lambda: losses.GRPO(surrogate="clop"), "surrogate must be one of score, ratio, clip"),
+        (lambda: losses.GRPO(surrogate=3), "dppo, or a function, got 3"),
         (
             lambda: losses.GRPO(denominator="tokens"),
             "denominator must be one of token, sequence, sequence_sum, constant",

@@ -1,11 +1,16 @@
 """What is watched of an update, from merged parts, beside numpy over all tokens at once."""
 
-import jax
+import functools
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from areax.core import metrics, signals
+from areax.core.critic import Critic
 
 
 @pytest.fixture
@@ -81,11 +86,54 @@ def test_entropy_is_split_by_advantage_and_has_quantiles():
 
 
 def test_explained_variance():
+    """Also of returns that differ little beside their mean, where squares would cancel; merged over microbatches."""
     rng = np.random.default_rng(0)
-    value, returns = jax.device_put(rng.normal(size=(2, 50))), rng.normal(1, 2, (2, 50))
-    report = {
-        "return": metrics.of(returns), "moment_return2": metrics.of(returns**2),
-        "value_error": metrics.of((value - returns) ** 2),
-    }  # fmt: skip
-    wanted = 1 - np.mean((np.asarray(value) - returns) ** 2) / returns.var()
-    np.testing.assert_allclose(signals.finalize_metrics(report)["explained_variance"], wanted, rtol=1e-4)
+    for mean in (1, 1000):
+        returns = rng.normal(mean, 0.1, (2, 50)).astype(np.float32)
+        value = (returns + rng.normal(0, 0.05, (2, 50))).astype(np.float32)
+        batch = lambda m, value=value, returns=returns: types.SimpleNamespace(
+            mask_BT=jnp.ones((1, 50), bool), value_BT=value[m : m + 1], return_BT=returns[m : m + 1], weight_BT=1.0
+        )  # fmt: skip
+        parts = [
+            Critic().loss(types.SimpleNamespace(value_BT=jnp.asarray(value[m : m + 1])), batch(m))[1] for m in (0, 1)
+        ]
+        v, r = np.float64(value), np.float64(returns)
+        wanted = 1 - np.mean((v - r) ** 2) / r.var()
+        np.testing.assert_allclose(merged(parts)["explained_variance"], wanted, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mean, spread", [(-1.5, 0.6), (-0.7, 1e-3), (-2e-3, 1e-4), (-12.0, 0.5)])
+def test_the_correlation_of_probabilities_does_not_cancel(mean, spread):
+    """Against 64 bits, over three microbatches of unequal sizes: where all tokens are equally sure, and where rare."""
+    rng = np.random.default_rng(0)
+    sampler = rng.normal(mean, spread, 900)
+    prox, sampler = (x.astype(np.float32) for x in (sampler + rng.normal(0, spread / 10, 900), sampler))
+    parts = []
+    for some in np.split(np.arange(900), [17, 300]):
+        p, q = (jnp.asarray(x[some][None]) for x in (prox, sampler))
+        parts.append(signals.agreement(p, q, jnp.ones(p.shape, bool), jnp.ones(p.shape, int), 1))
+    told = signals.finalize_metrics(functools.reduce(metrics.merge_trees, parts, metrics.empty_like(parts[0])))
+    wanted = np.corrcoef(np.exp(np.float64(prox)), np.exp(np.float64(sampler)))[0, 1]
+    np.testing.assert_allclose(told["prob_pearson"], wanted, atol=1e-4)
+
+
+def test_a_constant_has_no_correlation():
+    same = jnp.full((1, 37), -0.3)
+    report = signals.agreement(same, same, jnp.ones(same.shape, bool), jnp.ones(same.shape, int), 1)
+    assert "prob_pearson" not in signals.finalize_metrics(report)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 3, 29]), st.floats(-1e3, 1e3), st.booleans())
+def test_merged_moments_equal_those_of_the_whole(seed, cut, mean, masked):
+    rng = np.random.default_rng(seed)
+    x, y = (rng.normal(mean, 1, 30).astype(np.float32) for _ in range(2))
+    mask = rng.random(30) < 0.5 if masked else np.ones(30, bool)
+    whole, first, second = (metrics.moments(x[at], y[at], mask[at]) for at in (slice(30), slice(cut), slice(cut, 30)))
+    both = metrics.merge(first, second)
+    a, b = np.float64(x[mask]), np.float64(y[mask])
+    wanted = [len(a), a.mean(), b.mean(), a.var() * len(a), b.var() * len(a), ((a - a.mean()) * (b - b.mean())).sum()]
+    for got in (whole, both):
+        np.testing.assert_allclose(
+            [float(v) for v in vars(got).values()], wanted if len(a) else [0.0] * 6, rtol=1e-3, atol=1e-2
+        )

@@ -1,5 +1,6 @@
 """The step: accumulation, donation, skipping, and its shape-stability."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,7 +10,8 @@ import optax
 import tiny
 
 from areax import models
-from areax.core import losses, metrics, optim, packing, step
+from areax.core import losses, metrics, optim, packing, step, token_losses
+from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
 HF = dict(
@@ -119,3 +121,91 @@ def test_scores_over_microbatches_equal_one_pass():
     got = packing.unpack(step.make_scores(SCORE)(PARAMS, batch).logp_BT, batch, data)
     for s, x in zip(data, got, strict=True):
         np.testing.assert_allclose(x[1:], alone(PARAMS, s.tokens, s.mask)[0][1], atol=1e-5)
+
+
+def split(batches, hyper, objective=OBJECTIVE, state=None):
+    """A step in two halves: gradients of all batches, then one update."""
+    state = state or fresh(optim.adamw(TABLE))
+    gradient, reports = step.no_gradient(state.params), []
+    for batch in batches:
+        gradient, report = ACCUMULATE[objective](state.params, gradient, batch)
+        reports.append(report)
+    return *APPLY(state, gradient, hyper), gradient, reports
+
+
+SUM = losses.PerToken(token_losses.cross_entropy, reduce="sum")
+ACCUMULATE = {objective: step.make_accumulate(SCORE, objective) for objective in (OBJECTIVE, SUM)}
+APPLY = step.make_apply(partial(optim.adamw, TABLE))
+
+
+def test_gradient_and_update_apart_equal_the_fused_step():
+    """The same sums, bit for bit; the same update but for the rounding of 1 - b1 and 1 - b2."""
+    hyper = dict(lr=1e-2, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1, clip=0.5)
+    adam = optim.make_optimizer(optim.Optimizer(**hyper), TABLE)
+    fused, state, apart = step.make_step(SCORE, OBJECTIVE, adam), fresh(adam), fresh(optim.adamw(TABLE))
+    for i in range(3):
+        before = jax.tree.map(np.asarray, state.params)
+        apart = step.State(jax.tree.map(jnp.asarray, before), apart.opt_state, apart.step)  # lest differences add up
+        state, whole = fused(state, ready(22 + 2 * i))
+        apart, report, gradient, reports = split([ready(22 + 2 * i)], optim.AdamW(**hyper), state=apart)
+        told = metrics.numbers(whole)
+        assert told == metrics.numbers(reports[0] | report) | {name: told[name] for name in RATIO}
+        assert told["grad_norm"] > 0.5 and float(gradient.loss) == np.float32(told["loss"])
+        for a, b, start in zip(*map(jax.tree.leaves, (apart.params, state.params, before)), strict=True):
+            np.testing.assert_allclose(a - start, b - start, rtol=1e-5, atol=1e-5 * float(jnp.abs(b - start).max()))
+    assert int(apart.step) == 3
+
+
+RATIO = ("update_ratio", "update_ratio_max")  # has the rounding of the update
+
+
+def test_sums_add_up_over_calls():
+    """Batches of several calls give the update of one call with all of them; another learning rate compiles nothing."""
+    data = rows(24)
+    pack = lambda rows: SUM.prepare(packing.pack(rows, 40, rows=1))
+    hyper = optim.AdamW(lr=1e-2, clip=0.0)
+    one, _, whole, _ = split([pack(data)], hyper, SUM)
+    two, _, parts, reports = split([pack(data[:10]), pack(data[10:])], hyper, SUM)
+    np.testing.assert_allclose(parts.loss, sum(metrics.numbers(r)["loss"] for r in reports), rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    wanted = [alone(PARAMS, s.tokens, s.mask) for s in data]
+    np.testing.assert_allclose(whole.loss, sum(loss for (loss, _), _ in wanted), rtol=1e-5)
+    second = lambda **changes: APPLY(jax.tree.map(jnp.copy, one), whole, replace(hyper, **changes))[0].params
+    plain, compiled = second(), APPLY._cache_size()
+    for changes in (dict(lr=2e-2), dict(b1=0.5), dict(b2=0.5), dict(eps=1e-2), dict(weight_decay=0.3), dict(clip=1e-3)):
+        for a, b in zip(*map(jax.tree.leaves, (second(**changes)["stacks"], plain["stacks"])), strict=True):
+            assert np.any(a != b) or "weight_decay" in changes, changes  # norms do not decay
+    assert APPLY._cache_size() == compiled
+
+
+def test_a_sum_that_is_not_finite_is_not_applied():
+    batch, before = ready(24), jax.tree.map(np.asarray, fresh(optim.adamw(TABLE)))
+    broken = batch.replace(weight_BT=batch.weight_BT * jnp.inf)
+    state, report, *_ = split([batch, broken], optim.AdamW(lr=1e-2))
+    assert metrics.numbers(report)["skipped"] == 1 and int(state.step) == 1
+    for a, b in zip(*(jax.tree.leaves((s.params, s.opt_state)) for s in (before, state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_mesh_keeps_the_shardings_and_the_numbers():
+    data, hyper = rows(24), optim.AdamW(lr=1e-2, clip=0.0)
+    _, _, wanted, _ = split([SUM.prepare(packing.pack(data, 40, rows=8))], hyper, SUM)
+    on = mesh.make(mesh.Layout(dp=2, fsdp=4))
+    with jax.set_mesh(on):
+        shardings = rules.of_state(optim.adamw(TABLE), TABLE, on)
+        copies = jax.device_put(jax.tree.map(np.asarray, PARAMS), shardings.params)
+        state = step.init(copies, optim.adamw(TABLE), shardings)
+        batch = SUM.prepare(batches.batch(packing.pack(data, 40, rows=8), on))
+        gradient = step.no_gradient(state.params)
+        accumulate = step.make_accumulate(SCORE, SUM, shardings)
+        for _ in range(2):
+            gradient, _ = accumulate(state.params, gradient, batch)
+        assert accumulate._cache_size() == 1
+        state, report = step.make_apply(partial(optim.adamw, TABLE), shardings)(state, gradient, hyper)
+    assert metrics.numbers(report)["skipped"] == 0
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, 2 * np.asarray(b), atol=2e-5 * float(np.abs(b).max()))
+    for tree in (state.params, gradient.params):
+        for x, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings.params), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)

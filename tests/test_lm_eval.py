@@ -1,4 +1,4 @@
-"""lm-eval, unmodified, over the gateway and over transformers with the same model: same scores, same answers."""
+"""lm-eval, unmodified, over the gateway, `areax serve` and transformers with one model: same scores, same answers."""
 
 import asyncio
 import json
@@ -52,13 +52,15 @@ def test_lm_eval_scores_equal_those_of_transformers(tmp_path):
                 tiny.rows(tmp_path / "rows.jsonl", rows)
                 key = gateway.open(Session(fleet.generate, tokens))
                 here = await evaluated("api", model, tmp_path, f"{gateway.url}/v1", key)
-        return here, await evaluated("hf", model, tmp_path)
+                direct = await evaluated("api", model, tmp_path, f"{remote.url}/v1", "none")
+        return here, direct, await evaluated("hf", model, tmp_path)
 
-    here, there = asyncio.run(main())
-    for how in ("plain", "chat"):
-        assert here[how]["continue"]["said"] == there[how]["continue"]["said"]
+    *served, there = asyncio.run(main())
     logp = lambda found: np.array([[float(x[0]) for x in row] for row in found["plain"]["choose"]["said"]])
-    np.testing.assert_allclose(logp(here), logp(there), atol=1e-3)
-    for how, task in (("plain", "continue"), ("plain", "choose"), ("chat", "continue")):
-        assert here[how][task]["score"] == there[how][task]["score"]
+    for here in served:
+        for how in ("plain", "chat"):
+            assert here[how]["continue"]["said"] == there[how]["continue"]["said"]
+        np.testing.assert_allclose(logp(here), logp(there), atol=1e-3)
+        for how, task in (("plain", "continue"), ("plain", "choose"), ("chat", "continue")):
+            assert here[how][task]["score"] == there[how][task]["score"]
     assert 0.5 <= there["plain"]["continue"]["score"] < 1 and 0 < there["plain"]["choose"]["score"] < 1

@@ -401,11 +401,32 @@ def test_impossible_windows_are_refused(family, options, words):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act .*gelu"),
         ({"attention_dropout": 0.1}, "attention_dropout .*0.1"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"] * 999}},
+         "weights must not be quantised, got quantization_config .{200}; use the original checkpoint$"),
+        ({"compression_config": {"format": "pack-quantized"}}, "quantised, got compression_config .*pack-quantized"),
     ],
-)
+)  # fmt: skip
 def test_options_that_are_not_implemented_are_refused_by_name(family, option, words, tmp_path):
     least = dict(TINY, model_type=family, num_attention_heads=4)
     (tmp_path / "config.json").write_text(json.dumps(least | option))
     with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{words}"):
         hf.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_experts 4, got 5"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step must be .*, got 0"),
+        ({"num_experts": 0}, "num_experts must be .*, got 0"),
+    ],
+)
+def test_impossible_experts_are_refused(family, option, words):
+    experts = dict(
+        num_experts=4, num_experts_per_tok=4, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+        num_attention_heads=4, model_type=family,
+    )  # fmt: skip
+    assert models.config_from_hf(TINY | experts).top_k == 4
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        models.config_from_hf(TINY | experts | option)

@@ -21,6 +21,7 @@ import tiny
 
 from areax.adapters import cli, hf, safetensors
 from areax.adapters.tracking import run_dir
+from areax.core import losses
 from areax.parallel.multihost import liveness, lockstep, processes
 from areax.recipes import sft
 from areax.rollout.tasks import arithmetic
@@ -385,3 +386,11 @@ def test_the_launcher_refuses_impossible_options(capsys):
         assert cli.main(["launch", *arguments]) == 2
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
+
+
+def test_options_with_a_function_are_compared_by_its_name():
+    """Its address is another one in each process."""
+    make = lambda: lambda spec, now: (now.adv_BT, None)
+    one, other = (losses.GRPO(surrogate=make()) for _ in range(2))
+    assert repr(one) != repr(other) and processes.shown(one) == processes.shown(other)
+    assert processes.shown(one) != processes.shown(losses.GRPO(surrogate=len))

@@ -60,7 +60,7 @@ def test_the_tree_names_every_folder():
     tree = re.search(r"## The tree.*?```\n(.*?)```", README, re.S).group(1)
     named, top = set(), ""
     for line in tree.splitlines():
-        if found := re.match(r"( *)(\w+)/", line):
+        if found := re.match(r"( *)([\w/]+)/ ", line):
             top = top if found.group(1) else found.group(2)
             named.add(f"{top}/{found.group(2)}" if found.group(1) else top)
     packages = {

@@ -274,6 +274,20 @@ def test_served_teachers_and_greedy_baselines(place, monkeypatch):
     assert abs(lines[0]["divergence"]) < 1e-5 < lines[1]["divergence"] and "reward_greedy" in lines[0]
 
 
+def test_the_terminal_says_that_a_reward_is_constant(place, capsys):
+    """From the first step on, whose samples are kept for a look."""
+    (place / "constant.py").write_text("def score(text, row):\n    return 0.7\n")
+    done = grpo.main(config(place, "constant", reward=f"{place}/constant.py:score", steps=1, samples_every=10))
+    said = capsys.readouterr().err
+    assert done["complete"] and said.count("grpo step 1: every completion got the same reward (reward_std 0") == 1
+    assert "step 1: no group teaches" not in said  # the same said again
+    assert "grpo waiting for the first batch" in said and "grpo compiling the first step" in said
+    assert f"waiting for servers: {(place / 'url').read_text()}" in said
+    assert len(list(run_dir.read_lines(place / "constant/samples.jsonl"))) == 4
+    report = (place / "constant/report.html").read_text()
+    assert "Every completion got the same reward" in report
+
+
 def test_groups_with_equal_rewards_are_resampled(place):
     (place / "rare.py").write_text("def score(text, row):\n    return float(text.startswith('0'))\n")
     run = config(place, "dynamic", objective=losses.DAPO(), reward=f"{place}/rare.py:score", steps=2, oversample=2)
@@ -501,6 +515,18 @@ def test_shuffled_rewards_are_a_permutation(place):
     assert [len(g) for g in mixed] == [3] * 4
 
 
+def test_only_groups_whose_rewards_differ_teach():
+    """Unscorable completions are no difference."""
+    nan = float("nan")
+    groups = [(1.0, 1.0), (0.0, 1.0), (nan, nan), (nan, 1.0), (nan, 0.0, 1.0)]
+    flat = [
+        _sample(reward).replace(rollout=10 * g + i, group=g)
+        for g, own in enumerate(groups)
+        for i, reward in enumerate(own)
+    ]
+    assert describe.batch(flat, 0)["groups_that_teach"] == 2
+
+
 def _sample(reward):
     from areax.rollout.types import Completion, sampled
 
@@ -537,6 +563,52 @@ def same(place, one, other):
 
 
 INSIDE = Serve(inside=True, slots=8, context=64)
+
+
+def test_a_run_in_a_running_loop_is_awaited_and_changes_no_number(place, first):
+    """As in a notebook: the loop goes on meanwhile; main says what to call."""
+
+    async def cell():
+        asked = config(place, "awaited", servers=(), serve=INSIDE)
+        with pytest.raises(RuntimeError, match=r"grpo.main: .* use: await grpo.run\(config\)$"):
+            grpo.main(asked)
+        running, turns = asyncio.ensure_future(grpo.run(asked)), 0
+        while not running.done():
+            await asyncio.wait([running], timeout=0.01)
+            turns += 1
+        return running.result(), turns
+
+    done, turns = asyncio.run(cell())
+    assert done["complete"] and turns > 10
+    same(place, "awaited", "first")
+
+
+def plain_ratio(spec, now):
+    """r A"""
+    return now.ratio_BT * now.adv_BT, None
+
+
+def test_a_cancelled_run_saves_its_state(place):
+    """Here of a run with a surrogate of its own, a function."""
+
+    async def cell():
+        asked = config(place, "interrupted", steps=1000, objective=GRPO(surrogate=plain_ratio))
+        running = asyncio.ensure_future(grpo.run(asked))
+        samples = place / "interrupted/samples.jsonl"
+        while not (samples.is_file() and samples.read_text()):  # those of the first step
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cell())
+    summary = json.loads((place / "interrupted/summary.json").read_text())
+    assert 0 < summary["steps"] < 1000 and not summary["complete"]
+    states = {int(path.name) for path in (place / "interrupted/state").iterdir() if path.name.isdigit()}
+    assert summary["steps"] in states
+    options = json.loads((place / "interrupted/config.json").read_text())
+    assert options["training"]["objective"]["surrogate"].endswith(":plain_ratio")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """SFT from files to files: learns, resumes exactly, survives Ctrl-C, says what is wrong."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 
 import jax
 import jobs
@@ -26,7 +27,7 @@ from areax.core.optim import Optimizer
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes import distill, preference, sft
+from areax.recipes import demo, distill, eval, grpo, preference, sft
 from areax.recipes.shared import learner, offline, offline_options
 from areax.recipes.shared import rows as row_reader
 from areax.rollout.tasks import arithmetic
@@ -47,6 +48,46 @@ def config(place, out, **changes):
         rows=4, optim=Optimizer(lr=1e-2),
     )  # fmt: skip
     return replace(base, **changes)
+
+
+@pytest.mark.parametrize("recipe", [sft, distill, preference, eval, grpo, demo])
+def test_main_names_what_to_await_in_a_running_loop(recipe, tmp_path, monkeypatch):
+    """Before anything is read or written."""
+    monkeypatch.chdir(tmp_path)
+    values = {f.name: "x" for f in fields(recipe.Config) if f.default is MISSING and f.default_factory is MISSING}
+    name = recipe.__name__.rpartition(".")[2]
+
+    async def cell():
+        with pytest.raises(RuntimeError, match=rf"^{name}.main: .*; use: await {name}.run\(config\)$"):
+            recipe.main(recipe.Config(**values))
+
+    asyncio.run(cell())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_awaited_and_cancelled_between_two_steps(place):
+    """The state of a cancelled run is saved; awaited again, the run ends like one that was not cancelled."""
+
+    async def cell():
+        running = asyncio.ensure_future(sft.run(config(place, "notebook", steps=1000)))
+        metrics = place / "notebook/metrics.jsonl"
+        while not (metrics.is_file() and metrics.read_text()):
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        done = json.loads((place / "notebook/summary.json").read_text())["steps"]
+        assert 0 < done < 1000
+        again = config(place, "notebook", steps=done + 2)
+        return await sft.run(again), sft.main, replace(again, out=str(place / "at once"))
+
+    awaited, main, other = asyncio.run(cell())
+    assert awaited["complete"]
+    main(other)
+    weights = (jax.tree.leaves(hf.load(place / out / "model")[1]) for out in ("notebook", "at once"))
+    for a, b in zip(*weights, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +271,28 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     assert stopped >= 3
     done = sft.main(config(place, "stopped", steps=stopped + 1))
     assert done["steps"] == stopped + 1 and done["complete"]
+
+
+def test_a_state_is_saved_after_the_line_of_its_step(place, monkeypatch):
+    """A run that is killed then has both, and the resumed one does not lack a line."""
+    seen, save = [], orbax.Store.save
+
+    def saved(store, version, *state):
+        seen.append((version, len(losses(place / "lines"))))
+        return save(store, version, *state)
+
+    monkeypatch.setattr(orbax.Store, "save", saved)
+    sft.main(config(place, "lines", steps=3, save_every=1))
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_the_terminal_says_what_a_run_does_and_that_it_learns_nothing(place, capsys):
+    sft.main(config(place, "frozen", steps=2, optim=Optimizer(lr=0.0), heldout=str(place / "rows.jsonl")))
+    said = capsys.readouterr().err
+    for begin in (f"loading {place}/model, ", "sft compiling the first step", "sft evaluating 200 rows", "writing "):
+        assert re.search(rf"^{re.escape(begin)}.*\.\.\.$", said, re.M), said
+    assert said.count("sft step 1: the weights did not change (update_ratio 0): look at --optim.lr") == 1
+    assert "What to look at" in (place / "frozen/report.html").read_text()
 
 
 def test_all_turns_of_a_conversation_are_learnt(place):

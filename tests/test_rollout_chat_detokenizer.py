@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areax.adapters import tokenizer
-from areax.rollout.chat.detokenizer import CONTEXT, Text
+from areax.rollout.chat.detokenizer import CONTEXT, Reader, Text
 
 BYTES = tokenizer.byte_level()
 SUMS = tokenizer.character("0123456789+")
@@ -121,3 +121,22 @@ def test_the_window_of_a_detokenizer_is_bounded():
         assert len(out._window) <= 2 * CONTEXT + 3  # plus an unfinished character
     out.end()
     assert out.text == wordpieces.TEXT * 20
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.booleans())
+def test_a_reader_shows_what_is_certain_and_no_more(text, stops, ended):
+    """Tokens are letters; a last one that ends the text, if there is one, is not part of it."""
+    decode = lambda ids: "".join(map(chr, ids))
+    reader, shown, tokens = Reader(decode, stops), "", []
+    for letter in text:
+        if any(stop in decode(tokens) for stop in stops):
+            break
+        tokens.append(ord(letter))
+        shown += reader.push(tokens[-1])
+        found = [at for stop in stops if (at := decode(tokens).find(stop)) >= 0]
+        begun = [at for at in range(len(tokens)) for stop in stops if stop.startswith(decode(tokens[at:]))]
+        assert shown == decode(tokens)[: min(found or begun or [len(tokens)])]
+    cut = min([at for stop in stops if (at := decode(tokens).find(stop)) >= 0], default=len(tokens))
+    last = [ord("#")] if ended and cut == len(tokens) else []
+    whole, rest = reader.finish(tokens + last, bool(last) or cut < len(tokens))
+    assert shown + rest == whole == decode(tokens)[:cut]

@@ -34,6 +34,17 @@ def deepseek_v31(content, calls):
     return content + ("<｜tool▁calls▁begin｜>" + "".join(blocks) + "<｜tool▁calls▁end｜>" if calls else "")
 
 
+def coder(content, calls):
+    shown = lambda value: value if isinstance(value, str) else json.dumps(value)
+    blocks = [
+        f"<tool_call>\n<function={n}>\n"
+        + "".join(f"<parameter={k}>\n{shown(v)}\n</parameter>\n" for k, v in a.items())
+        + "</function>\n</tool_call>"
+        for n, a in calls
+    ]
+    return "\n".join([content, *blocks] if content else blocks)
+
+
 RENDERED = [
     ("qwen", hermes),
     ("hermes", hermes),
@@ -158,5 +169,65 @@ def test_reasoning_is_not_parsed_for_tools():
 
 
 def test_a_style_must_be_known():
-    with pytest.raises(ValueError, match="style: must be one of qwen, hermes, llama, deepseek, got 'gpt'"):
+    with pytest.raises(ValueError, match="style: must be one of qwen, qwen3_coder, hermes, llama, deepseek, got 'gpt'"):
         Parser("gpt")
+
+
+TYPES = {
+    "text": {"type": "string"}, "maybe": {"type": ["string", "null"]}, "count": {"type": "integer"},
+    "share": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "sure": {"type": "boolean"},
+    "list": {"type": "array"}, "map": {"type": "object"}, "mode": {"enum": ["1", "2"]}, "size": {"enum": [1, 2]},
+}  # fmt: skip
+TYPED = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}}]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"text": "3", "maybe": "x", "count": 3, "share": 0.5, "sure": True, "list": [1, "a"], "map": {"a": None}},
+        {"text": "a\nb <b>\n", "maybe": None, "share": None, "mode": "1", "size": 2, "unknown": "7"},
+        {"text": "null", "count": "three"},  # what is not of its type stays text, for the tool to refuse
+        {},
+    ],
+)
+def test_values_of_qwen3_coder_have_the_types_of_the_schema(arguments):
+    text = coder("Now.", [("f", arguments), ("f", {})])
+    answer = parse(text, "qwen3_coder", tools=TYPED)
+    assert names(answer) == [("f", arguments), ("f", {})] and answer.content == "Now."
+    parser = Parser("qwen3_coder", tools=TYPED)
+    pieces = [piece for letter in text for piece in parser.push(letter)] + parser.finish()
+    assert names(parsers.collect(pieces)) == names(answer)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["<function=f>", "<function=>\n</function>", "<function=f>\nx\n</function>", '{"name": "f", "arguments": {}}',
+     "<function=f>\n<parameter=a>\n1\n</function>"],
+)  # fmt: skip
+def test_malformed_calls_of_qwen3_coder_stay_content(inner):
+    text = f"<tool_call>\n{inner}\n</tool_call>"
+    assert parse(text, "qwen3_coder") == Answer(text)
+
+
+def test_values_of_qwen3_coder_in_one_line():
+    text = (
+        "<tool_call><function=f><parameter=count>3</parameter><parameter=sure>False</parameter></function></tool_call>"
+    )
+    assert names(parse(text, "qwen3_coder", tools=TYPED)) == [("f", {"count": 3, "sure": False})]
+
+
+@pytest.mark.parametrize(
+    "written, style",
+    [
+        ("<tool_call>\n<function=example>", "qwen3_coder"),
+        ("{% if enable_thinking %}<tool_call>", "qwen"),
+        ("{% if thinking %}<tool_call>", "hermes"),
+        ("<tool_call>{{ tools }}", "qwen"),
+        ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek"),
+        ("<|python_tag|>", "llama"),
+        ("""{{- '"parameters": ' }}""", "llama"),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_the_style_of_a_chat_template(written, style):
+    assert parsers.style_of(written) == style

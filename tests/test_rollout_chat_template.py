@@ -91,3 +91,21 @@ def test_tool_calls_may_replace_the_content_of_a_message():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     messages = [*SAID["messages"], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
     assert CHAT.decode(template.prompt(CHAT, {"messages": messages})).count("<|im_start|>") == 4
+
+
+def test_variables_of_the_chat_template():
+    tokens = tokenizer.byte_level()
+    tokens.chat_template = CHAT.chat_template + "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+    template.check_variables(tokens, {"enable_thinking": False})
+    for bad, words in (
+        ({"enable_thinkin": False}, "not read by this model's chat template, which reads enable_thinking"),
+        ({"message": "x"}, "not read"),  # the template sets it
+        ({"messages": "x"}, "must be a variable"),
+        ({"chat_template": "{{ 1 }}"}, "must be a variable"),
+        ({"enable_thinking": [1]}, "a scalar"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            template.check_variables(tokens, bad)
+    tokens.chat_template = "{% if %}"
+    with pytest.raises(ValueError, match="the chat template is not valid"):
+        template.check_variables(tokens, {"enable_thinking": False})

@@ -449,6 +449,14 @@ def test_impossible_engine_calls_are_refused(engine):
         plain.submit(ask("a", (3,), stop=("x",)), print)
 
 
+def test_an_engine_that_cannot_decode_says_so_where_text_is_read():
+    with Engine(CONFIG, OLD, slots=4, context=160, steps=4) as plain:
+        [done] = plain.generate([ask("a", (3, 4), more=5)])
+    assert len(done.tokens) == 5
+    with pytest.raises(ValueError, match=r"text needs an engine that decodes; .* Engine\(decode=tokenizer.decode\)"):
+        print(done.text)
+
+
 def test_a_callback_may_submit_and_abort_but_not_pause(engine):
     errors, end = [], threading.Event()
 

@@ -145,7 +145,9 @@ def test_routed_experts_are_returned_on_request():
 
 
 def test_fields_that_do_not_affect_results_are_ignored():
-    generate(priority=3, log_metrics=False, no_logs=True, routed_dp_rank=0, extra_key="x", no_such_field=1)
+    generate(priority=3, log_metrics=False, no_logs=True, routed_dp_rank=0, extra_key="x")
+    with pytest.raises(ValueError, match=r"return_logprobs: unknown field; did you mean return_logprob\?"):
+        generate(return_logprobs=True)
 
 
 @pytest.mark.parametrize(

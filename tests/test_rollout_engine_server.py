@@ -23,8 +23,8 @@ from safetensors.numpy import load_file, save_file
 from areax.adapters import hf, tokenizer
 from areax.models import forward
 from areax.rollout.chat import parsers
+from areax.rollout.chat.api import chat, completions
 from areax.rollout.engine import server as module
-from areax.rollout.gateway import chat, completions
 from areax.rollout.processes import http_process
 
 PROMPT = [5, 6, 7]
@@ -264,7 +264,7 @@ def test_the_engine_holds_a_bounded_number_of_requests(server):
     ids=str,
 )
 def test_unsupported_fields_of_openai_routes_are_400(server, path, body):
-    status, answer = server.post(path, {"messages": [{"role": "user", "content": "1+1"}], **body})
+    status, answer = server.post(path, body if "prompt" in body else {"messages": SAID, **body})
     assert status == 400 and answer["object"] == "error"
     assert any(name in answer["message"] for name in (*body, "content"))
 

@@ -13,7 +13,7 @@ from areax.rollout import client
 from areax.rollout.chat import template
 from areax.rollout.rewards import Score
 from areax.rollout.scheduling.episodes import rollouts
-from areax.rollout.types import Completion, Sampling
+from areax.rollout.types import Completion, Sampling, sampled, supervised
 from areax.rollout.workflows import single_turn
 
 TEMPLATE = (
@@ -70,6 +70,13 @@ def test_the_sample_is_prompt_completion_and_reward(tokenizer):
     assert sample.components == {"exact": 1.0, "length": 0.1}
     assert sample.info["text"] == "5" and sample.info["row"] is row
     assert sample.info["prompt"] == "<user>2+3<end><assistant>"
+
+
+def test_the_prompt_of_a_sample_is_its_id_and_not_its_tokens():
+    done = Completion([3], [-1.0], [0], "stop")
+    sample = sampled([1, 2], done, temperature=1.0, prompt=7)
+    assert sample.prompt == 7 and sample.tokens.tolist() == [1, 2, 3]
+    assert supervised([1, 2], [3], prompt=7).prompt == 7
 
 
 def test_an_unscorable_completion_keeps_its_sample(tokenizer):

@@ -6,6 +6,7 @@ rows. `time_<phase>` are seconds of a step's phases; `time_step` is the whole st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -30,7 +31,7 @@ GROUPS = {
     "Experts": "Are the experts used evenly?",
     "Asynchrony": "How stale is the training data?",
     "Speed": "How much work per second?",
-    "Other": "Metrics logged by the recipe without a description here.",
+    "Other": "Further metrics, and what the recipe logs beyond those of areax.",
 }
 
 CHARTS = (
@@ -268,7 +269,7 @@ CHARTS = (
         "Tokens trained on, and tokens generated, per second of wall time.", zero=True,
     ),
     Chart(
-        "Speed", "Tokens per step", ("tokens", "generated_tokens"),
+        "Speed", "Tokens per step", ("tokens", "generated_tokens", "learnt_tokens"),
         "Tokens of the batch, prompts included, and of completions finished during the step.", zero=True,
     ),
     Chart(
@@ -329,6 +330,7 @@ METRICS = {
     "kl_k1": "mean log (policy / reference) of a token, nats: unbiased, noisy",
     "kl_k3": "r - 1 - log r, r = reference / policy: unbiased, never negative",
     "learning_rate": "learning rate of the optimiser",
+    "learnt_tokens": "tokens of the step that the loss counts",
     "left_out": "fraction of sequences left out: no partner, no learnt tokens, or a reference that is not finite",
     "length": "sampled tokens per answer",
     "length_begun": "tokens per answer over recently started groups, with estimates for stopped and running ones",
@@ -438,7 +440,7 @@ ALARMS = {
     "ratio": (0.9, 1.1),
     "repetition": (None, 0.3),
     "skipped": (None, 0),
-    "truncated": (None, 0.3),
+    "truncated": (None, 0.5),
     "unscorable": (None, 0.05),
     "unusable_fraction": (None, 0),
 }
@@ -463,7 +465,8 @@ SUMMARY = {
     "heldout_rows": "held-out problems over which accuracies are computed",
     "sft_steps": "SFT updates",
     "steps": "updates of this run",
-    "complete": "whether all steps were run",
+    "complete": "whether all steps were trained, and the last version pushed, evaluated and exported",
+    "accuracies": "held-out accuracy by version",
     "rl_steps": "batches consumed by RL",
     "version": "policy version at the end",
     "server_version": "policy version reported by the server at the end; must equal the trainer's",
@@ -474,13 +477,65 @@ SUMMARY = {
     "report": "this page",
     "eta": "maximum staleness of a sample in training, in batches",
     "seed": "seed of all randomness",
+    "time": "seconds of the whole run by phase",
+    "counts": "events of the whole run",
+    "publish_s": "copying new weights to the host",
+    "save_s": "saving states",
+    "wait_s": "waiting for the last push or evaluation",
+    "rollout_s": "waiting for completions",
+    "update_s": "forward, backward and optimiser",
+    "push_s": "pushing weights, concurrent with the rest",
+    "evaluate_s": "evaluating, concurrent with the rest",
+    "step_s": "all steps",
+    "accepted": "groups trained on, or ready to be",
+    "running": "groups being generated at the end",
+    "rejected": "groups for which the workflow returned no sample",
+    "refused": "groups that were filtered out, such as those with equal rewards",
+    "failed": "groups that were dropped because their servers failed",
+    "stopped": "surplus groups, stopped to be rerun (oversampling)",
+    "dropped": "groups in flight at the end, which run first when the run resumes",
+    "retries": "episodes that were rerun because a server failed",
+    "lost": "episodes lost to server failures",
+    "requests": "requests to servers",
+    "reads": "texts scored by servers",
+    "tokens": "tokens generated",
+    "resumed": "completions that were continued after an abort",
+    "busy": "requests that a server refused for want of room",
+    "preempted": "completions that a server recomputed in part",
+    "lowered": "times that a server's concurrency limit was lowered",
+    "broken": "requests that broke off",
+    "rerouted": "requests whose server was taken out of traffic",
+    "strange": "completions sampled with weights that the server was not given",
+    "recovered": "servers that recovered",
+    "restarted": "servers that were restarted",
+    "joined": "servers that joined the run",
+    "left": "servers that left the run",
+    "undone": "pushes that were undone",
+    "scored": "rewards that were computed",
+    "raised": "rewards that raised an error",
+    "late": "rewards that took too long",
+    "died": "rewards that killed their worker",
+    "retried": "rewards that were computed again",
+    "recycled": "reward workers that were replaced because of their age or memory",
+}
+
+
+UNKNOWN = "logged by the recipe under this name"
+ENDINGS = {
+    "_max": ", largest",
+    "_s": " (s)",
+    "_p10": ", 10th percentile",
+    "_p50": ", median",
+    "_p90": ", 90th percentile",
 }
 
 
 def label(name: str) -> str:
     """`grad_norm_max` -> `grad norm, largest`."""
-    base = name.removesuffix("_max")
-    return base.replace("_", " ") + (", largest" if base != name else "")
+    for ending, words in ENDINGS.items():
+        if name.endswith(ending):
+            return label(name.removesuffix(ending)) + words
+    return name.replace("_", " ")
 
 
 def meaning(name: str) -> str:
@@ -501,7 +556,7 @@ def meaning(name: str) -> str:
     phase = name.removeprefix("time_")
     if phase != name:
         return f"seconds: {PHASES[phase][1]}" if phase in PHASES else f"seconds spent on {label(phase)}"
-    return "logged by the recipe under this name"
+    return UNKNOWN
 
 
 def alarm(name: str, value: float) -> str:
@@ -519,6 +574,7 @@ def healthy(name: str) -> str:
     return " ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
 
-def result(name: str) -> str:
-    """One-line meaning of an entry of the summary."""
-    return SUMMARY.get(name) or meaning(name)
+def result(path: Sequence[str]) -> str:
+    """One-line meaning of an entry of the summary, by the names that lead to it: ("counts", "rewards", "late")."""
+    words = SUMMARY.get(path[-1]) or meaning(path[-1])
+    return SUMMARY[path[0]] if words == UNKNOWN and path[0] in SUMMARY else words

@@ -12,7 +12,6 @@ truncated by a crash is skipped when read, and removed when the run is opened ag
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -23,9 +22,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 CONFIG, METRICS, SAMPLES, SUMMARY = (
     "config.json",
@@ -38,8 +34,8 @@ OURS = ("step", "kind", "seconds", "nonfinite")  # keys of a metrics line that a
 
 def plain(value):
     """Converts `value` to JSON types: dataclasses and mappings to objects, numpy and jax arrays to lists or numbers,
-    paths to strings, numbers that are not finite to null, or in a
-    dataclass to strings ("inf")."""
+    paths to strings, functions to `module:name`, numbers that are not finite to null, or in a dataclass to strings
+    ("inf")."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _option(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -54,6 +50,9 @@ def plain(value):
         return os.fspath(value)
     if hasattr(value, "tolist"):
         return plain(value.tolist())
+    if callable(value):
+        function = getattr(value, "func", value)  # of a functools.partial
+        return f"{function.__module__}:{function.__qualname__}"
     raise ValueError(f"run_dir: values must be text, numbers, lists, mappings or dataclasses, got {value!r}")
 
 
@@ -86,6 +85,13 @@ def read_lines(path) -> Iterator[dict]:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield parse(line, path, number)
+
+
+def logged(path, kind: str, step: int) -> dict:
+    """The metrics of one kind and step in a run directory, by name."""
+    lines = read_lines(pathlib.Path(path) / METRICS)
+    found = [line for line in lines if (line.get("kind"), line.get("step")) == (kind, step)]
+    return {name: value for line in found for name, value in line.items() if name not in OURS}
 
 
 def parse(line: bytes, path, number: int) -> dict:
@@ -204,7 +210,8 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
     """Opens a run directory for appending, creating it if needed.
 
     Args:
-      config: a dataclass or mapping to write to config.json.
+      config: a dataclass or mapping to write to config.json; None = the run has nothing left to train. A run that goes
+        on loses the summary of its former process: only one that ended has results.
       keep: {kind: last step to keep}: later lines of that kind are removed from both files. A run that resumes after
         step 40 passes {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
       quiet: reads and writes nothing: for the other processes of a job.
@@ -219,6 +226,7 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
     path.mkdir(parents=True, exist_ok=True)
     if config is not None:
         write_json(path / CONFIG, config)
+        (path / SUMMARY).unlink(missing_ok=True)
     for name in (METRICS, SAMPLES):
         if (path / name).exists():
             _cut(path / name, keep or {})
@@ -247,65 +255,3 @@ def _cut(path: pathlib.Path, keep: Mapping[str, int]) -> None:
         partial.unlink()
     else:
         os.replace(partial, path)
-
-
-@contextlib.contextmanager
-def progress(kind: str, total: int, *, start: int = 0, every: float = 10.0, console=None, quiet: bool = False):
-    """Shows a run's progress: a bar on a terminal, else a line at most every `every` seconds; nothing if `quiet`.
-
-    Yields tick(step, *, tokens=0, **values): `values` are shown by name; `tokens` counts tokens since the last tick.
-    Rate and time left are estimated from the last 20 ticks.
-    """
-    console = console or _Console(stderr=True, quiet=quiet)
-    recent = collections.deque([(time.monotonic(), start, 0)], maxlen=20)
-
-    def words(step, tokens, values):
-        recent.append((time.monotonic(), step, recent[-1][2] + tokens))
-        (t0, step0, tokens0), (t1, step1, tokens1) = recent[0], recent[-1]
-        seconds = max(t1 - t0, 1e-9)
-        parts = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
-        if tokens1 > tokens0:
-            parts.append(f"{(tokens1 - tokens0) / seconds:,.0f} tokens/s")
-        if step1 > step0 and step1 < total:
-            parts.append(f"{_clock((total - step1) * seconds / (step1 - step0))} left")
-        return "  ".join(parts)
-
-    if console.is_terminal:
-        columns = TextColumn(kind), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(kind, total=total, completed=start, now="")
-
-            def advance(step, *, tokens=0, **values):
-                bar.update(task, completed=step, now=words(step, tokens, values))
-
-            yield advance
-        return
-
-    printed, waiting = -math.inf, None
-
-    def show():
-        nonlocal printed, waiting
-        if waiting is not None:
-            console.print(waiting, markup=False, highlight=False, soft_wrap=True)
-            printed, waiting = time.monotonic(), None
-
-    def tick(step, *, tokens=0, **values):
-        nonlocal waiting
-        waiting = f"{kind} {step}/{total}  {words(step, tokens, values)}".rstrip()
-        if time.monotonic() - printed >= every:
-            show()
-
-    yield tick
-    show()  # always print the last step
-
-
-class _Console(Console):
-    """A console that falls silent when nobody reads it any more; rich would end the run."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-
-
-def _clock(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

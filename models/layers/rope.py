@@ -1,7 +1,9 @@
 """Rotary position embedding (arXiv:2104.09864), half-split as in Hugging Face checkpoints."""
 
 import math
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,39 +23,61 @@ class Rope:
     original_context: int = 8192
 
 
-NEEDED: dict[str, tuple[str, ...]] = {  # options of each kind of scaling in a config.json
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
 def from_hf(hf: dict) -> Rope:
     """Reads a config.json, in the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
 
     Raises:
-      ValueError: a kind of scaling that is not implemented, or lacks an option that it needs; names it.
+      ValueError: a kind of scaling that is not implemented, parameters by layer type, an option that is missing or no
+        number above 0, or spellings that disagree; names it.
     """
-    scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    given = {name: _read(hf, name, hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+        raise ValueError(
+            f"config.json: rope_scaling and rope_parameters must agree, got {hf['rope_scaling']} (with rope_theta "
+            f"{hf.get('rope_theta')}) and {hf['rope_parameters']}; remove the wrong one"
+        )
+    return next(iter(given.values())) if given else _read(hf, "rope_theta", {})
+
+
+def _read(hf: dict, name: str, scaling: Any) -> Rope:
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise ValueError(
+            f"config.json: {name} must be one set of options for all layers, got {scaling!r:.200}, which is not "
+            "implemented"
+        )
     partial = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ValueError(f"config.json: partial_rotary_factor must be 1, got {partial}")
-    if kind not in NEEDED:
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
         raise ValueError(
             f"config.json: rope_type must be default, linear or llama3, got {kind!r}, which is not implemented"
         )
-    if missing := [name for name in NEEDED[kind] if name not in scaling]:
-        raise ValueError(f"config.json: rope_type {kind} needs {missing[0]}, got none")
+
+    def number(option: str, default: Any = None) -> float:
+        value = scaling.get(option, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise ValueError(f"config.json: {option} of rope_type {kind} must be a number above 0, got {value!r}")
+        return float(value)
+
+    theta = number("rope_theta", hf.get("rope_theta", 10000.0))
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, kind, float(scaling["factor"]))
-    return Rope(
-        theta, kind, float(scaling["factor"]), float(scaling["low_freq_factor"]),
-        float(scaling["high_freq_factor"]), int(scaling["original_max_position_embeddings"]),
+        return Rope(theta, kind, number("factor"))
+    original = "original_max_position_embeddings"
+    if original in hf:  # as in transformers, that of the model comes first
+        scaling = {**scaling, original: hf[original]}
+    rope = Rope(
+        theta, kind, number("factor"), number("low_freq_factor"), number("high_freq_factor"),
+        int(number(original, hf.get("max_position_embeddings"))),
     )  # fmt: skip
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise ValueError(
+            f"config.json: high_freq_factor must be above low_freq_factor {rope.low_freq_factor:g}, got "
+            f"{rope.high_freq_factor:g}"
+        )
+    return rope
 
 
 def to_hf(rope: Rope) -> dict:

@@ -15,6 +15,7 @@ AREAX_PROCESSES=auto leaves detection to JAX (TPU virtual machines, Kubernetes).
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -112,8 +113,13 @@ def anyone(*flags: bool) -> list[bool]:
     return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
 
 
+def shown(value) -> str:
+    """The repr of a value, without the addresses that those of functions have, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+(?=>)", "", repr(value))
+
+
 def same(what: str, *values) -> None:
-    """Checks that all processes have the same values, compared by their repr, lists entry by entry.
+    """Checks that all processes have the same values, compared as `shown`, lists entry by entry.
 
     Raises:
       ValueError: in every process, naming those that differ from process 0.
@@ -123,7 +129,7 @@ def same(what: str, *values) -> None:
     digest = hashlib.blake2b(digest_size=16)
     for value in values:
         for entry in value if isinstance(value, list) else [value]:
-            digest.update(repr(entry).encode())
+            digest.update(shown(entry).encode())
     all_ = multihost_utils.process_allgather(np.frombuffer(digest.digest(), np.uint8))
     differ = [str(i) for i, digest_ in enumerate(all_) if (digest_ != all_[0]).any()]
     if differ:

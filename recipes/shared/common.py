@@ -1,16 +1,13 @@
-"""Helpers of every recipe: devices and memory, models from paths, clean stops, generation servers."""
+"""Helpers of every recipe: devices and memory, models from paths, the run's directory, generation servers."""
 
-import asyncio
 import contextlib
 import functools
 import math
 import os
 import secrets
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +19,7 @@ from areax.adapters import hf, tokenizer
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
+from areax.recipes.shared import terminal
 from areax.rollout import client
 from areax.rollout.engine import in_process
 from areax.rollout.processes import folders, keys
@@ -66,9 +64,11 @@ def open_model(
       dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
     """
     if init == "checkpoint":
-        return hf.load(path, dtype=dtype, mesh=on)
+        with terminal.loading(path):
+            return hf.load(path, dtype=dtype, mesh=on)
     config = hf.read_config(path)
-    return config, draw(models.table(config), seed, on)
+    with terminal.phase(f"drawing new weights for {path}"):
+        return config, draw(models.table(config), seed, on)
 
 
 def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
@@ -87,56 +87,13 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
                 f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
                 f"of {i}; choose a teacher of the same family"
             )
-    return hf.load(path, dtype=run.dtype or "float32", mesh=on)
+    with terminal.loading(path):
+        return hf.load(path, dtype=run.dtype or "float32", mesh=on)
 
 
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
     """New random fp32 weights, sharded over the mesh."""
     return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
-
-
-@contextlib.contextmanager
-def stop_signal() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C or SIGTERM sets, to be checked between steps; a second Ctrl-C interrupts at once."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number, frame):
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-async def interruptible(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Awaits the coroutine; SIGINT or SIGTERM cancels it. Returns its result, or None if it was cancelled that way."""
-    task = asyncio.ensure_future(coroutine)
-    asked: list[int] = []
-
-    def stop(number: int) -> None:
-        asked.append(number)
-        task.cancel()
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not asked:
-            raise
-        return None
-    finally:
-        for number in numbers:
-            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def check_length(model: str, length: int) -> None:
@@ -241,9 +198,11 @@ async def fleet(
             handover, prepare = own, own.stage
             reached = connect([url], handover=handover)
         else:
-            started = await stack.enter_async_context(local.servers(path, serve, log))
+            with terminal.phase(f"starting {serve.count} server{'s' * (serve.count > 1)}"):
+                started = await stack.enter_async_context(local.servers(path, serve, log))
             reached = connect(started.urls, restart=started.restart)
-        fleet = await stack.enter_async_context(reached)
+        with terminal.phase(f"waiting for servers: {', '.join(urls)}") if urls else contextlib.nullcontext():
+            fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
             server.handover, server.prepare, server.fresh = handover, prepare, not urls
         yield fleet

@@ -57,7 +57,7 @@ def batch(samples: list[Sample], version: int) -> dict:
         "solved_all": float(np.mean(equal & (best > 0))),
         "solved_none": float(np.mean(equal & (best <= 0))),
         "solved_any": float(np.mean(best > 0)),
-        "groups_that_teach": int((~equal).sum()),
+        "groups_that_teach": sum(len(set(v[~np.isnan(v)].tolist())) > 1 for v in values),
         "length": float(length.mean()),
         "length_p50": float(np.median(length)),
         "length_p90": float(np.quantile(length, 0.9)),

@@ -13,7 +13,7 @@ from areax.core.balance import Balance, wrap
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel import rules
-from areax.recipes.shared import common
+from areax.recipes.shared import common, terminal
 
 
 @dataclass
@@ -109,6 +109,11 @@ def export(own: Learner, out, *, tokenizer, base: str):
     Returns:
       The model's path.
     """
+    with terminal.phase(f"writing {out / 'model'}"):
+        return _export(own, out, tokenizer, base)
+
+
+def _export(own: Learner, out, tokenizer, base: str):
     state = replace(own.state, params=optim.averaged(own.state.params, own.state.opt_state))
     if own.adapters:
         peft.save(out / "adapter", own.settings, state.params, own.adapters, base=base)

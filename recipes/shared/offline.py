@@ -14,12 +14,12 @@ import numpy as np
 
 from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.data import chat_sft
-from areax.adapters.runtime import compile_cache
-from areax.adapters.tracking import run_dir, sinks
+from areax.adapters.runtime import compile_cache, compile_time
+from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, learner, rows
+from areax.recipes.shared import common, ending, learner, notebook, rows, terminal
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
@@ -50,8 +50,10 @@ def sampler(tokens) -> Callable[[dict, str], Sample]:
 
 def run(train: Callable, config) -> dict:
     """Runs `train(config, quiet=)` in every process of the job; returns its summary in process 0, {} in the others."""
+    notebook.refuse_running_loop(config)
     common.keep_memory()
     compile_cache.keep()
+    compile_time.measure()
     with processes.job() as index:
         if index == 0:
             sinks.check(config.track)
@@ -128,6 +130,7 @@ def fit(
     prompts = Prompts(rows, seed=config.seed)
     out = Path(config.out)
     pack = lambda rows: packing.pack(samples(rows), config.length, rows=config.rows)
+    said = terminal.Terminal(kind)
     ready, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
 
     def evaluate() -> dict:
@@ -141,8 +144,8 @@ def fit(
         return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
 
     with (
-        jax.set_mesh(mesh), common.run_directory(config.out), orbax.open_store(out / "state") as store,
-        common.stop_signal() as stop,
+        ending.stop_signal() as stop, jax.set_mesh(mesh), common.run_directory(config.out),
+        orbax.open_store(out / "state") as store,
     ):  # fmt: skip
         start = store.latest or 0
         if start:
@@ -151,53 +154,64 @@ def fit(
                 raise ValueError(
                     f"--out {config.out}: holds a run of {made}, which {kind} cannot go on with; name another directory"
                 )
-        last: dict = {}
         complete = common.complete(config, start, quiet)
         with (
             run_dir.open_run(out, config=None if complete else config, keep={kind: start}, quiet=quiet) as run,
             sinks.following(out, config.track, quiet=quiet),
-            run_dir.progress(kind, config.steps, start=start, quiet=quiet) as tick,
+            progress.steps(kind, config.steps, start=start, quiet=quiet, now=compile_time.clock) as tick,
         ):
+            last = {} if quiet else run_dir.logged(out, kind, start)
+            pending: tuple | None = None  # the newest step, whose metrics may still be computed
 
-            def report(i, pending, learnt):
-                values = metrics.to_dict(pending)
-                tick(i, tokens=learnt, loss=values["loss"])
-                run.log(kind, i, **values)
-                last.update(values)
+            def report():
+                nonlocal pending
+                if pending:
+                    (i, values, count, learnt), pending = pending, None
+                    last.clear()
+                    last.update(metrics.to_dict(values), learnt_tokens=learnt)
+                    tick(i, tokens=count, loss=last["loss"])
+                    said.look(i, last)
+                    run.log(kind, i, **last)
 
-            pending = None
-            done, saved_at = start, time.monotonic()
-            for i in range(start, config.steps):
-                batch = pack([prompts[i * config.batch + j] for j in range(config.batch)])
-                overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
-                # of several processes each waits here for the step before
-                stopped, overdue = processes.anyone(stop.is_set(), overdue)
-                if stopped:
-                    break
-                count = int(np.sum(batch.segment_BT > 0))
-                now = train_step(own, beside(batches.batch(batch, mesh)))
-                if pending:  # one step behind, so that the host prepares while the device computes
-                    report(*pending)
-                done, pending = i + 1, (i + 1, now, count)
-                if heldout and config.evaluate_every and done % config.evaluate_every == 0:
-                    run.log(kind, done, **evaluate())
-                due = overdue or (config.save_every and done % config.save_every == 0)
-                if due and done < config.steps:
-                    store.save(done, own.state, {"recipe": kind})
-                    saved_at = time.monotonic()
-            if pending:
-                report(*pending)
-            if heldout:
-                last.update(evaluate())
+            done, saved_at, stopped = start, time.monotonic(), False
+            stop.orderly()
+            try:
+                for i in range(start, config.steps):
+                    batch = pack([prompts[i * config.batch + j] for j in range(config.batch)])
+                    overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
+                    # of several processes each waits here for the step before
+                    stopped, overdue = processes.anyone(stop.asked, overdue)
+                    if stopped:
+                        break
+                    counts = int(np.sum(batch.segment_BT > 0)), int(np.sum(batch.mask_BT))
+                    with said.step():
+                        now = train_step(own, beside(batches.batch(batch, mesh)))
+                    report()  # one step behind, so that the host prepares while the device computes
+                    done, pending = i + 1, (i + 1, now, *counts)
+                    if heldout and config.evaluate_every and done % config.evaluate_every == 0:
+                        report()
+                        with said.phase(f"evaluating {len(heldout)} rows"):
+                            run.log(kind, done, **evaluate())
+                    due = overdue or (config.save_every and done % config.save_every == 0)
+                    if due and done < config.steps:
+                        report()  # first: a state that is saved has its line, whenever the run is killed
+                        store.save(done, own.state, {"recipe": kind})
+                        saved_at = time.monotonic()
+            finally:
+                report()
+            stopped = stopped or processes.anyone(stop.asked)[0]
+            if heldout and not stopped:  # a run that goes on evaluates then
+                with said.phase(f"evaluating {len(heldout)} rows"):
+                    last.update(evaluate())
                 run.log(kind, done, **{k: v for k, v in last.items() if k.startswith("heldout")})
         if done > (store.latest or 0):  # the last step may have been saved already
             store.save(done, own.state, {"recipe": kind})
         checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
-    summary = {
-        "checkpoint": str(checkpoint), "steps": done, "complete": done >= config.steps,
-        "seconds": time.monotonic() - began,
-        **{k: v for k, v in last.items() if isinstance(v, float)},
-    }  # fmt: skip
-    if not quiet:
-        run_dir.write_json(Path(out) / run_dir.SUMMARY, summary)
+        summary = {
+            "checkpoint": str(checkpoint), "steps": done, "complete": not stopped,
+            "seconds": time.monotonic() - began,
+            **{k: v for k, v in last.items() if isinstance(v, float)},
+        }  # fmt: skip
+        if not quiet:
+            ending.finish(config.out, summary)
     return summary

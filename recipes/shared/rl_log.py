@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areax.adapters.report import chrome_trace
-from areax.adapters.tracking import run_dir, sinks
-from areax.recipes.shared import common, describe
+from areax.adapters.runtime import compile_time
+from areax.adapters.tracking import progress, run_dir, sinks
+from areax.recipes.shared import common, describe, terminal
 from areax.recipes.shared.rl_options import Saving
 from areax.rollout import events, loop, rewards
 from areax.rollout.client import Fleet
@@ -22,11 +23,13 @@ class Log:
     Attributes:
       accuracy: version -> accuracy on the held-out rows.
       offload_s: seconds that offloading the servers took before the last update; None = no offloading.
+      terminal: what the run says on stderr.
     """
 
     def __init__(self, run: run_dir.Run, track: sinks.Followed, tick, tokens, saving: Saving):
         self.accuracy: dict[int, float] = {}
         self.offload_s: float | None = None
+        self.terminal = terminal.Terminal("grpo")
         self._run, self._track, self._tick, self._tokens, self._saving = run, track, tick, tokens, saving
 
     @contextlib.contextmanager
@@ -37,6 +40,7 @@ class Log:
         }  # fmt: skip
         self._fleet, self._rollout, self._figures = fleet, rollout, step_metrics.Figures(fleet, counts)
         self._track.live = self._figures.live
+        progress.say(f"{self.terminal.kind} waiting for the first batch of completions ...")
         with events.watching(self._figures.see):
             yield
 
@@ -48,10 +52,11 @@ class Log:
         if self.offload_s is not None:
             report["rest_s"] = self.offload_s
         beside = {name: seconds.pop(name) for name in loop.BACKGROUND}
+        self.terminal.look(v, report)
         self._run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
         accuracy = self.accuracy.get(max(self.accuracy, default=-1))
         self._tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy)
-        if self._saving.samples_every and v % self._saving.samples_every == 0:
+        if self._saving.samples_every and (v == 1 or v % self._saving.samples_every == 0):
             describe.show(self._run, self._tokens, v, groups[0])
 
     def evaluation(self, v: int, accuracy: float, rows: int) -> None:
@@ -70,5 +75,5 @@ def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
         run = enter(run_dir.open_run(out, config=None if complete else config, keep={"grpo": start, "eval": start}))
         track = enter(sinks.following(out, saving.track))
         enter(events.writing(out / chrome_trace.JOURNAL))
-        tick = enter(run_dir.progress("grpo", config.steps, start=start))
+        tick = enter(progress.steps("grpo", config.steps, start=start, now=compile_time.clock))
         yield Log(run, track, tick, tokens, saving)

@@ -207,7 +207,7 @@ class Saving:
     Attributes:
       save_every: batches between checkpoints; 0 = only by time and at the end.
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
-      samples_every: batches between groups written to samples.jsonl; 0 = none.
+      samples_every: batches between groups written to samples.jsonl, besides the first; 0 = none.
       track: where else metrics go: TensorBoard, wandb, Prometheus.
     """
 

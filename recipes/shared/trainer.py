@@ -16,7 +16,7 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import rules
-from areax.recipes.shared import common, describe, learner
+from areax.recipes.shared import common, describe, learner, terminal
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -110,7 +110,8 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
     """Builds a critic: the backbone with a scalar head in place of the output head; a new head is all zeros."""
     if options.model:
         vocab = settings.vocab
-        settings, params = hf.load(options.model, mesh=mesh, init_missing=("head",))
+        with terminal.loading(options.model):
+            settings, params = hf.load(options.model, mesh=mesh, init_missing=("head",))
         if settings.vocab != vocab:
             raise ValueError(
                 f"--critic.model {options.model}: needs the policy's vocabulary of {vocab}, got {settings.vocab}"

@@ -54,3 +54,53 @@ class Text:
         if len(self._window) > 2 * CONTEXT and len(finished) == len(decoded):
             self._window = self._window[-CONTEXT:]
             self._given = len(self._decode(self._window))
+
+
+class Reader:
+    """The text of a completion while it grows, token by token. Characters that may begin a stop string are held back.
+
+    Args:
+      decode: converts token ids to text.
+      stops: strings that end the text, and are not part of it.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+        self._decode, self._stops = decode, stops
+        self._first = {stop[0] for stop in stops}
+        self._reach = max(map(len, stops), default=1) - 1
+        self._text, self._shown, self._stopped = Text(decode), 0, False
+
+    def push(self, token: int) -> str:
+        """The text that is certain once `token`, which does not end the completion, is known."""
+        if self._stopped:
+            return ""
+        self._stopped = self._text.feed([token], self._stops) is not None
+        text = self._text.text
+        return self.rest(text if self._stopped else text[: self._certain(text)])
+
+    def finish(self, tokens: Sequence[int], stopped: bool) -> tuple[str, str]:
+        """(complete text, the part of it that `push` has not returned).
+
+        Args:
+          tokens: all of the completion.
+          stopped: it was ended by a stop string or by its last token, which are not part of the text.
+        """
+        text = Text(self._decode)
+        if text.feed(tokens, self._stops) is None:
+            text = Text(self._decode)
+            text.feed(tokens[:-1] if stopped else tokens)
+            text.end()
+        return text.text, self.rest(text.text)
+
+    def _certain(self, text: str) -> int:
+        """Characters of the text before the first that may begin a stop string."""
+        for at in range(max(0, len(text) - self._reach), len(text)):
+            if text[at] in self._first and any(stop.startswith(text[at:]) for stop in self._stops):
+                return at
+        return len(text)
+
+    def rest(self, text: str) -> str:
+        """The part of `text`, which begins with what was returned so far, that was not."""
+        new = text[self._shown :]
+        self._shown += len(new)
+        return new

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import reprlib
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 SAMPLING = {  # names in requests -> names of `Fleet.generate`
@@ -49,18 +51,36 @@ _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 20
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 160
 
 
-def known(
-    body: Mapping[str, Any],
-    taken: Collection[str],
-    passed: Collection[str],
-    neutral: Mapping[str, Collection] | None = None,
-) -> None:
-    """Raises Refused for fields that are not `taken`, unless they are null, in `passed` (ignored: they cannot change an
-    answer), or have a `neutral` value, which has no effect."""
-    neutral = neutral or {}
-    for name in body:
-        if name not in taken and name not in passed:
-            refuse(body, {name: neutral.get(name, ())})
+USED, NO_EFFECT = "used", "no effect"  # what a server does with a field
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a server refuses a field, except for values that ask for nothing, such as a penalty of 0."""
+
+    why: str = "cannot be honoured by this server"
+    but: tuple = ()
+
+
+Table = Mapping[str, str | Refusal]  # field -> USED, NO_EFFECT (it cannot change an answer), or why it is refused
+
+
+def table(used: Iterable[str], ignored: Iterable[str] = (), refused: Table | None = None) -> Table:
+    """A table of all fields that a request may have."""
+    return {**dict.fromkeys(used, USED), **dict.fromkeys(ignored, NO_EFFECT), **(refused or {})}
+
+
+def known(body: Mapping[str, Any], table: Table) -> None:
+    """Raises Refused for fields that are unknown or refused; null asks for nothing."""
+    for name, value in body.items():
+        held = table.get(name)
+        if value is None or held in (USED, NO_EFFECT):
+            continue
+        if not isinstance(held, Refusal):
+            near = difflib.get_close_matches(name, table, 1)
+            raise Refused(shown(name)[1:-1], "unknown field" + (f"; did you mean {near[0]}?" if near else ""))
+        if not any(value == other for other in held.but):
+            raise Refused(name, f"{held.why}, got {shown(value)}; leave it out")
 
 
 def refuse(body: Mapping[str, Any], neutral: Mapping[str, Collection]) -> None:
@@ -200,6 +220,8 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def several(body: Mapping[str, Any]) -> int:
+def several(body: Mapping[str, Any], most: int) -> int:
     """Answers per prompt: the field `n`, 1 by default."""
-    return 1 if body.get("n") is None else integer(body, "n", least=1, most=MOST)
+    n = 1 if body.get("n") is None else integer(body, "n")
+    rule(1 <= n <= most, "n", f"must be from 1 to {most}", n)
+    return n

@@ -1,4 +1,4 @@
-"""Parses generated text into reasoning, content and tool calls, at once or streamed, in the formats of four families.
+"""Parses generated text into reasoning, content and tool calls, at once or streamed, in the formats of five families.
 
 Malformed tool calls stay content: those with invalid or truncated JSON, or not in the family's format.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,6 +51,9 @@ class Text:
     text: str
 
 
+Schemas = Mapping[str, Mapping[str, Any]]  # tool -> JSON schema of its parameters
+
+
 @dataclass(frozen=True)
 class Style:
     """A model family's format for tool calls.
@@ -58,14 +61,15 @@ class Style:
     Attributes:
       open, close: markers around calls; with an empty `close` they extend to the end of the text. The first `close`
         ends them, even inside a JSON string.
-      read: parses the text between the markers to (name, arguments) of each call; ValueError if it is malformed.
+      read: parses the text between the markers to (name, arguments) of each call, given the tools' parameters by name;
+        ValueError if it is malformed.
       bare: a message that begins with `{` is parsed as calls too, if possible.
       switch: the chat template's variable that turns reasoning on and off.
     """
 
     open: str
     close: str
-    read: Callable[[str], list[tuple[str, dict]]]
+    read: Callable[[str, Schemas], list[tuple[str, dict]]]
     bare: bool = False
     switch: str = "enable_thinking"
 
@@ -95,18 +99,21 @@ class Parser:
 
     Args:
       style: a name in STYLES.
-      tools: parse tool calls; otherwise they are content.
+      tools: those that the model may call, in OpenAI's format, or True; without any, calls are content.
       reasoning: treat text between <think> and </think> at the beginning as reasoning, without tool calls.
       opened: the prompt already ends with <think>.
       nonce: used in the ids of calls: the same text with the same nonce gives the same ids.
     """
 
     def __init__(
-        self, style: str, *, tools: bool = True, reasoning: bool = True, opened: bool = False, nonce: str | None = None
-    ):
+        self, style: str, *, tools: bool | Sequence[Mapping[str, Any]] = True, reasoning: bool = True,
+        opened: bool = False, nonce: str | None = None,
+    ):  # fmt: skip
         if style not in STYLES:
             raise ValueError(f"style: must be one of {', '.join(STYLES)}, got {style!r}")
-        self._style, self._tools = STYLES[style], tools
+        self._style, self._tools = STYLES[style], bool(tools)
+        functions = [tool["function"] for tool in tools] if isinstance(tools, Sequence) else []
+        self._schemas = {function["name"]: function.get("parameters") or {} for function in functions}
         self._nonce = secrets.token_hex(8) if nonce is None else nonce
         self._state = "content" if not reasoning else "reasoning" if opened else "start"
         self._buffer = ""  # not yet classified
@@ -186,7 +193,7 @@ class Parser:
     def _called(self, inner: str | None, raw: str) -> Iterator[Piece]:
         """The calls in `inner`; if it is None or malformed, `raw` as content."""
         try:
-            calls = [] if inner is None else self._style.read(inner)
+            calls = [] if inner is None else self._style.read(inner, self._schemas)
             texts = [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
             "".join(map("".join, texts)).encode()  # refuses lone surrogates
         except (ValueError, RecursionError):
@@ -203,12 +210,12 @@ class Parser:
 # -- the text between the markers of each family ----------------------------------------------------
 
 
-def _hermes(inner: str) -> list[tuple[str, dict]]:
+def _hermes(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     """{"name": ..., "arguments": {...}}, the keys in any order (Qwen 2.5 and 3, Hermes 2 Pro and later)."""
     return [_call(_json(inner), "arguments")]
 
 
-def _llama(inner: str) -> list[tuple[str, dict]]:
+def _llama(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     """{"name": ..., "parameters": {...}}, several separated by `;` (Llama 3.1 to 3.3).
 
     The Python code and `tool.call(...)` of Llama's built-in tools have no schema, so they are content.
@@ -224,7 +231,7 @@ def _llama(inner: str) -> list[tuple[str, dict]]:
     return calls
 
 
-def _deepseek(inner: str) -> list[tuple[str, dict]]:
+def _deepseek(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
     """Each call has its own markers: `function<sep>name` and JSON in a fence (V3, R1), or `name<sep>JSON` (V3.1)."""
     begin, separated, ended = DEEPSEEK
     before, *parts = inner.split(begin)
@@ -240,6 +247,56 @@ def _deepseek(inner: str) -> list[tuple[str, dict]]:
         name, arguments = fenced.groups() if fenced and head.strip() == "function" else (head, tail)
         calls.append(_call({"name": name.strip(), "arguments": _json(arguments)}, "arguments"))
     return calls
+
+
+def _coder(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
+    """<function=name><parameter=key>value</parameter>...</function>, values typed by the tool's schema (Qwen3-Coder).
+
+    A line break after <parameter=key> and one before </parameter> are not part of the value.
+    """
+    found = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", inner, re.DOTALL)
+    if not found:
+        raise ValueError("not a call")
+    name, rest = found.groups()
+    properties = schemas.get(name, {}).get("properties")
+    arguments = {}
+    for part in re.split(r"(?<=</parameter>)", rest):
+        given = re.fullmatch(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", part, re.DOTALL)
+        if given:
+            key, value = given.groups()
+            arguments[key] = _typed(value, properties.get(key) if isinstance(properties, Mapping) else None)
+        elif part.strip():
+            raise ValueError("text between parameters")
+    return [(name, arguments)]
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """A value in the type of its schema; a text that is not of this type, or has no schema, stays a string."""
+    kinds = _kinds(schema)
+    if "null" in kinds and text.strip() == "null":
+        return None
+    if not kinds or "string" in kinds:
+        return text
+    if kinds & {"boolean"} and text.strip() in ("True", "False"):  # as Qwen3-Coder often writes them
+        return text.strip() == "True"
+    try:
+        value = _json(text)
+    except ValueError:
+        return text
+    return int(value) if kinds == {"integer"} and isinstance(value, float) and value.is_integer() else value
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema names; of an enum those of its values."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    kinds = {named} if isinstance(named, str) else {*named} if isinstance(named, list) else set()
+    for other in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        kinds |= _kinds(other)
+    if not kinds and schema.get("enum"):
+        kinds = {"string" if isinstance(value, str) else "null" if value is None else "any" for value in schema["enum"]}
+    return kinds
 
 
 def _call(value: Any, *keys: str) -> tuple[str, dict]:
@@ -259,8 +316,32 @@ DECODER = json.JSONDecoder(parse_constant=_constant)
 _json = DECODER.decode
 STYLES = {
     "qwen": Style("<tool_call>", "</tool_call>", _hermes),
+    "qwen3_coder": Style("<tool_call>", "</tool_call>", _coder),
     "hermes": Style("<tool_call>", "</tool_call>", _hermes, switch="thinking"),
     "llama": Style("<|python_tag|>", "", _llama, bare=True),
     "deepseek": Style("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek, switch="thinking"),
 }
 MARKERS = frozenset({THINK, THOUGHT, *DEEPSEEK, *(part for s in STYLES.values() for part in (s.open, s.close))})
+
+
+def style_of(chat_template: str) -> str:
+    """The style in which a chat template shows tool calls, a name in STYLES; "" if it shows none that is known."""
+    marks = {
+        "<function=": "qwen3_coder", STYLES["deepseek"].open: "deepseek", "<|python_tag|>": "llama",
+        "<tool_call>": "qwen" if "enable_thinking" in chat_template or "thinking" not in chat_template else "hermes",
+        '"parameters": ': "llama",
+    }  # fmt: skip
+    return next((style for mark, style in marks.items() if mark in chat_template), "")
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Decodes tokens to the text that a Parser reads: of special tokens only MARKERS are kept."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    mute = {id for id, token in added if token.special and token.content not in MARKERS}
+    return lambda tokens: tokenizer.decode([token for token in tokens if token not in mute])
+
+
+def special_markers(tokenizer: Any) -> frozenset[int]:
+    """The MARKERS that are special tokens, which a text without special tokens lacks."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset(id for id, token in added if token.special and token.content in MARKERS)

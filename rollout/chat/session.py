@@ -18,8 +18,8 @@ from .. import rewards
 from ..errors import ServerError
 from ..types import Completion, Generate, Sample, Sampling
 from . import template, trajectory
-from .detokenizer import Text
-from .parsers import MARKERS, Answer
+from .detokenizer import Reader
+from .parsers import Answer, decoder
 from .trajectory import Interaction
 
 LONG = 2**18  # characters of a conversation that is encoded in a thread, because it takes a quarter of a second
@@ -46,8 +46,7 @@ class Session:
         self.interactions: list[Interaction] = []
         self.failure: ServerError | None = None
         self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
-        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-        self._mute = {id for id, token in added if token.special and token.content not in MARKERS}
+        self._decode = decoder(tokenizer)
         self._ends: dict[str, list[Interaction]] = {}  # by key of the conversation that they end, newest first
 
     async def ask(
@@ -152,9 +151,6 @@ class Session:
         prompt = x.before or self._tokenizer.decode(list(x.prompt))
         return {"prompt": prompt, "prompt_ids": list(x.prompt), "completion_ids": list(x.completion.tokens)}
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode([token for token in tokens if token not in self._mute])
-
     def _temperature(self, sampling: Mapping[str, Any]) -> float:
         return self._sampling.temperature if self._sampling else sampling.get("temperature", 1.0)
 
@@ -214,40 +210,26 @@ def _likeness(answer: Answer, sent: Mapping[str, Any]) -> tuple[bool, bool, bool
 
 
 class _Reader:
-    """Decodes the text of a completion, also while it grows.
-
-    Holds back the last token, which may be the stop token, and as many characters as could begin a stop string.
-    """
+    """Passes on the text of a completion while it grows; holds back the last token, which may be the stop token."""
 
     def __init__(self, decode: Callable, stops: Sequence[str], on_text: Callable[[str], None] | None):
-        self._decode, self._stops, self._on_text = decode, stops, on_text
-        self._reach = max((len(stop) for stop in stops), default=1) - 1
-        self._text, self._shown, self._stopped = Text(decode), 0, False
+        self._reader, self._on_text = Reader(decode, stops), on_text
         self._read: list[int] = []
 
     def sampled(self, tokens: list[int]) -> None:
         """Takes the tokens so far. Raises ServerError if they differ from those of the last call."""
-        if self._stopped:
-            return
         if tokens[: len(self._read)] != self._read:
             raise ServerError("tokens were resampled after their text had been sent")
         new = tokens[len(self._read) : -1]
         self._read += new
-        self._stopped = self._text.feed(new, self._stops) is not None
-        self._show(self._text.text if self._stopped else self._text.text[: len(self._text.text) - self._reach])
+        self._show("".join(map(self._reader.push, new)))
 
     def finish(self, completion: Completion) -> str:
         """The complete text, without the stop string or stop token that ended it."""
-        truncated = completion.finish != "stop"
-        text = Text(self._decode)
-        if text.feed(completion.tokens, self._stops) is None:
-            text = Text(self._decode)
-            text.feed(completion.tokens if truncated else completion.tokens[:-1])
-            text.end()
-        self._show(text.text)
-        return text.text
+        text, rest = self._reader.finish(completion.tokens, completion.finish == "stop")
+        self._show(rest)
+        return text
 
     def _show(self, text: str) -> None:
-        if self._on_text and len(text) > self._shown:
-            self._on_text(text[self._shown :])
-            self._shown = len(text)
+        if self._on_text and text:
+            self._on_text(text)

@@ -8,13 +8,16 @@ system prompt or other tools), the longer conversation starts a new sequence.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import object_path
 
 Message = Mapping[str, Any]
+GENERATION = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # of transformers, unknown to Jinja
 
 
 def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
@@ -32,6 +35,33 @@ def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
         return known(tokenizer, tokenizer.encode(row["prompt"]), row["prompt"])
     ids = tokenizer.encode(render(tokenizer, messages, (), {}, ask=True), add_special_tokens=False)
     return known(tokenizer, ids, *texts(messages))
+
+
+def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Raises ValueError unless each name is a variable that the chat template reads, which neither the conversation nor
+    an argument of the tokenizer (such as `chat_template`) sets, and each value a scalar."""
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    for name, value in variables.items():
+        if name in reserved or not isinstance(value, str | int | float | None):
+            raise ValueError(f"{name!r:.80} must be a variable of the chat template, and a scalar, got {value!r:.80}")
+        if name not in (read := variables_of(str(tokenizer.chat_template or ""))):
+            known = ", ".join(sorted(read - reserved)) or "none"
+            raise ValueError(f"{name!r:.80} is not read by this model's chat template, which reads {known}")
+
+
+@functools.lru_cache(32)
+def variables_of(chat_template: str) -> frozenset[str]:
+    """The names that a chat template reads and does not set itself, those of the conversation included."""
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        parsed = environment.parse(GENERATION.sub("", chat_template))
+    except TemplateError as error:
+        raise ValueError(f"the chat template is not valid: {' '.join(str(error).split())}") from None
+    given = ("raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token")
+    return frozenset(meta.find_undeclared_variables(parsed)).difference(given)
 
 
 def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:

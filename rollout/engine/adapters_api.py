@@ -35,7 +35,7 @@ class Adapters:
         ]
 
     async def load(self, http: HTTPRequest) -> Response:
-        """Loads a PEFT directory under a name, after checking it completely (and its hashes, if it has a manifest)."""
+        """Loads a PEFT directory under a name, once all of it is checked, hashes of its manifest included."""
         body = await read_json(http)
         fields.refuse(body, {"pinned": request_parsing.NOTHING})
         name, path = fields.name(body, "lora_name"), fields.name(body, "lora_path")
@@ -51,6 +51,7 @@ class Adapters:
         return await self._answer(load)
 
     async def unload(self, http: HTTPRequest) -> Response:
+        """Unloads an adapter, once no request uses it."""
         name = fields.name(await read_json(http), "lora_name")
         async with self._unloading:  # it may wait for requests: at most one thread does
             return await self._answer(lambda: self.engine.unload_adapter(name))

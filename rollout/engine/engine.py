@@ -19,6 +19,7 @@ from .request import Progress, Request, check, check_prompt
 from .slots import Live, Slots
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
+COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
 ADAPTERS = 64  # most adapters loaded at the same time
 
 
@@ -51,7 +52,7 @@ class Engine:
           params: the model's parameter tree; copied, so the caller may donate its own.
           slots: sequences decoded together.
           context: most tokens of a sequence, prompt included.
-          decode: converts token ids to text, without special tokens; None = no text and no stop strings.
+          decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           seed: from which requests without a seed get theirs.
           steps: decoding steps per dispatch.
 
@@ -323,7 +324,8 @@ class Engine:
 
     def stats(self) -> dict:
         """Sizes, device memory in use, running and queued requests, tokens that running ones hold in the cache, and
-        totals since the start: requests, generated tokens, dispatches, prefills and prefilled tokens."""
+        totals since the start: requests, those that ended or were aborted, tokens of their prompts and of these in the
+        cache, generated tokens, dispatches, prefills and prefilled tokens."""
         return {
             "slots": self.slots,
             "context": self.context,
@@ -334,7 +336,7 @@ class Engine:
             "released": sorted(self.released),
             "bytes": self._slots.bytes,
             "version": self.version,
-            **{name: self._counts[name] for name in ("requests", "tokens")},
+            **{name: self._counts[name] for name in COUNTED},
             **{name: self._slots.counts[name] for name in ("dispatches", "prefills", "prefilled_tokens")},
         }
 
@@ -364,7 +366,7 @@ class Engine:
                 sampling = request.sampling
                 seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
                 text = Text(self._decode) if self._decode else None
-                progress = Progress(request.rid, len(request.prompt))
+                progress = Progress(request.rid, len(request.prompt), decoded="" if text else None)
                 adapter = self._adapters[request.adapter] if request.adapter else None
                 if adapter:
                     adapter.users += 1
@@ -470,6 +472,10 @@ class Engine:
             if live.adapter:
                 live.adapter.users -= 1
         self._let_go()
+        self._counts["ended"] += 1
+        self._counts["aborted"] += finish["type"] == "abort"
+        self._counts["prompt_tokens"] += live.progress.prompt_tokens
+        self._counts["cached_tokens"] += live.progress.cached_tokens
         live.progress.finish = finish
         live.tell(live.progress)
 
@@ -520,7 +526,7 @@ class Engine:
                 finish = {"type": "stop", "matched": matched}
             elif finish:
                 text.end()
-            progress.text = text.text
+            progress.decoded = text.text
         progress.tokens += tokens
         progress.logp += logp
         progress.top += top
@@ -548,5 +554,5 @@ def snapshot(p: Progress) -> Progress:
     """A copy that later progress does not modify."""
     return Progress(
         p.rid, p.prompt_tokens, p.tokens[:], p.logp[:], p.versions[:], p.top[:], p.input_logp[:], p.input_top[:],
-        p.routed[:], p.finish, p.text, p.cached_tokens, p.retractions,
+        p.routed[:], p.finish, p.decoded, p.cached_tokens, p.retractions,
     )  # fmt: skip

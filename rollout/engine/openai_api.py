@@ -1,64 +1,67 @@
-"""OpenAI's routes: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, with SGLang's additions to the answers."""
+"""OpenAI's and Anthropic's routes, by the same code as the gateway's, with SGLang's additions to OpenAI's answers."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ..chat import fields, openai, template
-from ..chat.detokenizer import UNFINISHED
+from ..chat import fields, parsers, template
+from ..chat.api import ask as asks
+from ..chat.api import chat, completions, messages, responses
+from ..chat.api.ask import Event, encoded
+from ..chat.fields import Refused, rule
+from ..chat.parsers import STYLES, Parser, Text
 from ..processes.http_limits import off_loop, read_json
 from . import request_parsing, sglang_api
+from .openai_fields import TABLES
 from .request import Progress
 from .request_parsing import Ask
+from .samples import Sample
 
 RENAMED = {  # further fields -> fields of sampling_params
-    "n": "n",
     "seed": "sampling_seed",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
-# Fields of OpenAI and SGLang that the engine does not implement, with their values that have no effect.
-REFUSED = {
-    **{name: values for name, values in openai.NEUTRAL.items() if name not in ("top_logprobs", "parallel_tool_calls")},
-    **{
-        name: request_parsing.SAMPLING_REFUSED[name]
-        for name in (
-            "repetition_penalty", "regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "skip_special_tokens",
-            "custom_params", "watermark",
-        )
-    },
-    **dict.fromkeys(
-        (
-            "lora_path", "session_params", "custom_logit_processor", "return_hidden_states", "return_routed_experts",
-            "tools", "chat_template_kwargs", "continue_final_message", "audio",
-        ),
-        request_parsing.NOTHING,
-    ),
-    "response_format": ({"type": "text"},),
+CONVERSATIONS: dict[str, Any] = {
+    "/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages
 }  # fmt: skip
+ABORTED = 503, "the server ended the request before it was complete; send it again"
 
 
 class OpenAI:
-    """Handlers of the routes under /v1, for the engine of `service`."""
+    """Handlers of the routes under /v1, for the engine of `service`.
 
-    def __init__(self, service: sglang_api.Service):
-        self.service = service
+    Args:
+      style: the model's format for tool calls, a name in `parsers.STYLES`; "" = that of its chat template.
+      reasoning: separate text between <think> and </think> from the content.
+    """
+
+    def __init__(self, service: sglang_api.Service, style: str = "", reasoning: bool = True):
+        self.service, self._reasoning = service, reasoning
+        self._decode, self._markers = parsers.decoder(service.tokenizer), parsers.special_markers(service.tokenizer)
+        written = getattr(service.tokenizer, "chat_template", None)
+        self._style = style or parsers.style_of(str(written or ""))
 
     def routes(self) -> list[Route]:
+        post = lambda path, handle: Route(path, handle, methods=["POST"])
         return [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            post("/v1/completions", self.completions),
+            *(post(path, functools.partial(self.conversation, path)) for path in CONVERSATIONS),
+            post("/v1/messages/count_tokens", self.count_tokens),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.models, methods=["GET"]),
         ]
 
     async def models(self, http: HTTPRequest) -> Response:
+        """The served model and the loaded adapters."""
         path, model = self.service.path, http.path_params.get("model")
         card = {
             "id": path,
@@ -80,163 +83,161 @@ class OpenAI:
         return sglang_api.Answer({"error": error}, 404)
 
     async def completions(self, http: HTTPRequest) -> Response:
-        body = await read_json(http)
-        fields.refuse(body, REFUSED)
-        prompts = await off_loop(http, self._prompts, body)
-        echo = fields.boolean(body, "echo")
-        top = None if body.get("logprobs") is None else fields.integer(body, "logprobs", least=0)
-        budget = {"max_new_tokens": openai.COMPLETION_TOKENS, **fields.sampling(body, most=["max_tokens"], stop="stop")}
-        ask = self._ask(body, prompts, budget, top, 0 if echo and top is not None else None)
+        """Continues prompts of text or token ids."""
+        ask = await off_loop(http, self._read_completions, await self._body(http))
+        top, echo = ask.body.get("logprobs"), ask.body.get("echo")
+        asked = self._requests(ask, ask.prompts, top, 0 if echo and top is not None else None)
+        tokenizer = self.service.tokenizer
+        decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if tokenizer else lambda ids: ""
+        samples = [Sample(request, decode) for request in asked.requests]
+        return await self._answer(http, completions, ask, asked, samples)
 
-        def choice(i: int, part: Progress, first: bool) -> dict:
-            prompt = ask.requests[i].prompt if echo and first else ()
-            ids, text = [*prompt, *part.tokens], self._decode(prompt) + part.text
-            logps = [*part.input_logp, *part.logp] if prompt else part.logp
-            tops = [*part.input_top, *part.top] if prompt else part.top
-            row = lambda pairs: pairs if pairs is None else {self._name(id): logp for logp, id in pairs}
-            logprobs = {
-                "text_offset": [-1] * len(ids),
-                "token_logprobs": logps,
-                "tokens": [self._name(id) for id in ids],
-                "top_logprobs": [row(pairs) for pairs in tops] if top else [],
-            }
-            return {"text": text, "logprobs": None if top is None else logprobs}
+    async def conversation(self, path: str, http: HTTPRequest) -> Response:
+        """Answers a conversation."""
+        ask, prompt, opened = await off_loop(http, self._read_conversation, path, await self._body(http))
+        body = ask.body
+        top = fields.integer(body, "top_logprobs", least=0) if body.get("top_logprobs") is not None else 0
+        rule(not top or body.get("logprobs"), "top_logprobs", "needs logprobs", top)
+        asked = self._requests(ask, [prompt], top if body.get("logprobs") else None)
+        parser = functools.partial(
+            Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=opened
+        )
+        samples = [Sample(request, self._decode, parser(), self._markers) for request in asked.requests]
+        return await self._answer(http, CONVERSATIONS[path], ask, asked, samples)
 
-        return await self._answer(http, body, ask, "text_completion", choice)
-
-    async def chat(self, http: HTTPRequest) -> Response:
-        body = await read_json(http)
-        fields.refuse(body, REFUSED)
-        prompt = await off_loop(http, self._prompt, body)
-        wanted = fields.boolean(body, "logprobs")
-        top = 0 if body.get("top_logprobs") is None else fields.integer(body, "top_logprobs", least=0)
-        budget = {"max_new_tokens": None, **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop")}
-        ask = self._ask(body, [prompt], budget, top if wanted else None)
-
-        def choice(i: int, part: Progress, first: bool) -> dict:
-            message = ({"role": "assistant"} if first else {}) | {"content": part.text}
-            tops = part.top or [[]] * len(part.tokens)
-            content = [
-                self._token(logp, id) | {"top_logprobs": [self._token(*other) for other in others]}
-                for logp, id, others in zip(part.logp, part.tokens, tops, strict=True)
-            ]
-            return {"delta" if ask.stream else "message": message, "logprobs": {"content": content} if wanted else None}
-
-        return await self._answer(http, body, ask, "chat.completion", choice)
+    async def count_tokens(self, http: HTTPRequest) -> Response:
+        """The number of tokens of a conversation, in Anthropic's format."""
+        body = await self._body(http)
+        counted = await off_loop(http, messages.count, body, self._format(), self._tokenizer(), TABLES[http.url.path])
+        return sglang_api.Answer(counted)
 
     # -- the prompt ------------------------------------------------------------------------------
 
-    def _prompts(self, body: dict) -> list[list[int]]:
+    async def _body(self, http: HTTPRequest) -> dict[str, Any]:
+        return {"model": self.service.path, **await read_json(http)}
+
+    def _tokenizer(self) -> Any:
+        if self.service.tokenizer is None:
+            raise Refused("messages", "this server has no tokenizer; send token ids to /generate")
+        return self.service.tokenizer
+
+    def _format(self) -> parsers.Style:
+        return STYLES[self._style or "qwen"]
+
+    def _read_completions(self, body: dict) -> asks.Ask:
         given = body.get("prompt")
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str):
                 request_parsing.check_text(text, self.service.tokenizer, self.service.engine.context, "prompt")
-        return openai.prompts(body, self.service.tokenizer)
+        return completions.read(body, self.service.tokenizer, TABLES["/v1/completions"], fields.MOST_PROMPTS)
 
-    def _prompt(self, body: dict) -> list[int]:
-        messages = openai.messages(body)
-        if self.service.tokenizer is None:
-            raise fields.Refused("messages", "this server has no tokenizer; send token ids to /generate")
-        text = "".join(message["content"] for message in messages)
-        request_parsing.check_text(text, self.service.tokenizer, self.service.engine.context, "messages")
-        return template.prompt(self.service.tokenizer, {"messages": messages})
+    def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], bool]:
+        """The request, its prompt, and whether that opens the reasoning."""
+        more = [fields.MOST_PROMPTS] if path == "/v1/chat/completions" else []
+        ask = CONVERSATIONS[path].read(body, self._format(), TABLES[path], *more)
+        tokenizer = self._tokenizer()
+        known = self._style or not ask.tools
+        rule(known, "tools", "the format of this model's calls is not known; start the server with --style", "no style")
+        text = "".join(message.get("content") or "" for message in ask.messages)
+        request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
+        prompt = asks.render(tokenizer, ask)
+        return ask, template.encode(tokenizer, prompt), asks.opened(prompt)
 
-    def _ask(
-        self, body: dict, prompts: list[list[int]], sampling: dict, top: int | None, inputs: int | None = None
+    def _requests(
+        self, ask: asks.Ask, prompts: Sequence[Sequence[int]], top: int | None, inputs: int | None = None
     ) -> Ask:
-        openai.include_usage(body)
-        given = {theirs: body[name] for name, theirs in RENAMED.items() if body.get(name) is not None} | sampling
-        chosen = [request_parsing.sampling(given, self.service.engine.context - len(prompt)) for prompt in prompts]
-        request_parsing.check_count(len(prompts), chosen[0][1])
-        names = request_parsing.rids(body.get("rid"), len(prompts), len(prompts) == 1, chosen[0][1])
+        """The engine's requests.
+
+        Args:
+          top: likeliest tokens to report; None = no log-probabilities at all.
+          inputs: as `Request.input_logprobs_from`.
+        """
+        body, context = ask.body, self.service.engine.context
+        adapter = fields.name(body, "lora_path") if body.get("lora_path") is not None else ""
+        if not adapter and body["model"] in self.service.engine.adapters:
+            adapter = body["model"]
+        given = {theirs: body[name] for name, theirs in RENAMED.items() if body.get(name) is not None}
+        given |= {"max_new_tokens": None, **ask.sampling}
+        chosen = [request_parsing.sampling(given, context - len(prompt))[0] for prompt in prompts]
+        names = request_parsing.rids(body.get("rid"), len(prompts), len(prompts) == 1, ask.n)
         requests = [
             request
-            for prompt, (one, _), rid in zip(prompts, chosen, names, strict=True)
-            for request in request_parsing.samples(tuple(prompt), one, rid, inputs, top or 0)
+            for prompt, one, rid in zip(prompts, chosen, names, strict=True)
+            for request in request_parsing.samples(tuple(prompt), one, rid, inputs, top or 0, adapter=adapter)
         ]
         request_parsing.check_size(requests, (top is not None,) * len(requests))
         self.service.bridge.check_room(requests)
         return Ask(
             requests=tuple(requests),
-            n=chosen[0][1],
+            n=ask.n,
             single=len(requests) == 1,
-            stream=fields.boolean(body, "stream"),
+            stream=ask.stream,
             logprobs=(top is not None,) * len(requests),
             texts=True,
         )
 
     # -- the answer ------------------------------------------------------------------------------
 
-    async def _answer(self, http: HTTPRequest, body: dict, ask: Ask, kind: str, choice) -> Response:
-        """Answers a request; `choice(index, part, is_first)` makes a choice of the answer, without its finish."""
+    async def _answer(self, http: HTTPRequest, api: Any, ask: asks.Ask, asked: Ask, samples: list[Sample]) -> Response:
         start = time.perf_counter()
-        frame = {
-            "id": ask.requests[0].rid,
-            "object": kind,
-            "created": int(time.time()),
-            "model": body.get("model") or self.service.path,
-        }
+        if ask.stream:
+            news = self.service.bridge.stream(asked.requests)  # refuses before the first byte
+            events = self._events(api, ask, asked, samples, news, start)
+            return StreamingResponse(events, media_type="text/event-stream")
+        done = await self.service.bridge.finish(asked.requests, sglang_api.disconnected(http))
+        if done is None:
+            return Response(status_code=499)
+        interactions = [sample.done(progress) for sample, progress in zip(samples, done, strict=True)]
+        if _lost(api, interactions):
+            raise HTTPException(*ABORTED)
+        pairs = zip(interactions, samples, done, strict=True)
+        readings = {x: sample.reading(progress) for x, sample, progress in pairs} if asked.logprobs[0] else {}
+        answer = api.answer(ask, interactions, self.service.tokenizer, readings)
+        if "choices" in answer:
+            for i, choice in enumerate(answer["choices"]):
+                choice |= self._ended(done[i], ask, asked, i, start)
+            meta = self.service.answer(done[0], asked, 0, start)["meta_info"]
+            names = ("weight_version", "weight_versions")[: 1 + asked.single]
+            answer["metadata"] = {name: meta[name] for name in names}
+        return sglang_api.Answer(answer)
 
-        def whole(i: int, progress: Progress, part: Progress, first: bool) -> dict:
-            finish = progress.finish or {}
-            ended = {"finish_reason": finish.get("type"), "matched_stop": finish.get("matched")}
-            if progress.finish and body.get("return_meta_info"):
-                ended["meta_info"] = self.service.answer(progress, ask, i, start)["meta_info"]
-            return {"index": i} | choice(i, part, first) | ended
+    async def _events(
+        self, api: Any, ask: asks.Ask, asked: Ask, samples: list[Sample],
+        news: AsyncIterator[tuple[int, Progress]], start: float,
+    ) -> AsyncIterator[bytes]:  # fmt: skip
+        """The events of a streamed answer: at least one for each token."""
+        stream = api.Stream(ask, [request.rid for request in asked.requests], self.service.tokenizer)
+        begun: set[int] = set()
+        done: dict[int, Any] = {}
+        async for i, progress in news:
+            made: list[Event] = [] if begun else list(stream.begin())
+            if i not in begun and ask.body.get("echo"):
+                shown = completions.echoed(ask, asked.requests[i].prompt, self.service.tokenizer)
+                made += stream.pieces(i, [Text("content", shown)], samples[i].inputs(progress))
+            begun.add(i)
+            for pieces, reading in samples[i].news(progress):
+                made += stream.pieces(i, pieces, reading if asked.logprobs[i] else ())
+            if progress.finish:
+                done[i] = samples[i].done(progress)
+                if _lost(api, [done[i]]):
+                    made += stream.failed(*ABORTED)
+                    yield b"".join(map(encoded, made))
+                    return
+                for name, data in stream.finish(i, done[i]):
+                    if "choices" in data:
+                        data["choices"][0] |= self._ended(progress, ask, asked, i, start)
+                    made.append((name, data))
+            yield b"".join(map(encoded, made))
+        yield b"".join(map(encoded, stream.end([done[i] for i in range(len(samples))])))
 
-        if not ask.stream:
-            done = await self.service.bridge.finish(ask.requests, sglang_api.disconnected(http))
-            if done is None:
-                return Response(status_code=499)
-            choices = [whole(i, progress, progress, True) for i, progress in enumerate(done)]
-            meta = self.service.answer(done[0], ask, 0, start)["meta_info"]
-            metadata = {name: meta[name] for name in ("weight_version", "weight_versions")[: 1 + ask.single]}
-            return sglang_api.Answer(frame | {"choices": choices, "usage": _usage(ask, done), "metadata": metadata})
-
-        news = self.service.bridge.stream(ask.requests)
-
-        async def chunks() -> AsyncIterator[dict]:
-            frame["object"] = "text_completion" if kind == "text_completion" else f"{kind}.chunk"
-            last: dict[int, Progress] = {}
-            async for i, progress in news:
-                part = _since(progress, last.get(i))
-                yield frame | {"choices": [whole(i, progress, part, i not in last)]}
-                last[i] = progress
-            if openai.include_usage(body):
-                yield frame | {"choices": [], "usage": _usage(ask, last.values())}
-
-        return sglang_api.events(chunks())
-
-    def _decode(self, ids) -> str:
-        return self.service.tokenizer.decode(ids) if ids and self.service.tokenizer else ""
-
-    def _name(self, id: int) -> str:
-        """A token's text; for a part of a character its vocabulary entry, because all such parts decode alike."""
-        piece = self.service.piece(id)
-        return self.service.tokenizer.convert_ids_to_tokens(id) if UNFINISHED in piece else piece
-
-    def _token(self, logp: float, id: int) -> dict:
-        piece = self.service.piece(id)
-        whole = UNFINISHED not in piece  # else part of a character, whose bytes are not those of the text
-        return {"token": piece, "bytes": list(piece.encode()) if whole else None, "logprob": logp}
-
-
-def _since(progress: Progress, last: Progress | None) -> Progress:
-    """The part of `progress` that is new since `last`."""
-    if last is None:
-        return progress
-    n = len(last.tokens)
-    return replace(
-        progress,
-        tokens=progress.tokens[n:],
-        logp=progress.logp[n:],
-        top=progress.top[n:],
-        text=progress.text[len(last.text) :],
-    )
+    def _ended(self, progress: Progress, ask: asks.Ask, asked: Ask, i: int, start: float) -> dict[str, Any]:
+        """SGLang's additions to a choice that has ended."""
+        more: dict[str, Any] = {"matched_stop": (progress.finish or {}).get("matched")}
+        if ask.body.get("return_meta_info"):
+            more["meta_info"] = self.service.answer(progress, asked, i, start)["meta_info"]
+        return more
 
 
-def _usage(ask: Ask, done: Iterable[Progress]) -> dict:
-    """Token counts; each prompt counts once."""
-    prompts = sum(len(request.prompt) for request in ask.requests[:: ask.n])
-    generated = sum(len(progress.tokens) for progress in done)
-    return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}
+def _lost(api: Any, interactions: Iterable[Any]) -> bool:
+    """Whether a request was aborted, in an API that has no word for it."""
+    return api in (messages, responses) and any(x.completion.finish == "abort" for x in interactions)

@@ -65,7 +65,7 @@ class Progress:
       input_logp, input_top: for the prompt from `input_logprobs_from`; None for the first token of a sequence.
       finish: None while running, else {"type": "stop", "matched": id or string}, {"type": "length", "length": n} or
         {"type": "abort", "message": ...}.
-      text: decoded output without the stop token or string, if the engine can decode, else "".
+      decoded: text of the output without the stop token or string; None if the engine cannot decode.
       routed: if requested, i32[layers, top_k] for each token but the last, -1 in layers without experts.
       cached_tokens: prompt tokens that were already in the cache.
       retractions: how often the request was requeued.
@@ -81,9 +81,16 @@ class Progress:
     input_top: list[list[tuple[float, int]] | None] = field(default_factory=list)
     routed: list = field(default_factory=list)
     finish: dict | None = None
-    text: str = ""
+    decoded: str | None = None
     cached_tokens: int = 0
     retractions: int = 0
+
+    @property
+    def text(self) -> str:
+        """`decoded`. Raises ValueError if the engine cannot decode."""
+        if self.decoded is None:
+            raise ValueError("Progress.text needs an engine that decodes; make it with Engine(decode=tokenizer.decode)")
+        return self.decoded
 
 
 def check_prompt(prompt: Sequence[int], vocab: int) -> None:
@@ -145,7 +152,7 @@ def _problem(
     if not (s.seed is None or 0 <= s.seed < 2**64):
         return f"sampling_seed must be from 0 to 2^64 - 1, got {s.seed}."
     if s.stop and not decodes:
-        return "stop strings need a tokenizer, but the engine has none."
+        return "stop strings need a tokenizer, but the engine has none; in Python: Engine(decode=tokenizer.decode)."
     if not all(s.stop):
         return "stop strings must not be empty."
     if not 0 <= request.top_logprobs <= TOP:

@@ -1,7 +1,7 @@
 """Parses bodies of generation requests, in SGLang's or OpenAI's format, to requests of the engine.
 
-A field that the engine does not support is refused, unless its value has no effect. Fields that cannot change the
-result (priorities, logging, routing) are ignored, as SGLang ignores all unknown fields.
+A field that is unknown, or that the engine does not support, is refused, unless its value has no effect. Fields that
+cannot change the result (priorities, logging, routing) are ignored.
 """
 
 from __future__ import annotations
@@ -13,43 +13,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..chat import fields, openai
-from ..chat.fields import rule, shown
+from ..chat import fields
+from ..chat.api import openai
+from ..chat.fields import Refusal, rule, shown
 from .request import Request, Sampling
 
-SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "sampling_seed", "n", "stream_interval", "spaces_between_special_tokens",
-}  # fmt: skip
-# Fields of SGLang that the engine does not implement, with the values that ask for nothing.
-SAMPLING_REFUSED = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "regex": (None, ""),
-    "json_schema": (None, ""),
-    "ebnf": (None, ""),
-    "structural_tag": (None, ""),
-    "stop_regex": (None, "", []),
-    "beam_width": (None, 1),
-    "custom_params": (None, {}),
-    "watermark": (None, False),
-    "choice": (None, []),
-    "no_stop_trim": (None, False),
-    "skip_special_tokens": (None, True),
-}
-KNOWN = SAMPLING | SAMPLING_REFUSED.keys()
-NOTHING: tuple = (None, False, "", [], {}, 0)
-GENERATE_REFUSED = dict.fromkeys(
-    (
-        "input_embeds", "image_data", "video_data", "audio_data", "session_params", "watermark",
-        "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "return_sampling_mask",
-        "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
-        "return_indexer_topk", "return_entropy", "return_prompt_token_ids",
-        "max_thinking_tokens", "multi_item_delimiter_indices", "token_indices_to_pool",
-    ),
-    NOTHING,
+GRAMMAR = "constrained decoding (JSON schemas, grammars) is not implemented by this server"
+PENALTY = "penalties are not implemented by this server"
+SAMPLING = fields.table(
+    [
+        "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
+        "ignore_eos", "sampling_seed", "n",
+    ],
+    ["stream_interval", "spaces_between_special_tokens"],
+    {
+        "frequency_penalty": Refusal(PENALTY, (0,)),
+        "presence_penalty": Refusal(PENALTY, (0,)),
+        "repetition_penalty": Refusal(PENALTY, (1,)),
+        "logit_bias": Refusal("biases are not implemented by this server", ({},)),
+        "regex": Refusal(GRAMMAR, ("",)),
+        "json_schema": Refusal(GRAMMAR, ("",)),
+        "ebnf": Refusal(GRAMMAR, ("",)),
+        "structural_tag": Refusal(GRAMMAR, ("",)),
+        "choice": Refusal(GRAMMAR, ([],)),
+        "stop_regex": Refusal("give the strings to stop at as stop", ("", [])),
+        "beam_width": Refusal("sequences are sampled, not searched", (1,)),
+        "no_stop_trim": Refusal("a stop string is never part of the text", (False,)),
+        "skip_special_tokens": Refusal("special tokens are never part of the text", (True,)),
+        "custom_params": Refusal(but=({},)),
+        "watermark": Refusal(but=(False,)),
+    },
+)  # fmt: skip
+NOTHING: tuple = (False, "", [], {}, 0)
+GENERATE = fields.table(
+    [
+        "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
+        "return_text_in_logprobs", "stream", "rid", "lora_path", "return_routed_experts",
+    ],
+    [
+        "extra_key", "cache_salt", "priority", "log_metrics", "no_logs", "session_id", "conversation_id",
+        "routing_key", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "bootstrap_host",
+        "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "external_trace_header", "received_time",
+        "custom_labels", "modalities",
+    ],
+    {
+        name: Refusal(but=NOTHING)
+        for name in (
+            "input_embeds", "image_data", "video_data", "audio_data", "session_params", "watermark",
+            "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "return_sampling_mask",
+            "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
+            "return_indexer_topk", "return_entropy", "return_prompt_token_ids", "max_thinking_tokens",
+            "multi_item_delimiter_indices", "token_indices_to_pool", "lora_id", "background", "return_bytes",
+            "require_reasoning", "routed_experts_start_len",
+        )
+    },
 )  # fmt: skip
 SEEDS = range(-(2**63), 2**63)
 LOGPROBS = 2**19  # most log-probabilities in an answer for several samples
@@ -89,7 +106,7 @@ def generate(body: Any, tokenizer: Any, context: int) -> Ask:
     """
     if not isinstance(body, Mapping):
         raise ValueError(f"/generate: the body must be a JSON object, got {shown(body)}")
-    fields.refuse(body, GENERATE_REFUSED)
+    fields.known(body, GENERATE)
     prompts, single = _prompts(body, tokenizer, context)
     P = len(prompts)
     params = _each(body, "sampling_params", P, Mapping, {})
@@ -149,10 +166,7 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     Raises:
       ValueError: a field that is unknown, out of range or cannot be honoured.
     """
-    fields.refuse(given, SAMPLING_REFUSED)
-    if not given.keys() <= KNOWN:
-        unknown = min(given.keys() - KNOWN)
-        raise ValueError(f"sampling_params: unknown field {shown(unknown)}; known are {', '.join(sorted(SAMPLING))}")
+    fields.known(given, SAMPLING)
     given = {"max_new_tokens": 128, **given}
     most = _integer(given, "max_new_tokens", max(0, room))
     least = _integer(given, "min_new_tokens", 0)

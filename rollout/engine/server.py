@@ -16,13 +16,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
+from ..chat.api import messages
+from ..chat.fields import Refused
 from ..processes import http_limits as limits
 from ..processes import http_process, keys
 from ..servers.labels import read_label
+from . import openapi
 from .adapters_api import Adapters
 from .engine import Engine
+from .metrics_api import Metrics
 from .openai_api import OpenAI
-from .sglang_api import Service, read_weights
+from .sglang_api import Answer, Service, read_weights
+from .tokenize_api import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +48,8 @@ def serve(
     version: str | None = None,
     seed: int = 0,
     api_key: str | None = None,
+    style: str = "",
+    reasoning: bool = True,
 ) -> None:
     """Serves the checkpoint folder `path` until SIGTERM or SIGINT; prints a line that begins with the URL when ready.
 
@@ -53,6 +60,7 @@ def serve(
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       api_key: key that requests must send as `Authorization: Bearer KEY`; whoever has it can also replace the weights.
+      style, reasoning: as for `OpenAI`.
 
     Raises:
       ValueError: the address is not available, or it is reachable from other machines and there is no key; the folder
@@ -70,7 +78,7 @@ def serve(
             ready += ", token ids only (the folder has no tokenizer)"
         engine.start()
         try:
-            http_process.serve(app(service, api_key), sock, ready, ending=engine.abort_all, **OPTIONS)
+            http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
         finally:
             engine.close()
 
@@ -97,25 +105,33 @@ def prepare(
     return Service(engine, tokenizer, str(path), checksums, dtype)
 
 
-def app(service: Service, api_key: str | None = None) -> ASGIApp:
-    """The server as an ASGI application."""
+def app(service: Service, api_key: str | None = None, style: str = "", reasoning: bool = True) -> ASGIApp:
+    """The server as an ASGI application; `style` and `reasoning` as for `OpenAI`."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_):
         service.open()
         yield
 
-    routes = [*service.routes(), *Adapters(service).routes(), *OpenAI(service).routes()]
-    inner = limits.app(routes, failed=_failed, lifespan=lifespan)
+    parts = (service, Adapters(service), OpenAI(service, style, reasoning), Tokenizer(service), Metrics(service))
+    routes = [route for part in parts for route in part.routes()]
+    inner = limits.app(openapi.with_document(routes), failed=_failed, lifespan=lifespan)
     return inner if api_key is None else _guarded(inner, api_key)
 
 
 async def _failed(http: HTTPRequest, error: Exception) -> Response:
-    """The response to an error: {"error": {"message", "code"}}, next to the fields of SGLang's other form."""
+    """The response to an error, in the shape of the API: Anthropic's, or OpenAI's next to SGLang's."""
     status, message = limits.status_of(error)
+    if http.url.path.startswith("/v1/messages"):
+        return Answer(messages.error(status, message), status, getattr(error, "headers", None))
     kind = "BadRequestError" if status == 400 else "InternalServerError" if status >= 500 else "Error"
-    more = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
-    return limits.refused(status, message, getattr(error, "headers", None), more)
+    flat = {
+        "message": message,
+        "type": kind,
+        "param": error.name if isinstance(error, Refused) else None,
+        "code": status,
+    }
+    return Answer({"object": "error", **flat, "error": flat}, status, getattr(error, "headers", None))
 
 
 def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
@@ -123,7 +139,8 @@ def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in UNGUARDED:
-            given = dict(scope["headers"]).get(b"authorization", b"")
+            headers = dict(scope["headers"])
+            given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")  # Anthropic's
             if not hmac.compare_digest(given, expected):
                 refusal = HTTPException(401, "the key is missing or wrong", limits.CLOSE)
                 await (await _failed(HTTPRequest(scope), refusal))(scope, receive, send)

@@ -29,6 +29,7 @@ from starlette.routing import Route
 from ... import __version__
 from ...adapters import hf
 from ..chat import fields
+from ..chat.api import logprobs
 from ..processes.http_limits import off_loop, read_json
 from . import request_parsing
 from .async_bridge import Bridge
@@ -70,7 +71,7 @@ class Service:
         self.path = self.tokenizer_path = path
         self.started = time.time()
         self.bridge: Bridge  # made on the event loop, when the server starts
-        self.piece = functools.lru_cache(65536)(self._piece)
+        self.piece = functools.partial(logprobs.piece, tokenizer)
         self._updating: asyncio.Lock
         self._staged: Staged | None = None
 
@@ -105,6 +106,7 @@ class Service:
     # -- generation ------------------------------------------------------------------------------
 
     async def generate(self, http: HTTPRequest) -> Response:
+        """Continues prompts of text or token ids."""
         start = time.perf_counter()
         body = await read_json(http)
         ask = await off_loop(http, request_parsing.generate, body, self.tokenizer, self.engine.context)
@@ -160,16 +162,15 @@ class Service:
             spans = progress.versions or [(meta["weight_version"], 0, 0)]
             meta["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
             meta["e2e_latency"] = time.perf_counter() - start
-        return {"text": progress.text, "output_ids": progress.tokens, "meta_info": meta}
-
-    def _piece(self, id: int) -> str:
-        """The text of one token; its id as text if there is no tokenizer."""
-        return str(id) if self.tokenizer is None else self.tokenizer.decode([id], skip_special_tokens=False)
+        return {"text": progress.decoded or "", "output_ids": progress.tokens, "meta_info": meta}
 
     # -- state -----------------------------------------------------------------------------------
 
     async def health(self, http: HTTPRequest) -> Response:
-        """200 if the engine generates: it makes progress on any request while a one-token probe is queued."""
+        """200 if the engine generates, else 503.
+
+        It does if it makes progress on any request while a one-token probe is queued.
+        """
         if not self.engine.able:
             return Response(status_code=503)
         begin = time.monotonic()
@@ -188,9 +189,11 @@ class Service:
         return Response(status_code=503)
 
     async def ready(self, http: HTTPRequest) -> Response:
+        """200 if the engine can generate."""
         return Response(status_code=200 if self.engine.able else 503)
 
     async def model_info(self, http: HTTPRequest) -> Response:
+        """The model and the label of its weights."""
         source = json.loads(self.engine.config.source)
         return Answer(
             {
@@ -209,7 +212,7 @@ class Service:
         )
 
     async def server_info(self, http: HTTPRequest) -> Response:
-        """The server's options and state. `sampling_seed` is always honoured."""
+        """The server's options and state."""
         return Answer(
             {
                 "model_path": self.tokenizer_path,
@@ -246,17 +249,20 @@ class Service:
     # -- pauses and aborts -----------------------------------------------------------------------
 
     async def pause_generation(self, http: HTTPRequest) -> Response:
+        """Pauses generation: aborts requests, requeues them, or keeps them in place."""
         mode = (await read_json(http)).get("mode", "abort")
         fields.rule(mode in PAUSES, "mode", f"must be one of {', '.join(PAUSES)}", mode)
         await asyncio.to_thread(self.engine.pause, mode)
         return Answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: HTTPRequest) -> Response:
+        """Continues generation after a pause."""
         await read_json(http)
         await asyncio.to_thread(self.engine.resume)
         return Answer({"message": "Generation continued successfully.", "status": "ok"})
 
     async def abort_request(self, http: HTTPRequest) -> Response:
+        """Aborts one request, or all."""
         body = await read_json(http)
         rid = body.get("rid") or ""
         right = isinstance(rid, str) and len(rid) <= request_parsing.LONGEST_RID
@@ -268,12 +274,14 @@ class Service:
         return Response(status_code=200)
 
     async def flush_cache(self, http: HTTPRequest) -> Response:
+        """Forgets the keys and values of prompts, if no request runs."""
         flushed = await asyncio.to_thread(self.engine.flush)
         return PlainTextResponse("Cache flushed.\n" if flushed else "Flush cache failed.\n", 200 if flushed else 400)
 
     # -- memory ----------------------------------------------------------------------------------
 
     async def release_memory_occupation(self, http: HTTPRequest) -> Response:
+        """Releases the memory of caches, weights, or both."""
         named = tags(await read_json(http))
         if "weights" in named:
             self._staged = None
@@ -281,15 +289,18 @@ class Service:
         return Answer(None)
 
     async def resume_memory_occupation(self, http: HTTPRequest) -> Response:
-        """Allocates released memory. Unlike SGLang, whose weights then have arbitrary content, this server generates
-        only once weights are loaded; and it is not an error if nothing was released."""
+        """Allocates released memory.
+
+        Unlike SGLang, whose weights then have arbitrary content, this server generates only once weights are loaded;
+        and it is not an error if nothing was released.
+        """
         await asyncio.to_thread(self.engine.reclaim, tags(await read_json(http)))
         return Answer(None)
 
     # -- weights ---------------------------------------------------------------------------------
 
     async def update_weights_from_disk(self, http: HTTPRequest) -> Response:
-        """Loads a checkpoint folder of the same model, after reading and checking it completely."""
+        """Loads a checkpoint folder of the same model, once all of it is read and checked."""
         body = await read_json(http)
         async with self._updating:
             try:
@@ -300,8 +311,10 @@ class Service:
         return Answer({"success": True, "message": message, "num_paused_requests": 0})
 
     async def stage_weights_from_disk(self, http: HTTPRequest) -> Response:
-        """Reads a checkpoint folder of the same model next to the weights in use, while requests continue; an update
-        from this folder then only swaps them, which shortens the pause."""
+        """Reads a checkpoint folder of the same model while requests continue.
+
+        An update from this folder then only swaps the weights, which shortens the pause.
+        """
         body = await read_json(http)
         async with self._updating:
             try:
@@ -359,6 +372,7 @@ class Service:
             raise ValueError(f"{path}: must contain the model that is served, but has {shown}")
 
     async def update_weight_version(self, http: HTTPRequest) -> Response:
+        """Renames the weights in use."""
         body = await read_json(http)
         version = fields.name(body, "new_version")
         if fields.boolean({"abort_all_requests": True, **body}, "abort_all_requests"):
@@ -368,7 +382,7 @@ class Service:
         return Answer({"success": True, "message": message, "new_version": version})
 
     async def weights_checker(self, http: HTTPRequest) -> Response:
-        """xxh3-128 of each loaded tensor, comparable with a published manifest.json."""
+        """The xxh3-128 hash of each loaded tensor, as in a published manifest.json."""
         action = (await read_json(http)).get("action", "checksum") if await http.body() else "checksum"
         if action != "checksum":
             message = f"action: must be checksum, got {fields.shown(action)}"

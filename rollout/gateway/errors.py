@@ -8,9 +8,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from ..chat.api import chat, messages
 from ..chat.fields import Refused
 from ..processes.http_limits import GONE, status_of
-from . import chat, messages
 
 log = logging.getLogger(__name__)
 

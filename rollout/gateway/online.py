@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ..chat.fields import Refused
 from ..chat.session import Session
 from ..types import Sample
-from .ask import read_body
+from .body import read_body
 from .sessions import Entry, Limits, Sessions
 
 log = logging.getLogger(__name__)

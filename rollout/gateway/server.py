@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -19,16 +18,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..chat import parsers, template
-from ..chat.fields import LONGEST_TEXT, Refused, rule
+from ..chat import parsers
+from ..chat.api import chat, completions, messages, responses
+from ..chat.api.ask import Ask, opened, render
+from ..chat.api.logprobs import Reading
+from ..chat.fields import Refused
 from ..chat.parsers import STYLES, Parser, Piece, Text
 from ..chat.session import Session
 from ..chat.trajectory import Interaction
 from ..processes import http_limits, http_process
 from ..servers.types import Part
 from ..types import Completion
-from . import chat, completions, errors, messages, responses, work
-from .ask import Ask, read_body
+from . import errors, work
+from .body import read_body
 from .online import End, Online, Start
 from .sessions import Entry, Limits, Sessions
 
@@ -104,7 +106,6 @@ class Gateway:
         self.url = ""
         self._tokenizer, self._sessions, self._limits = tokenizer, sessions, limits
         self._style, self._reasoning, self._model, self._read = style, reasoning, model, read
-        self._reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
 
     def open(self, session: Session) -> str:
         """Opens `session` and returns a new key, with which agents use it until it is closed.
@@ -134,12 +135,12 @@ class Gateway:
         """Handles a request to one of the APIS."""
         entry = self._sessions.of(http)
         ask = await http_limits.off_loop(http, api.read, await self._body(http), STYLES[self._style])
-        text = await http_limits.off_loop(http, self._rendered, ask)
-        opened = text[-100:].rstrip().endswith(parsers.THINK)
+        _refuse_seed(ask.body)
+        text = await http_limits.off_loop(http, render, self._tokenizer, ask)
 
         async def generate(on_piece: Callable[[Piece], None]) -> Interaction:
             options: dict[str, Any] = {
-                "tools": bool(ask.tools), "reasoning": self._reasoning, "opened": opened, "nonce": secrets.token_hex(8),
+                "tools": ask.tools, "reasoning": self._reasoning, "opened": opened(text), "nonce": secrets.token_hex(8),
             }  # fmt: skip
             parse = functools.partial(parsers.parse, style=self._style, **options)
             asked = functools.partial(
@@ -158,14 +159,21 @@ class Gateway:
                 on_piece(piece)
             return done
 
-        return await self._answered(http, entry, ask, [generate] * ask.n, api.Stream, api.answer)
+        return await self._answered(http, entry, ask, [generate] * ask.n, api, {})
 
     async def _completions(self, http: Request) -> ASGIApp:
         entry = self._sessions.of(http)
-        ask = await http_limits.off_loop(http, completions.read, await self._body(http), self._tokenizer)
+        body, vocabulary = await self._body(http), len(self._tokenizer)
+        read = functools.partial(completions.read, vocabulary=vocabulary)
+        ask = await http_limits.off_loop(http, read, body, self._tokenizer)
+        _refuse_seed(body)
+        if ask.stream and (body.get("echo") or body.get("logprobs") is not None):
+            raise Refused("stream", "cannot be had with echo or logprobs; leave it out")
+        if not body.get("echo") and not ask.sampling["max_new_tokens"]:
+            raise Refused("max_tokens", "must be at least 1 without echo, got 0")
         if completions.reads(ask) and self._read is None:
             raise Refused("logprobs", "with echo, or above 0, cannot be honoured by this server; leave it out")
-        readings: dict[Interaction, completions.Reading] = {}
+        readings: dict[Interaction, Reading] = {}
 
         async def generate(prompt: Sequence[int], on_piece: Callable[[Piece], None]) -> Interaction:
             if ask.sampling["max_new_tokens"]:
@@ -175,24 +183,27 @@ class Gateway:
                 nothing = Completion([], [], [], "length")
                 done = Interaction(prompt=tuple(prompt), temperature=1.0, completion=nothing)
             if completions.reads(ask):
-                readings[done] = await self._reading(done.tokens, ask.body["logprobs"])
+                rows = await self._reading(done.tokens, body["logprobs"])
+                readings[done] = rows if body.get("echo") else rows[len(prompt) :]
             return done
 
         jobs = [functools.partial(generate, prompt) for prompt in ask.prompts for _ in range(ask.n)]
-        answer = functools.partial(completions.answer, readings=readings)
-        return await self._answered(http, entry, ask, jobs, completions.Stream, answer)
+        return await self._answered(http, entry, ask, jobs, completions, readings)
 
     async def _answered(
-        self, http: Request, entry: Entry, ask: Ask, jobs: Sequence[work.Job], stream: Any, answer: Any
-    ) -> ASGIApp:
+        self, http: Request, entry: Entry, ask: Ask, jobs: Sequence[work.Job], api: Any,
+        readings: Mapping[Interaction, Reading],
+    ) -> ASGIApp:  # fmt: skip
         most = self._limits.generations
         if ask.stream:
             ids = [f"{entry.session.id}-{secrets.token_hex(8)}" for _ in jobs]
-            return work.streamed(http, entry, jobs, most, ids, stream(ask, ids, self._tokenizer))
+            return work.streamed(http, entry, jobs, most, ids, api.Stream(ask, ids, self._tokenizer))
         async with work.running(http, entry, jobs, most) as running:
-            return JSONResponse(answer(ask, await running.done(), self._tokenizer))
+            done = await running.done()
+            return JSONResponse(work.named(api.answer(ask, done, self._tokenizer, readings), [x.id for x in done]))
 
-    async def _reading(self, tokens: Sequence[int], top: int) -> completions.Reading:
+    async def _reading(self, tokens: Sequence[int], top: int) -> Reading:
+        """A second pass of the server over a text: log-probabilities at temperature 1, under its current weights."""
         assert self._read is not None
         _, part = await self._read(tokens, top_k=top)
         tops = part.input_top or [()] * len(part.inputs)
@@ -204,28 +215,24 @@ class Gateway:
     async def _count_tokens(self, http: Request) -> Response:
         self._sessions.of(http)
         body = await self._body(http)
-        return JSONResponse({"input_tokens": await http_limits.off_loop(http, self._counted, body)})
-
-    def _counted(self, body: dict[str, Any]) -> int:
-        text = self._rendered(messages.read_count(body, STYLES[self._style]))
-        return len(template.encode(self._tokenizer, text))
+        return JSONResponse(
+            await http_limits.off_loop(http, messages.count, body, STYLES[self._style], self._tokenizer)
+        )
 
     async def _body(self, http: Request) -> dict[str, Any]:
         return {"model": self._model, **await read_body(http, self._limits.http)}
-
-    def _rendered(self, ask: Ask) -> str:
-        for name, value in ask.template.items():  # a client must not pass its own template
-            if name in self._reserved or not isinstance(value, str | int | float | None):
-                raise Refused("chat_template_kwargs", f"{name!r:.80} must be a variable of the template, and a scalar")
-        text = template.render(self._tokenizer, ask.messages, ask.tools, ask.template, ask=True)
-        rule(len(text) <= LONGEST_TEXT, "messages", f"must have at most {LONGEST_TEXT} characters", len(text))
-        return text
 
     async def _models(self, http: Request) -> Response:
         if not self._sessions.admin(http):
             self._sessions.of(http)
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "areax"}
         return JSONResponse({"object": "list", "data": [card]})
+
+
+def _refuse_seed(body: Mapping[str, Any]) -> None:
+    """Refuses a seed unless the temperature is 0, where it has no effect."""
+    if body.get("seed") is not None and body.get("temperature") != 0:
+        raise Refused("seed", "cannot be honoured by this server; leave it out, or ask for temperature 0")
 
 
 async def _health(http: Request) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -13,10 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..chat.api.ask import Event, encoded
+from ..chat.api.logprobs import sampled
 from ..chat.parsers import Piece
 from ..chat.trajectory import Interaction
 from . import errors
-from .chat import Event
 from .sessions import Entry
 
 Job = Callable[[Callable[[Piece], None]], Awaitable[Interaction]]  # job(on_piece) generates an interaction
@@ -88,12 +88,12 @@ def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: S
 
     Args:
       ids: ids for the interactions.
-      stream: a `Stream` of one of the APIs.
+      stream: a `Stream` of one of the APIs; its log-probabilities come at the end of each choice.
     """
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         async def emit(events: Iterable[Event]) -> None:
-            if body := b"".join(map(_encoded, events)):
+            if body := b"".join(encoded((name, named(data, ids))) for name, data in events):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
         async with running(http, entry, jobs, most) as work:
@@ -104,12 +104,14 @@ def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: S
             try:
                 await emit(stream.begin())
                 if first:
-                    await emit(stream.piece(*first))
-                async for news in pieces:
-                    await emit(stream.piece(*news))
+                    await emit(stream.pieces(first[0], [first[1]]))
+                async for i, piece in pieces:
+                    await emit(stream.pieces(i, [piece]))
                 done = [task.result() for task in work.tasks]
                 for x, id in zip(done, ids, strict=True):
                     x.id = id  # the id that the agent knows from the beginning of the stream
+                for i, x in enumerate(done):
+                    await emit(stream.finish(i, x, sampled(x)))
                 await emit(stream.end(done))
             except errors.KINDS as error:
                 await emit(stream.failed(*errors.report(http, error)))
@@ -118,10 +120,12 @@ def streamed(http: Request, entry: Entry, jobs: Sequence[Job], most: int, ids: S
     return respond
 
 
-def _encoded(event: Event) -> bytes:
-    name, data = event
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
-    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+def named(answer: Any, ids: Sequence[str]) -> Any:
+    """An answer or chunk of OpenAI's API, with the id of its interaction in each choice."""
+    if isinstance(answer, dict):
+        for choice in answer.get("choices", ()):
+            choice["interaction"] = ids[choice["index"]]
+    return answer
 
 
 async def _gone(receive: Receive) -> None:

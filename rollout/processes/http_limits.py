@@ -193,11 +193,9 @@ async def failure(http: Request, error: Exception) -> Response:
     return refused(status, message, getattr(error, "headers", None))
 
 
-def refused(
-    status: int, message: str, headers: Mapping[str, str] | None = None, more: Mapping[str, Any] | None = None
-) -> Response:
-    """A response with an error, and `more` fields next to it."""
-    return Response(json.dumps({**(more or {}), **_content(status, message)}), status, headers, "application/json")
+def refused(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with an error."""
+    return Response(json.dumps(_content(status, message)), status, headers, "application/json")
 
 
 def _content(status: int, message: str) -> dict[str, Any]:

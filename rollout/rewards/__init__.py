@@ -57,6 +57,7 @@ async def pool(
     max_calls: int = 0,
     max_growth: int = 1 << 30,
     environment: Sequence[str] = (),
+    as_called: bool = False,
 ) -> AsyncIterator[Pool]:
     """Starts worker processes that run the reward at the object path `name`; yields `async reward(text, row) -> Score`.
 
@@ -76,6 +77,7 @@ async def pool(
       max_growth: replace a worker whose memory has grown by this many bytes since its first answer. The memory of a
         single call is not bounded; to bound it, see `sandbox`.
       environment: names of environment variables that workers get in addition to `environment.PASSED`.
+      as_called: the function has a signature of its own, and is called with `Pool.called`.
 
     Raises:
       ValueError: the name cannot be resolved in a worker; a bad option; a variable that is not set; while running, a
@@ -95,7 +97,7 @@ async def pool(
         raise ValueError(f"rewards.pool: failed must be 'unscorable' or 'zero', got {failed!r}")
     environ = passed(environment, "--reward-environment")
     value = 0.0 if failed == "zero" else math.nan
-    reward = Pool(name, workers, timeout_s, retries, value, max_calls, max_growth, environ)
+    reward = Pool(name, workers, timeout_s, retries, value, max_calls, max_growth, environ, as_called)
     try:
         await reward._start()
         yield reward
@@ -113,10 +115,10 @@ class Pool:
 
     def __init__(
         self, name: str, size: int, timeout_s: float, retries: int, failed: float, max_calls: int, max_growth: int,
-        environ: Mapping[str, str],
+        environ: Mapping[str, str], as_called: bool,
     ):  # fmt: skip
         self.name, self.size, self.timeout_s, self.retries, self.failed = name, size, timeout_s, retries, failed
-        self.max_calls, self.max_growth, self.environ = max_calls, max_growth, environ
+        self.max_calls, self.max_growth, self.environ, self.as_called = max_calls, max_growth, environ, as_called
         self.counts = {"scored": 0, "raised": 0, "late": 0, "died": 0, "retried": 0, "recycled": 0}
         self._ids = itertools.count()
         self._waiting: deque[Call] = deque()
@@ -145,6 +147,10 @@ class Pool:
         self._queue([call])
         return await call.answer
 
+    async def called(self, *arguments: Any, **data: Any) -> Score:
+        """The reward of a function with a signature of its own (`as_called`), called with these arguments."""
+        return await self("", {"arguments": arguments, "data": data})
+
     async def _start(self) -> None:
         self._tasks = [asyncio.create_task(self._launch()) for _ in range(self.size)]
         workers = await asyncio.gather(*self._tasks)
@@ -166,7 +172,7 @@ class Pool:
         await asyncio.gather(*(worker.end() for worker in self._workers))
 
     async def _launch(self) -> Worker:
-        worker = await Worker.start(self.name, self.timeout_s, self.environ)
+        worker = await Worker.start(self.name, self.timeout_s, self.environ, self.as_called)
         self._workers.append(worker)
         return worker
 

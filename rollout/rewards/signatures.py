@@ -84,8 +84,7 @@ def bind(function: Callable, name: str = "reward") -> Bound:
     except (TypeError, ValueError):  # a builtin
         return Bound("plain", (), lambda text, row, context: function(text, row))
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    later = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    mode: Literal["plain", "async"] = "async" if later else "plain"
+    mode = _mode(function)
     if {"texts", "rows"} <= set(parameters):
         return Bound("batched", (), function)
     if "completions" in parameters:
@@ -108,3 +107,13 @@ def bind(function: Callable, name: str = "reward") -> Bound:
         shown = ", ".join(map(str, parameters.values()))
         raise ValueError(f"{name}: must be callable as reward(text, row), got ({shown}): {error}") from None
     return Bound(mode, wants, lambda text, row, context: function(text, row, **context))
+
+
+def bind_as_called(function: Callable) -> Bound:
+    """Binds a function that is called with the arguments of `Pool.called`, which are the row."""
+    return Bound(_mode(function), (), lambda text, row, context: function(*row["arguments"], **row["data"]))
+
+
+def _mode(function: Callable) -> Literal["plain", "async"]:
+    later = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return "async" if later else "plain"

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from .. import object_path
 from ..errors import ServerError
 from ..processes import guard
-from .signatures import Bound, Score, bind, score
+from .signatures import Bound, Score, bind, bind_as_called, score
 
 START_S = 120.0  # to start Python and import the reward's module, on a busy machine
 
@@ -82,7 +82,7 @@ class Worker:
     late: Call | None = None
 
     @classmethod
-    async def start(cls, name: str, timeout_s: float, environ: Mapping[str, str]) -> Worker:
+    async def start(cls, name: str, timeout_s: float, environ: Mapping[str, str], as_called: bool = False) -> Worker:
         """Starts a fresh interpreter with our import path. Unlike a spawned `multiprocessing` child it does not run the
         main script again, which may import JAX; being in a new session, it gets no Ctrl-C and is killed together
         with its children. Its environment is `environ`."""
@@ -97,7 +97,7 @@ class Worker:
             protocol = functools.partial(asyncio.StreamReaderProtocol, reader)
             await asyncio.get_running_loop().connect_read_pipe(protocol, pipe)
             opened.pop_all()  # from here on the two transports close them
-            arguments = f"{theirs.fileno()}, {out}, {name!r}, {timeout_s!r}"
+            arguments = f"{theirs.fileno()}, {out}, {name!r}, {timeout_s!r}, {as_called!r}"
             program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({arguments})"
             try:
                 process = subprocess.Popen(
@@ -167,12 +167,12 @@ class Worker:
             await self.writer.wait_closed()
 
 
-def serve(handle: int, answers: int, name: str, timeout_s: float) -> None:
+def serve(handle: int, answers: int, name: str, timeout_s: float, as_called: bool) -> None:
     """The main function of a worker: resolves the reward, then answers calls until their stream ends."""
     with socket.socket(fileno=handle) as connection, open(answers, "wb", buffering=0) as out:
         try:
             function = object_path.resolve(name)
-            bound = bind(function, name)
+            bound = bind_as_called(function) if as_called else bind(function, name)
         except BaseException as error:  # any error must reach the waiting process
             text = str(error) if isinstance(error, ValueError) else f"{name}: {object_path.line(error)}"
             _put(out, _frame({"error": f"reward {text}"}))

@@ -52,7 +52,7 @@ class Options:
       host, port: address of the gateway, for users who open sessions; port 0 = any free port.
     """
 
-    style: Literal["qwen", "hermes", "llama", "deepseek"] = "qwen"
+    style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] = "qwen"
     reasoning: bool = True
     rows: Style = "leaves"
     discount: float = 1.0

@@ -1,14 +1,17 @@
 """Runs unmodified AReaL workflows: provides its request and result types on top of areax's generation.
 
-Change `from areal.api... import X` to `from areax.rollout.workflows.areal import X`, and name the class on the command
+Change each `from areal... import X` to `from areax.rollout.workflows.areal import X`, and name the class on the command
 line: `--workflow my_workflow.py:MyWorkflow`. Names and fields are AReaL's (arXiv:2505.24298).
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import functools
 import inspect
+import logging as logging  # areal.utils has one
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import object_path, rewards
-from ..types import Finish, Generate, Sample, Sampling, Workflow
+from ..chat import template
+from ..types import Completion, Generate, Sample, Sampling, Workflow
+from . import workflow_context as workflow_context
 
 
 @dataclass
@@ -82,8 +87,11 @@ class RolloutWorkflow(Protocol):
     """A workflow, which runs one episode per row of data."""
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns a dict of arrays or tensors [rows, T]: input_ids, loss_mask, logprobs, versions and attention_mask,
-        with rewards [rows]; None rejects the episode."""
+        """Returns a dict of arrays or tensors, see `samples`; None rejects the episode."""
+
+
+class InteractionWithTokenLogpReward:
+    """For annotations only: a workflow that would return interactions is an agent here (`agents`)."""
 
 
 class InferenceEngine:
@@ -93,7 +101,7 @@ class InferenceEngine:
         self._generate = generate
         self._version = 0
         self.temperatures: set[float] = set()
-        self.finishes: dict[tuple[int, ...], Finish] = {}  # by all tokens of a request
+        self.completions: list[tuple[list[int], Completion]] = []  # prompt and answer of each request
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Continues `input_ids`.
@@ -117,10 +125,10 @@ class InferenceEngine:
             ignore_eos=how.ignore_eos,
         )  # fmt: skip
         self._version = max([self._version, *done.version])
-        self.finishes[(*req.input_ids, *done.tokens)] = done.finish
-        return ModelResponse(
-            input_tokens=list(req.input_ids), output_tokens=done.tokens, output_logprobs=done.logp,
-            output_versions=done.version, stop_reason=done.finish, latency=time.monotonic() - began,
+        self.completions.append((list(req.input_ids), done))
+        return ModelResponse(  # lists of its own, which the workflow may change
+            input_tokens=list(req.input_ids), output_tokens=list(done.tokens), output_logprobs=list(done.logp),
+            output_versions=list(done.version), stop_reason=done.finish, latency=time.monotonic() - began,
             tokenizer=req.tokenizer,
         )  # fmt: skip
 
@@ -130,25 +138,55 @@ class InferenceEngine:
 
 
 class AsyncRewardWrapper:
-    """Wraps a reward `fn(prompt, completions, prompt_ids, completion_ids, **data)` as a coroutine function; a plain
-    function runs in a thread. After `timeout_seconds` the reward is unscorable, NaN."""
+    """Wraps a reward `fn(prompt, completions, prompt_ids, completion_ids, **data)` as a coroutine function.
 
-    def __init__(self, reward_fn: Callable | str, timeout_seconds: float = 15.0, **_):
+    A plain function runs in worker processes (`rewards.pool`), which import it: it must be at the top level of a module
+    or file. An attempt of more than `timeout_seconds` ends with its process; after `max_retries` further attempts the
+    reward is unscorable, NaN. A coroutine function runs in the event loop, within the same time. The `reward_fn` that a
+    workflow's class is given is the run's reward, whose limits are the run's.
+
+    Args:
+      max_workers: number of processes; None = as many as the run's reward has.
+
+    Raises:
+      ValueError: workers cannot import the function.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable | str,
+        timeout_seconds: float = 15.0,
+        max_workers: int | None = None,
+        max_retries: int = 1,
+    ):
         self._function = object_path.resolve(reward_fn) if isinstance(reward_fn, str) else reward_fn
-        self._timeout_s = timeout_seconds
+        self._timeout_s, self._workers, self._retries = timeout_seconds, max_workers, max_retries
+        self._in_loop = isinstance(self._function, RunReward) or inspect.iscoroutinefunction(self._function)
+        self._name = "" if self._in_loop else object_path.of(self._function)
 
     async def __call__(self, *arguments, **data) -> float:
-        function = self._function
-        called = function if inspect.iscoroutinefunction(function) else _threaded(function)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await called(*arguments, **data)
-        except TimeoutError:
-            return float("nan")
+        if isinstance(self._function, RunReward):
+            return await self._function(*arguments, **data)
+        data = _unambiguous(self._function, arguments, data)
+        if self._in_loop:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._function(*arguments, **data)
+            except TimeoutError:
+                return float("nan")
+        async with workflow_context.current() as shared:
+            make = functools.partial(
+                rewards.pool, self._name, workers=self._workers or shared.workers, timeout_s=self._timeout_s,
+                retries=self._retries, environment=shared.environment, as_called=True,
+            )  # fmt: skip
+            pool = await shared.get(self, make)
+            return (await pool.called(*arguments, **data)).value
 
 
-def _threaded(function: Callable) -> Callable:
-    return lambda *arguments, **data: asyncio.to_thread(function, *arguments, **data)
+def _unambiguous(function: Callable, arguments: Sequence, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The data without fields named like parameters that `arguments` fill: a row may have a field "prompt"."""
+    filled = list(inspect.signature(function).parameters)[: len(arguments)]
+    return {name: value for name, value in data.items() if name not in filled}
 
 
 def concat_padded_tensors(results: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -164,8 +202,10 @@ def workflow(made: RolloutWorkflow, tokenizer: Any) -> Workflow:
     decode = lambda tokens: tokenizer.decode(tokens.tolist())
 
     async def episode(generate: Generate, row: Mapping[str, Any]) -> list[Sample] | None:
-        engine = InferenceEngine(generate)
-        result = await made.arun_episode(engine, dict(row))
+        engine, data = InferenceEngine(generate), dict(row)
+        if row.get("messages") is None and isinstance(row.get("prompt"), str):
+            data["messages"] = template.conversation(row)
+        result = await made.arun_episode(engine, data)
         if result is None:
             return None
         if len(engine.temperatures) != 1:
@@ -173,10 +213,11 @@ def workflow(made: RolloutWorkflow, tokenizer: Any) -> Workflow:
                 f"{type(made).__name__}: an episode must be sampled at one temperature, got "
                 f"{sorted(engine.temperatures)}"
             )
-        rows = samples(result, engine.temperatures.pop(), row)
+        rows = samples(result, engine.temperatures.pop(), row, engine.completions)
+        finishes = {(*prompt, *done.tokens): done.finish for prompt, done in engine.completions}
         return [
             sample.replace(
-                finish=engine.finishes.get(tuple(sample.tokens.tolist()), "stop"),
+                finish=finishes.get(tuple(sample.tokens.tolist()), "stop"),
                 info={**sample.info, "prompt": decode(sample.tokens[:start]), "text": decode(sample.tokens[start:])},
             )
             for sample in rows
@@ -186,19 +227,37 @@ def workflow(made: RolloutWorkflow, tokenizer: Any) -> Workflow:
     return episode
 
 
-def samples(result: Mapping[str, Any], temperature: float, row: Mapping[str, Any]) -> list[Sample]:
+def samples(
+    result: Mapping[str, Any],
+    temperature: float,
+    row: Mapping[str, Any],
+    completions: Sequence[tuple[list[int], Completion]] = (),
+) -> list[Sample]:
     """Converts an episode's result to samples, one per row.
 
+    Args:
+      result: `input_ids`, `loss_mask`, `logprobs`, `versions` and optionally `attention_mask`, each [rows, T], or [T]
+        for a single row, with `rewards` [rows]. Or `input_ids` and `output_ids`, the prompt and the answer of each row,
+        whose mask, log-probabilities and versions are those of the request. `reward` is another name of `rewards`.
+      completions: prompt and answer of each request of the episode.
+
     Raises:
-      ValueError: an entry is missing, or its shape does not match input_ids.
+      ValueError: an entry is missing, or its shape does not match input_ids; an answer is that of no request.
     """
+    if "reward" in result and "rewards" not in result:
+        result = {**result, "rewards": result["reward"]}
+    if "output_ids" in result and not {"loss_mask", "logprobs", "versions"} & result.keys():
+        result = _whole_rows(result, completions)
     needed = ("input_ids", "loss_mask", "logprobs", "versions", "rewards")
     if missing := [name for name in needed if name not in result]:
-        raise ValueError(f"an episode's result must have {', '.join(needed)}, but lacks {', '.join(missing)}")
-    ids_RT = np.asarray(result["input_ids"])
-    valid_RT = np.asarray(result.get("attention_mask", np.ones_like(ids_RT))).astype(bool)
+        raise ValueError(
+            f"an episode's result must have {', '.join(needed)}, or input_ids, output_ids and rewards, but lacks "
+            f"{', '.join(missing)}"
+        )
+    ids_RT = np.atleast_2d(np.asarray(result["input_ids"]))
+    valid_RT = np.atleast_2d(np.asarray(result.get("attention_mask", np.ones_like(ids_RT))).astype(bool))
     reward_R = np.asarray(result["rewards"], np.float64).reshape(-1)
-    arrays = {name: np.asarray(result[name]) for name in ("loss_mask", "logprobs", "versions")}
+    arrays = {name: np.atleast_2d(np.asarray(result[name])) for name in ("loss_mask", "logprobs", "versions")}
     for name, array in {**arrays, "attention_mask": valid_RT}.items():
         if array.shape != ids_RT.shape or ids_RT.ndim != 2:
             raise ValueError(f"an episode's {name} must be [rows, T] as input_ids {ids_RT.shape}, got {array.shape}")
@@ -220,6 +279,40 @@ def samples(result: Mapping[str, Any], temperature: float, row: Mapping[str, Any
     return rows
 
 
+def _whole_rows(result: Mapping[str, Any], completions: Sequence[tuple[list[int], Completion]]) -> dict[str, Any]:
+    """A result of prompts and answers as one of whole rows; each takes the first request of just these tokens that no
+    row before it took."""
+    prompts, answers = (_lists(result.get(name)) for name in ("input_ids", "output_ids"))
+    if len(prompts) != len(answers):
+        raise ValueError(
+            f"an episode's output_ids must be one answer per prompt in input_ids, got {len(answers)} for {len(prompts)}"
+        )
+    left, rows = list(completions), []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        at = next((i for i, (asked, done) in enumerate(left) if asked == prompt and done.tokens == answer), None)
+        if at is None:
+            raise ValueError(
+                "an episode's input_ids and output_ids must be the tokens of one of its requests, unpadded, from which "
+                f"their log-probabilities are taken, got {len(prompt)} and {len(answer)} tokens that are not; or "
+                "return whole rows, with loss_mask, logprobs and versions"
+            )
+        _, done = left.pop(at)
+        n = len(prompt)
+        row = {
+            "input_ids": [*prompt, *answer], "loss_mask": [0] * n + [1] * len(answer),
+            "logprobs": [0.0] * n + done.logp, "versions": [-1] * n + done.version,
+            "attention_mask": [1] * (n + len(answer)),
+        }  # fmt: skip
+        rows.append({name: np.asarray([value]) for name, value in row.items()})
+    return {**concat_padded_tensors(rows), **{name: result[name] for name in ("rewards",) if name in result}}
+
+
+def _lists(ids: Any) -> list[list[int]]:
+    """Token ids [T] or [rows, T], of any array type, as lists; rows may differ in length."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else [x.tolist() if hasattr(x, "tolist") else x for x in ids or ()]
+    return [list(x) for x in ids] if ids and isinstance(ids[0], list) else [ids]
+
+
 def settings(sampling: Sampling) -> GenerationHyperparameters:
     """Converts sampling parameters to AReaL's."""
     return GenerationHyperparameters(
@@ -230,11 +323,22 @@ def settings(sampling: Sampling) -> GenerationHyperparameters:
     )  # fmt: skip
 
 
-def signature(reward: Callable) -> Callable:
-    """Wraps our reward `(text, row)` in AReaL's signature (prompt, completions, prompt_ids, completion_ids, **row)."""
+class RunReward:
+    """The run's reward `(text, row)` with AReaL's signature, a coroutine function."""
 
-    async def fn(prompt, completions, prompt_ids, completion_ids, /, **row) -> float:
-        value = await reward(completions, row, prompt=prompt, prompt_ids=prompt_ids, completion_ids=completion_ids)
-        return rewards.score(value).value
+    def __init__(self, reward: Callable):
+        self._reward = reward
 
-    return fn
+    async def __call__(self, prompt, completions, prompt_ids=None, completion_ids=None, /, **row) -> float:
+        context = {"prompt": prompt, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        return rewards.score(await self._reward(completions, row, **context)).value
+
+
+def templating(tokenizer: Any) -> Any:
+    """The tokenizer with `apply_chat_template` of transformers 4, for which AReaL's workflows are written: token ids,
+    not a dict of them."""
+    if not hasattr(tokenizer, "apply_chat_template"):
+        return tokenizer
+    like = copy.copy(tokenizer)
+    like.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    return like

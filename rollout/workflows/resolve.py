@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import object_path
 from ..types import Sampling, Workflow
-from . import agents, areal
+from . import agents, areal, workflow_context
 
 ONLINE, COMMAND = "online", "exec:"
 
@@ -63,16 +63,27 @@ async def bind(
         run = agents.command(name.removeprefix(COMMAND), agent.environment)
     else:
         if inspect.isclass(found):
-            offered = {"reward_fn": areal.signature(reward), "gconfig": areal.settings(sampling), **bound}
-            found = found(**_taken(name, _parameters(found), offered, given))
+            offered = {"reward_fn": areal.RunReward(reward), "gconfig": areal.settings(sampling), **bound}
+            if hasattr(found, "arun_episode"):
+                offered["tokenizer"] = areal.templating(tokenizer)
+            taken = _taken(name, _parameters(found), offered, given)
+            if missing := [key for key, p in _parameters(found).items() if key not in taken and _required(p)]:
+                raise ValueError(
+                    f"--workflow: {name} needs {', '.join(missing)}, got none; give it in --workflow-options"
+                )
+            found = found(**taken)
         else:
             _taken(name, {}, {}, given)
         if hasattr(found, "arun_episode"):
-            yield areal.workflow(found, tokenizer)
+            async with workflow_context.opened(reward) as shared:
+                yield workflow_context.within(shared, areal.workflow(found, tokenizer))
             return
         run = agents.coroutine(found)
-    async with agents.played(run, name, **bound, options=agent) as workflow:
-        yield workflow
+    async with (
+        workflow_context.opened(reward) as shared,
+        agents.played(run, name, **bound, options=agent) as workflow,
+    ):
+        yield workflow_context.within(shared, workflow)
 
 
 def options(text: str) -> dict[str, Any]:
@@ -122,6 +133,13 @@ def _generates(found: Any) -> bool:
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(function).parameters
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
 
 
 def _taken(name: str, parameters: Mapping[str, inspect.Parameter], offered: Mapping, options: Mapping) -> dict:

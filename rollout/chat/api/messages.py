@@ -10,30 +10,47 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..chat import fields
-from ..chat.fields import Refused, rule
-from ..chat.parsers import Piece, Style, ToolCall
-from ..chat.trajectory import Interaction
-from .ask import Ask
-from .chat import Event
+from .. import fields, template
+from ..fields import Refusal, Refused, Table, rule
+from ..parsers import Piece, Style, ToolCall
+from ..trajectory import Interaction
+from .ask import Ask, Event, render
 
-PASSED = {
-    "metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id", "inference_geo", "diagnostics",
-    "speed",
-}  # fmt: skip
-TAKEN = {
-    "messages", "model", "system", "tools", "tool_choice", "thinking", "output_config", "stream", "stop_sequences",
-    "max_tokens", "temperature", "top_p", "top_k",
-}  # fmt: skip
-NEUTRAL: dict[str, list] = {"mcp_servers": [[]], "betas": [[]], "context_management": [{}]}
+FIELDS = fields.table(
+    [
+        "messages", "model", "system", "tools", "tool_choice", "thinking", "output_config", "stream", "stop_sequences",
+        "max_tokens", "temperature", "top_p", "top_k",
+    ],
+    [
+        "metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id", "inference_geo", "diagnostics",
+        "speed",
+    ],
+    {
+        "mcp_servers": Refusal("this server calls no tools", ([],)),
+        "betas": Refusal("no beta is implemented", ([],)),
+        "context_management": Refusal("the conversation is read as it is", ({},)),
+        "container": Refusal("this server runs no code"),
+    },
+)  # fmt: skip
+OUTPUT_CONFIG = fields.table(["format"], refused={"effort": Refusal("no model here is trained for it")})
+THINKING = fields.table(["type"], ["budget_tokens"], {"display": Refusal(but=("summarized",))})
+TOOL = fields.table(
+    ["name", "description", "input_schema", "type"],
+    ["cache_control", "strict", "eager_input_streaming"],
+    {
+        "defer_loading": Refusal(but=(False,)),
+        "input_examples": Refusal(but=([],)),
+        "allowed_callers": Refusal(but=(["direct"],)),
+    },
+)
 SIGNATURE = "unsigned"  # of thinking blocks, which nothing checks here
 
 
-def read(body: Mapping[str, Any], style: Style) -> Ask:
-    """Parses a request. Raises Refused."""
+def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS) -> Ask:
+    """Parses a request; `table` has its fields, and what the server does with them. Raises Refused."""
     rule(body.get("max_tokens") is not None, "max_tokens", "must be given", None)
     return Ask(
-        **_asked(body, style),
+        **_asked(body, style, table),
         sampling={
             **fields.sampling(body, most=["max_tokens"], stop="stop_sequences"),
             **fields.schema(fields.mapping(body, "output_config").get("format"), "output_config"),
@@ -42,14 +59,15 @@ def read(body: Mapping[str, Any], style: Style) -> Ask:
     )
 
 
-def read_count(body: Mapping[str, Any], style: Style) -> Ask:
-    """Parses a request of `count_tokens`. Raises Refused."""
-    return Ask(**_asked(body, style))
+def count(body: Mapping[str, Any], style: Style, tokenizer: Any, table: Table = FIELDS) -> dict[str, int]:
+    """The answer of `count_tokens`. Raises Refused."""
+    text = render(tokenizer, Ask(**_asked(body, style, table)))
+    return {"input_tokens": len(template.encode(tokenizer, text))}
 
 
-def _asked(body: Mapping[str, Any], style: Style) -> dict[str, Any]:
-    fields.known(body, TAKEN, PASSED, NEUTRAL)
-    fields.known(fields.mapping(body, "output_config"), ["format"], [])
+def _asked(body: Mapping[str, Any], style: Style, table: Table) -> dict[str, Any]:
+    fields.known(body, table)
+    fields.known(fields.mapping(body, "output_config"), OUTPUT_CONFIG)
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
     system = [{"role": "system", "content": fields.text(body["system"], "system")}] if body.get("system") else []
     messages = [message for one in fields.objects(body.get("messages"), "messages") for message in _messages(one)]
@@ -64,8 +82,8 @@ def _asked(body: Mapping[str, Any], style: Style) -> dict[str, Any]:
     }
 
 
-def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, Any]:
-    """The message; its id is the interaction's."""
+def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any, readings: Any = None) -> dict[str, Any]:
+    """The message; its id is the interaction's. It has no log-probabilities."""
     (x,) = done
     blocks: list[dict[str, Any]] = []
     if x.answer.reasoning:
@@ -80,7 +98,7 @@ def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, A
 
 
 class Stream:
-    """The events of a streamed message, in the order begin, piece..., end or failed.
+    """The events of a streamed message, in the order begin, pieces..., finish, end; or failed.
 
     A tool's input is a single delta, because a call is recognised only when it is complete.
     """
@@ -93,7 +111,11 @@ class Stream:
         message = {**_frame(self._ask, self._id), "content": [], "stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message=message | {"usage": {"input_tokens": 0, "output_tokens": 0}})
 
-    def piece(self, i: int, piece: Piece) -> Iterator[Event]:
+    def pieces(self, i: int, pieces: Sequence[Piece], reading: Any = ()) -> Iterator[Event]:
+        for piece in pieces:
+            yield from self._piece(piece)
+
+    def _piece(self, piece: Piece) -> Iterator[Event]:
         if isinstance(piece, ToolCall):
             yield from self._start({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
@@ -106,9 +128,11 @@ class Stream:
                 yield from self._start({"type": "text", "text": "", "citations": None})
             yield self._delta({"type": "text_delta", "text": piece.text})
 
-    def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
+    def finish(self, i: int, x: Interaction, reading: Any = ()) -> Iterator[Event]:
         yield from self._stop()
-        yield _event("message_delta", delta=_stop(self._ask, done[0]), usage=_usage(done[0]))
+        yield _event("message_delta", delta=_stop(self._ask, x), usage=_usage(x))
+
+    def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
         yield _event("message_stop")
 
     def failed(self, status: int, message: str) -> Iterator[Event]:
@@ -213,12 +237,7 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
     rule(
         given.get("type") in (None, "custom"), "tools", "only tools with an input_schema can be used", given.get("type")
     )
-    fields.known(
-        given,
-        ["name", "description", "input_schema", "type"],
-        ["cache_control", "strict", "eager_input_streaming"],
-        {"defer_loading": [False], "input_examples": [[]], "allowed_callers": [["direct"]]},
-    )
+    fields.known(given, TOOL)
     return fields.tool(given.get("name"), given.get("description"), given.get("input_schema"), "tools")
 
 
@@ -238,5 +257,5 @@ def _thinking(body: Mapping[str, Any], style: Style) -> dict[str, bool]:
     if not given:
         return {}
     rule(kind in ("enabled", "disabled", "adaptive"), "thinking", "must be enabled, disabled or adaptive", kind)
-    fields.known(given, ["type", "budget_tokens"], [], {"display": ["summarized"]})
+    fields.known(given, THINKING)
     return {style.switch: kind != "disabled"}

@@ -10,41 +10,47 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..chat import fields
-from ..chat.fields import rule
-from ..chat.openai import ROLES
-from ..chat.parsers import Piece, Style, ToolCall
-from ..chat.trajectory import Interaction
-from .ask import Ask
-from .chat import Event, chosen, error
+from .. import fields
+from ..fields import Refusal, Table, rule
+from ..parsers import Piece, Style, ToolCall
+from ..trajectory import Interaction
+from .ask import Ask, Event
+from .chat import chosen, error
+from .openai import ROLES
 
-PASSED = {
-    "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "max_tool_calls", "stream_options",
-}  # fmt: skip
-TAKEN = {
-    "input", "instructions", "model", "tools", "tool_choice", "stream", "text", "max_output_tokens", "temperature",
-    "top_p",
-}  # fmt: skip
-NEUTRAL: dict[str, list] = {
-    "background": [False],
-    "truncation": ["disabled"],
-    "reasoning": [{}],
-    "include": [[], ["reasoning.encrypted_content"]],
-    "top_logprobs": [0],
-    "parallel_tool_calls": [True],
-    "context_management": [[]],
-}
+STORED = "nothing is stored; send the whole conversation as input"
+FIELDS = fields.table(
+    [
+        "input", "instructions", "model", "tools", "tool_choice", "stream", "text", "max_output_tokens", "temperature",
+        "top_p", "chat_template_kwargs",
+    ],
+    [
+        "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "max_tool_calls", "stream_options",
+    ],
+    {
+        "previous_response_id": Refusal(STORED),
+        "conversation": Refusal(STORED),
+        "prompt": Refusal(STORED),
+        "background": Refusal(STORED, (False,)),
+        "truncation": Refusal("the input is read as it is", ("disabled",)),
+        "context_management": Refusal("the input is read as it is", ([],)),
+        "reasoning": Refusal("chat_template_kwargs has the variables that this model's template reads", ({},)),
+        "include": Refusal(but=([], ["reasoning.encrypted_content"])),
+        "top_logprobs": Refusal(but=(0,)),
+        "parallel_tool_calls": Refusal("the model decides how many tools it calls", (True,)),
+    },
+)  # fmt: skip
+TEXT = fields.table(["format"], refused={"verbosity": Refusal("no model here is trained for it")})
 SHOWN = ("instructions", "metadata", "max_output_tokens", "temperature", "top_p")  # echoed in the response
 
 
-def read(body: Mapping[str, Any], style: Style) -> Ask:
-    """Parses a request. Raises Refused."""
+def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS) -> Ask:
+    """Parses a request; `table` has its fields, and what the server does with them. Raises Refused."""
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
-    neutral = NEUTRAL if tools else {**NEUTRAL, "parallel_tool_calls": [True, False]}
-    fields.known(body, TAKEN, PASSED, neutral)
+    fields.known(body, table if tools else {**table, "parallel_tool_calls": fields.NO_EFFECT})
     wanted = fields.mapping(body, "text")
-    fields.known(wanted, ["format"], [])
+    fields.known(wanted, TEXT)
     instructions = body.get("instructions")
     rule(instructions is None or isinstance(instructions, str), "instructions", "must be text", instructions)
     given = body.get("input")
@@ -54,6 +60,7 @@ def read(body: Mapping[str, Any], style: Style) -> Ask:
         body=body,
         messages=[*([{"role": "system", "content": instructions}] if instructions else []), *_messages(items)],
         tools=chosen(body.get("tool_choice"), tools),
+        template=fields.mapping(body, "chat_template_kwargs"),
         sampling={
             **fields.sampling(body, most=["max_output_tokens"], stop="stop"),
             **fields.schema(wanted.get("format"), "text"),
@@ -62,20 +69,19 @@ def read(body: Mapping[str, Any], style: Style) -> Ask:
     )
 
 
-def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any) -> dict[str, Any]:
-    """The response; its id is the interaction's."""
+def answer(ask: Ask, done: Sequence[Interaction], tokenizer: Any, readings: Any = None) -> dict[str, Any]:
+    """The response; its id is the interaction's. It has no log-probabilities."""
     (x,) = done
     stream = Stream(ask, [x.id], tokenizer)
     for text, kind in ((x.answer.reasoning, "reasoning"), (x.answer.content, "message")):
         if text:
             list(stream.grow(kind, text))
-    for call in x.answer.tool_calls:
-        list(stream.piece(0, call))
+    list(stream.pieces(0, x.answer.tool_calls))
     return list(stream.end(done))[-1][1]["response"]
 
 
 class Stream:
-    """The events of a streamed response, in the order begin, piece..., end or failed.
+    """The events of a streamed response, in the order begin, pieces..., finish, end; or failed.
 
     A tool's arguments are a single delta, because a call is recognised only when it is complete.
     """
@@ -92,7 +98,11 @@ class Stream:
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def piece(self, i: int, piece: Piece) -> Iterator[Event]:
+    def pieces(self, i: int, pieces: Sequence[Piece], reading: Any = ()) -> Iterator[Event]:
+        for piece in pieces:
+            yield from self._piece(piece)
+
+    def _piece(self, piece: Piece) -> Iterator[Event]:
         if not isinstance(piece, ToolCall):
             yield from self.grow("reasoning" if piece.kind == "reasoning" else "message", piece.text)
             return
@@ -115,6 +125,9 @@ class Stream:
         self._items[-1]["content"][0]["text"] += text
         yield self._at(f"response.{_TEXT[kind]}.delta", content_index=0, delta=text, **_logprobs(kind))
 
+    def finish(self, i: int, x: Interaction, reading: Any = ()) -> Iterator[Event]:
+        yield from self._close()
+
     def end(self, done: Sequence[Interaction]) -> Iterator[Event]:
         yield from self._close()
         (x,) = done
@@ -122,9 +135,10 @@ class Stream:
         if x.completion.finish != "stop":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         read, sampled = len(x.prompt), len(x.completion.tokens)
+        cached = x.completion.info.get("cached_tokens", 0)
         response["usage"] = {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": self._count(x.answer.reasoning)},
             "total_tokens": read + sampled,

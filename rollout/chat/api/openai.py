@@ -1,38 +1,41 @@
-"""Validates bodies of OpenAI's `/v1/completions` and `/v1/chat/completions`, for the gateway and the engine."""
+"""What the bodies of OpenAI's `/v1/completions` and `/v1/chat/completions` have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from . import fields
-from .fields import Refused, rule
+from .. import fields
+from ..fields import Refusal, Refused, rule
 
-PASSED = {  # fields that cannot change an answer
+PASSED = (  # fields that cannot change an answer
     "metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "prediction",
-}  # fmt: skip
-NEUTRAL: dict[str, list] = {  # values without effect, of fields that a server may not support
-    "frequency_penalty": [0],
-    "presence_penalty": [0],
-    "logit_bias": [{}],
-    "suffix": [""],
-    "best_of": [1],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "modalities": [["text"]],
-    "top_logprobs": [0],
-    "parallel_tool_calls": [True],
+)  # fmt: skip
+REFUSED: fields.Table = {
+    "frequency_penalty": Refusal("penalties are not implemented by this server", (0,)),
+    "presence_penalty": Refusal("penalties are not implemented by this server", (0,)),
+    "logit_bias": Refusal("biases are not implemented by this server", ({},)),
 }
 COMPLETION_TOKENS = 16  # default max_tokens of a completion
 CHAT_BUDGET = ("max_completion_tokens", "max_tokens")  # in order of precedence
+STREAM_OPTIONS = fields.table(["include_usage"], ["include_obfuscation"])
+MESSAGE = fields.table(
+    ["role", "content", "name"],
+    ["annotations", "id"],
+    {
+        name: Refusal(but=values)
+        for name, values in (("refusal", ("",)), ("function_call", ()), ("audio", ()), ("tool_calls", ([],)))
+    },
+)
+FIELDS_OF = {"assistant": ["tool_calls", "reasoning_content", "reasoning"], "tool": ["tool_call_id"]}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 def include_usage(body: Mapping[str, Any]) -> bool:
     """Whether a streamed answer ends with token counts."""
     options = fields.mapping(body, "stream_options")
-    fields.known(options, ["include_usage", "include_obfuscation"], [])
+    fields.known(options, STREAM_OPTIONS)
     return fields.boolean(options, "include_usage")
 
 
@@ -82,11 +85,7 @@ def messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     role = str(given.get("role"))
     rule(role in ROLES, "messages", f"a role must be one of {', '.join(ROLES)}", role)
-    taken = ["role", "content", "name"]
-    taken += {"assistant": ["tool_calls", "reasoning_content", "reasoning"], "tool": ["tool_call_id"]}.get(role, [])
-    fields.known(
-        given, taken, ["annotations", "id"], {"refusal": [""], "function_call": [], "audio": [], "tool_calls": [[]]}
-    )
+    fields.known(given, {**MESSAGE, **fields.table(FIELDS_OF.get(role, []))})
     right = given.get("content") is not None or role in ("assistant", "tool")
     rule(right, "messages", f"a message of the {role} needs a content", given)
     message: dict[str, Any] = {

@@ -1,0 +1,37 @@
+"""Rows of metrics for the report: one per kind and step, and what is in them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from ..tracking import run_dir as tracker
+
+Rows = Sequence[dict]
+
+
+def read(path: pathlib.Path) -> dict[str, list[dict]]:
+    """{kind: rows by increasing step} of metrics.jsonl; merges lines of the same kind and step into one row."""
+    kinds: dict[str, dict[int, dict]] = {}
+    for line in tracker.read_lines(path) if path.exists() else ():
+        rows = kinds.setdefault(str(line.get("kind", "run")), {})
+        rows.setdefault(line.get("step", 0), {}).update(line)
+    return {kind: [rows[step] for step in sorted(rows)] for kind, rows in kinds.items()}
+
+
+def names(rows: Rows) -> list[str]:
+    """Names of numeric metrics in the rows, in order of appearance."""
+    return list({n: None for r in rows for n, v in r.items() if n not in tracker.OURS and is_number(v)})
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float)
+
+
+def points(rows: Rows, name: str) -> list[tuple[float, float | None]]:
+    """(step, value) of the rows that have the metric; value None if it was not finite."""
+    return [(r["step"], r[name]) for r in rows if name in r]
+
+
+def values(rows: Rows, name: str) -> list[float]:
+    return [r[name] for r in rows if is_number(r.get(name))]

@@ -1,0 +1,22 @@
+"""Clipping with a defined gradient at the bounds."""
+
+import jax.numpy as jnp
+
+
+def clip(x, low, high):
+    """x within [low, high]; the gradient is 1 within and at the bounds, as torch.clamp's, and 0 outside.
+
+    `jnp.clip` passes half of it at a bound: with a clip range of 0 that would halve the step of every fresh token,
+    whose ratio is exactly 1.
+    """
+    return jnp.where(x < low, low, jnp.where(x > high, high, x))
+
+
+def bounded_log(log_BT):
+    """A log ratio clipped to [-20, 20]: one faulty token must not overflow the whole step."""
+    return clip(log_BT, -20.0, 20.0)
+
+
+def bounded_exp(log_BT):
+    """exp of a `bounded_log`, without gradient outside its bounds."""
+    return jnp.exp(bounded_log(log_BT))

@@ -1,0 +1,91 @@
+"""How a run ends: signals that stop it in order, its summary and its report."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from areax.adapters.report import build
+from areax.adapters.tracking import run_dir
+from areax.recipes.shared import notebook
+
+log = logging.getLogger(__name__)
+
+
+class Stop:
+    """What Ctrl-C and SIGTERM ask of a run; made by `stop_signal`.
+
+    Attributes:
+      asked: whether a signal came after `orderly` was called, or `ask` was.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._act: Callable[[], Any] | None = None
+
+    def orderly(self, act: Callable[[], Any] = lambda: None) -> None:
+        """From now on the first signal sets `asked` and calls `act`; the run ends in order. A second interrupts."""
+        self._act = act
+        if self.asked:
+            act()
+
+    def receive(self, number: int, frame: Any) -> None:
+        """Handles a signal."""
+        if self._act is None or self.asked:
+            raise KeyboardInterrupt
+        self.ask()
+
+    def ask(self) -> None:
+        """Asks the run to end in order, as soon as it can."""
+        self.asked = True
+        if self._act:
+            self._act()
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[Stop]:
+    """Yields a Stop that receives Ctrl-C and SIGTERM: they interrupt at once until it is made `orderly`.
+
+    In other threads than the main one, which gets the signals, the end of `notebook.run_in_thread` asks it.
+    """
+    stop = Stop()
+    main = threading.current_thread() is threading.main_thread()
+    if not main and (asked := notebook.stop_request.get()):
+        asked.add_done_callback(lambda _: stop.ask())
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {number: signal.signal(number, stop.receive) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def interruptible(coroutine: Coroutine[Any, Any, Any], stop: Stop) -> Any:
+    """Awaits the coroutine, which the first signal cancels. Returns its result, or None if it was cancelled that way.
+
+    Signals after it has ended let what follows end in order.
+    """
+    running, task = asyncio.get_running_loop(), asyncio.ensure_future(coroutine)
+    stop.orderly(lambda: running.call_soon_threadsafe(task.cancel))
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not stop.asked:
+            raise
+        return None
+    finally:
+        stop.orderly()
+
+
+def finish(out: str, summary: dict) -> None:
+    """Writes `out`/summary.json and `out`/report.html; a disk too full for the report is only a warning."""
+    run_dir.write_json(Path(out) / run_dir.SUMMARY, summary)
+    try:
+        build.report(out, trace=False)
+    except OSError as error:
+        log.warning("%s: no report was written: %s; areax report %s writes it", out, error, out)

@@ -1,0 +1,55 @@
+"""What a run says on stderr: phases, compilation, and steps in which nothing is learnt."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from areax.adapters.runtime import compile_time
+from areax.adapters.tracking import diagnosis, progress, run_dir
+
+
+def phase(words: str) -> contextlib.AbstractContextManager[None]:
+    """Says that a phase begins and how long it took; nothing in processes other than the first."""
+    return progress.phase(words, quiet=jax.process_index() > 0)
+
+
+def loading(path: str) -> contextlib.AbstractContextManager[None]:
+    """The phase of loading a checkpoint, with its size if it is a directory."""
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    return phase(f"loading {path}" + (f", {size / 1e9:.3f} GB" if size else ""))
+
+
+class Terminal:
+    """The terminal of a run that trains.
+
+    Args:
+      kind: `kind` of the run's steps, which begins each line.
+    """
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._watch, self._first = diagnosis.Watch(), True
+
+    def phase(self, words: str) -> contextlib.AbstractContextManager[None]:
+        """As `phase`, for a part of the run."""
+        return phase(f"{self.kind} {words}")
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Wraps a training step: says that the first one compiles, and how long that took."""
+        first, self._first = self._first and jax.process_index() == 0, False
+        if first:
+            progress.say(f"{self.kind} compiling the first step ...")
+        before = compile_time.seconds()
+        yield
+        if first and (seconds := compile_time.seconds() - before) >= progress.SHORT_S:
+            progress.say(f"{self.kind} compiled in {seconds:.1f} s")
+
+    def look(self, step: int, values: dict) -> None:
+        """Says in which way a step taught nothing, or the wrong thing, at the first and the tenth such step."""
+        lines = self._watch.see(self.kind, step, run_dir.numbers(values))
+        if jax.process_index() == 0:
+            for line in lines:
+                progress.say(line)

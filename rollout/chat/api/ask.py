@@ -1,0 +1,62 @@
+"""A parsed request, and its prompt as text; common to all APIs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import parsers, template
+from ..fields import LONGEST_TEXT, Refused, rule
+
+Event = tuple[str, Any]  # name of a server-sent event, or "", and its data
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A parsed request: a conversation if it has messages, else prompts to continue.
+
+    Attributes:
+      body: the request's body.
+      n: answers per prompt.
+      prompts: token ids, if there are no messages.
+      template: variables of the chat template.
+      sampling: arguments of `Fleet.generate`.
+    """
+
+    body: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+    stream: bool = False
+    prompts: Sequence[Sequence[int]] = ()
+
+
+def render(tokenizer: Any, ask: Ask, ends: bool = True) -> str:
+    """The conversation as a prompt, which `ends` with the beginning of an answer. Raises Refused, and ValueError as
+    `template.render`."""
+    try:
+        template.check_variables(tokenizer, ask.body.get("chat_template_kwargs") or {})
+    except ValueError as error:
+        raise Refused("chat_template_kwargs", str(error)) from None
+    written = lambda tools: template.render(tokenizer, ask.messages, tools, ask.template, ask=ends)
+    text = written(ask.tools)
+    if ask.tools and text == written(()):
+        raise Refused("tools", "this model's chat template does not show them to the model; leave them out")
+    rule(len(text) <= LONGEST_TEXT, "messages", f"must have at most {LONGEST_TEXT} characters", len(text))
+    return text
+
+
+def opened(prompt: str) -> bool:
+    """Whether a prompt already opens the reasoning."""
+    return prompt[-100:].rstrip().endswith(parsers.THINK)
+
+
+def encoded(event: Event) -> bytes:
+    """A server-sent event."""
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

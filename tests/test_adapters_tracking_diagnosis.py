@@ -1,0 +1,83 @@
+"""Steps in which nothing is learnt are said, with what to look at, and are described in docs/metrics.md."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from areax.adapters import cli
+from areax.adapters.tracking import diagnosis, metric_catalog
+
+ROOT = Path(__file__).resolve().parents[1]
+HEALTHY = {
+    "loss": 0.1, "nll": 0.1, "preference": 0.6, "divergence": 0.2, "grad_norm": 1.0, "update_ratio": 1e-3, "skipped": 0,
+    "reward_std": 0.4, "groups_that_teach": 3, "effective_fraction": 0.7, "unscorable": 0, "truncated": 0.1,
+    "empty": 0.0, "entropy": 0.5, "mismatch_k3_now": 1e-6, "learnt_tokens": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, names",
+    [
+        ({}, []),
+        ({"groups_that_teach": 0, "effective_fraction": 0.0, "grad_norm": 0.0}, ["no_group_teaches"]),
+        ({"reward_std": 0.0, "groups_that_teach": 0, "effective_fraction": 0.0, "grad_norm": 0.0}, ["same_reward"]),
+        ({"groups_that_teach": 0}, []),  # a critic's advantages differ all the same
+        ({"effective_fraction": 0.0, "grad_norm": 0.0}, ["nothing_left"]),
+        ({"unscorable": 0.75}, ["unscorable"]),
+        ({"grad_norm": 0.0, "update_ratio": 0.0}, ["no_gradient"]),
+        ({"update_ratio": 0.0}, ["no_update"]),
+        ({"truncated": 0.75}, ["truncated"]),
+        ({"truncated": 0.5}, []),
+        ({"empty": 0.5}, ["empty"]),
+        ({"entropy": 0.001}, ["entropy"]),
+        ({"mismatch_k3_now": 0.01}, ["mismatch"]),
+        ({"skipped": 1.0, "grad_norm": math.inf, "update_ratio": 0.0}, ["skipped"]),
+        ({"loss": math.nan, "nll": math.nan, "skipped": 1.0, "update_ratio": 0.0}, ["not_finite"]),
+        ({"learnt_tokens": 0, "grad_norm": 0.0, "update_ratio": 0.0}, ["no_learnt_tokens"]),
+        ({"nll": 0.3}, ["same_nll"]),
+        ({"nll": 0.3, "update_ratio": 0.0}, ["no_update"]),
+        ({"preference": 0.3, "divergence": 0.3}, ["same_preference", "same_divergence"]),
+    ],
+)
+def test_what_is_wrong_with_a_step_is_said_once(changes, names):
+    before = {"nll": 0.3, "preference": 0.3, "divergence": 0.3}
+    now = {**HEALTHY, **changes}
+    assert [condition.name for condition in diagnosis.of(now, before)] == names
+    for name in changes:  # what a recipe does not log is not judged
+        left = {key: value for key, value in now.items() if key != name}
+        assert len(diagnosis.of(left, before)) <= len(names)
+
+
+def test_the_terminal_says_it_at_the_first_and_the_tenth_step():
+    watch = diagnosis.Watch()
+    healthy = {name: value for name, value in HEALTHY.items() if name not in ("nll", "preference", "divergence")}
+    said = {step: watch.see("grpo", step, {**healthy, "truncated": 0.75 if step % 2 else 0.0}) for step in range(30)}
+    assert [step for step, lines in said.items() if lines] == [1, 19]
+    (first,), (tenth,) = said[1], said[19]
+    assert first.startswith("grpo step 1: most completions end at the length limit (truncated 0.75): raise --sampling.")
+    assert "for the 10th time" in tenth and "\n" not in tenth
+
+
+def test_the_page_lists_every_condition_with_its_bound():
+    """docs/metrics.md, "What to look at": what, rule and advice are those of the code."""
+    text = (ROOT / "docs/metrics.md").read_text()
+    table = text[text.index("## What to look at") :].split("\n\n")[2]
+    rows = [tuple(re.split(r" *(?<!\\)\| *", line.strip("| "))) for line in table.splitlines()[2:]]
+    assert rows == [(c.what, c.rule, c.advice) for c in diagnosis.CONDITIONS]
+
+
+def test_metrics_options_and_conditions_that_are_named_exist(capsys):
+    options = ""
+    for recipe in ("grpo", "sft"):
+        with pytest.raises(SystemExit):
+            cli.main(["train", recipe, "--help-all"])
+        options += capsys.readouterr().out
+    names = {condition.name for condition in diagnosis.CONDITIONS}
+    for condition in diagnosis.CONDITIONS:
+        assert {metric for metric, *_ in condition.tests} <= set(metric_catalog.METRICS)
+        assert set(condition.unless) <= names
+        for option in re.findall(r"--[a-z.-]+[a-z]", condition.advice):
+            group = option.rpartition(".")[0]
+            assert re.search(rf"{option}\b", options) or group == "--objective", option

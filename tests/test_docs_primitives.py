@@ -1,0 +1,35 @@
+"""docs/primitives.md, block by block: a tiny model learns sums, then what is rewarded, and is saved."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from areax.adapters import hf
+
+PAGE = (Path(__file__).parents[1] / "docs" / "primitives.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+@pytest.mark.docs
+def test_the_four_primitives_train_sample_and_save(tmp_path, capsys):
+    model = tiny.model(tmp_path / "model")
+    [setup, learn, reinforce, save] = [
+        block.replace("path/to/checkpoint", str(model)).replace("path/to/result", str(tmp_path / "result"))
+        for block in BLOCKS
+    ]
+    exec(setup, space := {})
+    exec(learn, space)
+    steps = [eval(line) for line in capsys.readouterr().out.splitlines()]  # noqa: S307 - dicts of numbers
+    assert len(steps) == 20 and steps[-1]["loss"] < 0.2 * steps[0]["loss"] and not any(x["skipped"] for x in steps)
+    assert space["forward_backward"][space["imitate"]]._cache_size() == space["optim_step"]._cache_size() == 1
+    exec(reinforce, space)
+    rewards = [float(line) for line in capsys.readouterr().out.splitlines()]
+    assert np.mean(rewards[:3]) < 0.3 and np.mean(rewards[-3:]) > 0.7, rewards
+    assert space["optim_step"]._cache_size() == 1
+    exec(save, space)
+    for a, b in zip(*map(jax.tree.leaves, (hf.load(tmp_path / "result")[1], space["state"].params)), strict=True):
+        np.testing.assert_array_equal(a, b)

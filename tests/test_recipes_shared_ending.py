@@ -1,0 +1,65 @@
+"""Signals that end a run: at once before it trains, in order while it does and after."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from areax.recipes.shared import ending
+from areax.rollout import loop
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+@BOTH
+def test_a_signal_before_training_interrupts_at_once(number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), ending.stop_signal():
+        send(number)
+    assert signal.getsignal(number) is before
+
+
+@BOTH
+@pytest.mark.parametrize("held", ["push", "evaluate", "nothing"])
+def test_a_run_is_complete_only_after_its_last_push_and_evaluation(number, held):
+    """A signal within them lets the newest state be saved; one after them changes nothing."""
+    saved, steps = [], []
+
+    async def hold(what, v):
+        if what == held and v == 2:
+            send(number)
+            await asyncio.sleep(0.05 if what == "push" else 600)
+
+    async def main(stop):
+        async def groups(v):
+            return v
+
+        run = loop.run(
+            groups, lambda groups: groups, lambda v: lambda: hold("push", v), lambda v, position: saved.append(v),
+            lambda v: hold("evaluate", v), eta=1, steps=2, evaluate_every=2,
+            on_step=lambda v, result, seconds: steps.append(v),
+        )  # fmt: skip
+        return await ending.interruptible(run, stop)
+
+    with ending.stop_signal() as stop:
+        seconds = asyncio.run(main(stop))
+        assert (seconds is None) == stop.asked == (held != "nothing")
+        if held == "nothing":
+            send(number)
+        assert stop.asked and saved == [2] and steps == [1, 2]
+        with pytest.raises(KeyboardInterrupt):
+            send(number)
+
+
+def test_a_run_ends_with_its_summary_and_report(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "sft", "step": 1, "loss": 0.5}\n')
+    (tmp_path / "journal.jsonl").write_text("")
+    ending.finish(str(tmp_path), {"steps": 1, "complete": False})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1, "complete": False}
+    assert "1 steps of sft" in (tmp_path / "report.html").read_text() and not (tmp_path / "trace.json").exists()
