@@ -122,8 +122,9 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     rewards.check(config.reward)
     resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options))
-    room = 0 if config.servers else min(config.serve.context, hf.read_config(hub.folder(config.model)).context)
-    check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room)
+    settings = None if config.servers else hf.read_config(hub.folder(config.model))  # servers may be all that has it
+    room, vocabulary = (min(config.serve.context, settings.context), settings.vocab) if settings else (0, 0)
+    check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room, vocabulary=vocabulary)
     asked = rows.read(
         config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
     )

@@ -19,7 +19,7 @@ import jax
 
 from areax.adapters import hf, orbax
 from areax.adapters.command_line.options import UNPREFIXED, json_object
-from areax.adapters.runtime import compile_cache, compile_time
+from areax.adapters.runtime import compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import (
@@ -141,9 +141,10 @@ def read(config: Config, tokens) -> tuple:
     options, heldout, serving = config.prompts, evaluation.named(config.evaluation.heldout), config.serving
     length = config.training.length
     room = length if serving.servers else min(length, serving.serve.context)
-    check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room)
-    recognise = rows.asks(config.rollout.workflow)
-    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=recognise)
+    vocabulary, workflow = hf.read_config(hub.folder(config.model)).vocab, config.rollout.workflow
+    check = rows.prompts(tokens, workflow, most=options.max_prompt, room=room, vocabulary=vocabulary)
+    asks = rows.asks(workflow)
+    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
     prompts = ordered(read(config.data, limit=options.limit), options.curriculum, seed=config.seed)
     return prompts, {name: read(source) for name, source in heldout.items()}
 

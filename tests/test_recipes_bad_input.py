@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -418,13 +419,59 @@ def test_the_demo_is_checked_alike(capsys, place, more, message):
     assert message in line(capsys, place, ["demo", "--out", place / "out", *more.split()])
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("hidden_size", -1), ("hidden_size", "32"), ("num_hidden_layers", 2.5), ("num_attention_heads", 0),
-     ("vocab_size", True), ("vocab_size", 10**30), ("max_position_embeddings", 0)],
-)  # fmt: skip
-def test_a_model_of_an_impossible_size_is_one_line(capsys, place, tmp_path, key, value):
+OPTIONS = [  # of config.json, and what is wrong with it
+    *[(name, value, "must be a whole number above 0") for name, value in (
+        ("hidden_size", -1), ("hidden_size", "32"), ("hidden_size", None), ("num_attention_heads", 0),
+        ("vocab_size", True), ("vocab_size", 10**30), ("max_position_embeddings", 0),
+        ("max_position_embeddings", None),
+    )],
+    *[("num_hidden_layers", value, "must be a whole number of 1 to 10,000") for value in (2.5, None, 10**8)],
+    *[(name, value, "must be a finite number") for name, value in (
+        ("rms_norm_eps", "x"), ("rms_norm_eps", None), ("rms_norm_eps", float("inf")), ("rms_norm_eps", 10**400),
+        ("initializer_range", None), ("initializer_range", float("nan")),
+    )],
+    *[(name, 1.5, "must be true, false or null") for name in ("tie_word_embeddings", "attention_bias")],
+    ("model_type", [], "must be one of llama, "),
+    ("architectures", 3, "must be a list of texts, or null"),
+    ("layer_types", [[]], "must be a list of texts, or null"),
+    *[("eos_token_id", value, "must be a token's id, a list of them, or null") for value in ({}, [[1]], "x", -1)],
+    ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, got 2 and 3"),
+    ("head_dim", 15, "head_dim must be even and above 0, got 15"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OPTIONS)
+def test_a_model_with_an_impossible_option_is_one_line(capsys, place, tmp_path, name, value, message):
     source = json.loads((place / "model" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**source, key: value}))
+    (tmp_path / "config.json").write_text(json.dumps({**source, name: value}))
     said = line(capsys, place, ["plan", "sft", "--model", tmp_path, "--length", "32"])
-    assert f"config.json: {key} must be a whole number above 0, got" in said
+    assert said.startswith(f"{tmp_path}/config.json: ") and name in said and message in said
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": ["linear"]}, "rope_type must be default, linear or llama3, got ['linear']"),
+        ({"rope_type": "linear", "factor": 10**400}, "factor of rope_type linear must be a number above 0"),
+    ],
+)
+def test_impossible_rope_scaling_is_one_line(capsys, place, tmp_path, scaling, message):
+    source = json.loads((place / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**source, "rope_scaling": scaling, "rope_parameters": None}))
+    assert message in line(capsys, place, ["plan", "sft", "--model", tmp_path, "--length", "32"])
+
+
+def test_an_impossible_stop_token_is_one_line(capsys, place, tmp_path):
+    shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [[2]]}')
+    said = line(capsys, place, ["convert", tmp_path / "model", place / "out"])
+    assert f"{tmp_path}/model/generation_config.json: eos_token_id must be a token's id" in said
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "sft", "dpo", "distill"])
+def test_the_tokenizer_of_another_model_is_one_line(capsys, place, tmp_path, recipe):
+    """Its ids beyond the vocabulary would be clipped to the last token."""
+    shutil.copytree(place / "model", tmp_path / "model")
+    tokenizer.save(tokenizer.byte_level(), tmp_path / "model")
+    said = line(capsys, place, words(place, recipe, model=tmp_path / "model", teacher=tmp_path / "model"))
+    assert "good.jsonl:1: token ids must be below 32, the model's vocab_size, got " in said

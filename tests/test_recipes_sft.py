@@ -166,6 +166,18 @@ def test_a_complete_run_keeps_its_options(place, runs):
     assert (out / "config.json").read_text() == before and losses(out) == trained
 
 
+def test_a_run_of_another_recipe_is_not_gone_on_with(place, runs, capsys):
+    """It would train its weights with another objective from the middle on, and replace its model."""
+    out = place / "whole"
+    before, trained = (out / "config.json").read_text(), weights(out / "model")
+    options = ["--model", f"{place}/model", "--data", f"{place}/rows.jsonl", "--out", str(out), "--length", "64"]
+    code = cli.main(["train", "distill", *options, "--teacher", str(place / "model"), "--batch", "8", "--rows", "4"])
+    assert code == 2 and f"--out {out}: holds a run of sft, which distill cannot go on with" in capsys.readouterr().err
+    assert (out / "config.json").read_text() == before
+    for x, y in zip(weights(out / "model"), trained, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_the_weight_average_is_exported(place, runs, monkeypatch):
     """And goes on from the weights themselves."""
     trained, export = [], learner.export

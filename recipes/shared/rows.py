@@ -1,8 +1,10 @@
 """Rows of a run: read, converted by `--row`, and each checked before anything starts."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from areax.adapters.data import datasets, formats
 from areax.adapters.tracking import progress
@@ -94,7 +96,16 @@ def asks(workflow: str) -> bool:
     return resolve.find(workflow) in PROMPTED
 
 
-def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
+def check_vocabulary(ids: Sequence[int] | np.ndarray, vocabulary: int) -> None:
+    """Raises ValueError if a token is outside the model's vocabulary: indexing would clip it, without a word."""
+    if (highest := int(np.max(ids, initial=0))) >= vocabulary:
+        raise ValueError(
+            f"token ids must be below {vocabulary}, the model's vocab_size, got {highest}; is its tokenizer of another "
+            "model?"
+        )
+
+
+def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0, vocabulary: int = 0) -> Check:
     """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
 
     Rows of workflows that read other fields than "prompt" or "messages" are not checked.
@@ -102,15 +113,19 @@ def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
     Args:
       most: longest prompt in tokens; a longer one is left out; 0 = no limit.
       room: longest sequence in tokens, prompt and completion; 0 = unknown.
+      vocabulary: size of the model's vocabulary; 0 = unknown.
     """
     prompted = asks(workflow)
 
     def check(row: dict) -> str | None:
         if not prompted and not most:
             return None
-        n = len(template.prompt(tokens, row))
+        ids = template.prompt(tokens, row)
+        n = len(ids)
         if not n:
             raise ValueError("the prompt must have at least one token, got none")
+        if vocabulary:
+            check_vocabulary(ids, vocabulary)
         if most and n > most:
             return f"longer than --max-prompt {most}"
         if prompted and room and n >= room:
