@@ -1,4 +1,4 @@
-"""Steps until a small task is learnt, beside TRL's GRPOTrainer: same weights, prompts, rewards, batch and learning rate.
+"""Steps until a small task is learnt, beside TRL's GRPOTrainer: same weights, prompts, rewards, batch, learning rate.
 
     python benchmarks/learning.py OUT [--write]
 

@@ -183,8 +183,8 @@ def main() -> int:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
     print(
-        f"{len(played)} commands, {total} lines of output, {failed} failed, {named} lines that name an error or warning, "
-        f"{(time.monotonic() - began) / 60:.1f} minutes"
+        f"{len(played)} commands, {total} lines of output, {failed} failed, "
+        f"{named} lines that name an error or a warning, {(time.monotonic() - began) / 60:.1f} minutes"
     )
     return int(failed > 0)
 
