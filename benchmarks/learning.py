@@ -41,7 +41,7 @@ def start(out: Path) -> Path:
     return out / "sft" / "model"
 
 
-def ours(model: Path, out: Path, seed: int) -> list[float]:
+def ours(model: Path, out: Path, seed: int, eta: int) -> list[float]:
     """Mean rewards of each step of `areax train grpo`."""
     from areax.adapters.tracking import run_dir
     from areax.core.optim import Optimizer
@@ -51,9 +51,9 @@ def ours(model: Path, out: Path, seed: int) -> list[float]:
     from areax.rollout.types import Sampling
 
     config = grpo.Config(
-        model=str(model), data=str(out / "data/train.jsonl"), out=str(out / f"areax-{seed}"),
+        model=str(model), data=str(out / "data/train.jsonl"), out=str(out / f"areax-eta{eta}-{seed}"),
         reward="areax.rollout.tasks.arithmetic:reward", steps=OURS, seed=seed,
-        rollout=Rollout(groups=PROMPTS, group_size=GROUP, sampling=Sampling(max_new_tokens=NEW)),
+        rollout=Rollout(groups=PROMPTS, group_size=GROUP, eta=eta, sampling=Sampling(max_new_tokens=NEW)),
         training=Training(length=64, optim=Optimizer(lr=LR)),
         serving=Serving(serve=Serve(slots=PROMPTS * GROUP, context=64)),
     )  # fmt: skip
@@ -105,7 +105,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     model = start(out)
     sides = {
-        "areax": lambda seed: ours(model, out, seed),
+        "areax, eta 0": lambda seed: ours(model, out, seed, 0),  # synchronous, as TRL is
+        "areax, eta 1": lambda seed: ours(model, out, seed, 1),  # the default
         "trl": lambda seed: trl(model, out, seed),
     }
     found: dict[str, list] = {}
@@ -115,14 +116,14 @@ def main() -> None:
             rewards = side(seed)
             found.setdefault(name, []).append({"seed": seed, "steps": reached(rewards), "rewards": rewards})
             print(
-                f"{name:5} seed {seed}: learnt at step {reached(rewards)}, first reward {rewards[0]:.2f}, "
+                f"{name:12} seed {seed}: learnt at step {reached(rewards)}, first reward {rewards[0]:.2f}, "
                 f"{time.monotonic() - began:.0f} s for {len(rewards)} steps",
                 flush=True,
             )
     steps = {name: statistics.median(row["steps"] or STEPS + 1 for row in rows) for name, rows in found.items()}
     print(f"median steps: {steps}")
     if given.write:
-        here, there = (1 / steps[name] for name in ("areax", "trl"))
+        here, there = (1 / steps[name] for name in ("areax, eta 0", "trl"))
         row = {"case": "learning", "model": None, "peer": "trl", "ours": here, "theirs": there, "unit": "1/steps"}
         run.store([row | {"ratio": here / there, "details": found} | run.origin()])
 
