@@ -46,7 +46,8 @@ FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bf
 
 
 def read_config(path: str | os.PathLike):
-    """The Config of a checkpoint directory; its stop tokens are those of config.json and generation_config.json.
+    """The Config of a checkpoint directory; its stop tokens are those of config.json and generation_config.json, or if
+    neither has any, the tokenizer's.
 
     Raises:
       ValueError: the path is missing or not a directory, config.json is missing or malformed, or the architecture or
@@ -70,7 +71,14 @@ def read_config(path: str | os.PathLike):
         eos = generation.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
         config = dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *eos))))
-    return config
+    return config if config.eos else dataclasses.replace(config, eos=_tokenizer_stops(path, config.vocab))
+
+
+def _tokenizer_stops(path: Path, vocab: int) -> tuple[int, ...]:
+    """The tokenizer's end of turn and end of text, as SGLang has it; without them no completion would ever end."""
+    if not any((path / name).is_file() for name in tokenizers.FILES):
+        return ()
+    return tuple(id for id in tokenizers.stop_ids(tokenizers.load(path)) if id < vocab)
 
 
 def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = ()):

@@ -207,23 +207,27 @@ def end_of_turn(tokenizer: Any) -> int:
 
 @functools.lru_cache(maxsize=32)  # once per tokenizer, not per row
 def _end_of_turn(tokenizer, template, eos):
-    if template:
-        content = "areax"
-        chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        after = tokenizer.encode(text[text.rfind(content) + len(content) :], add_special_tokens=False)
-        special = _special(tokenizer)
-        for id in after:
-            if id in special:
-                return id
-    if eos is None:
+    end = _turn_marker(tokenizer, template)
+    if end is None and eos is None:
         raise ValueError("the tokenizer has no end-of-text token; set its eos_token")
-    return eos
+    return eos if end is None else end
+
+
+def _turn_marker(tokenizer, template):
+    """The special token after an assistant's turn in the chat template, or None."""
+    if not template:
+        return None
+    content = "areax"
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    text = rendered(tokenizer.apply_chat_template, chat, tokenize=False)
+    after = tokenizer.encode(text[text.rfind(content) + len(content) :], add_special_tokens=False)
+    special = _special(tokenizer)
+    return next((id for id in after if id in special), None)
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """Stop token ids for a config's eos_token_id: end of turn and end of text."""
-    ids = {end_of_turn(tokenizer), tokenizer.eos_token_id} - {None}
+    """Stop token ids for a config's eos_token_id: end of turn and end of text, as far as the tokenizer has them."""
+    ids = {_turn_marker(tokenizer, tokenizer.chat_template), tokenizer.eos_token_id} - {None}
     return tuple(sorted(ids))
 
 

@@ -140,9 +140,12 @@ def read(config: Config, tokens) -> tuple:
     resolve.check(config.rollout.workflow, json_object("--workflow-options", config.rollout.workflow_options))
     options, heldout, serving = config.prompts, evaluation.named(config.evaluation.heldout), config.serving
     length = config.training.length
-    room = length if serving.servers else min(length, serving.serve.context)
-    vocabulary, workflow = hf.read_config(hub.folder(config.model)).vocab, config.rollout.workflow
-    check = rows.prompts(tokens, workflow, most=options.max_prompt, room=room, vocabulary=vocabulary)
+    model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
+    context = 0 if serving.servers else min(serving.serve.context, model.context)
+    check = rows.prompts(
+        tokens, workflow, most=options.max_prompt, room=min(length, context or length), vocabulary=model.vocab,
+        context=context, new=config.rollout.sampling.max_new_tokens,
+    )  # fmt: skip
     asks = rows.asks(workflow)
     read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
     prompts = ordered(read(config.data, limit=options.limit), options.curriculum, seed=config.seed)

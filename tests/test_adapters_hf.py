@@ -219,6 +219,17 @@ def test_stop_tokens_of_both_config_files_are_used(saved):
     assert hf.read_config(saved).eos == (3, 7, 9)
 
 
+def test_without_stop_tokens_those_of_the_tokenizer_are_used_and_saved(tmp_path):
+    """A config made with transformers' defaults names none: no completion would end."""
+    path = hf.save(tmp_path / "model", *made(eos_token_id=None), tokenizer=tokenizer.character("0123456789+"))
+    assert hf.read_config(path).eos == (3,)
+    again = hf.save(tmp_path / "again", *hf.load(path), base=path)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((again / name).read_text())["eos_token_id"] == 3
+    (path / "tokenizer.json").unlink(), (path / "tokenizer_config.json").unlink()
+    assert hf.read_config(path).eos == ()
+
+
 def test_loading_holds_no_second_copy(tmp_path):
     config, params = made(hidden_size=128, intermediate_size=256, num_attention_heads=32, num_hidden_layers=8)
     path = hf.save(tmp_path / "model", config, params, "bfloat16")

@@ -101,8 +101,9 @@ def test_generation_stops_at_the_end_of_turn_and_end_of_text_tokens():
     other.eos_token = "<pad>"  # as in base models, whose chat template ends a turn with another token
     assert tokenizers.stop_ids(other) == (0, 2) and tokenizers.end_of_turn(other) == 2
     assert tokenizers.stop_ids(TRAINED) == (TRAINED.eos_token_id,)
+    assert tokenizers.stop_ids(FALLING_BACK) == ()
     with pytest.raises(ValueError, match="no end-of-text token"):
-        tokenizers.stop_ids(FALLING_BACK)
+        tokenizers.end_of_turn(FALLING_BACK)
 
 
 def test_without_a_template_a_prompt_is_plain_text():

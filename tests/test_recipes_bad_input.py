@@ -46,9 +46,10 @@ def words(place, recipe, *more, **changes):
     """The arguments of a recipe that would run, with other options after them."""
     given = {
         "model": place / "model", "data": place / "good.jsonl", "out": place / "out", "length": 32, "rows": 1,
-        "steps": 1, **({"groups": 2, "group-size": 2} if recipe == "grpo" else {"batch": 2}),
-        "reward": f"{place}/reward.py:reward", "teacher": place / "model", **changes,
+        "steps": 1, "reward": f"{place}/reward.py:reward", "teacher": place / "model",
     }  # fmt: skip
+    given |= {"groups": 2, "group-size": 2, "sampling.max-new-tokens": 8} if recipe == "grpo" else {"batch": 2}
+    given |= changes
     unknown = {"grpo": {"teacher"}, "distill": {"reward"}}.get(recipe, {"teacher", "reward"})
     options = [word for name, value in given.items() if name not in unknown for word in (f"--{name}", str(value))]
     return ["train", recipe, *options, *map(str, more)]
@@ -282,6 +283,11 @@ OPTIONS = {
         ("--serve.slots 0", "--serve.slots must be at least 1, got 0"),
         ("--serve.context 1", "--serve.context must be at least 2, got 1"),
         ("--serve.context 8", "a prompt must leave room for a completion within 8 tokens, got 11"),
+        (
+            "--sampling.max-new-tokens 600",
+            "prompt and completion must fit in --serve.context 64 (at most the model's), got 11 tokens and "
+            "--sampling.max-new-tokens 600; lower it",
+        ),
         ("--serve.dtype float8", "--serve.dtype must be one of float32, bfloat16, float16, got 'float8'"),
         ("--servers http://a --serve.slots 4", "--serve.* are for servers that are started here, got --serve.slots 4"),
         ("--servers a", "--servers must be addresses such as http://127.0.0.1:30000, got 'a'"),
@@ -311,10 +317,13 @@ def test_an_option_that_cannot_work_is_one_line(capsys, place, recipe, more, mes
         ("--servers http://a --serve.context 64", "--serve.* are for servers that are started here"),
         ("--serve.inside", "--serve.inside is for a trainer's process"),
         ("--serve.context 8", "a prompt must leave room for a completion within 8 tokens"),
+        ("--sampling.max-new-tokens 54", "prompt and completion must fit in --serve.context 64 (at most the model's)"),
+        ("--samples 2", "--samples 2 needs --sampling.temperature above 0, got 0: greedy completions are equal"),
     ],
 )
 def test_an_evaluation_is_checked_alike(capsys, place, more, message):
-    arguments = ["eval", "--model", place / "model", "--data", place / "good.jsonl", *more.split()]
+    arguments = ["eval", "--model", place / "model", "--data", place / "good.jsonl"]
+    arguments += ["--sampling.max-new-tokens", 8, *more.split()]
     assert message in line(capsys, place, [*arguments, "--reward", f"{place}/reward.py:reward"])
 
 

@@ -105,7 +105,9 @@ def check_vocabulary(ids: Sequence[int] | np.ndarray, vocabulary: int) -> None:
         )
 
 
-def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0, vocabulary: int = 0) -> Check:
+def prompts(
+    tokens, workflow: str, *, most: int = 0, room: int = 0, vocabulary: int = 0, context: int = 0, new: int = 0
+) -> Check:
     """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
 
     Rows of workflows that read other fields than "prompt" or "messages" are not checked.
@@ -114,6 +116,8 @@ def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0, vocabulary: 
       most: longest prompt in tokens; a longer one is left out; 0 = no limit.
       room: longest sequence in tokens, prompt and completion; 0 = unknown.
       vocabulary: size of the model's vocabulary; 0 = unknown.
+      context: longest sequence that the servers take; 0 = unknown.
+      new: tokens that a completion may have; servers refuse a request that could become longer than the context.
     """
     prompted = asks(workflow)
 
@@ -132,6 +136,11 @@ def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0, vocabulary: 
             raise ValueError(
                 f"a prompt must leave room for a completion within {room} tokens, got {n}; leave out longer ones with "
                 f"--max-prompt, or raise --length or --serve.context"
+            )
+        if prompted and context and n + new > context:
+            raise ValueError(
+                f"prompt and completion must fit in --serve.context {context} (at most the model's), got {n} tokens "
+                f"and --sampling.max-new-tokens {new}; lower it, or leave out longer prompts with --max-prompt"
             )
         return None
 
