@@ -91,6 +91,8 @@ class Optimizer:
                 raise ValueError(f"Optimizer: {name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.floor and self.schedule == "constant":
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
+        if self.steps and self.schedule == "constant":
+            raise ValueError(f"Optimizer: a constant schedule has no steps, got {self.steps}; choose cosine or linear")
         if not 0 <= self.ema < 1:
             raise ValueError(f"Optimizer: ema must be at least 0 and below 1, got {self.ema}; 0 is none")
 

@@ -93,7 +93,7 @@ async def run(config: Config) -> dict:
 async def evaluate(config: Config) -> dict:
     tokens = tokenizer.load(config.model)
     rewards.check(config.reward)
-    resolve.check(config.workflow, resolve.options(config.workflow_options))
+    resolve.check(config.workflow, resolve.options(config.workflow_options), config.agent)
     room = 0 if config.servers else min(config.serve.context, hf.read_config(config.model).context)
     check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room)
     asked = rows.read(config.data, config.row, config.limit, check=check, bad=config.bad_rows)

@@ -122,7 +122,7 @@ def read(config: Config, tokens) -> tuple:
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)
-    resolve.check(config.rollout.workflow, resolve.options(config.rollout.workflow_options))
+    resolve.check(config.rollout.workflow, resolve.options(config.rollout.workflow_options), config.rollout.agent)
     options, heldout, serving = config.prompts, config.evaluation.heldout, config.serving
     length = config.training.length
     room = length if serving.servers else min(length, serving.serve.context)
