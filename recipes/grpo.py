@@ -22,7 +22,7 @@ from areax.adapters.command_line.options import UNPREFIXED
 from areax.adapters.runtime import compile_cache, compile_time
 from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
-from areax.recipes.shared import common, ending, learner, notebook, probe, publishing, rl_log, rollouts, rows
+from areax.recipes.shared import common, ending, learner, notebook, probe, publishing, resume, rl_log, rollouts, rows
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
@@ -97,7 +97,8 @@ def main(config: Config) -> dict:
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
             trainer = build_trainer(config)
-            cursor = restore(trainer, store)
+            with resume.restoring(config):
+                cursor = restore(trainer, store)
             work = collective(config, trainer, store, tokens)
             if index > 0:
                 lockstep.worker_loop(work)
@@ -168,6 +169,8 @@ async def train(
       stop: the `ending.Stop` that ends the run in order once it trains.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
+    steps, complete = max(config.steps, start), common.complete(config, start)
+    rollouts.check_position(prompts, cursor)
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
 
@@ -192,10 +195,12 @@ async def train(
         )  # fmt: skip
         executor = await enter_async(
             rollouts.scheduler(
-                episodes, fleet.generate, prompts, config.rollout, objective, steps=config.steps, cursor=cursor,
+                episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
                 seed=config.seed if fleet.seeded else None,
             )
         )  # fmt: skip
+        if not complete:
+            resume.write_options(config, start)
         enter(log.watching(fleet, executor, episodes.rewards))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
         publish = functools.partial(publishing.prepare_push, sync, fleet, probe_ids)
@@ -223,9 +228,9 @@ async def train(
         seconds = await ending.interruptible(
             loop.run(
                 rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
-                cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
+                cursor=executor.cursor, eta=eta, start=start, steps=steps, save_every=config.saving.save_every,
                 save_seconds=60 * config.saving.save_minutes,
-                evaluate_every=config.evaluation.evaluate_every or config.steps,
+                evaluate_every=config.evaluation.evaluate_every or steps,
             ),
             stop,
         )  # fmt: skip

@@ -35,7 +35,8 @@ def required(config):
 
 
 def written(config, path):
-    with run_dir.open_run(path, config=config):
+    with run_dir.open_run(path):
+        run_dir.write_config(path, config)
         return str(path / run_dir.CONFIG)
 
 
