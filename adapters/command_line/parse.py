@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -48,6 +48,7 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
             with _columns(max(shutil.get_terminal_size().columns, NARROWEST)):
                 _quietly(target, arguments, prog, given)  # help: again, now for the terminal
         sentence = _one_line(captured.getvalue(), arguments, _help(target, prog, given)).removeprefix(f"{prog}: ")
+        sentence = _with_options(sentence, target)
         raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
     if callable(values):
         return values()
@@ -66,6 +67,29 @@ def _nan(config: Any, prefix: str = "") -> Iterator[str]:
             yield from _nan(value, prefix if field.name in inside else f"{name}.")
         elif value != value or isinstance(value, tuple) and any(part != part for part in value):
             yield name
+
+
+def _with_options(sentence: str, config: Any) -> str:
+    """A dataclass's complaint about its fields, behind tyro's path of it, with the options' names instead.
+
+    "training.optim: Optimizer: lr must be ..." becomes "--optim.lr must be ...".
+    """
+    path, colon, words = sentence.partition(": ")
+    kinds, prefix = ((config,), "") if dataclasses.is_dataclass(config) else ((), "")
+    for part in path.split("."):
+        fields = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+        if not (inside := options.dataclasses_of(fields.get(part))):
+            return sentence
+        if not any(part in options.groups(kind) for kind in kinds):
+            prefix += f"{part.replace('_', '-')}."
+        kinds = inside
+    if words.startswith("--") or not prefix:
+        return words
+    words = re.sub(r"^\w+: ", "", words)  # the dataclass's own name
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    option = lambda found: f"--{prefix}{found[0].replace('_', '-')}" if found[0] in names else found[0]
+    words = re.sub(r"^\w+|\b[a-z0-9]+_\w+", option, words)
+    return words if words.startswith("--") else f"--{prefix}*: {words}"
 
 
 def instance(config: type, values: dict[str, Any], required: Callable = lambda field: tyro.MISSING) -> Any:

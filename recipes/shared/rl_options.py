@@ -351,6 +351,8 @@ def _training_conflicts(config: Any) -> Iterator[str]:
         )
     if training.reference_mix != 1 and not training.reference_every:
         yield f"--reference-mix needs --reference-every, batches between updates, got {training.reference_mix} alone"
+    updates = (config.steps - training.critic.warmup * training.objective.needs_values) * training.minibatches
+    yield from ranges.warmup(training.optim, updates * training.epochs)
     if compared := _without_comparison(config.rollout, training):
         yield compared
     if training.lora.rank and training.reference_every:
@@ -368,8 +370,8 @@ def _without_comparison(rollout: Rollout, training: Training) -> str:
         return ""
     return (
         f"--group-size must be at least 2 with --objective.advantage.mean {mean}: a completion that is compared with "
-        "none has advantage 0 and trains nothing, got 1; or use --objective.advantage.mean batch with several --groups "
-        "and --objective.advantage.std batch, or areax train ppo"
+        "none has advantage 0 and trains nothing, got 1; raise it, or compare several --groups with "
+        "--objective.advantage.mean batch and std batch, or use areax train ppo"
     )
 
 
