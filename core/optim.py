@@ -42,7 +42,8 @@ class Optimizer:
       warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
       steps: length of the schedule in optimiser steps, including the warm-up.
       floor: final learning rate as a fraction of lr.
-      b1, b2: decay of Adam's moments, also in muon; of lion's interpolation and momentum (its authors use b2 0.99).
+      b1: decay of Adam's first moment, also in muon; of lion's interpolation.
+      b2: decay of Adam's second moment, also in muon; of lion's momentum (its authors use 0.99).
       eps: added to the root of Adam's second moment, also in muon.
       momentum: momentum of muon and sgd; 0 = sgd without momentum.
       weight_decay: each step subtracts lr * weight_decay * weight.
@@ -91,8 +92,6 @@ class Optimizer:
                 raise ValueError(f"Optimizer: {name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.floor and self.schedule == "constant":
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
-        if self.steps and self.schedule == "constant":
-            raise ValueError(f"Optimizer: a constant schedule has no steps, got {self.steps}; choose cosine or linear")
         if not 0 <= self.ema < 1:
             raise ValueError(f"Optimizer: ema must be at least 0 and below 1, got {self.ema}; 0 is none")
 

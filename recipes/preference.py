@@ -142,6 +142,7 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
         settings = replace(hf.read_config(config.model), value_head=True, tied=True)
         params = common.draw(models.table(settings), config.seed, mesh)
     else:
+        common.check_weights(config.model)
         with terminal.loading(config.model):
             settings, params = hf.load(config.model, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
         settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -218,13 +219,20 @@ def test_functions_that_do_not_work_are_one_line(capsys, place, option, name, me
     assert message.format(place=place) in said
 
 
+@pytest.mark.parametrize("recipe", ["grpo", "sft", "rewardmodel", "distill"])
+def test_a_model_without_weights_may_start_from_new_ones(capsys, place, tmp_path, recipe):
+    shutil.copytree(place / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    said = line(capsys, place, words(place, recipe, model=tmp_path / "model"))
+    assert said.startswith(f"--model {tmp_path}/model: needs weights") and "new ones with --init random" in said
+
+
 OPTIONS = {
     "sft": [
         ("--optim.lr nan", "--optim.lr must be at least 0 and finite, got nan"),
         ("--optim.lr inf", "--optim.lr must be at least 0 and finite, got inf"),
         ("--optim.clip nan", "--optim.clip must be at least 0 and finite, got nan"),
         ("--optim.warmup -1", "--optim.warmup must be at least 0 and finite, got -1"),
-        ("--optim.steps 9", "--optim.*: a constant schedule has no steps, got 9; choose cosine or linear"),
+        ("--optim.steps 9", "--optim.steps is the length of a cosine or linear --optim.schedule, got 9 with"),
         ("--track.prometheus-host ::1", "--track.prometheus-host needs --track.prometheus, a port, got ::1 alone"),
         ("--optim.steps -1", "--optim.steps must be at least 0 and finite, got -1"),
         ("--optim.schedule cosine --optim.warmup 9", "--optim.warmup must be below the 1 optimiser steps of a cosine"),
@@ -283,7 +291,7 @@ OPTIONS = {
         ("--distill.top-k 5 --teacher {place}/model --objective.advantage.teacher 1", "got --distill.top-k 5 without"),
         ("--objective.kl.horizon 3", "--objective.kl.horizon must be 10 without a target to adapt to, got 3"),
         ("--curriculum.target 0.4", "--curriculum.target must be left out with order shuffled, which has none"),
-        ("--curriculum.order easy_first --curriculum.field a --curriculum.memory 0.1", "--curriculum.memory must be left"),
+        ("--curriculum.order easy_first --curriculum.field a --curriculum.memory 0.1", "--curriculum.memory must be"),
         ("--agent.style llama --agent.timeout-s 3", "is not, got --agent.style llama, --agent.timeout-s 3.0;"),
         ("--reference-mix 0.5", "--reference-mix needs --reference-every, batches between updates, got 0.5 alone"),
         ("--objective.tau-pos 3", "grpo: --objective.*: the surrogate clip does not use --objective.tau-pos, got 3.0"),

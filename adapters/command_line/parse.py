@@ -75,7 +75,8 @@ def _with_options(sentence: str, config: Any) -> str:
     "training.optim: Optimizer: lr must be ..." becomes "--optim.lr must be ...".
     """
     path, colon, words = sentence.partition(": ")
-    kinds, prefix = ((config,), "") if dataclasses.is_dataclass(config) else ((), "")
+    kinds: tuple[type, ...] = options.dataclasses_of(config)
+    prefix = ""
     for part in path.split("."):
         fields = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
         if not (inside := options.dataclasses_of(fields.get(part))):

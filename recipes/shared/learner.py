@@ -61,9 +61,7 @@ def make(
         table, frozen = lora.table(table, adapters), (params, *frozen)
         score, params = lora.over_base(score, adapters), common.draw(table, seed, mesh)
         plain = lora.over_base(plain, adapters) if plain else None
-    if spec.schedule != "constant" and not spec.steps:
-        spec = replace(spec, steps=updates)
-    optimizer = optim.make_optimizer(spec, table)
+    optimizer = optim.make_optimizer(replace(spec, steps=spec.steps or updates), table)
     shardings = rules.of_state(optimizer, table, mesh)
     whole = wrap(objective, balance or Balance())
     return Learner(

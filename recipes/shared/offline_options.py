@@ -74,7 +74,7 @@ class Options:
         for reason in (
             *ranges.integers(self, **least),
             *ranges.finite(self, "save_minutes"),
-            *ranges.warmup(self.optim, self.steps),
+            *ranges.schedule(self.optim, self.steps),
         ):
             raise ValueError(reason)
         if self.evaluate_every and not self.heldout:

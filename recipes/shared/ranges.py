@@ -29,8 +29,10 @@ def finite(options: Any, *names: str) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} must be at least 0 and finite, got {getattr(options, name)}"
 
 
-def warmup(optim: Optimizer, updates: int) -> Iterator[str]:
-    """Why the learning rate's schedule ends before it begins to fall in a run of `updates` optimiser steps."""
+def schedule(optim: Optimizer, updates: int) -> Iterator[str]:
+    """Why the learning rate of a run of `updates` optimiser steps cannot follow its schedule, one sentence each."""
+    if optim.steps and optim.schedule == "constant":
+        yield f"--optim.steps is the length of a cosine or linear --optim.schedule, got {optim.steps} with constant"
     steps = optim.steps or updates
     if updates and optim.schedule != "constant" and steps <= optim.warmup:
         yield (

@@ -352,7 +352,7 @@ def _training_conflicts(config: Any) -> Iterator[str]:
     if training.reference_mix != 1 and not training.reference_every:
         yield f"--reference-mix needs --reference-every, batches between updates, got {training.reference_mix} alone"
     updates = (config.steps - training.critic.warmup * training.objective.needs_values) * training.minibatches
-    yield from ranges.warmup(training.optim, updates * training.epochs)
+    yield from ranges.schedule(training.optim, updates * training.epochs)
     if compared := _without_comparison(config.rollout, training):
         yield compared
     if training.lora.rank and training.reference_every:
