@@ -35,8 +35,7 @@ def required(config):
 
 
 def written(config, path):
-    with run_dir.open_run(path):
-        run_dir.write_config(path, config)
+    with run_dir.open_run(path, config=config):
         return str(path / run_dir.CONFIG)
 
 

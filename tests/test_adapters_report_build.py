@@ -51,8 +51,7 @@ class Page(html.parser.HTMLParser):
 
 def write(path, steps=30):
     rng = np.random.default_rng(0)
-    with tracker.open_run(path) as run:
-        tracker.write_config(path, {"optim": {"learning_rate": 1e-3}, "note": NASTY, "empty": {}})
+    with tracker.open_run(path, config={"optim": {"learning_rate": 1e-3}, "note": NASTY, "empty": {}}) as run:
         for step in range(steps):
             run.log("sft", step, nll=3 / (step + 1), loss=3 / (step + 1), grad_norm=1.0, time_update=0.1)
         for step in range(steps):

@@ -25,8 +25,7 @@ def sample(run, step, **changes):
 
 def test_a_line_contains_what_was_logged(tmp_path):
     hist = {"edges": np.arange(3.0), "counts": jnp.array([1, 2])}
-    with run_dir.open_run(tmp_path / "a" / "run") as run:
-        run_dir.write_config(run.path, {"lr": np.float32(0.5)})
+    with run_dir.open_run(tmp_path / "a" / "run", config={"lr": np.float32(0.5)}) as run:
         run.log("sft", np.int64(3), loss=jnp.float32(0.25), tokens=np.int32(7), ok=True, half=jnp.bfloat16(1.5))
         run.log("grpo", 0, length_hist=hist, missing=None)
     first, second = lines(tmp_path / "a" / "run" / "metrics.jsonl")

@@ -243,8 +243,7 @@ def test_wandb_resumes_its_run_or_starts_a_new_one_if_lines_were_removed(tmp_pat
     monkeypatch.setenv("WANDB_SILENT", "true")
     every = Sinks(wandb="test")
     follow = lambda: sinks.following(tmp_path, every, every_s=FAST)
-    with run_dir.open_run(tmp_path) as run, follow():
-        run_dir.write_config(tmp_path, {"lr": 1})
+    with run_dir.open_run(tmp_path, config={"lr": 1}) as run, follow():
         log(run, [1, 2])
     with run_dir.open_run(tmp_path) as run, follow():  # no lines were removed: the same wandb run
         log(run, [3])

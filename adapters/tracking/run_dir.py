@@ -217,10 +217,11 @@ def write_config(path, config) -> None:
 
 
 @contextlib.contextmanager
-def open_run(path, *, keep: Mapping[str, int] | None = None, quiet: bool = False) -> Iterator[Run]:
+def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet: bool = False) -> Iterator[Run]:
     """Opens a run directory for appending, creating it if needed.
 
     Args:
+      config: as `write_config`; None = it is written later, or the run has nothing left to train.
       keep: {kind: last step to keep}: later lines of that kind are removed from both files. A run that resumes after
         step 40 passes {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
       quiet: reads and writes nothing: for the other processes of a job.
@@ -233,6 +234,8 @@ def open_run(path, *, keep: Mapping[str, int] | None = None, quiet: bool = False
     if path.exists() and not path.is_dir():
         raise ValueError(f"open_run: a run needs a directory, got the file {path}; use another path")
     path.mkdir(parents=True, exist_ok=True)
+    if config is not None:
+        write_config(path, config)
     for name in (METRICS, SAMPLES):
         if (path / name).exists():
             _cut(path / name, keep or {})
