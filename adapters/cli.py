@@ -111,7 +111,7 @@ def serve(
     """Serve a checkpoint over HTTP with SGLang's, OpenAI's and Anthropic's APIs (docs/serve.md).
 
     Args:
-      path: Hugging Face directory with weights and tokenizer.
+      path: Hugging Face directory with weights and tokenizer, or a model on the hub.
       host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
       slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
@@ -125,11 +125,12 @@ def serve(
     """
     from ..rollout.engine import server
     from ..rollout.processes import keys
-    from .runtime import compile_cache, malloc
+    from .runtime import compile_cache, hub, malloc
 
     malloc.keep_memory()  # new weights then reuse the memory of the old ones
     compile_cache.keep()
     key = keys.read(keys.SERVER) if api_key is None else api_key
+    path = hub.folder(path, weights=True)
     server.serve(
         path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=key, style=style or "",
         reasoning=reasoning,
@@ -146,7 +147,7 @@ def convert(
     """Copy and validate a checkpoint tensor by tensor, optionally to another dtype.
 
     Args:
-      source: Hugging Face directory.
+      source: Hugging Face directory, or a model on the hub.
       destination: new directory, written atomically.
       dtype: dtype of the written tensors; default: the source's.
       json_: print a summary as JSON.
@@ -165,7 +166,7 @@ def check(
     """Check a checkpoint's names, shapes, hashes and finite values; with --against torch also its logits.
 
     Args:
-      source: Hugging Face directory.
+      source: Hugging Face directory, or a model on the hub.
       against: "torch" compares logits with transformers, in fp32.
       json_: print the results as JSON.
     """
@@ -180,7 +181,8 @@ def eval(*options: str) -> int:
     """Evaluate a checkpoint on rows with a reward: areax eval --model PATH --data ROWS --reward NAME."""
     from ..recipes import eval
 
-    print(json.dumps(eval.main(parse.parse(eval.Config, options, "areax eval")), indent=2))
+    config = parse.parse(eval.Config, options, "areax eval")
+    _show(eval.main(config), config.json)
     return 0
 
 

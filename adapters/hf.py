@@ -25,6 +25,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .. import models
 from ..core import param
+from ..models import config_json
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
 from . import safetensors
@@ -64,7 +65,9 @@ def read_config(path: str | os.PathLike):
     except ValueError as error:
         raise ValueError(f"{path}/{error}") from error
     if (path / "generation_config.json").is_file():
-        eos = read_json(path / "generation_config.json").get("eos_token_id")
+        generation = read_json(path / "generation_config.json")
+        config_json.check(generation, f"{path}/generation_config.json")
+        eos = generation.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
         config = dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *eos))))
     return config

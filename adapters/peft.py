@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -126,13 +127,19 @@ def load(path: str | os.PathLike, config, mesh=None):
 
     Raises:
       ValueError: not a directory of adapters, options that are not implemented, ranks that differ between weights, or
-        missing, unexpected or misshapen tensors, by name.
+        missing, unexpected or misshapen tensors, or numbers that are not finite, by name.
     """
     path = _complete(path)
     options = hf.read_json(path / CONFIG)
     _check_options(options, f"{path / CONFIG}")
     base = models.table(config)
-    tensors = _split_experts(safetensors.read(path / WEIGHTS), base.dims)
+    stored = safetensors.read(path / WEIGHTS)
+    for key, tensor in stored.items():
+        if tensor.ndim != 2:
+            raise ValueError(f"{path}: {key} must be a matrix, got {list(tensor.shape)}; copy the adapters again")
+        if bad := safetensors.count_nonfinite(tensor):
+            raise ValueError(f"{path}: {bad} of the {tensor.size} numbers of {key} are not finite; use other adapters")
+    tensors = _split_experts(stored, base.dims)
     rslora, rank, alpha = bool(options.get("use_rslora")), options["r"], float(options["lora_alpha"])
     if options.get("rank_pattern") and max(map(_rank, tensors.items())) == 2 * rank:  # fused and saved by PEFT
         rank, alpha = 2 * rank, _doubled(alpha, rslora)
@@ -230,9 +237,13 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
 def _check_options(options: Mapping, where: str) -> None:
     if options.get("peft_type") != "LORA":
         raise ValueError(f"{where}: peft_type must be LORA, got {options.get('peft_type')!r}")
-    rank, alpha = options.get("r"), options.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"{where}: needs a rank r of at least 1 and a number lora_alpha, got {rank!r} and {alpha!r}")
+    rank, alpha, rslora = options.get("r"), options.get("lora_alpha"), options.get("use_rslora")
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{where}: r, the rank, must be a whole number above 0, got {rank!r:.80}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= sys.float_info.max:
+        raise ValueError(f"{where}: lora_alpha must be a finite number above 0, got {alpha!r:.80}")
+    if rslora is not None and type(rslora) is not bool:
+        raise ValueError(f"{where}: use_rslora must be true or false, got {rslora!r:.80}")
     for name, value in options.items():
         if name not in FREE and value and not (name == "bias" and value == "none"):
             raise ValueError(f"{where}: {name} is not implemented, got {value!r}; merge these adapters with PEFT")
@@ -242,7 +253,7 @@ def _check_options(options: Mapping, where: str) -> None:
             "others may change the base; merge these adapters with PEFT"
         )
     patterns = options.get("rank_pattern") or {}, options.get("alpha_pattern") or {}
-    fused = {FUSED: 2 * rank}, {FUSED: _doubled(alpha, bool(options.get("use_rslora")))}
+    fused = {FUSED: 2 * rank}, {FUSED: _doubled(alpha, bool(rslora))}
     if patterns not in (({}, {}), fused):
         raise ValueError(
             f"{where}: all weights must have the same rank and alpha, got rank_pattern {patterns[0]} and alpha_pattern "

@@ -15,6 +15,7 @@ from .. import models
 from ..core import packing
 from ..rollout.types import supervised
 from . import hf, tokenizer
+from .runtime import hub
 
 
 def load(path: str | os.PathLike) -> Callable[[str, Mapping[str, Any]], float]:
@@ -26,12 +27,12 @@ def load(path: str | os.PathLike) -> Callable[[str, Mapping[str, Any]], float]:
     fp32, and compiles once for each power of two of tokens.
 
     Args:
-      path: directory of a reward model, with its tokenizer.
+      path: directory of a reward model, or its name on the hub, with its tokenizer.
 
     Raises:
       ValueError: there is no checkpoint, or (at the first call) it has no score head.
     """
-    path = Path(path).absolute()
+    path = Path(hub.folder(path, weights=True)).absolute()
     hf.read_config(path)
 
     @functools.cache

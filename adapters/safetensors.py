@@ -6,11 +6,12 @@ checkpoint is a directory with `model.safetensors`, or with shards listed in `mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         return _read_file(path)
     if not path.is_dir():
         raise ValueError(f"{path}: a checkpoint must be a directory or a safetensors file that exists")
-    if not (path / INDEX).exists():
-        if not (path / FILE).exists():
+    if not (path / INDEX).is_file():  # exists() would also find a pipe, whose reading never ends
+        if not (path / FILE).is_file():
             others = sorted(p.name for p in path.glob("*.safetensors"))
             found = f"only {', '.join(others)}, the index is missing; copy it again" if others else "neither"
             raise ValueError(f"{path}: a checkpoint needs {FILE} or {INDEX}, got {found}")
@@ -118,6 +119,11 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     for name, file in places.items():
         if name not in held[file]:
             raise ValueError(f"{path / file}: lacks {name}, listed there in {INDEX}; copy the checkpoint again")
+    for file in files:
+        if twice := [name for name in held[file] if places.get(name, file) != file]:
+            raise ValueError(
+                f"{path / file}: holds {twice[0]}, which {INDEX} lists in {places[twice[0]]}; copy the checkpoint again"
+            )
     return {name: held[file][name] for name, file in places.items()}
 
 
@@ -150,7 +156,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Writes a small file atomically: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with _named(path), open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -222,7 +228,7 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
     described = {}
     source = iter(arrays)
     try:
-        with open(temporary, "wb", buffering=0) as file:
+        with _named(path), open(temporary, "wb", buffering=0) as file:
             _put(file, memoryview(len(text).to_bytes(8, "little") + text))
             for name, entry in entries.items():
                 array = np.asarray(_next(source, name, path))
@@ -241,6 +247,17 @@ def _next(source, name: str, path: Path):
     for array in source:
         return array
     raise ValueError(f"{path}: {name} needs an array, but there are no more")
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Gives an error of writing the file's name, which that of a full disk lacks."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.strerror:
+            error.filename = os.fspath(path)
+        raise
 
 
 def _put(file, data: memoryview) -> None:
@@ -272,13 +289,14 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             if name != "__metadata__":
                 start, stop = map(int, entry["data_offsets"])
                 places[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{short}, its header is not a safetensors header ({error!r}); copy it again") from error
     held = total - 8 - length
     needed = max((stop for _, _, _, stop in places.values()), default=0)
     if needed != held:
         raise ValueError(f"{short}, its header lists {needed} bytes of tensors, got {held}; copy it again")
-    if sum(stop - start for _, _, start, stop in places.values()) != held:
+    spans = sorted((start, stop) for _, _, start, stop in places.values())
+    if [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), held]:
         raise ValueError(f"{short}, its tensors overlap or leave gaps; copy it again")
     tensors = {}
     for name, (dtype, shape, start, stop) in places.items():
@@ -286,6 +304,9 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"{path}: dtype of {name} must be one of {', '.join(DTYPES)}, got {dtype}")
         if stop - start != math.prod(shape) * DTYPES[dtype].itemsize or min(start, *shape, 0) < 0:
             raise ValueError(f"{short}, {name} of {dtype}{list(shape)} is at [{start}, {stop}); copy it again")
-        count = math.prod(shape)
-        tensors[name] = np.frombuffer(data, DTYPES[dtype], count, 8 + length + start).reshape(shape)
+        flat = np.frombuffer(data, DTYPES[dtype], math.prod(shape), 8 + length + start)
+        try:
+            tensors[name] = flat.reshape(shape)
+        except (ValueError, OverflowError) as error:  # more axes, or longer ones, than numpy supports
+            raise ValueError(f"{path}: {name} of {dtype}{list(shape)!r:.80} cannot be read ({error})") from error
     return tensors

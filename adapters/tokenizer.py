@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does 
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+GENERATION = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # of transformers, unknown to Jinja
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -32,6 +35,8 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 def load(path: str | Path) -> Any:
     """Loads the tokenizer of a model folder, or of a hub model `owner/name`."""
+    is_path = isinstance(path, Path)
+    path = hub.folder(path, needs=FILES)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
@@ -42,7 +47,7 @@ def load(path: str | Path) -> Any:
                     raise ValueError("no JSON object")
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: damaged or half-written: {error}; copy it again from its source") from None
-    elif isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    elif is_path or path.startswith(("/", ".", "~")) or "/" in path:
         raise ValueError(f"tokenizer.load: no such folder, got {path}")
     else:
         hub.check(path)
@@ -66,6 +71,46 @@ def _plain(folder: Path) -> bool:
         return False
     named = config.get("tokenizer_class")
     return named in ("PreTrainedTokenizerFast", "TokenizersBackend") and model.get("model_type") != "qwen2"
+
+
+def bind(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
+    """Gives variables such as enable_thinking to the chat template, wherever this tokenizer renders one; returns it.
+
+    Those that a caller gives as well win. The template that `save` writes does not change.
+
+    Raises:
+      ValueError: there is no chat template, it does not read one of the variables, or that is not one to choose, such
+        as messages.
+    """
+    if not variables:
+        return tokenizer
+    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    read = sorted(variables_of(tokenizer) - reserved)
+    if unread := [name for name in variables if name not in read]:
+        raise ValueError(f"the chat template reads {', '.join(read) or 'no variables'}, got {', '.join(unread)}")
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **variables)
+    return tokenizer
+
+
+def bound(tokenizer: Any) -> dict[str, Any]:
+    """The variables that `bind` gave to the chat template."""
+    return dict(getattr(tokenizer.apply_chat_template, "keywords", {}))
+
+
+def variables_of(tokenizer: Any) -> set[str]:
+    """The variables that the tokenizer's chat template reads, or any of its templates if there are several."""
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    templates = tokenizer.chat_template or ""
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    texts = templates.values() if isinstance(templates, Mapping) else [templates]
+    given = {"raise_exception", "strftime_now", *tokenizer.special_tokens_map}
+    try:
+        parsed = [environment.parse(GENERATION.sub("", text)) for text in texts]
+    except TemplateError as error:
+        raise ValueError(f"the chat template is not valid: {_line(error)}") from None
+    return {name for tree in parsed for name in meta.find_undeclared_variables(tree)} - given
 
 
 def save(tokenizer: Any, path: str | Path) -> None:

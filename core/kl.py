@@ -22,8 +22,7 @@ class KL:
     """Options of the KL penalty that keeps the policy close to a reference.
 
     Attributes:
-      coef: coefficient of the penalty (beta in TRL, kl_loss_coef in verl); 0 = off, no reference model (ref_model) is
-        needed.
+      coef: KL coefficient (beta, kl_loss_coef elsewhere); 0 = off, no reference model (ref_model) is needed.
       estimator: "k1", "k2", "k3", or "k3_k2": the value of k3 with the gradient of k2.
       place: "loss" adds coef x estimate to the loss; "reward" subtracts it from the reward of each sampled token before
         advantages are computed (arXiv:1909.08593), between proximal policy and reference, without a gradient.

@@ -84,6 +84,11 @@ def config(hf: dict, family: str, **differences) -> Config:
         if name not in hf:
             raise ValueError(f"config.json: {family} needs {name}, got none")
     heads = hf["num_attention_heads"]
+    kv_heads = hf.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}"
+        )
     eos = hf.get("eos_token_id")
     fields = dict(
         family=family,
@@ -92,7 +97,7 @@ def config(hf: dict, family: str, **differences) -> Config:
         ffn=hf["intermediate_size"],
         layers=hf["num_hidden_layers"],
         heads=heads,
-        kv_heads=hf.get("num_key_value_heads") or heads,
+        kv_heads=kv_heads,
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
         rope=rotary.from_hf(hf),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
@@ -104,7 +109,10 @@ def config(hf: dict, family: str, **differences) -> Config:
                        for a in hf.get("architectures") or []),
         source=json.dumps(hf),
     )  # fmt: skip
-    return Config(**{**fields, **differences})
+    made = Config(**{**fields, **differences})
+    if made.head_dim < 2 or made.head_dim % 2:
+        raise ValueError(f"config.json: head_dim must be even and above 0, got {made.head_dim}")
+    return made
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types

@@ -163,7 +163,7 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
         ),
         training=Training(length=64, rows=40, objective=GRPO(advantage={"std": "none"}), optim=optim),
         serving=Serving(serve=Serve(slots=128, context=64)),
-        evaluation=Evaluation(heldout=str(out / f"data/{config.rows}.jsonl"), evaluate_every=25),
+        evaluation=Evaluation(heldout=(str(out / f"data/{config.rows}.jsonl"),), evaluate_every=25),
     )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import jax
 
-from areax.adapters import tokenizer
 from areax.core import losses
 from areax.models import frozen as teacher
 from areax.recipes.shared import common, learner, notebook, offline, offline_options
@@ -69,7 +68,7 @@ def train(config: Config, quiet: bool = False) -> dict:
     check(config)
     asyncio.run(client.check_keys(itertools.chain(*served.named(config.teachers).values()), key_variable=served.KEY))
     began = time.monotonic()
-    tokens = tokenizer.load(config.model)
+    tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     sample = offline.sampler(tokens)
 
     def samples(rows: list[dict]) -> list[Sample]:

@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-import numpy as np
-
-from areax.adapters import hf, tokenizer
-from areax.adapters.runtime import compile_cache
-from areax.recipes.shared import common, notebook, ranges, rows
+from areax.adapters import hf
+from areax.adapters.command_line.options import JSON, json_object
+from areax.adapters.report import evaluation as page
+from areax.adapters.runtime import compile_cache, hub
+from areax.adapters.tracking import run_dir
+from areax.recipes.shared import common, evaluation, notebook, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
-from areax.rollout.scheduling import episodes, executor
+from areax.rollout.scheduling import executor
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
 from areax.rollout.workflows import agents, resolve
@@ -22,10 +26,11 @@ class Config:
     """Evaluates a checkpoint on rows, with a reward.
 
     Attributes:
-      model: Hugging Face directory: weights, config.json and tokenizer; with `servers` only the tokenizer is read.
+      model: Hugging Face directory, or a model on the hub, `owner/name`; with `servers` only the tokenizer is read.
       data: rows with "prompt" or "messages", and what the reward needs: a file, a folder, or a data set on the hub.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
-        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+        out; "" = records are rows, or of a usual format that their fields tell (docs/add-a-data-set.md).
+      chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       reward: `module:function` or `file.py:function`, called as f(text, row) in worker processes.
       workflow: an episode: `module:function` of `generate` and a row, or an agent (`rollout.workflows.resolve.bind`).
       workflow_options: further arguments of the workflow, a JSON object.
@@ -33,7 +38,10 @@ class Config:
       servers: addresses of generation servers; none = starts one with `model` on this machine. Their key, if any,
         is in AREAX_SERVER_KEY, or in the file that AREAX_SERVER_KEY_FILE names.
       serve: options of servers that are started here.
-      samples: completions per row.
+      out: folder for results.json, answers.jsonl (a line per row: row, prompt, answers, rewards, finish, lengths) and
+        report.html; "" = none.
+      json: print the results as JSON.
+      samples: completions per row, for avg@n and pass@k; give a temperature, too.
       limit: records to read; 0 = all.
       bad_rows: "stop" ends the command at the first row that cannot be used, "skip" leaves such rows out and prints how
         many.
@@ -51,11 +59,14 @@ class Config:
     data: str
     reward: str
     row: str = ""
+    chat_template_kwargs: Annotated[str, JSON] = ""
     workflow: str = "areax.rollout.workflows:single_turn"
-    workflow_options: str = ""
+    workflow_options: Annotated[str, JSON] = ""
     agent: agents.Options = agents.Options()
     servers: tuple[str, ...] = ()
     serve: local.Serve = local.Serve()
+    out: str = ""
+    json: bool = False
     samples: int = 1
     limit: int = 0
     bad_rows: rows.Bad = "stop"
@@ -68,7 +79,8 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
-        resolve.options(self.workflow_options)
+        json_object("--workflow-options", self.workflow_options)
+        json_object("--chat-template-kwargs", self.chat_template_kwargs)
         for reason in (
             *ranges.integers(self, samples=1, limit=0, max_prompt=0, max_concurrent=1, reward_workers=1, seed=0),
             *serving_conflicts(self.servers, self.serve),
@@ -79,24 +91,43 @@ class Config:
 
 
 def main(config: Config) -> dict:
-    """Returns {"accuracy": mean reward, "rows", "samples", "unscorable", "truncated", "length", "stderr"}."""
+    """Writes `out`, if any, and returns {"accuracy": mean reward, ...}, as `evaluation.summary`."""
     notebook.refuse_running_loop(config)
     return asyncio.run(run(config))
 
 
 async def run(config: Config) -> dict:
     """`main` where an event loop is running, as in a notebook."""
+    if config.out:
+        common.check_directory("--out", config.out)
     compile_cache.keep()
-    return await evaluate(config)
+    results, answers = await evaluate(config)
+    if config.out:
+        write(config, results, answers)
+    return results
 
 
-async def evaluate(config: Config) -> dict:
-    tokens = tokenizer.load(config.model)
+def write(config: Config, results: dict, answers: list[dict]) -> None:
+    """Writes results.json, answers.jsonl and report.html into `config.out`."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(answer, ensure_ascii=False, default=str) + "\n" for answer in answers)
+    run_dir.write_text(out / "answers.jsonl", lines)
+    page.write(out / "report.html", f"{config.data} by {config.model}", results, answers)
+    run_dir.write_json(out / "results.json", results)
+
+
+async def evaluate(config: Config) -> tuple[dict, list[dict]]:
+    """(results, answers); as `evaluation.summary` and `evaluation.answers`."""
+    tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     rewards.check(config.reward)
-    resolve.check(config.workflow, resolve.options(config.workflow_options), config.agent)
-    room = 0 if config.servers else min(config.serve.context, hf.read_config(config.model).context)
-    check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room)
-    asked = rows.read(config.data, config.row, config.limit, check=check, bad=config.bad_rows)
+    resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options), config.agent)
+    settings = None if config.servers else hf.read_config(hub.folder(config.model))  # servers may be all that has it
+    room, vocabulary = (min(config.serve.context, settings.context), settings.vocab) if settings else (0, 0)
+    check = rows.prompts(tokens, config.workflow, most=config.max_prompt, room=room, vocabulary=vocabulary)
+    asked = rows.read(
+        config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
+    )
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         fleet = await enter(
@@ -111,23 +142,11 @@ async def evaluate(config: Config) -> dict:
         episode = await enter(
             resolve.bind(
                 config.workflow, tokenizer=tokens, reward=reward, sampling=config.sampling, agent=config.agent,
-                options=resolve.options(config.workflow_options),
+                options=json_object("--workflow-options", config.workflow_options),
             )
         )  # fmt: skip
         groups = await executor.rollouts(
             episode, fleet.generate, asked, group_size=config.samples, max_concurrent=config.max_concurrent,
             seed=config.seed if fleet.seeded else None,
         )  # fmt: skip
-    samples = [s for group in groups for s in group]
-    groups = [episodes.one_a_rollout(group) for group in groups]
-    values = [np.array([episodes.outcome(s) for s in group]) for group in groups]
-    reward_R = np.array([np.nanmean(x) for x in values if not np.isnan(x).all()])
-    return {
-        "accuracy": float(reward_R.mean()) if len(reward_R) else None,
-        "stderr": float(reward_R.std(ddof=1) / len(reward_R) ** 0.5) if len(reward_R) > 1 else None,
-        "rows": len(asked),
-        "samples": len(samples),
-        "unscorable": int(sum(s.reward != s.reward for s in samples)),
-        "truncated": float(np.mean([s.finish == "length" for s in samples])) if samples else None,
-        "length": float(np.mean([s.mask.sum() for s in samples])) if samples else None,
-    }
+    return evaluation.summary(groups, config.samples), evaluation.answers(asked, groups, tokens)

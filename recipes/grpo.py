@@ -17,12 +17,24 @@ from typing import Annotated, Literal
 
 import jax
 
-from areax.adapters import hf, orbax, tokenizer
-from areax.adapters.command_line.options import UNPREFIXED
-from areax.adapters.runtime import compile_cache, compile_time
+from areax.adapters import hf, orbax
+from areax.adapters.command_line.options import UNPREFIXED, json_object
+from areax.adapters.runtime import compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
-from areax.recipes.shared import common, ending, learner, notebook, probe, publishing, resume, rl_log, rollouts, rows
+from areax.recipes.shared import (
+    common,
+    ending,
+    evaluation,
+    learner,
+    notebook,
+    probe,
+    publishing,
+    resume,
+    rl_log,
+    rollouts,
+    rows,
+)
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
@@ -32,7 +44,7 @@ from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
     "model", "data", "reward", "out", "heldout", "servers", "steps", "groups", "group_size", "eta",
-    "sampling.max_new_tokens", "length", "rows", "optim.lr", "run.dtype",
+    "sampling.max_new_tokens", "length", "rows", "optim.lr", "objective.kl.coef", "run.dtype",
 )  # fmt: skip
 
 
@@ -41,7 +53,7 @@ class Config:
     """Asynchronous reinforcement learning; the objective is GRPO unless another is chosen.
 
     Attributes:
-      model: Hugging Face directory: weights, config.json and tokenizer.
+      model: Hugging Face directory: weights, config.json and tokenizer; or a model on the hub, `owner/name`.
       data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub.
       reward: `module:function` or `file.py:function`: called as f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
@@ -67,7 +79,8 @@ class Config:
     saving: Annotated[Saving, UNPREFIXED] = Saving()
 
     def __post_init__(self):
-        resolve.options(self.rollout.workflow_options)
+        json_object("--workflow-options", self.rollout.workflow_options)
+        json_object("--chat-template-kwargs", self.prompts.chat_template_kwargs)
         for reason in conflicts(self):
             raise ValueError(reason)
 
@@ -89,10 +102,10 @@ def main(config: Config) -> dict:
     with processes.job() as index, ending.stop_signal() as stop:
         if inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
-        tokens = tokenizer.load(config.model)
+        tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
-        prompts, heldout = read(config, tokens) if index == 0 else (None, [])
+        prompts, heldout = read(config, tokens) if index == 0 else (None, {})
         processes.same("options", config)
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
@@ -116,21 +129,27 @@ async def run(config: Config) -> dict:
 
 
 def read(config: Config, tokens) -> tuple:
-    """Reads (prompts, held-out rows); raises ValueError if reward or workflow do not exist, or a key is refused."""
+    """Reads (prompts, {name: held-out rows}).
+
+    Raises ValueError if reward or workflow do not exist, or a key is refused.
+    """
     rollouts.check_keys(config.serving, config.training)
     common.check_directory("--out", config.out)
     common.check_length(config.model, config.training.length)
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)
-    resolve.check(config.rollout.workflow, resolve.options(config.rollout.workflow_options), config.rollout.agent)
-    options, heldout, serving = config.prompts, config.evaluation.heldout, config.serving
+    workflow_options = json_object("--workflow-options", config.rollout.workflow_options)
+    resolve.check(config.rollout.workflow, workflow_options, config.rollout.agent)
+    options, heldout, serving = config.prompts, evaluation.named(config.evaluation.heldout), config.serving
     length = config.training.length
     room = length if serving.servers else min(length, serving.serve.context)
-    check = rows.prompts(tokens, config.rollout.workflow, most=options.max_prompt, room=room)
-    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows)
-    prompts, heldout_rows = read(config.data, limit=options.limit), read(heldout) if heldout else []
-    return ordered(prompts, options.curriculum, seed=config.seed), heldout_rows
+    vocabulary, workflow = hf.read_config(hub.folder(config.model)).vocab, config.rollout.workflow
+    check = rows.prompts(tokens, workflow, most=options.max_prompt, room=room, vocabulary=vocabulary)
+    asks = rows.asks(workflow)
+    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
+    prompts = ordered(read(config.data, limit=options.limit), options.curriculum, seed=config.seed)
+    return prompts, {name: read(source) for name, source in heldout.items()}
 
 
 def build_trainer(config: Config) -> Trainer:
@@ -190,7 +209,8 @@ async def train(
         episodes = await enter_async(
             rollouts.opened(
                 config.reward, config.rewards, config.rollout, config.training, tokens,
-                vocabulary=trainer.policy.settings.vocab, greedy=bool(heldout) or objective.advantage.mean == "greedy",
+                vocabulary=trainer.policy.settings.vocab, sampled=config.evaluation.heldout_samples > 1,
+                greedy=bool(heldout) or objective.advantage.mean == "greedy",
             )
         )  # fmt: skip
         executor = await enter_async(
@@ -220,10 +240,11 @@ async def train(
 
         async def evaluate(v: int) -> None:
             with log.terminal.phase(f"evaluating version {v}"):
-                accuracy, rows = await rollouts.accuracy(
-                    episodes.greedy, fleet.generate, heldout, max_concurrent=config.rollout.max_concurrent
-                )
-            log.evaluation(v, accuracy, rows)
+                sets = await rollouts.evaluate(
+                    episodes.sampled, fleet.generate, heldout, samples=config.evaluation.heldout_samples,
+                    max_concurrent=config.rollout.max_concurrent, seed=config.seed if fleet.seeded else None,
+                )  # fmt: skip
+            log.evaluation(v, sets)
 
         seconds = await ending.interruptible(
             loop.run(
@@ -242,9 +263,10 @@ async def train(
         "checkpoint": str(checkpoint),
         "steps": done,
         "complete": seconds is not None,  # all steps, the last version pushed, evaluated and exported
-        "accuracy": log.accuracy.get(done),
-        "accuracies": {str(v): a for v, a in sorted(log.accuracy.items())},
-        "heldout_rows": len(heldout),
+        "accuracy": log.evaluations.get(done, {}).get("accuracy"),
+        "accuracies": {str(v): x["accuracy"] for v, x in sorted(log.evaluations.items())},
+        "evaluation": log.evaluations.get(done),
+        "heldout_rows": sum(map(len, heldout.values())),
         "server_version": served,
         "time": seconds,
         "counts": counts,

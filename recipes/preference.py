@@ -15,6 +15,7 @@ import jax
 
 from areax import models
 from areax.adapters import hf, tokenizer
+from areax.adapters.runtime import hub
 from areax.core import losses, preference, step
 from areax.core.optim import Optimizer
 from areax.recipes.shared import common, learner, notebook, offline, offline_options, terminal
@@ -75,7 +76,7 @@ async def run(config: Config) -> dict:
 def train(config: Config, quiet: bool = False) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
-    tokens = tokenizer.load(config.model)
+    tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     samples = functools.partial(pairs, offline.sampler(tokens), plain)
     rows, heldout = offline.read(config, samples, quiet, check=lambda row: check(row, plain))
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
@@ -139,12 +140,13 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     if not isinstance(config.objective, losses.RewardModel):
         return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     if config.init == "random":
-        settings = replace(hf.read_config(config.model), value_head=True, tied=True)
+        settings = replace(hf.read_config(hub.folder(config.model)), value_head=True, tied=True)
         params = common.draw(models.table(settings), config.seed, mesh)
     else:
-        common.check_weights(config.model)
-        with terminal.loading(config.model):
-            settings, params = hf.load(config.model, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
+        path = hub.folder(config.model, weights=True)
+        common.check_weights(path)
+        with terminal.loading(path):
+            settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
         settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}
     return replace(settings, source=json.dumps({**json.loads(settings.source), "pad_token_id": pad_id(tokens)})), params
 

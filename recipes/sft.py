@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 
 from areax import models
-from areax.adapters import tokenizer
 from areax.adapters.data import chat_sft
 from areax.core import losses
 from areax.recipes.shared import common, learner, notebook, offline, offline_options
@@ -51,7 +50,7 @@ async def run(config: Config) -> dict:
 def train(config: Config, quiet: bool = False) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began = time.monotonic()
-    tokens = tokenizer.load(config.model)
+    tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     sample = offline.demonstrations(tokens, config.learn)
     samples = lambda rows: [sample(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
     rows, heldout = offline.read(config, samples, quiet)

@@ -1,5 +1,7 @@
 """Converts records of every format to rows; other records give a one-line error."""
 
+import importlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +16,22 @@ READS = [
     (
         formats.prompt_answer,
         {"question": "1+1", "answer": "2", "level": 3},
-        {"prompt": "1+1", "answer": "2", "completion": "2", "level": 3},
+        {"question": "1+1", "prompt": "1+1", "answer": "2", "completion": "2", "level": 3},
     ),
     (
         formats.prompt_answer,
         {"problem": "1+1", "solution": "It is 2.", "answer": "2"},
-        {"prompt": "1+1", "answer": "2", "completion": "It is 2.", "solution": "It is 2."},
+        {"problem": "1+1", "prompt": "1+1", "answer": "2", "completion": "It is 2.", "solution": "It is 2."},
+    ),
+    (
+        formats.prompt_answer,
+        {"problem": "1+1", "answer": "2"},
+        {"problem": "1+1", "prompt": "1+1", "answer": "2", "completion": "2"},
+    ),
+    (
+        formats.prompt_answer,
+        {"query": "1+1", "response": "2"},
+        {"query": "1+1", "response": "2", "prompt": "1+1", "answer": "2", "completion": "2"},
     ),
     (formats.prompt_answer, {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "answer": "b"}),
     (
@@ -145,6 +157,57 @@ def test_records_of_other_formats_are_refused_in_one_line(read, record, message)
     with pytest.raises(ValueError, match=message) as error:
         read(record)
     assert "\n" not in str(error.value)
+
+
+FORMATS = "areax.adapters.data.formats:"
+GSM8K = {"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 2"}
+MATH = {"problem": "1+1?", "solution": "It is \\boxed{2}.", "level": "Level 1", "type": "Algebra"}
+
+
+@pytest.mark.parametrize(
+    ("record", "row"),
+    [
+        (GSM8K, "areax.rollout.tasks.gsm8k:row"),
+        (MATH, "areax.rollout.tasks.competition_math:row"),
+        ({"question": "1+1?", "answer": "2"}, f"{FORMATS}prompt_answer"),
+        ({"problem": "1+1?", "answer": "2"}, f"{FORMATS}prompt_answer"),
+        ({"problem": "1+1?", "solution": "2", "answer": "2"}, f"{FORMATS}prompt_answer"),
+        ({"query": "1+1?", "response": "2", "prompt": None}, f"{FORMATS}prompt_answer"),
+        ({"instruction": "Add", "input": "1, 1", "output": "2"}, f"{FORMATS}instruction"),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, f"{FORMATS}sharegpt"),
+        ({"prompt": [USER]}, f"{FORMATS}conversational"),
+        ({"prompt": [USER], "completion": [SAID], "answer": "2"}, f"{FORMATS}conversational"),
+        ({"prompt": [USER], "chosen": [SAID], "rejected": [BETTER]}, f"{FORMATS}preference"),
+        ({"chosen": [USER, SAID], "rejected": [USER, BETTER]}, f"{FORMATS}preference"),
+        (
+            {"chosen": "\n\nHuman: Hi\n\nAssistant: Ho", "rejected": "\n\nHuman: Hi\n\nAssistant: Oh"},
+            f"{FORMATS}hh_rlhf",
+        ),
+        ({"prompt": "1+1", "completion": "2"}, ""),
+        ({"prompt": "1+1", "question": "1+1", "answer": "2"}, ""),
+        ({"messages": [USER, SAID]}, ""),
+        ({"messages": [USER], "chosen": [SAID], "rejected": [BETTER]}, ""),
+        ({"text": "a"}, None),
+        ({}, None),
+        ({"chosen": "a", "rejected": "b"}, None),
+        ({"question": "a", "answer": "b", "instruction": "c", "output": "d"}, None),
+    ],
+)
+def test_the_function_that_reads_a_record_is_recognised(record, row):
+    assert formats.recognised(record) == row
+    if row:  # and it does read it
+        module, _, name = row.partition(":")
+        made = getattr(importlib.import_module(module), name)(record)
+        assert made.get("prompt") or made.get("messages")
+
+
+def test_conversations_of_trl():
+    assert formats.conversational({"prompt": [USER], "completion": [SAID], "id": 1}) == {
+        "messages": [USER], "completion": "Ho", "id": 1,
+    }  # fmt: skip
+    assert formats.conversational({"prompt": [USER], "answer": "2"}) == {"messages": [USER], "answer": "2"}
+    with pytest.raises(ValueError, match="conversational: a record needs one assistant message as its 'completion'"):
+        formats.conversational({"prompt": [USER], "completion": [SAID, USER, SAID]})
 
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -238,7 +238,12 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         (dict(fan_in_fan_out=True), "fan_in_fan_out is not implemented"),
         (dict(rank_pattern={"q_proj": 4}), "must have the same rank and alpha, got rank_pattern {'q_proj': 4}"),
         (dict(init_lora_weights="pissa"), "got 'pissa'; others may change the base"),
-        (dict(r=0), "a rank r of at least 1"),
+        *((dict(r=r), "adapter_config.json: r, the rank, must be a whole number above 0") for r in (0, True, 2.5, "2")),
+        *(
+            (dict(lora_alpha=alpha), "adapter_config.json: lora_alpha must be a finite number above 0")
+            for alpha in (0, True, "4", float("inf"), float("nan"), 10**400)
+        ),
+        *((dict(use_rslora=value), "use_rslora must be true or false") for value in ("no", 1)),
         (dict(r=3), r"q_proj.lora_A.weight must be \[3, 24\].*, got \[2, 24\]"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(about | changes))
@@ -253,6 +258,8 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         (tensors | {"base_model.model.lm_head.weight": tensors[first]}, "unexpected base_model.model.lm_head.weight"),
         ({k: x for k, x in tensors.items() if "layers.1" not in k}, "missing .*layers.1"),
         ({"x": tensors[first]}, "must hold adapters of a qwen2, got x"),
+        (tensors | {first: tensors[first].reshape(-1)}, f"{first} must be a matrix, got"),
+        (tensors | {first: tensors[first] * np.float32("nan")}, f"numbers of {first} are not finite"),
     ):
         entries = {name: safetensors.describe(name, x) for name, x in changed.items()}
         safetensors.write_file(tmp_path / "adapter_model.safetensors", entries, changed.values())

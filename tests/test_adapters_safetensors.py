@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import ml_dtypes
 import numpy as np
@@ -160,6 +161,13 @@ def test_a_header_beyond_the_file_is_refused(tmp_path):
         b'{"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
         b'"b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
+        b'"b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, '
+        b'"c": {"dtype": "F32", "shape": [0], "data_offsets": [8, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [' + b"1, " * 99 + b'2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        b'"b": {"dtype": "F32", "shape": [0, %d], "data_offsets": [8, 8]}}' % 2**70,
         b"[" * 100_000,
     ],
 )
@@ -183,6 +191,18 @@ def test_an_incomplete_set_of_shards_is_refused(tmp_path):
     refused(tmp_path, first.name, "missing", "copy the checkpoint again")
     (tmp_path / files.INDEX).unlink()
     refused(tmp_path, "the index is missing")
+    os.mkfifo(tmp_path / files.INDEX)  # reading it would wait for a writer
+    refused(tmp_path, "the index is missing")
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    """Tools differ in which one they take."""
+    tensors = some_tensors()
+    files.write(tmp_path, tensors, tensors.values(), shard_bytes=200)
+    last = sorted(tmp_path.glob("*.safetensors"))[-1]
+    both = {"layers.0.w": tensors["layers.0.w"] + 1, "layers.5.w": tensors["layers.5.w"]}
+    files.write_file(last, {name: files.describe(name, x) for name, x in both.items()}, both.values())
+    refused(tmp_path, last.name, "holds layers.0.w, which model.safetensors.index.json lists in model-00001-of-")
 
 
 def test_a_stale_file_beside_an_index_is_refused(tmp_path):
@@ -228,3 +248,21 @@ def test_an_index_names_files_beside_it(tmp_path, text, message):
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     refused(tmp_path, str(tmp_path), "needs model.safetensors or")
     refused(tmp_path / "nowhere", "nowhere", "exists")
+
+
+def test_a_full_disk_is_an_error_with_the_files_name(tmp_path):
+    """Also of a file that is written in parts, whose errors have none."""
+    x = np.ones(1 << 16, np.float32)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        for name, write in (
+            ("model.safetensors", lambda: files.write(tmp_path, {"x": x}, [x])),
+            ("manifest.json", lambda: files.write_bytes(tmp_path / "manifest.json", bytes(10_000))),
+        ):
+            with pytest.raises(OSError, match="File too large") as caught:
+                write()
+            assert caught.value.filename == str(tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())

@@ -136,7 +136,11 @@ def test_bad_rows_are_refused(function, row, message):
 
 @pytest.mark.parametrize(
     "path, message",
-    [("/no/such/folder", "no such folder"), ("a/b/c", "no such folder"), ("no-such/model", "cannot be loaded")],
+    [
+        ("/no/such/folder", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("no-such/model", "no such folder here, and no complete copy in the hub"),
+    ],
 )
 def test_a_missing_tokenizer_is_refused(path, message):
     with pytest.raises(ValueError, match=message) as error:

@@ -3,9 +3,12 @@
 import asyncio
 import json
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
+import lm_program
 import numpy as np
 import pytest
 import servers
@@ -16,6 +19,7 @@ from areax.rollout import client
 from areax.rollout.chat.session import Session
 from areax.rollout.gateway import server
 
+GUIDE = Path(__file__).parents[1] / "docs" / "command-line.md"
 PROGRAM = Path(__file__).parent / "lm_program.py"
 
 
@@ -64,3 +68,32 @@ def test_lm_eval_scores_equal_those_of_transformers(tmp_path):
         for how, task in (("plain", "continue"), ("plain", "choose"), ("chat", "continue")):
             assert here[how][task]["score"] == there[how][task]["score"]
     assert 0.5 <= there["plain"]["continue"]["score"] < 1 and 0 < there["plain"]["choose"]["score"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "task"), [("local-chat-completions", "continue"), ("local-completions", "choose")])
+def test_the_commands_of_the_guide_evaluate_a_server(tmp_path, model, task):
+    path = tiny.model(tmp_path / "model", max_position_embeddings=128)
+    row = {"prompt": "1+1", "answer": "2", "choices": ["1", "2", "3"], "label": 1}
+    tiny.rows(tmp_path / "rows.jsonl", [row] * 4)
+    text = lm_program.TASK.format(name=task, folder=tmp_path) + lm_program.TASKS[task]
+    (tmp_path / f"{task}.yaml").write_text(text)
+    commands = re.findall(r"^lm_eval (?:.*\\\n)*.*$", GUIDE.read_text(), re.M)
+    [command] = [c.replace("\\\n", " ") for c in commands if f"--model {model} " in c]
+
+    async def main(url):
+        given = re.sub(r"--tasks \S+", f"--tasks {task}", command.replace("http://127.0.0.1:30000", url))
+        given = given.replace("tokenizer=PATH", f"tokenizer={path},max_length=64")
+        words = shlex.split(f"{given} --include_path {tmp_path} --output_path {tmp_path}/out")
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": ""}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *words, env=environment, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        said, _ = await process.communicate()
+        assert process.returncode == 0, said.decode()[-3000:]
+
+    with servers.embedded(path, slots=8, context=128) as remote:
+        asyncio.run(main(remote.url))
+    [results] = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(results.read_text())["n-samples"][task]["effective"] == 4

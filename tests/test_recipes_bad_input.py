@@ -68,8 +68,8 @@ ROWS = {  # a row -> what is wrong with it
     "prompt": [
         ({**REPLY, "prompt": 3}, "'prompt' must be a text, got 3"),
         ({**REPLY, "prompt": True}, "'prompt' must be a text, got True"),
-        ({**REPLY, "prompt": ["a"]}, "'prompt' must be a text, got ['a']"),
         ({**REPLY, "prompt": {"a": 1}}, "'prompt' must be a text, got {'a': 1}"),
+        ({**REPLY, "prompt": ["a"]}, "'prompt' must be a text, got ['a']"),
         ({**REPLY, "prompt": [USER]}, "'prompt' must be a text, got [{'role'"),
         ({**REPLY, "prompt": float("nan")}, "'prompt' must be a text, got nan"),
         ({**REPLY, "prompt": None}, "a row needs either 'prompt' or 'messages', got the fields"),
@@ -373,6 +373,36 @@ def test_bad_rows_may_be_left_out_and_are_counted(capsys, tmp_path):
         rows.read(source, bad="skip")
 
 
+KNOWN = {  # records without --row -> (what makes rows of them, a field of the row)
+    "gsm8k": ({"question": "1+1", "answer": "It is 2.\n#### 2"}, "areax.rollout.tasks.gsm8k:row", ("answer", "2")),
+    "pair": ({"query": "1+1", "response": "2"}, "areax.adapters.data.formats:prompt_answer", ("completion", "2")),
+    "row": ({"prompt": "1+1", "completion": "2"}, "", ("prompt", "1+1")),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_formats_need_no_row_function_and_are_said(capsys, tmp_path, name):
+    record, function, (field, value) = KNOWN[name]
+    source = str(tiny.rows(tmp_path / "rows.jsonl", [record] * 3))
+    check = rows.prompts(tokenizer.byte_level(), "areax.rollout.workflows:single_turn")
+    made = rows.read(source, check=check, recognise=True)
+    assert len(made) == 3 and made[0][field] == value and made[0]["prompt"]
+    said = f"{source}: rows are made of the fields {sorted(record)} by --row {function}\n" if function else ""
+    assert capsys.readouterr().err == said
+    assert rows.read(source, check=check, recognise=True, quiet=True) == made and not capsys.readouterr().err
+    if function:
+        assert rows.read(source, function, check=check) == made
+        assert rows.read(source) == [record] * 3  # for workflows that read their rows as they like
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "sft", "dpo", "distill"])
+def test_records_of_no_known_format_name_their_fields_and_the_way_out(capsys, place, tmp_path, recipe):
+    data = tiny.rows(tmp_path / "rows.jsonl", [{"text": "1+1", "label": 2}])
+    said = line(capsys, place, words(place, recipe, data=data))
+    assert said.startswith(f"{data}:1: a row needs either 'prompt' or 'messages', got the fields ['label', 'text']; ")
+    assert "question/answer, " in said and said.endswith("and --row FILE.py:FUNCTION converts other records\n")
+
+
 def test_rows_of_other_workflows_are_theirs(place):
     tokens = tokenizer.load(place / "model")
     environment = "areax.rollout.workflows.multi_turn:environment"
@@ -419,13 +449,59 @@ def test_the_demo_is_checked_alike(capsys, place, more, message):
     assert message in line(capsys, place, ["demo", "--out", place / "out", *more.split()])
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("hidden_size", -1), ("hidden_size", "32"), ("num_hidden_layers", 2.5), ("num_attention_heads", 0),
-     ("vocab_size", True), ("vocab_size", 10**30), ("max_position_embeddings", 0)],
-)  # fmt: skip
-def test_a_model_of_an_impossible_size_is_one_line(capsys, place, tmp_path, key, value):
+OPTIONS = [  # of config.json, and what is wrong with it
+    *[(name, value, "must be a whole number above 0") for name, value in (
+        ("hidden_size", -1), ("hidden_size", "32"), ("hidden_size", None), ("num_attention_heads", 0),
+        ("vocab_size", True), ("vocab_size", 10**30), ("max_position_embeddings", 0),
+        ("max_position_embeddings", None),
+    )],
+    *[("num_hidden_layers", value, "must be a whole number of 1 to 10,000") for value in (2.5, None, 10**8)],
+    *[(name, value, "must be a finite number") for name, value in (
+        ("rms_norm_eps", "x"), ("rms_norm_eps", None), ("rms_norm_eps", float("inf")), ("rms_norm_eps", 10**400),
+        ("initializer_range", None), ("initializer_range", float("nan")),
+    )],
+    *[(name, 1.5, "must be true, false or null") for name in ("tie_word_embeddings", "attention_bias")],
+    ("model_type", [], "must be one of llama, "),
+    ("architectures", 3, "must be a list of texts, or null"),
+    ("layer_types", [[]], "must be a list of texts, or null"),
+    *[("eos_token_id", value, "must be a token's id, a list of them, or null") for value in ({}, [[1]], "x", -1)],
+    ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, got 2 and 3"),
+    ("head_dim", 15, "head_dim must be even and above 0, got 15"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OPTIONS)
+def test_a_model_with_an_impossible_option_is_one_line(capsys, place, tmp_path, name, value, message):
     source = json.loads((place / "model" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**source, key: value}))
+    (tmp_path / "config.json").write_text(json.dumps({**source, name: value}))
     said = line(capsys, place, ["plan", "sft", "--model", tmp_path, "--length", "32"])
-    assert f"config.json: {key} must be a whole number above 0, got" in said
+    assert said.startswith(f"{tmp_path}/config.json: ") and name in said and message in said
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": ["linear"]}, "rope_type must be default, linear or llama3, got ['linear']"),
+        ({"rope_type": "linear", "factor": 10**400}, "factor of rope_type linear must be a number above 0"),
+    ],
+)
+def test_impossible_rope_scaling_is_one_line(capsys, place, tmp_path, scaling, message):
+    source = json.loads((place / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**source, "rope_scaling": scaling, "rope_parameters": None}))
+    assert message in line(capsys, place, ["plan", "sft", "--model", tmp_path, "--length", "32"])
+
+
+def test_an_impossible_stop_token_is_one_line(capsys, place, tmp_path):
+    shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [[2]]}')
+    said = line(capsys, place, ["convert", tmp_path / "model", place / "out"])
+    assert f"{tmp_path}/model/generation_config.json: eos_token_id must be a token's id" in said
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "sft", "dpo", "distill"])
+def test_the_tokenizer_of_another_model_is_one_line(capsys, place, tmp_path, recipe):
+    """Its ids beyond the vocabulary would be clipped to the last token."""
+    shutil.copytree(place / "model", tmp_path / "model")
+    tokenizer.save(tokenizer.byte_level(), tmp_path / "model")
+    said = line(capsys, place, words(place, recipe, model=tmp_path / "model", teacher=tmp_path / "model"))
+    assert "good.jsonl:1: token ids must be below 32, the model's vocab_size, got " in said

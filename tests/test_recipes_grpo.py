@@ -94,7 +94,7 @@ def leaves(path):
 @pytest.fixture(scope="module")
 def first(place):
     """The summary of a run with a server of its own, "first", which other runs must equal."""
-    return grpo.main(config(place, "first", servers=(), heldout=str(place / "heldout.jsonl"), save_every=2))
+    return grpo.main(config(place, "first", servers=(), heldout=(str(place / "heldout.jsonl"),), save_every=2))
 
 
 def test_synchronous_runs_are_identical_and_resume_exactly(place, first):

@@ -189,7 +189,11 @@ def test_kto_pairs_every_completion_with_another_prompt():
             "prompt chosen",
             r"DPO: every row needs a text 'rejected', got the fields \['chosen', 'prompt'\]",
         ),
-        (losses.DPO(), "chosen rejected", r"needs a 'prompt' or 'messages', got the fields \['chosen', 'rejected'\]"),
+        (
+            losses.DPO(),
+            "chosen rejected",
+            r"needs either 'prompt' or 'messages', got the fields \['chosen', 'rejected'\]",
+        ),
         (losses.KTO(), "prompt completion", "KTO: every row needs a 'label' true or false, got None; got the fields"),
         (losses.KTO(), "prompt chosen", "KTO: every row needs a text 'completion', got the fields"),
         (losses.RewardModel(margin=True), "prompt chosen rejected", "RewardModel: every row needs a number 'margin'"),

@@ -102,7 +102,7 @@ def test_recipes_on_given_rows_share_their_options(recipe, own, capsys):
     """Declared once; a recipe's own defaults and help texts prevail."""
     shared = {field.name for field in fields(offline_options.Options)}
     declared = {name for name in vars(recipe.Config)["__annotations__"] if name in shared}
-    assert declared <= {"out", "batch", "optim"} and len(shared) == 23
+    assert declared <= {"out", "batch", "optim"} and len(shared) == 24
     made = recipe.Config("model", "data")
     assert {name: getattr(made, name) for name in own} == own
     assert made.optim.lr == (1e-6 if recipe is preference else 1e-5)
@@ -165,6 +165,18 @@ def test_a_complete_run_keeps_its_options(place, runs):
     before, trained = (out / "config.json").read_text(), losses(out)
     assert cli.main(["train", "sft", "--config", str(out / "config.json"), "--optim.lr", "9"]) == 0
     assert (out / "config.json").read_text() == before and losses(out) == trained
+
+
+def test_a_run_of_another_recipe_is_not_gone_on_with(place, runs, capsys):
+    """It would train its weights with another objective from the middle on, and replace its model."""
+    out = place / "whole"
+    before, trained = (out / "config.json").read_text(), weights(out / "model")
+    options = ["--model", f"{place}/model", "--data", f"{place}/rows.jsonl", "--out", str(out), "--length", "64"]
+    code = cli.main(["train", "distill", *options, "--teacher", str(place / "model"), "--batch", "8", "--rows", "4"])
+    assert code == 2 and f"--out {out}: holds a run of sft, which distill cannot go on with" in capsys.readouterr().err
+    assert (out / "config.json").read_text() == before
+    for x, y in zip(weights(out / "model"), trained, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_the_weight_average_is_exported(place, runs, monkeypatch):

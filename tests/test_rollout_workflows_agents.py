@@ -12,7 +12,7 @@ import pytest
 from test_rollout_workflows_multi_turn import SAMPLING, TOKENS, learnt, policy
 
 from areax.rollout.errors import ServerError
-from areax.rollout.workflows import agents, resolve
+from areax.rollout.workflows import agents
 from areax.rollout.workflows.resolve import bind
 
 ROW = {"prompt": "2 + 2", "answer": "4"}
@@ -296,10 +296,3 @@ def test_options_that_a_workflow_does_not_take_are_refused(file):
         asyncio.run(main(f"{file}:plain", agent=agents.Options(rows="interactions")))
     with pytest.raises(ValueError, match="--agent.environment: is for programs, --workflow exec:..., got .*:Agent"):
         asyncio.run(main(f"{file}:Agent", agent=agents.Options(environment=("PATH",))))
-
-
-@pytest.mark.parametrize("text, message", [("{", "must be a JSON object"), ("[1]", r"got '\[1\]'")])
-def test_options_must_be_a_json_object(text, message):
-    with pytest.raises(ValueError, match=message):
-        resolve.options(text)
-    assert resolve.options("") == {} and resolve.options('{"turns": 4}') == {"turns": 4}

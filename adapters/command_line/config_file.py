@@ -13,7 +13,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from .options import dataclasses_of, default_of, groups
+from . import help, other_names
+from .options import JSON, dataclasses_of, default_of, groups
 
 
 def read(path: str | Path, config: type, given: Any = None) -> tuple[list[str], dict[str, Any]]:
@@ -90,8 +91,15 @@ def _arguments(
         if name not in hints:
             group = next((g for g, kind in sections.items() if name in get_type_hints(kind)), None)
             if group is None:
-                raise _Wrong(_unknown(prefix + name, [prefix + n for n in _names(config)]))
-            yield from _arguments({name: value}, sections[group], defaults[group], choices, prefix)
+                known = help.names(config, given)
+                if (here := other_names.renamed(name, known)) == name:
+                    path = _path(prefix + name, value)
+                    if advice := other_names.hint(path, known):
+                        raise _Wrong(f"there is no option {path}; {advice}")
+                    raise _Wrong(_unknown(prefix + name, [prefix + n for n in _names(config)]))
+                yield from _arguments({here: value}, config, given, choices, prefix)
+            else:
+                yield from _arguments({name: value}, sections[group], defaults[group], choices, prefix)
         elif kinds := dataclasses_of(hints[name]):
             if not isinstance(value, Mapping):
                 raise _Wrong(f"{prefix}{name} must hold options by name, got {value!r}")
@@ -102,6 +110,9 @@ def _arguments(
             inside = prefix if name in sections else f"{prefix}{name}."
             yield from _arguments(value, kind, chosen if isinstance(chosen, kind) else None, choices, inside)
         else:
+            marked = get_type_hints(config, include_extras=True)[name]
+            if JSON in getattr(marked, "__metadata__", ()) and isinstance(value, Mapping):
+                value = json.dumps(value)
             yield _words(prefix, name, value, hints[name])
 
 
@@ -150,6 +161,14 @@ def _having(kinds: tuple[type, ...], values: Mapping, default: type) -> type:
 def _names(config: type) -> list[str]:
     names = [field.name for field in dataclasses.fields(config)]
     return names + [name for group in groups(config).values() for name in _names(group)]
+
+
+def _path(name: str, value: Any) -> str:
+    """The dotted name of the first value in nested mappings, as other libraries' files have."""
+    while isinstance(value, Mapping) and value:
+        key, value = next(iter(value.items()))
+        name = f"{name}.{key}"
+    return name
 
 
 def _unknown(name: str, known: list[str]) -> str:

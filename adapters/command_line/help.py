@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import docstring_parser
 import tyro
 
-from .options import dataclasses_of, default_of, groups
+from .options import JSON, dataclasses_of, default_of, groups
 
 WIDTH = 80
 FOOTER = "--help-all: every option, by group   --config FILE: options from YAML or JSON"
@@ -57,6 +57,11 @@ def first_screen(config: type, names: Sequence[str], prog: str, given: Any = Non
     return "\n".join([*usage, short(_documented(config)[0], WIDTH), "", *lines, "", FOOTER])
 
 
+def names(config: type, given: Any = None) -> set[str]:
+    """The names of all options, without dashes in front."""
+    return {option.name for group in _groups(config, given) for option in group.options}
+
+
 def all_options(config: type, prog: str, given: Any = None) -> str:
     """Every option with its meaning and default, by group."""
     wrapped = lambda text, indent: textwrap.wrap(
@@ -76,6 +81,7 @@ def all_options(config: type, prog: str, given: Any = None) -> str:
 
 def _groups(config: type, given: Any, name: str = "", text: str = "", prefix: str = "") -> Iterator[Group]:
     hints, sections = get_type_hints(config), groups(config)
+    marked = get_type_hints(config, include_extras=True)
     texts = _documented(config)[1]
     plain, below = [], []
     for field in dataclasses.fields(config):
@@ -86,9 +92,9 @@ def _groups(config: type, given: Any, name: str = "", text: str = "", prefix: st
             about = texts.get(field.name) or _documented(kind)[0]
             below.append((kind, default, inside.rstrip(".") or field.name, about, inside))
         else:
-            option = Option(
-                prefix + _dashed(field.name), _values(hints[field.name]), texts.get(field.name, ""), _shown(default)
-            )
+            json = JSON in getattr(marked[field.name], "__metadata__", ())
+            values = "JSON" if json else _values(hints[field.name])
+            option = Option(prefix + _dashed(field.name), values, texts.get(field.name, ""), _shown(default))
             plain.append(option)
     if plain:
         yield Group(name, text, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -15,6 +16,9 @@ UNPREFIXED = tyro.conf.arg(name="")
 """Marks a dataclass field as a group: with `rollout: Annotated[Rollout, UNPREFIXED]` the option of `Rollout.groups` is
 `--groups`. The options of any other dataclass field begin with its name: `--sampling.temperature`."""
 
+JSON = tyro.conf.arg(metavar="JSON")
+"""Marks a text option that holds a JSON object (`json_object`); a file of options may also have a mapping there."""
+
 
 def groups(config: type) -> dict[str, type]:
     """{field: dataclass} of the groups of a Config, in order."""
@@ -24,6 +28,21 @@ def groups(config: type) -> dict[str, type]:
         for field in dataclasses.fields(config)
         if UNPREFIXED in getattr(hints[field.name], "__metadata__", ())
     }
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The value of an option marked JSON; "" is an empty object.
+
+    Raises:
+      ValueError: it is not a JSON object.
+    """
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise ValueError(f"{option} must be a JSON object, such as '{{\"name\": 4}}', got {text!r:.80}")
+    return given
 
 
 def default_of(field: dataclasses.Field) -> Any:

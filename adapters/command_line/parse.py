@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from . import config_file, help, options
+from . import config_file, help, options, other_names
 
 NARROWEST = 40  # columns of help: tyro needs some, and loops for ever in one
 
@@ -37,8 +37,10 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
         everything = "--help-all" in wanted
         print(help.all_options(target, prog, given) if everything else help.first_screen(target, first, prog, given))
         raise SystemExit(0)
+    own, known = arguments, help.names(target, given) if isinstance(target, type) else set()
     if isinstance(target, type) and "config" not in {field.name for field in dataclasses.fields(target)}:
         arguments, given = _with_files(target, arguments, prog, given)
+    arguments = [_renamed(word, known) for word in arguments]
     captured = io.StringIO()
     try:
         with _captured(captured, width=100_000):
@@ -47,14 +49,37 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
         if not exit.code:
             with _columns(max(shutil.get_terminal_size().columns, NARROWEST)):
                 _quietly(target, arguments, prog, given)  # help: again, now for the terminal
-        sentence = _one_line(captured.getvalue(), arguments, _help(target, prog, given)).removeprefix(f"{prog}: ")
-        sentence = _with_options(sentence, target)
+        sentence = _unnamed(own, known) if isinstance(target, type) else ""
+        sentence = sentence or _one_line(captured.getvalue(), arguments, _help(target, prog, given), known)
+        sentence = _with_options(sentence.removeprefix(f"{prog}: "), target)
         raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
     if callable(values):
         return values()
     for name in _nan(values):
         raise ValueError(f"{prog}: --{name} must be a number, got nan")
     return values
+
+
+def _renamed(word: str, known: set[str]) -> str:
+    """An argument with its option's name here, if that was an alias."""
+    name, equals, value = word.removeprefix("--").partition("=")
+    return f"--{other_names.renamed(name, known)}{equals}{value}" if word.startswith("--") else word
+
+
+def _unnamed(arguments: Sequence[str], known: set[str]) -> str:
+    """What is wrong with values that no option takes, as other programs have them; "" if there are none."""
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if not equals or word.startswith("-"):
+            continue
+        if (here := other_names.renamed(name, known).replace("_", "-")) in known:
+            return f"write --{here} {value}, got {word}"
+        if advice := other_names.hint(name, known):
+            return f"there is no {word}; {advice}"
+    if arguments and not arguments[0].startswith("-"):
+        example = f", as in --model {arguments[0]}" if "model" in known else ""
+        return f"values need the name of their option{example}, got {arguments[0]}"
+    return ""
 
 
 def _nan(config: Any, prefix: str = "") -> Iterator[str]:
@@ -164,15 +189,19 @@ def _columns(width: int) -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _one_line(message: str, arguments: Sequence[str], help_text: str) -> str:
+def _one_line(message: str, arguments: Sequence[str], help_text: str, options: set[str]) -> str:
     """tyro's complaint in one line: options that do not exist, with the nearest that does, or what else is wrong."""
     known = sorted(set(re.findall(r"--[a-z][\w.-]*", help_text)))
     unknown = [
         a.split("=")[0] for a in arguments if a.startswith("--") and a.split("=")[0].replace("_", "-") not in known
     ]
     if unknown:
-        near = [difflib.get_close_matches(name, known, 1) for name in unknown]
-        hints = [f"; did you mean {match[0]}?" for match in near if match]
+        hints = []
+        for name in unknown:
+            if here := other_names.hint(name.removeprefix("--"), options):
+                hints.append(f"; {here}")
+            elif near := difflib.get_close_matches(name, known, 1):
+                hints.append(f"; did you mean {near[0]}?")
         return f"unrecognized options: {' '.join(unknown)}{''.join(hints)}"
     if value := re.search(r"Missing value for argument '(\S+)'", message):
         return f"{value[1]} needs a value"

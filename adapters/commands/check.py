@@ -13,6 +13,7 @@ from ... import models
 from ...core import param
 from .. import hf, safetensors
 from .. import torch as torch_adapter
+from ..runtime import hub
 
 TOLERANCE = 1e-4  # fp32: for logits relative to max(1, largest logit), for gradients to the tensor's largest entry
 
@@ -34,6 +35,7 @@ def check(path: str | os.PathLike, against: Literal["torch"] | None = None, grad
     """
     if against not in (None, "torch"):
         raise ValueError(f"check: against must be 'torch' or left out, got {against!r}")
+    path = hub.folder(path, weights=True)
     config = hf.read_config(path)  # first, to report an unsupported model as such
     tensors = safetensors.read(path)
     manifest = hf.verify(path)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from .. import hf, safetensors
+from ..runtime import hub
 
 
 def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str | None = None) -> dict:
@@ -22,6 +23,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
     target = Path(destination)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"convert: {destination} already exists; choose another destination, or remove it first")
+    source = hub.folder(source, weights=True)
     config, params, _ = hf.mapped(source, dtype=None)
     hf.check(source, safetensors.read(source))
     path = hf.save(destination, config, params, dtype, base=source)

@@ -17,6 +17,7 @@ from ...parallel.planner.chips import CHIPS
 from ...parallel.planner.job import Job
 from .. import hf
 from ..command_line import options as grouped
+from ..runtime import hub
 from . import aot
 
 NEEDS = ("model", "mesh", "rows", "length", "run")  # options that a recipe's Config must have
@@ -62,7 +63,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
     missing = [name for name in needs if not hasattr(config, name)]
     if missing:
         raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
-    settings = hf.read_config(config.model)
+    settings = hf.read_config(hub.folder(config.model))
     if config.length > settings.context:
         raise ValueError(
             f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"

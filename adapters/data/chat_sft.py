@@ -65,7 +65,7 @@ def _blocks(tokenizer, messages):
     chat = [{name: value for name, value in message.items() if value is not None} for message in messages]
     [text], [spans] = tokenizers.rendered(
         render_jinja_template, conversations=[chat], chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True, **tokenizer.special_tokens_map,
+        return_assistant_tokens_mask=True, **{**tokenizer.special_tokens_map, **tokenizers.bound(tokenizer)},
     )  # fmt: skip
     return text, spans
 

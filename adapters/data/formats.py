@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-PAIRS = (("question", "answer"), ("problem", "solution"), ("prompt", "completion"))
+PAIRS = (
+    ("question", "answer"), ("problem", "solution"), ("problem", "answer"), ("prompt", "completion"),
+    ("query", "response"),
+)  # fmt: skip
 ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "assistant": "assistant", "tool": "tool", "observation": "tool",
@@ -21,7 +24,7 @@ TURN = re.compile(r"\n\n(Human|Assistant):")  # turn markers in HH-RLHF's transc
 def auto(record: dict) -> dict:
     """A row in the format that the record's fields identify; raises ValueError if none or several match."""
     fields = {name for name, value in record.items() if value is not None}
-    found = [name for name, wanted in SIGNS.items() if any(fields.issuperset(names) for names in wanted)]
+    found = [name for name in SIGNS if _signed(name, fields)]
     if len(found) != 1:
         known = f"{' and '.join(found)} are possible" if found else f"known are {', '.join(SIGNS)}"
         raise _refusal(
@@ -30,23 +33,55 @@ def auto(record: dict) -> dict:
     return FORMATS[found[0]](record)
 
 
+def recognised(record: dict) -> str | None:
+    """The function for `--row` that reads a record, told by its fields; "" if it is a row, None if it is of no format.
+
+    GSM8K and MATH are told by the ends of their answers, and read with the instruction that their rewards expect.
+    """
+    fields = {name for name, value in record.items() if value is not None}
+    lists = {name for name in fields if isinstance(record[name], list)}
+    if "prompt" in lists or (lists >= {"chosen", "rejected"} and not fields & {"prompt", "messages"}):
+        return f"{__name__}:{'preference' if 'chosen' in fields else 'conversational'}"
+    if fields & {"prompt", "messages"}:
+        return ""
+    if "rejected" in fields and TURN.match(str(record.get("chosen"))):
+        return f"{__name__}:hh_rlhf"
+    if "question" in fields and "####" in str(record.get("answer")):
+        return "areax.rollout.tasks.gsm8k:row"
+    if "problem" in fields and "\\boxed" in str(record.get("solution")):
+        return "areax.rollout.tasks.competition_math:row"
+    found = [name for name in ("prompt_answer", "instruction", "sharegpt") if _signed(name, fields)]
+    return f"{__name__}:{found[0]}" if len(found) == 1 else None
+
+
 def chat(record: dict) -> dict:
     """A row from {"messages": [{"role", "content"}, ...]}, validated."""
     return {**record, "messages": _messages(record, "messages", "chat")}
 
 
 def prompt_answer(record: dict) -> dict:
-    """A row from question/answer, problem/solution or prompt/completion.
+    """A row from question/answer, problem/solution, problem/answer, prompt/completion or query/response.
 
-    The second is used as both "completion" and "answer", unless the record has these fields.
+    The second is used as both "completion" and "answer", unless the record has these fields. All fields are kept.
     """
     found = [pair for pair in PAIRS if all(isinstance(record.get(name), str) for name in pair)]
-    if len(found) != 1:
+    if len({question for question, _ in found}) != 1:
         pairs = ", ".join("/".join(pair) for pair in PAIRS)
         raise _refusal("prompt_answer", f"the texts of exactly one of {pairs}", record)
     question, answer = found[0]
     reply = record[answer]
-    return {"completion": reply, "answer": reply, **_without(record, question), "prompt": record[question]}
+    return {"completion": reply, "answer": reply, **record, "prompt": record[question]}
+
+
+def conversational(record: dict) -> dict:
+    """A row from TRL's conversations: "prompt" as a list of messages, and "completion", if any, as a list of one."""
+    row = {**_without(record, "prompt"), "messages": _messages(record, "prompt", "conversational")}
+    if isinstance(record.get("completion"), list):
+        reply = _messages(record, "completion", "conversational")
+        if [message["role"] for message in reply] != ["assistant"]:
+            raise _refusal("conversational", "one assistant message as its 'completion'", record)
+        row["completion"] = reply[0]["content"]
+    return row
 
 
 def instruction(record: dict) -> dict:
@@ -120,6 +155,10 @@ SIGNS: dict[str, Sequence[Sequence[str]]] = {  # any of these sets of fields ide
     "sharegpt": [["conversations"]],
     "preference": [["chosen", "rejected"]],
 }
+
+
+def _signed(name: str, fields: set[str]) -> bool:
+    return any(fields.issuperset(names) for names in SIGNS[name])
 
 
 def _pair(chosen: list[dict], rejected: list[dict], given: list[dict]) -> dict | None:

@@ -281,7 +281,7 @@ CHARTS = (
 
 METRICS = {
     "aborted": "fraction of answers that ended with a server error or abort",
-    "accuracy": "fraction of held-out problems answered correctly, greedy decoding",
+    "accuracy": "mean reward of held-out problems: greedy, or over all completions of each (avg@n)",
     "accuracy_sampled": "the same with answers sampled at the training temperature",
     "advantage": "mean |advantage| of a token: the distance of a reward from its baseline",
     "balance_load": "load-balancing loss E sum f P of a layer, without its coefficient; top_k = experts used equally",
@@ -462,6 +462,7 @@ SUMMARY = {
     "rl_accuracy": "held-out accuracy at the end",
     "sft_accuracy_sampled": "the same after SFT, answers sampled at temperature 1",
     "rl_accuracy_sampled": "the same at the end, answers sampled at temperature 1",
+    "evaluation": "all metrics of the last evaluation",
     "heldout_rows": "held-out problems over which accuracies are computed",
     "sft_steps": "SFT updates",
     "steps": "updates of this run",
@@ -551,6 +552,10 @@ def meaning(name: str) -> str:
         return f"total of the fleet so far: {label(name.removeprefix('fleet_').removesuffix('_total'))}"
     if name.startswith("heldout_"):
         return f"over held-out rows: {meaning(name.removeprefix('heldout_'))}"
+    if "/" in name:
+        return f"of the held-out set {name.partition('/')[0]}: {meaning(name.partition('/')[2])}"
+    if name.startswith("pass@"):
+        return f"share of held-out problems that one of {name[5:]} completions solves: expected best reward, unbiased"
     if name == "time_step":
         return "seconds of the whole step"
     phase = name.removeprefix("time_")

@@ -1,6 +1,7 @@
 """Rotary position embedding (arXiv:2104.09864), half-split as in Hugging Face checkpoints."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ def _read(hf: dict, name: str, scaling: Any) -> Rope:
 
     def number(option: str, default: Any = None) -> float:
         value = scaling.get(option, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"config.json: {option} of rope_type {kind} must be a number above 0, got {value!r}")
         return float(value)
 

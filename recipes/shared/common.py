@@ -16,6 +16,8 @@ import jax
 
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
+from areax.adapters.command_line.options import json_object
+from areax.adapters.runtime import hub
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
 from areax.parallel import mesh, rules
@@ -58,16 +60,17 @@ def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Me
 def open_model(
     path: str, init: Literal["checkpoint", "random"], seed: int, on: jax.sharding.Mesh, dtype: str | None = "float32"
 ):
-    """(config, sharded weights) of a Hugging Face directory, of which "random" needs only config.json.
+    """(config, sharded weights) of a model, a directory or hub name, of which "random" needs only config.json.
 
     Args:
       dtype: of the weights: fp32 for master weights; None = as stored, for frozen ones.
     """
     if init == "checkpoint":
+        path = hub.folder(path, weights=True)
         check_weights(path)
         with terminal.loading(path):
             return hf.load(path, dtype=dtype, mesh=on)
-    config = hf.read_config(path)
+    config = hf.read_config(hub.folder(path))
     with terminal.phase(f"drawing new weights for {path}"):
         return config, draw(models.table(config), seed, on)
 
@@ -80,6 +83,16 @@ def check_weights(path: str) -> None:
             f"--model {path}: needs weights, model.safetensors or {safetensors.INDEX}, got neither; or start from new "
             "ones with --init random"
         )
+
+
+def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:
+    """The tokenizer of a model, whose chat template is given the variables of `--chat-template-kwargs`."""
+    variables = json_object("--chat-template-kwargs", chat_template_kwargs)
+    tokens = tokenizer.load(path)
+    try:
+        return tokenizer.bind(tokens, variables)
+    except ValueError as error:
+        raise ValueError(f"--chat-template-kwargs: {error}; {path}") from None
 
 
 def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
@@ -98,6 +111,7 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
                 f"--teacher {path}: must have the student's tokenizer, got id {ids.get(token)} for {token!r} instead "
                 f"of {i}; choose a teacher of the same family"
             )
+    path = hub.folder(path, weights=True)
     with terminal.loading(path):
         return hf.load(path, dtype=run.dtype or "float32", mesh=on)
 
@@ -109,7 +123,7 @@ def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
 
 def check_length(model: str, length: int) -> None:
     """Raises ValueError if rows of `length` tokens are longer than the model's context: nothing could fill them."""
-    context = hf.read_config(model).context
+    context = hf.read_config(hub.folder(model)).context
     if length > context:
         raise ValueError(f"--length must be at most {context}, the context of {model}, got {length}")
 
@@ -193,6 +207,7 @@ async def fleet(
       experts_per_token: as `client.connect`.
     """
     keys.read(keys.SERVER)  # an invalid one is refused before servers start
+    path = path if urls else hub.folder(os.fspath(path), weights=True)
     prepare = None
     connect = functools.partial(
         client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,

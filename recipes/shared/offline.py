@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from areax.adapters import orbax, tokenizer
+from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.data import chat_sft
-from areax.adapters.runtime import compile_cache, compile_time
+from areax.adapters.runtime import compile_cache, compile_time, hub
 from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
@@ -75,17 +75,21 @@ def read(
     """
     common.check_directory("--out", config.out)
     common.check_length(config.model, config.length)
+    vocabulary = hf.read_config(hub.folder(config.model)).vocab
 
     def fits(row: dict) -> str | None:
         check(row)
-        n = max(len(sample.tokens) for sample in samples([row]))
+        made = samples([row])
+        for sample in made:
+            rows.check_vocabulary(sample.tokens, vocabulary)
+        n = max(len(sample.tokens) for sample in made)
         if n <= config.length:
             return None
         if config.too_long == "refuse":
             raise ValueError(f"a row must fit in --length {config.length} tokens, got {n}; or use --too-long drop")
         return f"longer than --length {config.length}"
 
-    read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, quiet=quiet)
+    read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet)
     train, heldout = read(config.data, limit=config.limit), read(config.heldout) if config.heldout else []
     processes.same("options and rows", config, train, heldout)
     return train, heldout
@@ -117,7 +121,7 @@ def fit(
     All processes of a job call it with the same arguments; `quiet` ones neither print nor write.
 
     Args:
-      kind: `kind` of the lines in metrics.jsonl.
+      kind: the recipe, `kind` of the lines in metrics.jsonl; a state of another recipe is refused.
       config: model, out, steps, batch, length, rows, save_every, save_minutes, evaluate_every, track and seed are read.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
@@ -146,7 +150,11 @@ def fit(
         start = store.latest or 0
         if start:
             with resume.restoring(config):
-                own.state, _ = store.restore(own.state)
+                own.state, cursor = store.restore(own.state)
+            if (made := (cursor or {}).get("recipe", kind)) != kind:
+                raise ValueError(
+                    f"--out {config.out}: holds a run of {made}, which {kind} cannot go on with; name another directory"
+                )
         complete = common.complete(config, start, quiet)
         with (
             run_dir.open_run(out, keep={kind: start}, quiet=quiet) as run,
@@ -190,7 +198,7 @@ def fit(
                     due = overdue or (config.save_every and done % config.save_every == 0)
                     if due and done < config.steps:
                         report()  # first: a state that is saved has its line, whenever the run is killed
-                        store.save(done, own.state)
+                        store.save(done, own.state, {"recipe": kind})
                         saved_at = time.monotonic()
             finally:
                 report()
@@ -200,7 +208,7 @@ def fit(
                     last.update(evaluate())
                 run.log(kind, done, **{k: v for k, v in last.items() if k.startswith("heldout")})
         if done > (store.latest or 0):  # the last step may have been saved already
-            store.save(done, own.state)
+            store.save(done, own.state, {"recipe": kind})
         checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
         summary = {
             "checkpoint": str(checkpoint), "steps": done, "complete": not stopped,

@@ -1,9 +1,10 @@
 """The options that sft, distill and preference share; their Configs inherit them and state what differs."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from areax import models
+from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.tracking.sinks import Sinks
 from areax.core.balance import Balance
 from areax.core.optim import Optimizer
@@ -18,12 +19,13 @@ class Options:
     """Options of training on given rows. A Config may override a field's default and its help text.
 
     Attributes:
-      model: Hugging Face directory: weights, config.json and tokenizer.
+      model: Hugging Face directory: weights, config.json and tokenizer; or a model on the hub, `owner/name`.
       data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, report.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
-        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+        out; "" = records are rows, or of a usual format that their fields tell (docs/add-a-data-set.md).
+      chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
       bad_rows: "stop" ends the run at the first row that cannot be used, before anything starts; "skip" leaves such
         rows out and prints how many.
@@ -49,6 +51,7 @@ class Options:
     data: str
     out: str = ""
     row: str = ""
+    chat_template_kwargs: Annotated[str, JSON] = ""
     limit: int = 0
     bad_rows: Bad = "stop"
     init: Literal["checkpoint", "random"] = "checkpoint"
@@ -77,5 +80,6 @@ class Options:
             *ranges.schedule(self.optim, self.steps),
         ):
             raise ValueError(reason)
+        json_object("--chat-template-kwargs", self.chat_template_kwargs)
         if self.evaluate_every and not self.heldout:
             raise ValueError(f"--evaluate-every {self.evaluate_every} needs --heldout, rows to evaluate on, got none")

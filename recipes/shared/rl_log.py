@@ -7,7 +7,7 @@ from pathlib import Path
 from areax.adapters.report import chrome_trace
 from areax.adapters.runtime import compile_time
 from areax.adapters.tracking import progress, run_dir, sinks
-from areax.recipes.shared import describe, terminal
+from areax.recipes.shared import describe, evaluation, terminal
 from areax.recipes.shared.rl_options import Saving
 from areax.rollout import events, loop, rewards
 from areax.rollout.client import Fleet
@@ -21,13 +21,13 @@ class Log:
     """Writes metrics.jsonl, samples.jsonl and the events of a run, and shows its progress.
 
     Attributes:
-      accuracy: version -> accuracy on the held-out rows.
+      evaluations: version -> metrics on the held-out rows, such as "accuracy" or "math/accuracy".
       offload_s: seconds that offloading the servers took before the last update; None = no offloading.
       terminal: what the run says on stderr.
     """
 
     def __init__(self, run: run_dir.Run, tick, tokens, saving: Saving):
-        self.accuracy: dict[int, float] = {}
+        self.evaluations: dict[int, dict[str, float | None]] = {}
         self.offload_s: float | None = None
         self.terminal = terminal.Terminal("grpo")
         self._run, self._tick, self._tokens, self._saving = run, tick, tokens, saving
@@ -57,15 +57,15 @@ class Log:
         beside = {name: seconds.pop(name) for name in loop.BACKGROUND}
         self.terminal.look(v, report)
         self._run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
-        accuracy = self.accuracy.get(max(self.accuracy, default=-1))
+        accuracy = self.evaluations[max(self.evaluations)]["accuracy"] if self.evaluations else None
         self._tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy)
         if self._saving.samples_every and (v == 1 or v % self._saving.samples_every == 0):
             describe.show(self._run, self._tokens, v, groups[0])
 
-    def evaluation(self, v: int, accuracy: float, rows: int) -> None:
-        """Logs the accuracy of version v on the held-out rows."""
-        self.accuracy[v] = accuracy
-        self._run.log("eval", v, accuracy=accuracy, rows=rows, server_version=self._fleet.version)
+    def evaluation(self, v: int, sets: dict[str, dict]) -> None:
+        """Logs the metrics of version v on the held-out sets, {name: `evaluation.summary`}."""
+        self.evaluations[v] = evaluation.combined(sets)
+        self._run.log("eval", v, **self.evaluations[v], server_version=self._fleet.version)
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ import math
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from areax import models
-from areax.adapters.command_line.options import by_option
+from areax.adapters.command_line.options import JSON, by_option
 from areax.adapters.tracking import sinks
 from areax.core import losses
 from areax.core.balance import Balance
@@ -16,7 +16,7 @@ from areax.core.critic import Critic
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared import ranges
+from areax.recipes.shared import evaluation, ranges
 from areax.recipes.shared.rows import Bad
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys
@@ -34,7 +34,8 @@ class Prompts:
 
     Attributes:
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record
-        out; `areax.adapters.data.formats:auto` reads the usual formats; "" = records are rows.
+        out; "" = records are rows, or of a usual format that their fields tell (docs/add-a-data-set.md).
+      chat_template_kwargs: variables of the chat template, a JSON object such as {"enable_thinking": false}.
       limit: records of `data` to read, and to fetch from the hub; 0 = all.
       bad_rows: "stop" ends the run at the first row that cannot be used, before anything starts; "skip" leaves such
         rows out and prints how many.
@@ -43,6 +44,7 @@ class Prompts:
     """
 
     row: str = ""
+    chat_template_kwargs: Annotated[str, JSON] = ""
     limit: int = 0
     bad_rows: Bad = "stop"
     max_prompt: int = 0
@@ -66,7 +68,7 @@ class Rollout:
     """
 
     workflow: str = "areax.rollout.workflows:single_turn"
-    workflow_options: str = ""
+    workflow_options: Annotated[str, JSON] = ""
     agent: agents.Options = agents.Options()
     groups: int = 32
     group_size: int = 8
@@ -193,11 +195,13 @@ class Evaluation:
     """Evaluation on held-out rows.
 
     Attributes:
-      heldout: rows evaluated greedily and never trained on; "" = none.
+      heldout: rows evaluated and never trained on; several sets as NAME=ROWS ..., measured as NAME/accuracy etc.
+      heldout_samples: completions per held-out row: 1 = greedy; more are sampled as in training, for avg@n and pass@k.
       evaluate_every: batches between evaluations; 0 = before the first and after the last batch.
     """
 
-    heldout: str = ""
+    heldout: tuple[str, ...] = ()
+    heldout_samples: int = 1
     evaluate_every: int = 0
 
 
@@ -234,7 +238,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
     yield from ranges.integers(rollout, groups=1, group_size=1, eta=0, max_concurrent=1)
     yield from ranges.integers(rewards, reward_workers=1)
     yield from ranges.integers(training, length=2, rows=1, minibatches=1, epochs=1, reference_every=0)
-    yield from ranges.integers(config.evaluation, evaluate_every=0)
+    yield from ranges.integers(config.evaluation, heldout_samples=1, evaluate_every=0)
     yield from ranges.integers(config.saving, save_every=0, samples_every=0)
     yield from ranges.finite(config.saving, "save_minutes")
     yield from ranges.finite(training, "distill_coef")
@@ -283,7 +287,7 @@ def _is_address(url: str) -> bool:
 
 
 def _rollout_conflicts(config: Any) -> Iterator[str]:
-    rollout, objective, heldout = config.rollout, config.training.objective, config.evaluation.heldout
+    rollout, objective, heldout = config.rollout, config.training.objective, evaluation.named(config.evaluation.heldout)
     sampling = rollout.sampling
     if not sampling.temperature > 0:
         yield (
@@ -295,13 +299,15 @@ def _rollout_conflicts(config: Any) -> Iterator[str]:
                 f"--sampling.{name.replace('_', '-')} must be {getattr(Sampling, name)}: training needs samples from "
                 f"the full distribution, got {value}"
             )
+    if config.evaluation.heldout_samples > 1 and not heldout:
+        yield f"--heldout-samples {config.evaluation.heldout_samples} needs --heldout, rows to evaluate on, got none"
     if config.evaluation.evaluate_every and not heldout:
         yield f"--evaluate-every {config.evaluation.evaluate_every} needs --heldout, rows to evaluate on, got none"
     if rollout.workflow == resolve.ONLINE and (heldout or objective.advantage.mean not in ("batch", "none")):
         yield (
             "--workflow online: users' sessions form no groups to compare, and cannot be evaluated; use "
             f"--objective.advantage.mean batch without --heldout, got {objective.advantage.mean} and "
-            f"{heldout or 'none'}"
+            f"{' '.join(heldout.values()) or 'none'}"
         )
     if rollout.groups % config.training.minibatches:
         yield f"--minibatches must divide --groups {rollout.groups}, got {config.training.minibatches}"

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from areax.adapters.command_line.options import json_object
+from areax.recipes.shared import evaluation
 from areax.recipes.shared.rl_options import Rewards, Rollout, Serving, Training
 from areax.rollout import client, events, object_path, rewards
 from areax.rollout.scheduling import episodes, executor
@@ -30,11 +32,13 @@ class Episodes:
     Attributes:
       train: samples that are trained on.
       greedy: the same at temperature 0, for evaluation and as a baseline; `train` where neither is wanted.
+      sampled: sampled as in training but not trained on, for evaluation; `greedy` where one completion is enough.
       rewards: the pool of reward workers, for its counts.
     """
 
     train: Workflow
     greedy: Workflow
+    sampled: Workflow
     rewards: rewards.Pool
 
 
@@ -47,14 +51,15 @@ def check_keys(serving: Serving, training: Training) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(
-    reward: str, options: Rewards, rollout: Rollout, training: Training, tokens, *, vocabulary: int, greedy: bool
-) -> AsyncIterator[Episodes]:
+    reward: str, options: Rewards, rollout: Rollout, training: Training, tokens, *, vocabulary: int, greedy: bool,
+    sampled: bool = False,
+) -> AsyncIterator[Episodes]:  # fmt: skip
     """Sets up the run's episodes, with reward workers and teacher connections, which are closed at the end.
 
     Args:
       reward: `module:function` or `file.py:function`.
       vocabulary: size of the policy's vocabulary.
-      greedy: whether the greedy workflow is needed.
+      greedy, sampled: whether these workflows are needed.
     """
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -66,7 +71,7 @@ async def opened(
         )  # fmt: skip
         bind = functools.partial(
             resolve.bind, rollout.workflow, tokenizer=tokens, reward=pool, agent=rollout.agent,
-            options=resolve.options(rollout.workflow_options),
+            options=json_object("--workflow-options", rollout.workflow_options),
         )  # fmt: skip
         train = fitting(await enter(bind(sampling=rollout.sampling)), training.length, rollout)
         if training.teachers:
@@ -77,8 +82,9 @@ async def opened(
             top_k = training.distill.top_k if training.distill_coef else 0
             annotate = functools.partial(teacher.annotate, teachers=fleets, top_k=top_k, vocabulary=vocabulary)
             train = functools.partial(teacher.taught, train, annotate)
-        plain = replace(rollout.sampling, temperature=0.0, routed_experts=False)
-        yield Episodes(train, await enter(bind(sampling=plain)) if greedy else train, pool)
+        plain = replace(rollout.sampling, routed_experts=False)
+        cold = await enter(bind(sampling=replace(plain, temperature=0.0))) if greedy else train
+        yield Episodes(train, cold, await enter(bind(sampling=plain)) if sampled else cold, pool)
 
 
 def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
@@ -150,14 +156,18 @@ def scheduler(
     )  # fmt: skip
 
 
-async def accuracy(
-    episode: Workflow, generate: Generate, rows: list[dict], *, max_concurrent: int
-) -> tuple[float, int]:
-    """(mean reward, number of episodes) of an evaluation; unscorable episodes are left out of the mean."""
+async def evaluate(
+    episode: Workflow, generate: Generate, sets: dict[str, list[dict]], *, samples: int, max_concurrent: int,
+    seed: int | None,
+) -> dict[str, dict]:  # fmt: skip
+    """{name: `evaluation.summary`} of held-out sets, `samples` episodes of each row."""
+    rows = [row for own in sets.values() for row in own]
     with events.context(of="evaluation"):
-        groups = await executor.rollouts(episode, generate, rows, max_concurrent=max_concurrent)
-    values = np.array([episodes.outcome(s) for group in groups for s in episodes.one_a_rollout(group)])
-    return float(np.nanmean(values)), len(values)
+        groups = await executor.rollouts(
+            episode, generate, rows, group_size=samples, max_concurrent=max_concurrent, seed=seed
+        )
+    left = iter(groups)
+    return {name: evaluation.summary(list(itertools.islice(left, len(own))), samples) for name, own in sets.items()}
 
 
 def varied(samples: list[Sample]) -> bool:

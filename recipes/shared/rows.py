@@ -1,11 +1,13 @@
 """Rows of a run: read, converted by `--row`, and each checked before anything starts."""
 
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from areax.adapters.data import datasets
+import numpy as np
+
+from areax.adapters.data import datasets, formats
+from areax.adapters.tracking import progress
 from areax.rollout import object_path, workflows
 from areax.rollout.chat import template
 from areax.rollout.workflows import multi_turn, resolve
@@ -13,20 +15,23 @@ from areax.rollout.workflows import multi_turn, resolve
 Bad = Literal["stop", "skip"]
 Check = Callable[[dict], str | None]
 
-# Workflows that sample from the row's prompt; others may read any fields.
 PROMPTED = (workflows.single_turn, multi_turn.multi_turn, multi_turn.tool_loop, multi_turn.judged)
+
+
+KNOWN = f"{', '.join('/'.join(pair) for pair in formats.PAIRS)}, instruction/output and conversations"
 
 
 def read(
     source: str, row: str = "", limit: int = 0, *, check: Check = lambda row: None, bad: Bad = "stop",
-    quiet: bool = False,
+    recognise: bool = False, quiet: bool = False,
 ) -> list[dict]:  # fmt: skip
     """Reads rows from a file, a folder or the hub, converted by the function that `row` names, and checks each.
 
-    Prints to stderr how many are left out, and why.
+    Prints to stderr how many are left out, and why, and the format that was recognised.
 
     Args:
-      row: `module:function` that returns a row, or None to leave a record out; "" = records are rows.
+      row: `module:function` that returns a row, or None to leave a record out; "" = records are rows, or if
+        `recognise` of the format that the first one has.
       limit: records to read; 0 = all.
       check: raises ValueError for a bad row; returns why a good one is left out all the same, or None.
       bad: "stop" raises at the first bad row; "skip" leaves out lines that are not JSON objects, records that `row`
@@ -36,14 +41,24 @@ def read(
     Raises:
       ValueError: a bad row, or no row is left.
     """
-    convert = object_path.resolve(row) if row else None
     refused: list[ValueError] = []
     left: Counter[str] = Counter()
     rows = []
     records = datasets.placed(source, limit=limit or None, bad=refused.append if bad == "skip" else None)
-    total = len(records) + len(refused)
+    total, recognise = len(records) + len(refused), recognise and not row
+    if recognise:
+        known = (formats.recognised(record) for record, _ in records[: 1 if bad == "stop" else None])
+        row = next((name for name in known if name is not None), "")
+        if row and not quiet:
+            progress.say(f"{source}: rows are made of the fields {sorted(records[0][0])} by --row {row}")
+    convert = object_path.resolve(row) if row else None
     for record, place in records:
         try:
+            if recognise and formats.recognised(record) is None:
+                raise ValueError(
+                    f"a row needs either 'prompt' or 'messages', got the fields {sorted(record)}; also read are "
+                    f"{KNOWN}, and --row FILE.py:FUNCTION converts other records"
+                )
             made = _converted(convert, row, record) if convert else record
             why = f"by {row}" if made is None else check(made)
         except ValueError as error:
@@ -60,7 +75,7 @@ def read(
     if not rows:
         raise ValueError(f"{source}: all {total} rows are left out, {'; '.join(left)}; at least one is needed")
     for why, count in left.items() if not quiet else ():
-        print(f"{count:,} of {total:,} rows are left out, {why}", file=sys.stderr)
+        progress.say(f"{count:,} of {total:,} rows are left out, {why}")
     return rows
 
 
@@ -76,7 +91,21 @@ def _converted(convert: Callable[[dict], Any], name: str, record: dict) -> dict 
     return made
 
 
-def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
+def asks(workflow: str) -> bool:
+    """Whether a workflow samples from the row's prompt; others may read any fields."""
+    return resolve.find(workflow) in PROMPTED
+
+
+def check_vocabulary(ids: Sequence[int] | np.ndarray, vocabulary: int) -> None:
+    """Raises ValueError if a token is outside the model's vocabulary: indexing would clip it, without a word."""
+    if (highest := int(np.max(ids, initial=0))) >= vocabulary:
+        raise ValueError(
+            f"token ids must be below {vocabulary}, the model's vocab_size, got {highest}; is its tokenizer of another "
+            "model?"
+        )
+
+
+def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0, vocabulary: int = 0) -> Check:
     """Makes the check of rows whose prompt is sampled from: it has tokens, and leaves room for one more.
 
     Rows of workflows that read other fields than "prompt" or "messages" are not checked.
@@ -84,15 +113,19 @@ def prompts(tokens, workflow: str, *, most: int = 0, room: int = 0) -> Check:
     Args:
       most: longest prompt in tokens; a longer one is left out; 0 = no limit.
       room: longest sequence in tokens, prompt and completion; 0 = unknown.
+      vocabulary: size of the model's vocabulary; 0 = unknown.
     """
-    prompted = resolve.find(workflow) in PROMPTED
+    prompted = asks(workflow)
 
     def check(row: dict) -> str | None:
         if not prompted and not most:
             return None
-        n = len(template.prompt(tokens, row))
+        ids = template.prompt(tokens, row)
+        n = len(ids)
         if not n:
             raise ValueError("the prompt must have at least one token, got none")
+        if vocabulary:
+            check_vocabulary(ids, vocabulary)
         if most and n > most:
             return f"longer than --max-prompt {most}"
         if prompted and room and n >= room:

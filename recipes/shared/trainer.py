@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from areax import models
 from areax.adapters import hf, orbax, tokenizer
+from areax.adapters.runtime import hub
 from areax.core import packing, signals, step
 from areax.core.batch import Batch
 from areax.core.distill import Taught
@@ -110,8 +111,9 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
     """Builds a critic: the backbone with a scalar head in place of the output head; a new head is all zeros."""
     if options.model:
         vocab = settings.vocab
-        with terminal.loading(options.model):
-            settings, params = hf.load(options.model, mesh=mesh, init_missing=("head",))
+        path = hub.folder(options.model, weights=True)
+        with terminal.loading(path):
+            settings, params = hf.load(path, mesh=mesh, init_missing=("head",))
         if settings.vocab != vocab:
             raise ValueError(
                 f"--critic.model {options.model}: needs the policy's vocabulary of {vocab}, got {settings.vocab}"

@@ -85,7 +85,8 @@ class Sample:
     def _end(self, progress: Progress) -> list[Piece]:
         assert progress.finish
         if self._markers.isdisjoint(progress.tokens):  # the engine's thread has done the work
-            self._text, rest = progress.text, self._reader.rest(progress.text)
+            self._text = progress.decoded or ""
+            rest = self._reader.rest(self._text)
         else:
             self._text, rest = self._reader.finish(progress.tokens, progress.finish["type"] == "stop")
         pieces = self._take(rest)

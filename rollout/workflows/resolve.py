@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -79,21 +78,6 @@ async def bind(
         agents.played(run, name, **bound, options=agent) as workflow,
     ):
         yield workflow_context.within(shared, workflow)
-
-
-def options(text: str) -> dict[str, Any]:
-    """Parses `--workflow-options` into a dict.
-
-    Raises:
-      ValueError: it is not a JSON object.
-    """
-    try:
-        given = json.loads(text or "{}")
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ValueError(f"--workflow-options must be a JSON object, such as '{{\"turns\": 4}}', got {text!r:.80}")
-    return given
 
 
 def check(name: str, options: Mapping[str, Any], agent: agents.Options | None = None) -> None:

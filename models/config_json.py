@@ -1,0 +1,70 @@
+"""What the options of a config.json may be, checked first; those of rope are read and checked in layers/rope.py."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def _size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 40
+
+
+def _few(value: Any) -> bool:
+    return _size(value) and value <= 10_000
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 40
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _list_of(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(one, value))
+
+
+KINDS = (  # what an option must be, whether a value is that, the options
+    ("a whole number above 0", _size, (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
+        "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step",
+    )),
+    # There are Python objects for each, made before a single weight is compared.
+    ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
+    ("a whole number above 0, or null", lambda value: value is None or _size(value), (
+        "num_key_value_heads", "head_dim",
+    )),
+    ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
+        "num_experts", "num_local_experts",
+    )),
+    ("a whole number of at least 0", _count, ("max_window_layers",)),
+    ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
+    ("a finite number of at least 0", _number, ("rms_norm_eps", "initializer_range")),
+    ("true, false or null", lambda value: value is None or _flag(value), (
+        "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
+    )),
+    ("a list of texts, or null", lambda value: value is None or _list_of(_text)(value), (
+        "architectures", "layer_types",
+    )),
+    ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), ("mlp_only_layers",)),
+    ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
+        "eos_token_id",
+    )),
+)  # fmt: skip
+
+
+def check(options: Mapping[str, Any], file: str) -> None:
+    """Raises ValueError, beginning with the name `file`, if a known option has a value of another kind."""
+    for what, holds, names in KINDS:
+        for name in names:
+            if name in options and not holds(options[name]):
+                raise ValueError(f"{file}: {name} must be {what}, got {options[name]!r:.80}")
