@@ -26,14 +26,21 @@ class Advantage:
       credit: "rollout" assigns the rollout's advantage to each of its tokens; "return" the discounted rewards from the
         token on, minus the rollout's undiscounted baseline (REINFORCE++, arXiv:2501.03262); "gae" generalised advantage
         estimation with a critic (arXiv:1506.02438).
-      mean, std, leave_one_out, length_weighted, ddof, eps: passed to `group`; std is TRL's scale_rewards. With mean
-        "greedy" the baseline is the component "greedy", the reward of a greedy completion (ReMax, arXiv:2310.10505).
+      mean: the baseline: the mean reward of the prompt's "group" or of the "batch", "none", or with "greedy" the
+        component "greedy", the reward of a greedy completion (ReMax, arXiv:2310.10505).
+      std: what advantages are divided by: the rewards' standard deviation in the "group" or the "batch", or "none"
+        (TRL's scale_rewards).
+      leave_one_out: excludes the rollout itself from its baseline (RLOO, arXiv:2402.14740).
+      length_weighted: weights the rewards in the baseline by the rollouts' learnt tokens (OPO, arXiv:2505.23585).
+      ddof: delta degrees of freedom of the standard deviation: it divides by n - ddof.
+      eps: added to the standard deviation, in units of reward.
       components: reward components whose advantages are computed separately and then summed (GDPO, arXiv:2601.05242);
         NaN in any of them makes the rollout unscorable. Empty = one advantage, of the total reward.
       component_weights: weights of these advantages in the sum; empty = all 1.
       whiten: normalises advantages to mean 0 and standard deviation 1 over all learnt tokens, or all rollouts, of the
         batch.
-      gamma, lam: discount per sampled token, and the lambda of "gae".
+      gamma: discount per sampled token, of "return" and "gae".
+      lam: lambda of "gae": 0 = one step ahead, 1 = the whole return.
       teacher: coefficient of log (teacher / proximal), added to each token's advantage at the end: distillation by the
         reverse KL of sampled tokens. Needs `target["teacher"]`.
     """

@@ -36,15 +36,17 @@ class Correction:
         geometric mean ("geometric").
       action: outside [low, cap] "mask" removes the token's gradient (IcePop), "truncate" caps the weight at cap (TIS),
         "clip" clips it to both bounds.
-      low, cap: bounds of the weight.
+      low: lower bound of the weight, of actions "mask" and "clip".
+      cap: upper bound of the weight.
       normalise: divides weights by their mean over the batch's unmasked tokens.
       mask: masks tokens whose statistic is out of bounds: "ratio", "k1" = log ratio, "k2" = (log ratio)^2 / 2,
         "k3" = ratio - 1 - log ratio.
       mask_over: tests each token separately, or masks whole sequences by the sum, mean or max over their tokens (with
         "max", "ratio" and "k1" test the min too).
-      mask_low, mask_high: bounds, given as ratios: the statistic must lie between its values at these ratios; k2 and
-        k3, which are never negative, only below their value at mask_high. "k1" with "mean" is the geometric mean of
-        ratios, with "sum" their product.
+      mask_low: lower bound, given as a ratio: the statistic must be at least its value at this ratio; 0 with k2 and
+        k3, which are never negative.
+      mask_high: upper bound, given as a ratio: the statistic must be at most its value at this ratio. "k1" with "mean"
+        is the geometric mean of ratios, with "sum" their product.
       veto: masks a sequence if any token's ratio is below this; 0 = off.
       drift: masks the negative-advantage tokens of a sequence whose mean log (behaviour / proximal) exceeds this
         (off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556); 0 = off.

@@ -48,7 +48,12 @@ class Distill:
             "temperature": (self.temperature > 0, "above 0"),
             "sft_coef": (self.sft_coef >= 0, "at least 0"),
         }
-        validate(self, [(field, *rule) for field, rule in rules.items()])
+        mixture = (
+            "beta",
+            self.divergence == "js" or self.beta == Distill.beta,
+            f"{Distill.beta} unless divergence is js",
+        )
+        validate(self, [*((field, *rule) for field, rule in rules.items()), mixture])
 
     def __str__(self):
         b = f"{self.beta:g}"

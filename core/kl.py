@@ -53,6 +53,7 @@ class KL:
             ("ratio", not self.ratio or self.estimator in ("k1", "k3"), "False unless the estimator is k1 or k3"),
             ("target", self.target == 0 or (self.target > 0 and self.coef > 0), "0, or above 0 with a coef above 0"),
             ("horizon", self.horizon >= 1, "at least 1"),
+            ("horizon", self.horizon == KL.horizon or self.target > 0, f"{KL.horizon} without a target to adapt to"),
         )
         validate(self, rules)
 

@@ -42,7 +42,8 @@ class Optimizer:
       warmup: steps over which the learning rate rises linearly from lr / warmup to lr.
       steps: length of the schedule in optimiser steps, including the warm-up.
       floor: final learning rate as a fraction of lr.
-      b1, b2: decay of Adam's moments, also in muon; of lion's interpolation and momentum (its authors use b2 0.99).
+      b1: decay of Adam's first moment, also in muon; of lion's interpolation.
+      b2: decay of Adam's second moment, also in muon; of lion's momentum (its authors use 0.99).
       eps: added to the root of Adam's second moment, also in muon.
       momentum: momentum of muon and sgd; 0 = sgd without momentum.
       weight_decay: each step subtracts lr * weight_decay * weight.

@@ -36,22 +36,31 @@ class Policy:
     by share, without w. A log ratio policy / proximal beyond +-20 is clipped and has no gradient.
 
     Attributes:
-      name, note: the algorithm and where it departs from its paper; for people.
+      name: the algorithm, for people.
+      note: where it departs from its paper, for people.
       shaping, advantage, correction, kl, entropy: options of the parts.
       ratio: "token"; "sequence": geometric mean over the sequence's learnt tokens (GSPO, arXiv:2507.18071; TRL's
         importance_sampling_level); "sequence_token": its value with each token's gradient (GSPO-token); "product":
         product over the sequence.
       surrogate: name of a function in `surrogates`; formulas and papers are there. In Python also a function like
         those, f(spec, now) -> (gain_BT, cut_BT).
-      clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high] (epsilon and epsilon_high in TRL); with
-        "geometric" log r to [-clip_low, clip_high].
+      clip_low: lower bound of the clipping: r is clipped to at least 1 - clip_low (epsilon in TRL), with "geometric"
+        log r to at least -clip_low.
+      clip_high: upper bound of the clipping: r is clipped to at most 1 + clip_high (epsilon_high in TRL), with
+        "geometric" log r to at most clip_high.
       dual_clip: for "clip": the gain is at least dual_clip A if A < 0; 0 = off.
       ratio_cap: for "clip": upper bound of r where the clip does not apply; 0 = off.
-      tau_pos, tau_neg: for "sapo": tau if A > 0, and otherwise.
-      vespo_pos, vespo_neg: for "vespo": (k, lambda) if A >= 0, and if A < 0.
-      cov_fraction, cov_low, cov_high, cov_coef: for "clip_cov" and "kl_cov": fraction of tokens chosen, range of
-        covariances from which "clip_cov" draws, penalty coefficient of "kl_cov".
-      tv_low, tv_high, tv_coef: for "dppo": how far the probability may fall and rise, and the coefficient of log(r)^2.
+      tau_pos: for "sapo": tau if A > 0.
+      tau_neg: for "sapo": tau if A <= 0.
+      vespo_pos: for "vespo": (k, lambda) if A >= 0.
+      vespo_neg: for "vespo": (k, lambda) if A < 0.
+      cov_fraction: for "clip_cov" and "kl_cov": fraction of tokens chosen.
+      cov_low: for "clip_cov": smallest covariance of the tokens from which it draws.
+      cov_high: for "clip_cov": largest covariance of the tokens from which it draws.
+      cov_coef: for "kl_cov": coefficient of the penalty on the chosen tokens.
+      tv_low: for "dppo": how far a token's probability may fall.
+      tv_high: for "dppo": how far a token's probability may rise.
+      tv_coef: for "dppo": coefficient of log(r)^2.
       denominator: loss aggregation, see `denominators`.
       denominator_tokens: divisor of denominator "constant".
     """

@@ -31,7 +31,8 @@ class Preference:
     minimise mean over pairs of coef link(s_c - s_r) + sft_coef nll_c
 
     Attributes:
-      name, note: the algorithm and where it departs from its paper; for people.
+      name: the algorithm, for people.
+      note: where it departs from its paper, for people.
       score: s of a completion: "sum" or "mean" of log pi over its learnt tokens, or "odds", the log-odds
         log(p / (1 - p)) of p = exp(mean log pi) (ORPO, arXiv:2403.07691; p is at most 1 - the dtype's epsilon).
       reference: uses log(pi / reference) instead of log pi; needs `ref_BT` (from a ref_model).
@@ -146,8 +147,9 @@ class KTO:
 
     Attributes:
       beta: a larger beta keeps the policy closer to the reference.
-      desirable_weight, undesirable_weight: lambda. The paper recommends a ratio between 1 and 4 / 3 of desirable_weight
-        x desirable completions to undesirable_weight x undesirable ones.
+      desirable_weight: lambda of desirable completions. The paper recommends a ratio between 1 and 4 / 3 of
+        desirable_weight x desirable completions to undesirable_weight x undesirable ones.
+      undesirable_weight: lambda of undesirable completions.
     """
 
     beta: float = 0.1

@@ -16,7 +16,10 @@ class Shaping:
     """clip((R + bias) scale, low, high), minus the penalties. A NaN reward stays unscorable.
 
     Attributes:
-      bias, scale, low, high: applied to the rollout's reward; `scale` also to rewards of single tokens.
+      bias: added to the rollout's reward R, before `scale`.
+      scale: factor of R + bias, and of the rewards of single tokens.
+      low: lower bound of the scaled reward.
+      high: upper bound of the scaled reward.
       overlong_tokens: sampled tokens at which a rollout gets the full `overlong_penalty` (soft overlong punishment,
         DAPO, arXiv:2503.14476); 0 = off.
       overlong_buffer: number of tokens below overlong_tokens over which the penalty rises linearly from 0.

@@ -38,7 +38,7 @@ class Lora:
                 f"lora: rank must be at least 0 and alpha above 0 and finite, got {self.rank} and {self.alpha}"
             )
         if self.rank == 0 and (self.alpha, self.targets, self.rslora) != (Lora.alpha, Lora.targets, Lora.rslora):
-            raise ValueError("lora.rank: must be above 0 if other lora options are set, got 0")
+            raise ValueError("lora: rank must be above 0 if other lora options are set, got 0")
 
     @property
     def scale(self) -> float:

@@ -121,7 +121,7 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     """(results, answers); as `evaluation.summary` and `evaluation.answers`."""
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     rewards.check(config.reward)
-    resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options))
+    resolve.check(config.workflow, json_object("--workflow-options", config.workflow_options), config.agent)
     if config.samples > 1 and not config.sampling.temperature and rows.asks(config.workflow):
         raise ValueError(
             f"--samples {config.samples} needs --sampling.temperature above 0, got 0: greedy completions are equal"
@@ -129,14 +129,9 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     settings = None if config.servers else hf.read_config(hub.folder(config.model))  # servers may be all that has it
     context, vocabulary = (min(config.serve.context, settings.context), settings.vocab) if settings else (0, 0)
     check = rows.prompts(
-        tokens,
-        config.workflow,
-        most=config.max_prompt,
-        room=context,
-        vocabulary=vocabulary,
-        context=context,
+        tokens, config.workflow, most=config.max_prompt, room=context, vocabulary=vocabulary, context=context,
         new=config.sampling.max_new_tokens,
-    )
+    )  # fmt: skip
     asked = rows.read(
         config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
     )

@@ -30,6 +30,7 @@ from areax.recipes.shared import (
     notebook,
     probe,
     publishing,
+    resume,
     rl_log,
     rollouts,
     rows,
@@ -109,7 +110,8 @@ def main(config: Config) -> dict:
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
             trainer = build_trainer(config)
-            cursor = restore(trainer, store)
+            with resume.restoring(config):
+                cursor = restore(trainer, store)
             work = collective(config, trainer, store, tokens)
             if index > 0:
                 lockstep.worker_loop(work)
@@ -137,7 +139,8 @@ def read(config: Config, tokens) -> tuple:
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)
-    resolve.check(config.rollout.workflow, json_object("--workflow-options", config.rollout.workflow_options))
+    workflow_options = json_object("--workflow-options", config.rollout.workflow_options)
+    resolve.check(config.rollout.workflow, workflow_options, config.rollout.agent)
     options, heldout, serving = config.prompts, evaluation.named(config.evaluation.heldout), config.serving
     length = config.training.length
     model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
@@ -188,6 +191,8 @@ async def train(
       stop: the `ending.Stop` that ends the run in order once it trains.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
+    steps, complete = max(config.steps, start), common.complete(config, start)
+    rollouts.check_position(prompts, cursor)
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
 
@@ -213,10 +218,12 @@ async def train(
         )  # fmt: skip
         executor = await enter_async(
             rollouts.scheduler(
-                episodes, fleet.generate, prompts, config.rollout, objective, steps=config.steps, cursor=cursor,
+                episodes, fleet.generate, prompts, config.rollout, objective, steps=steps, cursor=cursor,
                 seed=config.seed if fleet.seeded else None,
             )
         )  # fmt: skip
+        if not complete:
+            resume.write_options(config, start)
         enter(log.watching(fleet, executor, episodes.rewards))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
         publish = functools.partial(publishing.prepare_push, sync, fleet, probe_ids)
@@ -245,9 +252,9 @@ async def train(
         seconds = await ending.interruptible(
             loop.run(
                 rollout, update, publish, save, evaluate if heldout else None, on_step=log.step, admit=executor.admit,
-                cursor=executor.cursor, eta=eta, start=start, steps=config.steps, save_every=config.saving.save_every,
+                cursor=executor.cursor, eta=eta, start=start, steps=steps, save_every=config.saving.save_every,
                 save_seconds=60 * config.saving.save_minutes,
-                evaluate_every=config.evaluation.evaluate_every or config.steps,
+                evaluate_every=config.evaluation.evaluate_every or steps,
             ),
             stop,
         )  # fmt: skip

@@ -144,6 +144,7 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
         params = common.draw(models.table(settings), config.seed, mesh)
     else:
         path = hub.folder(config.model, weights=True)
+        common.check_weights(path)
         with terminal.loading(path):
             settings, params = hf.load(path, dtype="float32", mesh=mesh, init_missing=hf.HEADS)
         settings, params = replace(settings, tied=True), {k: x for k, x in params.items() if k != "head"}

@@ -205,8 +205,11 @@ def test_all_options_are_shown_with_their_defaults(name):
     known = {n for n in re.findall(r"^[ │]+--([a-z][\w.-]*)", parse._help(config, "x"), re.M) if ".no-" not in n}
     assert shown == known
     assert max(map(len, text.splitlines())) <= help.WIDTH
-    for option in (o for group in help._groups(config, None) for o in group.options):
-        assert option.text, f"--{option.name} has no help text"
+    for group in help._groups(config, None):
+        texts = [option.text for option in group.options]
+        for option in group.options:
+            assert option.text, f"--{option.name} has no help text"
+            assert texts.count(option.text) == 1, f"--{option.name} shares its help text with another option"
 
 
 @pytest.mark.parametrize("option", ["groups", "group_size", "max_concurrent", "rows"])

@@ -115,7 +115,7 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         (["--mesh.fsdp", 3], "--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
         (["--mesh.fsdp", 5, "--rows", 5], "embed: embed of size 32 cannot be split over fsdp = 5 devices"),
         (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
-        (["--mesh.tp", 0], "mesh: tp must be at least 1, got 0"),
+        (["--mesh.tp", 0], "--mesh.tp must be at least 1, got 0"),
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
         (["--chip", "h300"], "h300"),
         (["--run.dispatch", "all_to_all"], "--run.dispatch all_to_all cannot be planned"),

@@ -119,7 +119,9 @@ def test_files_written_by_new_work_unchanged(tmp_path, monkeypatch, capsys):
         assert cli.main(["new", kind, f"my_{kind}", "--out", "mine"]) == 0
         out = capsys.readouterr().out
         assert f"wrote mine/my_{kind}.py\nwrote mine/test_my_{kind}.py\n" in out
-        assert f"python -m pytest mine/test_my_{kind}.py" in out and f" mine/my_{kind}.py" in out
+        assert (
+            f"python -m pytest mine/test_my_{kind}.py  # pip install pytest\n" in out and f" mine/my_{kind}.py" in out
+        )
     assert len(list(Path("mine").iterdir())) == 8
     body = Path("mine/my_workflow.py").read_text().partition("async def my_workflow(")[2]
     assert body.count("\n") <= 25

@@ -231,5 +231,5 @@ def test_targets_are_matrices_of_layers():
         lora.table(whole, lora.Lora(rank=1, targets=()))
     with pytest.raises(ValueError, match="lora.rank: must be at least 1 for adapters, got 0"):
         lora.table(whole, lora.Lora())
-    with pytest.raises(ValueError, match="lora.rank: must be above 0 if other lora options are set"):
+    with pytest.raises(ValueError, match="lora: rank must be above 0 if other lora options are set"):
         lora.Lora(alpha=8.0)

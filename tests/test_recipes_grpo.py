@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -39,7 +40,7 @@ from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes import grpo
-from areax.recipes.shared import describe, learner, rl_log, rollouts, trainer
+from areax.recipes.shared import describe, learner, rollouts, trainer
 from areax.recipes.shared.rl_options import Rollout
 from areax.rollout import client, events, object_path
 from areax.rollout.chat import template
@@ -117,13 +118,40 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first):
     assert len(shown) == 12 and all(len(x["tokens"]) == len(x["logp"]) for x in shown)
 
 
-def test_a_complete_run_keeps_its_options(place, tmp_path):
-    """What is started again with others trains nothing; a run that goes on writes those that it goes on with."""
-    own = replaced(config(place, "options", steps=3), out=str(tmp_path))
-    for start, lr, kept in ((0, 1e-2, 1e-2), (2, 1e-3, 1e-3), (3, 9.0, 1e-3)):
-        changed = replaced(own, optim=Optimizer(lr=lr))
-        with rl_log.opened(changed, changed.saving, None, start):
-            assert json.loads((tmp_path / "config.json").read_text())["training"]["optim"]["lr"] == kept
+def test_a_resume_with_other_options_says_which_or_is_refused_and_leaves_config_json(place, first, capsys, tmp_path):
+    """A run of two steps of three, taken up: refused with another seed, data or model; else the former file is kept."""
+    tiny.cut_off(place / "first", place / "changed", 2)
+    out, options = place / "changed", lambda name: json.loads((place / "changed" / name).read_text())
+    before, own = (out / "config.json").read_text(), config(place, "changed")
+    tiny.rows(tmp_path / "few.jsonl", arithmetic.splits()["train"][:30])
+    tiny.model(tmp_path / "model", hidden_size=16)
+    for changes, words in (
+        (dict(seed=5), "--seed must be the run's, 0, for the same order of --data, got 5; or name another --out"),
+        (dict(data=str(tmp_path / "few.jsonl")), "--data must have the 40 rows that the run was started with, got 30"),
+        (dict(curriculum=Curriculum(order="success")), "--curriculum.order and field must be the run's, shuffled, got"),
+        (dict(model=str(tmp_path / "model")), f"other options, --model {place}/model -> {tmp_path}/model, which its"),
+        (dict(optim=Optimizer("lion", lr=1e-2)), "other options, --optim.name adamw -> lion, --optim.b2 0.99 -> 0.95,"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            grpo.main(replaced(own, **changes))
+        assert (out / "config.json").read_text() == before
+    capsys.readouterr()
+    grpo.main(replaced(own, groups=2, optim=Optimizer(lr=1e-3, b2=0.99)))
+    [said] = [line for line in capsys.readouterr().err.splitlines() if "other options" in line]
+    assert said == (
+        f"{out}: goes on from step 2 with other options, --groups 4 -> 2, --optim.lr 0.01 -> 0.001, "
+        f"--servers none -> {own.serving.servers[0]}, --serve.slots 8 -> 16, --serve.context 64 -> 2048, "
+        f"--heldout {place}/heldout.jsonl -> none, --save-every 2 -> 0; the former are in config.1.json"
+    )
+    assert (out / "config.1.json").read_text() == before and options("config.json")["rollout"]["groups"] == 2
+    # Complete, it trains nothing, whatever the options, and keeps its own.
+    before, trained = (out / "config.json").read_text(), leaves(out / "model")
+    summary = grpo.main(replaced(own, steps=1, optim=Optimizer(lr=9.0)))
+    assert summary["steps"] == 3 and summary["complete"] and (out / "config.json").read_text() == before
+    assert f"{out}: has 3 steps already, --steps 1 trains no more" in capsys.readouterr().err
+    assert not (out / "config.2.json").exists()
+    for a, b in zip(leaves(out / "model"), trained, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_eta_0_equals_the_synchronous_loop(place, first):

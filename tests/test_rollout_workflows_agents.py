@@ -292,7 +292,7 @@ def test_options_that_a_workflow_does_not_take_are_refused(file):
 
     with pytest.raises(ValueError, match="--workflow-options: exec:true takes nothing, got turns"):
         asyncio.run(main("exec:true", options={"turns": 1}))
-    with pytest.raises(ValueError, match="plain is a workflow, not an agent.* got Options"):
+    with pytest.raises(ValueError, match="which --workflow .*plain is not, got --agent.rows interactions"):
         asyncio.run(main(f"{file}:plain", agent=agents.Options(rows="interactions")))
     with pytest.raises(ValueError, match="--agent.environment: is for programs, --workflow exec:..., got .*:Agent"):
         asyncio.run(main(f"{file}:Agent", agent=agents.Options(environment=("PATH",))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -57,6 +58,23 @@ def flat(config: Any) -> SimpleNamespace:
     for group in groups(type(config)):
         values |= vars(flat(values.pop(group)))
     return SimpleNamespace(**values)
+
+
+def by_option(values: Mapping[str, Any], config: type | None = None, prefix: str = "") -> dict[str, Any]:
+    """{name on the command line: value} of nested values, as config.json has them.
+
+    Args:
+      config: the dataclass that they are of, if it has groups.
+    """
+    inside = groups(config) if config else {}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        dashed = prefix + name.replace("_", "-")
+        if isinstance(value, Mapping):
+            found |= by_option(value, inside.get(name), prefix if name in inside else f"{dashed}.")
+        else:
+            found[dashed] = value
+    return found
 
 
 def replaced(config: Config, **values: Any) -> Config:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -51,7 +51,7 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
                 _quietly(target, arguments, prog, given)  # help: again, now for the terminal
         sentence = _unnamed(own, known) if isinstance(target, type) else ""
         sentence = sentence or _one_line(captured.getvalue(), arguments, _help(target, prog, given), known)
-        sentence = sentence.removeprefix(f"{prog}: ")
+        sentence = _with_options(sentence.removeprefix(f"{prog}: "), target)
         raise ValueError(f"{prog}: {sentence}; see {prog} --help{'-all' if first else ''}") from None
     if callable(values):
         return values()
@@ -92,6 +92,30 @@ def _nan(config: Any, prefix: str = "") -> Iterator[str]:
             yield from _nan(value, prefix if field.name in inside else f"{name}.")
         elif value != value or isinstance(value, tuple) and any(part != part for part in value):
             yield name
+
+
+def _with_options(sentence: str, config: Any) -> str:
+    """A dataclass's complaint about its fields, behind tyro's path of it, with the options' names instead.
+
+    "training.optim: Optimizer: lr must be ..." becomes "--optim.lr must be ...".
+    """
+    path, colon, words = sentence.partition(": ")
+    kinds: tuple[type, ...] = options.dataclasses_of(config)
+    prefix = ""
+    for part in path.split("."):
+        fields = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+        if not (inside := options.dataclasses_of(fields.get(part))):
+            return sentence
+        if not any(part in options.groups(kind) for kind in kinds):
+            prefix += f"{part.replace('_', '-')}."
+        kinds = inside
+    if words.startswith("--") or not prefix:
+        return words
+    words = re.sub(r"^\w+: ", "", words)  # the dataclass's own name
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    option = lambda found: f"--{prefix}{found[0].replace('_', '-')}" if found[0] in names else found[0]
+    words = re.sub(r"^\w+|\b[a-z0-9]+_\w+", option, words)
+    return words if words.startswith("--") else f"--{prefix}*: {words}"
 
 
 def instance(config: type, values: dict[str, Any], required: Callable = lambda field: tyro.MISSING) -> Any:

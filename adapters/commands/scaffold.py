@@ -48,4 +48,4 @@ def new(kind: str, name: str, out: str | Path = ".") -> tuple[list[Path], list[s
         file.write_text(template.replace(PLACEHOLDER, name), encoding="utf-8")
     example, test = files.values()
     use = USES[kind].replace("FILE", str(example)).replace(PLACEHOLDER, name)
-    return [example, test], [f"python -m pytest {test}", use]
+    return [example, test], [f"python -m pytest {test}  # pip install pytest", use]

@@ -49,9 +49,9 @@ def placed(
         that cannot be read at all are refused in any case.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"datasets.rows: limit must be at least 1, got {limit}")
+        raise ValueError(f"data: limit must be at least 1, got {limit}")
     if not str(source):
-        raise ValueError("datasets.rows: needs a file, a folder or a data set on the hub, got ''")
+        raise ValueError("data: needs a file, a folder or a data set on the hub, got ''")
     path = Path(source).expanduser()
     if path.is_file():
         found = _read(path)
@@ -60,12 +60,12 @@ def placed(
     elif path.is_dir():
         found = itertools.chain.from_iterable(map(_read, _files(path, split)))
     elif isinstance(source, Path) or _means_a_file(str(source)):
-        raise ValueError(f"datasets.rows: no such file or folder, got {source}")
+        raise ValueError(f"data: no such file or folder, got {source}")
     else:
         found = _hub(str(source), split, limit)
     read = list(itertools.islice(found, limit))
     if not read:
-        raise ValueError(f"datasets.rows: the data set is empty, got {source}")
+        raise ValueError(f"data: the data set is empty, got {source}")
     result = []
     for row, place in read:
         if not isinstance(row, ValueError):
@@ -98,14 +98,13 @@ def _files(folder, split):
     if not files:
         shown = ", ".join(str(file.relative_to(folder)) for file in every[:8]) or "none"
         raise ValueError(
-            f"datasets.rows: no {split}.jsonl, .json or .parquet in the folder {folder}; "
+            f"data: no {split}.jsonl, .json or .parquet in the folder {folder}; "
             f"name one of its files or another split (files there: {shown})"
         )
     if len({(file.parent, _suffix(file)) for file in files}) > 1:
         shown = ", ".join(str(file) for file in files[:8])
         raise ValueError(
-            f"datasets.rows: split {split} must be in one folder, in files of one type, got {shown}; "
-            "name one file or folder"
+            f"data: split {split} must be in one folder, in files of one type, got {shown}; name one file or folder"
         )
     return files
 
@@ -121,7 +120,7 @@ def _read(file) -> Iterator[Placed]:
         return _compressed(file, COMPRESSED[suffix])
     if suffix == ".jsonl":
         return _jsonl(file, file.open("rb"))
-    raise ValueError(f"datasets.rows: a file must end in {', '.join(SUFFIXES)}, got {file}")
+    raise ValueError(f"data: a file must end in {', '.join(SUFFIXES)}, got {file}")
 
 
 def _jsonl(file, opened):
@@ -208,9 +207,7 @@ def _saved(folder, split) -> Iterator[Placed]:
     except (OSError, ValueError, KeyError, TypeError) as error:  # missing and damaged files, of which it checks nothing
         raise ValueError(f"{folder}: not a folder that `save_to_disk` wrote completely: {_line(error)}") from None
     if isinstance(found, dict) and split not in found:
-        raise ValueError(
-            f"datasets.rows: {folder} must hold a split {split}, got {', '.join(found)}; name a folder in it"
-        )
+        raise ValueError(f"data: {folder} must hold a split {split}, got {', '.join(found)}; name a folder in it")
     return _numbered(found[split] if isinstance(found, dict) else found, folder)
 
 
@@ -220,7 +217,7 @@ def _hub(source, split, limit) -> Iterator[Placed]:
     hub.check(source)
     parts = source.split(":")
     if len(parts) > 3:
-        raise ValueError(f"datasets.rows: a hub source must be owner/name:configuration:split, got {source}")
+        raise ValueError(f"data: a hub source must be owner/name:configuration:split, got {source}")
     name, configuration, named = (parts + ["", ""])[:3]
     split = named or split
     try:
@@ -228,8 +225,7 @@ def _hub(source, split, limit) -> Iterator[Placed]:
         return _numbered(found if limit is None else list(itertools.islice(found, limit)), source)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
-            f"datasets.rows: neither a local file nor a data set on the hub, got {source} "
-            f"(split {split}): {_line(error)}"
+            f"data: neither a local file nor a data set on the hub, got {source} (split {split}): {_line(error)}"
         ) from None
 
 

@@ -1,6 +1,6 @@
 """The run directory: configuration, metrics and samples of a run, as plain JSON.
 
-    config.json     the run's options
+    config.json     the run's options; config.1.json and so on: those of before a resume changed some
     metrics.jsonl   one line per measurement: {"step", "kind", "seconds", name: number or {"edges", "counts"}, ...}
     samples.jsonl   one line per sample: {"step", "kind", "version", "prompt", "text", "tokens", "logp", ...}
     journal.jsonl   RL only, one line per event (rollout/events.py)
@@ -205,13 +205,23 @@ def _histogram(name: str, value: Mapping) -> dict:
     return shape
 
 
+def write_config(path, config) -> None:
+    """Writes config.json in a run directory, and removes the summary of a former process: only a run that ended has
+    results.
+
+    Args:
+      config: a dataclass or mapping.
+    """
+    write_json(pathlib.Path(path) / CONFIG, config)
+    (pathlib.Path(path) / SUMMARY).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet: bool = False) -> Iterator[Run]:
     """Opens a run directory for appending, creating it if needed.
 
     Args:
-      config: a dataclass or mapping to write to config.json; None = the run has nothing left to train. A run that goes
-        on loses the summary of its former process: only one that ended has results.
+      config: as `write_config`; None = it is written later, or the run has nothing left to train.
       keep: {kind: last step to keep}: later lines of that kind are removed from both files. A run that resumes after
         step 40 passes {"grpo": 40, "eval": 40}, a run that starts over {"grpo": -1, ...}.
       quiet: reads and writes nothing: for the other processes of a job.
@@ -225,8 +235,7 @@ def open_run(path, *, config=None, keep: Mapping[str, int] | None = None, quiet:
         raise ValueError(f"open_run: a run needs a directory, got the file {path}; use another path")
     path.mkdir(parents=True, exist_ok=True)
     if config is not None:
-        write_json(path / CONFIG, config)
-        (path / SUMMARY).unlink(missing_ok=True)
+        write_config(path, config)
     for name in (METRICS, SAMPLES):
         if (path / name).exists():
             _cut(path / name, keep or {})

@@ -47,6 +47,10 @@ class Sinks:
     def __post_init__(self):
         if not 0 <= self.prometheus < 1 << 16:
             raise ValueError(f"--track.prometheus must be a port from 1 to 65535, or 0 for none, got {self.prometheus}")
+        if self.prometheus_host != Sinks.prometheus_host and not self.prometheus:
+            raise ValueError(
+                f"--track.prometheus-host needs --track.prometheus, a port, got {self.prometheus_host} alone"
+            )
 
 
 class Sink(Protocol):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 
 from areax import models
-from areax.adapters import hf, tokenizer
+from areax.adapters import hf, safetensors, tokenizer
 from areax.adapters.command_line.options import json_object
 from areax.adapters.runtime import hub
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
@@ -67,11 +67,22 @@ def open_model(
     """
     if init == "checkpoint":
         path = hub.folder(path, weights=True)
+        check_weights(path)
         with terminal.loading(path):
             return hf.load(path, dtype=dtype, mesh=on)
     config = hf.read_config(hub.folder(path))
     with terminal.phase(f"drawing new weights for {path}"):
         return config, draw(models.table(config), seed, on)
+
+
+def check_weights(path: str) -> None:
+    """Raises ValueError if a model's directory has no weights, which --init random does not need."""
+    place = Path(path)
+    if place.is_dir() and not any(place.glob("*.safetensors*")):
+        raise ValueError(
+            f"--model {path}: needs weights, model.safetensors or {safetensors.INDEX}, got neither; or start from new "
+            "ones with --init random"
+        )
 
 
 def open_tokenizer(path: str, chat_template_kwargs: str = "") -> Any:

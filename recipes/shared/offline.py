@@ -19,7 +19,7 @@ from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, ending, learner, notebook, rows, terminal
+from areax.recipes.shared import common, ending, learner, notebook, resume, rows, terminal
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
@@ -149,17 +149,20 @@ def fit(
     ):  # fmt: skip
         start = store.latest or 0
         if start:
-            own.state, cursor = store.restore(own.state)
+            with resume.restoring(config):
+                own.state, cursor = store.restore(own.state)
             if (made := (cursor or {}).get("recipe", kind)) != kind:
                 raise ValueError(
                     f"--out {config.out}: holds a run of {made}, which {kind} cannot go on with; name another directory"
                 )
         complete = common.complete(config, start, quiet)
         with (
-            run_dir.open_run(out, config=None if complete else config, keep={kind: start}, quiet=quiet) as run,
+            run_dir.open_run(out, keep={kind: start}, quiet=quiet) as run,
             sinks.following(out, config.track, quiet=quiet),
             progress.steps(kind, config.steps, start=start, quiet=quiet, now=compile_time.clock) as tick,
         ):
+            if not complete and not quiet:
+                resume.write_options(config, start)
             last = {} if quiet else run_dir.logged(out, kind, start)
             pending: tuple | None = None  # the newest step, whose metrics may still be computed
 

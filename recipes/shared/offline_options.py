@@ -74,7 +74,11 @@ class Options:
 
     def __post_init__(self):
         least = dict(steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0)
-        for reason in (*ranges.integers(self, **least), *ranges.finite(self, "save_minutes")):
+        for reason in (
+            *ranges.integers(self, **least),
+            *ranges.finite(self, "save_minutes"),
+            *ranges.schedule(self.optim, self.steps),
+        ):
             raise ValueError(reason)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)
         if self.evaluate_every and not self.heldout:

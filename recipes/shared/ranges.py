@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from areax.core.optim import Optimizer
+
 MOST = (1 << 63) - 1  # the largest integer that JAX and the servers take
 
 
@@ -25,3 +27,15 @@ def finite(options: Any, *names: str) -> Iterator[str]:
     for name in names:
         if not 0 <= getattr(options, name) < math.inf:
             yield f"--{name.replace('_', '-')} must be at least 0 and finite, got {getattr(options, name)}"
+
+
+def schedule(optim: Optimizer, updates: int) -> Iterator[str]:
+    """Why the learning rate of a run of `updates` optimiser steps cannot follow its schedule, one sentence each."""
+    if optim.steps and optim.schedule == "constant":
+        yield f"--optim.steps is the length of a cosine or linear --optim.schedule, got {optim.steps} with constant"
+    steps = optim.steps or updates
+    if updates and optim.schedule != "constant" and steps <= optim.warmup:
+        yield (
+            f"--optim.warmup must be below the {steps} optimiser steps of a {optim.schedule} schedule, got "
+            f"{optim.warmup}"
+        )

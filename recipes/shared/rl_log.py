@@ -7,7 +7,7 @@ from pathlib import Path
 from areax.adapters.report import chrome_trace
 from areax.adapters.runtime import compile_time
 from areax.adapters.tracking import progress, run_dir, sinks
-from areax.recipes.shared import common, describe, evaluation, terminal
+from areax.recipes.shared import describe, evaluation, terminal
 from areax.recipes.shared.rl_options import Saving
 from areax.rollout import events, loop, rewards
 from areax.rollout.client import Fleet
@@ -26,11 +26,11 @@ class Log:
       terminal: what the run says on stderr.
     """
 
-    def __init__(self, run: run_dir.Run, track: sinks.Followed, tick, tokens, saving: Saving):
+    def __init__(self, run: run_dir.Run, tick, tokens, saving: Saving):
         self.evaluations: dict[int, dict[str, float | None]] = {}
         self.offload_s: float | None = None
         self.terminal = terminal.Terminal("grpo")
-        self._run, self._track, self._tick, self._tokens, self._saving = run, track, tick, tokens, saving
+        self._run, self._tick, self._tokens, self._saving = run, tick, tokens, saving
 
     @contextlib.contextmanager
     def watching(self, fleet: Fleet, rollout: Executor, pool: rewards.Pool) -> Iterator[None]:
@@ -39,9 +39,12 @@ class Log:
             **{name: rollout.counts[name] for name in COUNTED}, "reward_retries": pool.counts["retried"]
         }  # fmt: skip
         self._fleet, self._rollout, self._figures = fleet, rollout, step_metrics.Figures(fleet, counts)
-        self._track.live = self._figures.live
         progress.say(f"{self.terminal.kind} waiting for the first batch of completions ...")
-        with events.watching(self._figures.see):
+        with (
+            sinks.following(self._run.path, self._saving.track) as track,
+            events.watching(self._figures.see),
+        ):
+            track.live = self._figures.live
             yield
 
     def step(self, v: int, report: dict, seconds: dict[str, float]) -> None:
@@ -71,9 +74,7 @@ def opened(config, saving: Saving, tokens, start: int) -> Iterator[Log]:
     out = Path(config.out)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        complete = common.complete(config, start)
-        run = enter(run_dir.open_run(out, config=None if complete else config, keep={"grpo": start, "eval": start}))
-        track = enter(sinks.following(out, saving.track))
+        run = enter(run_dir.open_run(out, keep={"grpo": start, "eval": start}))
         enter(events.writing(out / chrome_trace.JOURNAL))
-        tick = enter(progress.steps("grpo", config.steps, start=start, now=compile_time.clock))
-        yield Log(run, track, tick, tokens, saving)
+        tick = enter(progress.steps("grpo", max(config.steps, start), start=start, now=compile_time.clock))
+        yield Log(run, tick, tokens, saving)

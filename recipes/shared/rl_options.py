@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from areax import models
-from areax.adapters.command_line.options import JSON
+from areax.adapters.command_line.options import JSON, by_option
 from areax.adapters.tracking import sinks
 from areax.core import losses
 from areax.core.balance import Balance
@@ -258,9 +258,8 @@ def _out_of_range(config: Any) -> Iterator[str]:
 def serving_conflicts(servers: Sequence[str], serve: local.Serve) -> Iterator[str]:
     """Why these addresses of servers, and options of servers started here, cannot be used, one sentence each."""
     if servers and serve != local.Serve():
-        changed = (f for f in dataclasses.fields(serve) if getattr(serve, f.name) != f.default)
-        named = ", ".join(f"--serve.{f.name} {getattr(serve, f.name)}" for f in changed)
-        yield f"--serve.* are for servers that are started here, got {named} beside --servers; leave out one of them"
+        given = changed(serve, "serve")
+        yield f"--serve.* are for servers that are started here, got {given} beside --servers; leave out one of them"
     if len(set(servers)) < len(servers):
         yield f"--servers must differ, got {' '.join(servers)}"
     for url in servers:
@@ -271,6 +270,12 @@ def serving_conflicts(servers: Sequence[str], serve: local.Serve) -> Iterator[st
             yield f"--serve.{name} must be at least {least}, got {getattr(serve, name)}"
     if serve.dtype not in DTYPES:
         yield f"--serve.dtype must be one of {', '.join(DTYPES)}, got {serve.dtype!r}"
+
+
+def changed(options: Any, name: str) -> str:
+    """The options of a group that are not the default, as on the command line; "" if there are none."""
+    now, default = (by_option(dataclasses.asdict(x)) for x in (options, type(options)()))
+    return ", ".join(f"--{name}.{option} {value}" for option, value in now.items() if value != default[option])
 
 
 def _is_address(url: str) -> bool:
@@ -343,18 +348,37 @@ def _training_conflicts(config: Any) -> Iterator[str]:
     training = config.training
     if training.critic.warmup < 0:
         yield f"--critic.warmup must be at least 0, got {training.critic.warmup}"
-    if training.critic != CriticOptions() and not training.objective.needs_values:
-        yield f"{training.objective.name} has no critic, got {training.critic}; use ppo, or leave it out"
+    if not training.objective.needs_values and (given := changed(training.critic, "critic")):
+        yield f"--critic.* is for objectives with a critic, {training.objective.name} has none, got {given}; use ppo"
     if training.critic.warmup >= config.steps and training.objective.needs_values:
         yield (
             f"--critic.warmup must be below --steps {config.steps}, for the policy to train at all, got "
             f"{training.critic.warmup}"
         )
+    if training.reference_mix != 1 and not training.reference_every:
+        yield f"--reference-mix needs --reference-every, batches between updates, got {training.reference_mix} alone"
+    updates = (config.steps - training.critic.warmup * training.objective.needs_values) * training.minibatches
+    yield from ranges.schedule(training.optim, updates * training.epochs)
+    if compared := _without_comparison(config.rollout, training):
+        yield compared
     if training.lora.rank and training.reference_every:
         yield (
             f"--reference-every {training.reference_every} would move the weights under the adapters, which stay fixed "
             f"with --lora.rank {training.lora.rank}; leave out one of them"
         )
+
+
+def _without_comparison(rollout: Rollout, training: Training) -> str:
+    """Why every advantage would be 0, because a completion is compared with itself alone; "" if it is not."""
+    mean, taught = training.objective.advantage.mean, training.objective.advantage.teacher or training.distill_coef
+    among = {"group": 1, "batch": rollout.groups // training.minibatches}.get(mean)
+    if rollout.group_size > 1 or among != 1 or taught:
+        return ""
+    return (
+        f"--group-size must be at least 2 with --objective.advantage.mean {mean}: a completion that is compared with "
+        "none has advantage 0 and trains nothing, got 1; raise it, or compare several --groups with "
+        "--objective.advantage.mean batch and std batch, or use areax train ppo"
+    )
 
 
 def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
@@ -364,6 +388,8 @@ def _teacher_conflicts(training: Training, sampling: Sampling) -> Iterator[str]:
             "name one of --teacher and --teachers where --objective.advantage.teacher or --distill-coef is not 0, "
             f"and neither elsewhere, got {training.teacher!r} and {training.teachers}"
         )
+    if not training.distill_coef and (given := changed(training.distill, "distill")):
+        yield f"--distill.* needs --distill-coef above 0 and a --teacher to learn from, got {given} without; add them"
     if training.teachers and training.objective.advantage.teacher and sampling.temperature != 1:
         yield (
             f"--teachers give log-probabilities at temperature 1, got --sampling.temperature {sampling.temperature:g}; "

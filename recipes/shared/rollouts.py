@@ -5,8 +5,9 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -118,6 +119,28 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
         return kept or None
 
     return fits
+
+
+def check_position(prompts, cursor: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if a run cannot go on from `cursor` because its rows or their order are others now."""
+    if cursor is None:
+        return
+    data = cursor["data"]
+    if len(prompts.rows) != data["rows"]:
+        raise ValueError(
+            f"--data must have the {data['rows']} rows that the run was started with, got {len(prompts.rows)}; "
+            "--limit, --row, --bad-rows and --max-prompt choose among them; or name another --out"
+        )
+    (*then, seed), (*now, new) = (x if isinstance(x, list) else ["shuffled", x] for x in (data["order"], prompts.order))
+    if seed != new:
+        raise ValueError(
+            f"--seed must be the run's, {seed}, for the same order of --data, got {new}; or name another --out"
+        )
+    if then != now:
+        raise ValueError(
+            f"--curriculum.order and field must be the run's, {' '.join(then)}, got {' '.join(now)}; or name another "
+            "--out"
+        )
 
 
 def scheduler(

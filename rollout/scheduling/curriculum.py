@@ -44,6 +44,12 @@ class Curriculum:
         ):
             if not holds:
                 raise ValueError(f"curriculum: {name} must {rule}, got {getattr(self, name)!r}")
+        for name in ("target", "floor", "memory"):
+            if self.order != "success" and getattr(self, name) != getattr(Curriculum, name):
+                raise ValueError(
+                    f"curriculum: {name} must be left out with order {self.order}, which has none, got "
+                    f"{getattr(self, name)}; or use order success"
+                )
 
 
 def ordered(rows: Sequence[Row], spec: Curriculum = Curriculum(), seed: int = 0) -> Prompts | EasyFirst | Adaptive:

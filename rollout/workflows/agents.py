@@ -49,7 +49,8 @@ class Options:
       timeout_s: time limit in seconds of an episode, which is then unscorable, or of a user's session, which then ends.
       environment: names of environment variables that a program (`exec:`) gets in addition to PATH, HOME, LANG and the
         like (`processes.environment.PASSED`).
-      host, port: address of the gateway, for users who open sessions; port 0 = any free port.
+      host: address that the gateway listens on, for users who open sessions.
+      port: port of the gateway, for users who open sessions; 0 = any free port.
     """
 
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] = "qwen"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -42,13 +43,7 @@ async def bind(
     bound: dict[str, Any] = dict(tokenizer=tokenizer, reward=reward, sampling=sampling)
     given, agent = dict(options or {}), agent or agents.Options()
     found = find(name)
-    plays = name == ONLINE or name.startswith(COMMAND) or not (_generates(found) or hasattr(found, "arun_episode"))
-    if not plays and agent != agents.Options():
-        raise ValueError(f"--agent: {name} is a workflow, not an agent, and takes none of these options, got {agent}")
-    if agent.environment and not name.startswith(COMMAND):
-        raise ValueError(
-            f"--agent.environment: is for programs, --workflow exec:..., got {name}, which shares the run's own"
-        )
+    _check_agent(name, found, agent)
     if name == ONLINE or name.startswith(COMMAND):
         _taken(name, {}, {}, given)
     if name == ONLINE:
@@ -85,11 +80,25 @@ async def bind(
         yield workflow_context.within(shared, workflow)
 
 
-def check(name: str, options: Mapping[str, Any]) -> None:
+def check(name: str, options: Mapping[str, Any], agent: agents.Options | None = None) -> None:
     """Raises ValueError as `bind` does, for a workflow that does not exist or does not take one of the options."""
     found = find(name)
+    _check_agent(name, found, agent or agents.Options())
     if _generates(found):
         _taken(name, _parameters(found), {}, options)
+
+
+def _check_agent(name: str, found: Any, agent: agents.Options) -> None:
+    """Raises ValueError for options of agents that the workflow `found`, named `name`, does not use."""
+    plays = name == ONLINE or name.startswith(COMMAND) or not (_generates(found) or hasattr(found, "arun_episode"))
+    given = [field.name for field in dataclasses.fields(agent) if getattr(agent, field.name) != field.default]
+    if not plays and given:
+        named = ", ".join(f"--agent.{key.replace('_', '-')} {getattr(agent, key)}" for key in given)
+        raise ValueError(f"--agent.* is for agents, which --workflow {name} is not, got {named}; leave it out")
+    if agent.environment and not name.startswith(COMMAND):
+        raise ValueError(
+            f"--agent.environment: is for programs, --workflow exec:..., got {name}, which shares the run's own"
+        )
 
 
 def find(name: str) -> Any:
