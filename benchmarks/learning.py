@@ -114,7 +114,7 @@ def main() -> None:
         for seed in SEEDS:
             began = time.monotonic()
             rewards = side(seed)
-            found.setdefault(name, []).append({"seed": seed, "steps": reached(rewards), "rewards": rewards})
+            found.setdefault(name, []).append({"seed": seed, "steps": reached(rewards), "first_reward": rewards[0]})
             print(
                 f"{name:12} seed {seed}: learnt at step {reached(rewards)}, first reward {rewards[0]:.2f}, "
                 f"{time.monotonic() - began:.0f} s for {len(rewards)} steps",

@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 import tiny
 
-from areax.adapters import cli
+from areax.adapters import cli, hf
 from areax.core import losses
 from areax.recipes import grpo
 
@@ -110,7 +111,9 @@ def test_convert_and_check(capsys, model, tmp_path):
 
 def test_a_failed_check_is_exit_code_1(capsys, tmp_path):
     """Non-finite weights: the checkpoint loads, but fails the check."""
-    assert cli.main(["check", str(tiny.model(tmp_path / "nan", initializer_range=float("nan")))]) == 1
+    config, params = hf.load(tiny.model(tmp_path / "model"))
+    hf.save(tmp_path / "nan", config, params | {"embed": params["embed"].at[0, 0].set(jnp.nan)})
+    assert cli.main(["check", str(tmp_path / "nan")]) == 1
     assert "embed_tokens" in capsys.readouterr().out
 
 
