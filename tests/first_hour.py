@@ -69,7 +69,8 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 
 def blocks(page: str, language: str = "") -> list[str]:
     """The blocks of code of a page."""
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.S | re.M)
+    return [text for named, text in found if named == language]
 
 
 def commands(port: int) -> list[tuple[str, str]]:
