@@ -80,7 +80,7 @@ def commands(port: int) -> list[tuple[str, str]]:
     tiny = next(block for block in blocks("command-line.md") if "tiny/config.json" in block).split("areax train")[0]
     game = "--data games.jsonl --workflow guess.py:guess --reward areax.rollout.rewards:none"
     lm_eval = (
-        "--model local-chat-completions --apply_chat_template --tasks sums --include_path . --model_args "
+        "--model local-chat-completions --apply_chat_template --tasks sums --include_path tasks --model_args "
         f"model=areax,base_url=http://127.0.0.1:{port}/v1/chat/completions,num_concurrent=4"
     )
     return [
@@ -112,7 +112,8 @@ def files(folder: Path, gsm8k: Path, port: int) -> None:
     (folder / "guess.py").write_text(blocks("add-a-workflow.md", "python")[0])
     (folder / "games.jsonl").write_text(blocks("add-a-workflow.md", "json")[0])
     (folder / "client.py").write_text(CLIENT.replace("PORT", str(port)))
-    (folder / "sums.yaml").write_text(TASK)
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "sums.yaml").write_text(TASK)
 
 
 def play(command: str, folder: Path, environment: dict[str, str], port: int) -> tuple[int, str, subprocess.Popen]:
@@ -176,7 +177,7 @@ def main() -> int:
             print(
                 f"{number:2} {user:8} rc {code}, {time.monotonic() - start:4.0f} s, {len(lines):3} lines: {shown[:150]}"
             )
-            for line in said if code == 0 else lines[-15:]:
+            for line in said[:9] if code == 0 else lines[-15:]:
                 print(f"     | {line[:200]}")
             sys.stdout.flush()
     finally:
