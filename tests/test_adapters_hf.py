@@ -375,6 +375,9 @@ def test_a_published_version_is_a_numbered_directory(tmp_path):
     assert path == tmp_path / "versions" / "4" and os.listdir(tmp_path / "versions") == ["4"]
     assert json.loads((path / "manifest.json").read_text())["version"] == 4
     assert read_label(path / "manifest.json").startswith("4-")
+    plain = hf.save(tmp_path / "plain", config, params, "bfloat16")
+    with pytest.raises(ValueError, match=r"without one; write it by hf.write_published\(root, version, config, params"):
+        read_label(plain / "manifest.json")
     for version in (5, 6):
         hf.write_published(tmp_path / "versions", version, config, params, "bfloat16")
     assert store.prune(tmp_path / "versions") == [path]
