@@ -19,6 +19,7 @@ from .command_line import parse
 from .command_line.options import UNPREFIXED
 
 RECIPES = ("sft", "grpo", "preference", "distill")
+SHOWN = ("steps", "complete", "accuracy", "checkpoint", "report")  # at a run's end
 
 
 def train(recipe: str, *options: str) -> int:
@@ -32,7 +33,7 @@ def train(recipe: str, *options: str) -> int:
     first = getattr(module, "FIRST_OPTIONS", ())
     summary = module.main(parse.parse(module.Config, options, f"areax train {recipe}", given, first))
     if isinstance(summary, dict) and summary:
-        print(json.dumps(summary, indent=2, default=str))
+        _show(_short(summary), False)
         if summary.get("complete") is False:
             return 130  # stopped by a signal; progress is saved
     return 0
@@ -275,6 +276,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # such as that there is no PyTorch
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: areax COMMAND ...\n")
         for name, function in COMMANDS.items():
@@ -341,6 +343,14 @@ def _one_line_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
+
+
+def _short(summary: dict) -> dict:
+    """What a run prints at its end of a summary.json; a summary that was not written to a file is printed in full."""
+    if "report" not in summary:
+        return summary
+    heldout = [name for name, value in summary.items() if name.startswith("heldout") and isinstance(value, float)]
+    return {name: summary[name] for name in (*heldout, *SHOWN) if summary.get(name) is not None}
 
 
 def _show(report: dict, as_json: bool) -> None:

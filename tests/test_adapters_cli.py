@@ -55,6 +55,19 @@ def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     assert bad(capsys, "launch").startswith("areax launch: --processes must be")
 
 
+def test_a_command_without_torch_prints_no_advice_of_transformers(model, tmp_path):
+    program = (
+        "import sys, importlib.util; find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
+        "from areax.adapters import cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    rows = tiny.rows(tmp_path / "rows.jsonl", [{"prompt": "1+1"}])
+    words = ["train", "sft", "--model", model, "--data", rows, "--length", 32, "--rows", 1, "--batch", 1, "--steps", 1]
+    done = subprocess.run([sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert "a demonstration needs a completion" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_missing_and_truncated_checkpoints(capsys, model, tmp_path):
     assert "nowhere" in bad(capsys, "check", tmp_path / "nowhere")
     assert "nowhere" in bad(capsys, "convert", tmp_path / "nowhere", tmp_path / "out")

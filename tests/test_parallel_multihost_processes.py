@@ -115,8 +115,7 @@ def test_two_processes_train_as_one(place, alone):
     assert process.returncode == 0, errors
     same_metrics(metrics_of(place / "two"), metrics_of(alone))
     assert agree(alone / "model", place / "two/model", place / "model") == 1
-    summary = json.loads(said[said.index("{") :])
-    assert summary["complete"] and summary["steps"] == 5
+    assert "steps: 5\ncomplete: True\n" in said
     quiet = [line for line in (place / "logs/process-1.log").read_text().splitlines() if "Gloo" not in line]
     assert quiet == []
 

@@ -488,7 +488,9 @@ def test_a_recipe_by_path_runs_under_spawn(place):
         capture_output=True, text=True, timeout=300, env={**os.environ}, cwd=place,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 1
+    model, report = place / "mine/model", place / "mine/report.html"
+    assert done.stdout == f"steps: 1\ncomplete: True\ncheckpoint: {model}\nreport: {report}\n"
+    assert model.is_dir() and report.is_file() and json.loads((place / "mine/summary.json").read_text())["counts"]
 
 
 def test_a_reward_that_raises_ends_the_run_with_one_line(place):

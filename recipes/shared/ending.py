@@ -83,7 +83,9 @@ async def interruptible(coroutine: Coroutine[Any, Any, Any], stop: Stop) -> Any:
 
 
 def finish(out: str, summary: dict) -> None:
-    """Writes `out`/summary.json and `out`/report.html; a disk too full for the report is only a warning."""
+    """Writes `out`/summary.json and `out`/report.html, which is added to `summary`; a disk too full for the report is
+    only a warning."""
+    summary["report"] = str(Path(out) / "report.html")
     run_dir.write_json(Path(out) / run_dir.SUMMARY, summary)
     try:
         build.report(out, trace=False)
