@@ -13,7 +13,11 @@ import parrot
 import pytest
 import servers
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
+from areax.rollout.chat.api import logprobs
 from areax.rollout.engine import openapi, request_parsing
 from areax.rollout.engine.openai_fields import TABLES
 
@@ -210,6 +214,21 @@ def test_text_never_splits_a_character(server, path):
     texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
     assert "".join(texts) == "1 € or " and any("€" in text for text in texts)
     assert len(texts) >= 7  # three bytes are three tokens
+
+
+def test_log_probabilities_have_the_bytes_of_parts_of_characters(client):
+    done = client.chat.completions.create(model="m", messages=say("#euro"), logprobs=True, temperature=0, max_tokens=20)
+    rows = done.choices[0].logprobs.content
+    assert b"".join(map(bytes, (row.bytes for row in rows[:-1]))).decode() == done.choices[0].message.content
+    assert [list(b"\xe2"), list(b"\x82"), list(b"\xac")] == [row.bytes for row in rows if "\ufffd" in row.token]
+
+
+def test_bytes_are_also_those_of_sentencepiece():
+    inner = Tokenizer(BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)}, merges=[], byte_fallback=True))
+    inner.decoder = decoders.ByteFallback()
+    tokens = PreTrainedTokenizerFast(tokenizer_object=inner)
+    rows = logprobs.chat([(byte, -1.0, {}) for byte in range(256)], tokens)["content"]
+    assert [row["bytes"] for row in rows] == [[byte] for byte in range(256)]
 
 
 @pytest.mark.parametrize("stop", [["b1b2"], ["b2c"], ["b1b2c", "b1bx"], ["c"]])

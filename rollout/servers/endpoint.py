@@ -121,7 +121,9 @@ def _connection_errors(where: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise Unreached(f"{where}: cannot connect ({error})") from error
+        cause = error.__cause__  # without aiohttp's own words: the address, which `where` has, and "ssl:default"
+        why = getattr(cause, "strerror", None) or str(cause or "") or error
+        raise Unreached(f"{where}: cannot connect ({why})") from error
     except aiohttp.ClientError as error:
         raise Broken(f"{where}: connection broke ({error or type(error).__name__})") from error
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..detokenizer import UNFINISHED
 from ..trajectory import Interaction
+
+# Byte-level BPE spells printable bytes of Latin-1 as themselves and the others, in order, from U+0100 on.
+_OTHERS = [byte for byte in range(256) if not (33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte)]
+SPELLED = {chr(byte): byte for byte in range(256) if byte not in _OTHERS}
+SPELLED |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 Reading = Sequence[tuple[int, float | None, Mapping[int, float]]]  # token, its log-probability, {likeliest token: logp}
 
@@ -56,9 +62,20 @@ def name(tokenizer: Any, token: int) -> str:
 
 
 def _token(tokenizer: Any, token: int, logp: float | None) -> dict[str, Any]:
+    return {"token": piece(tokenizer, token), "logprob": logp, "bytes": _bytes(tokenizer, token)}
+
+
+@functools.lru_cache(2**16)
+def _bytes(tokenizer: Any, token: int) -> list[int]:
+    """A token's UTF-8; of a part of a character, whose text is U+FFFD, the bytes that its vocabulary entry spells."""
     text = piece(tokenizer, token)
-    whole = UNFINISHED not in text  # else part of a character, whose bytes are not those of the text
-    return {"token": text, "logprob": logp, "bytes": list(text.encode()) if whole else None}
+    if UNFINISHED in text:
+        entry = tokenizer.convert_ids_to_tokens(token) or ""
+        if found := re.fullmatch(r"<0x([0-9A-F]{2})>", entry):  # SentencePiece's
+            return [int(found[1], 16)]
+        if entry and all(character in SPELLED for character in entry):
+            return [SPELLED[character] for character in entry]
+    return list(text.encode())
 
 
 def _named(tokenizer: Any, others: Mapping[int, float]) -> dict[str, float] | None:
