@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import tiny
 from areax import models
 from areax.adapters import cli
 from areax.core import param
+from areax.parallel.planner.chips import CHIPS
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "plan.md").read_text()
 KINDS = {"exact", "estimate"}
@@ -29,6 +31,12 @@ def run(capsys, *argv, code=0):
     assert cli.main(["plan", *map(str, argv)]) == code
     said = capsys.readouterr()
     return said.err if code == 2 else said.out
+
+
+def test_a_chip_of_ones_own_is_an_entry_of_the_table(capsys, model, monkeypatch):
+    monkeypatch.setitem(CHIPS, "own", replace(CHIPS["h100"], memory=7e9))
+    text = run(capsys, "sft", "--model", model, "--length", 32, "--rows", 2, "--chip", "own")
+    assert "x own" in text and re.search(r"usable_bytes +6.44 GB", text)
 
 
 def test_json_holds_the_same_figures_as_the_text(capsys, model):
@@ -117,7 +125,7 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
         (["--mesh.tp", 0], "--mesh.tp must be at least 1, got 0"),
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
-        (["--chip", "h300"], "h300"),
+        (["--chip", "h300"], "--chip must be one of h100, h200, b200, v5p, v6e, got 'h300'; add it to parallel/"),
         (["--run.dispatch", "all_to_all"], "--run.dispatch all_to_all cannot be planned"),
         (["--lora.rank", 8], "--lora.rank 8 cannot be planned; plan the run without it"),
         (["--balance.z", 0.1], "Balance(load=0.0, z=0.1) cannot be planned"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -34,18 +34,24 @@ class Options:
     """Options of the plan, in addition to the recipe's.
 
     Attributes:
-      chip: accelerator of the mesh and of the generation servers.
+      chip: accelerator of the mesh and of the generation servers: h100, h200, b200, v5p, v6e, or another that you add
+        to parallel/planner/chips.py.
       rollout_chips: devices reserved for generation; 0 = as many as needed to keep up with training.
       sample_tokens: mean tokens per sample, prompt plus completion; 0 = `length`, the upper bound.
       check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
       json: print the plan as JSON.
     """
 
-    chip: Literal["h100", "h200", "b200", "v5p", "v6e"] = "h100"
+    chip: str = "h100"
     rollout_chips: int = 0
     sample_tokens: int = 0
     check: bool = False
     json: bool = False
+
+    def __post_init__(self):
+        if self.chip not in CHIPS:
+            known = ", ".join(CHIPS)
+            raise ValueError(f"--chip must be one of {known}, got {self.chip!r}; add it to parallel/planner/chips.py")
 
 
 def plan(config: Any, options: Options = Options()) -> dict:
