@@ -53,7 +53,7 @@ def read_config(path: str | os.PathLike):
       ValueError: the path is missing or not a directory, config.json is missing or malformed, or the architecture or
         an option is not supported.
     """
-    path = Path(path)
+    path, generation = Path(path), {}
     if not path.exists():
         raise ValueError(f"{path}: a checkpoint must be a directory that exists (`hf download` fetches one)")
     if not path.is_dir():
@@ -68,17 +68,21 @@ def read_config(path: str | os.PathLike):
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
         config_json.check(generation, f"{path}/generation_config.json")
-        eos = generation.get("eos_token_id")
-        eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        config = dataclasses.replace(config, eos=tuple(dict.fromkeys((*config.eos, *eos))))
-    return config if config.eos else dataclasses.replace(config, eos=_tokenizer_stops(path, config.vocab))
+    return dataclasses.replace(config, eos=_stop_ids(config, generation, path))
 
 
-def _tokenizer_stops(path: Path, vocab: int) -> tuple[int, ...]:
-    """The tokenizer's end of turn and end of text, as SGLang has it; without them no completion would ever end."""
+def _stop_ids(config, generation: Mapping, path: Path) -> tuple[int, ...]:
+    """The tokens that end a completion: those of a model's two files, else those of the tokenizer in its folder.
+
+    SGLang takes the tokenizer's as well; without any no completion would ever end.
+    """
+    eos = generation.get("eos_token_id")
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if named := tuple(dict.fromkeys((*config.eos, *eos))):
+        return named
     if not any((path / name).is_file() for name in tokenizers.FILES):
         return ()
-    return tuple(id for id in tokenizers.stop_ids(tokenizers.load(path)) if id < vocab)
+    return tuple(id for id in tokenizers.stop_ids(tokenizers.load(path)) if id < config.vocab)
 
 
 def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequence[str] = ()):
@@ -300,7 +304,8 @@ def save(
 
     The directory is written atomically, by rename; an existing checkpoint is replaced, and kept if anything fails.
     config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base, bytes,
-    tensors: {name: {dtype, shape, xxh3_128}}}`, with base null since all tensors are there.
+    tensors: {name: {dtype, shape, xxh3_128}}}`, with base null since all tensors are there. A config without stop
+    tokens is written with those of `base`'s generation_config.json, else with the tokenizer's.
 
     Args:
       params: jax or numpy arrays (`host_copy`); each `param.LoRAWeight` is merged as it is written.
@@ -334,6 +339,8 @@ def save(
                     shutil.copyfile(Path(base) / name, directory / name)
         if tokenizer is not None:
             tokenizers.save(tokenizer, directory)
+        if not config.eos:
+            config = dataclasses.replace(config, eos=_stop_ids(config, generation, directory))
         hf = _config_json(config, dtype)
         if config.eos:
             generation["eos_token_id"] = hf["eos_token_id"]

@@ -222,12 +222,24 @@ def test_stop_tokens_of_both_config_files_are_used(saved):
 def test_without_stop_tokens_those_of_the_tokenizer_are_used_and_saved(tmp_path):
     """A config made with transformers' defaults names none: no completion would end."""
     path = hf.save(tmp_path / "model", *made(eos_token_id=None), tokenizer=tokenizer.character("0123456789+"))
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((path / name).read_text())
+        assert said.pop("eos_token_id") == 3
+        (path / name).write_text(json.dumps(said))
     assert hf.read_config(path).eos == (3,)
     again = hf.save(tmp_path / "again", *hf.load(path), base=path)
     for name in ("config.json", "generation_config.json"):
         assert json.loads((again / name).read_text())["eos_token_id"] == 3
     (path / "tokenizer.json").unlink(), (path / "tokenizer_config.json").unlink()
     assert hf.read_config(path).eos == ()
+
+
+def test_a_config_without_stop_tokens_is_saved_with_those_of_its_base(tmp_path):
+    base = hf.save(tmp_path / "base", *made(), tokenizer=tokenizer.character("0123456789+"))
+    (base / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    path = hf.save(tmp_path / "model", *made(eos_token_id=None), base=base)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((path / name).read_text())["eos_token_id"] == [0, 5]
 
 
 def test_loading_holds_no_second_copy(tmp_path):
@@ -363,6 +375,9 @@ def test_a_published_version_is_a_numbered_directory(tmp_path):
     assert path == tmp_path / "versions" / "4" and os.listdir(tmp_path / "versions") == ["4"]
     assert json.loads((path / "manifest.json").read_text())["version"] == 4
     assert read_label(path / "manifest.json").startswith("4-")
+    plain = hf.save(tmp_path / "plain", config, params, "bfloat16")
+    with pytest.raises(ValueError, match=r"without one; write it by hf.write_published\(root, version, config, params"):
+        read_label(plain / "manifest.json")
     for version in (5, 6):
         hf.write_published(tmp_path / "versions", version, config, params, "bfloat16")
     assert store.prune(tmp_path / "versions") == [path]

@@ -186,7 +186,9 @@ def test_the_tiny_model_of_the_command_line(tmp_path):
         ["bash", "-ec", script], cwd=tmp_path, env=ENVIRONMENT | {"PATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert hf.load(tmp_path / "runs/tiny/model")[0].layers == 2
+    config = hf.load(tmp_path / "runs/tiny/model")[0]
+    assert config.layers == 2
+    assert config.eos == (2,)  # the tokenizer's
 
 
 @pytest.mark.docs

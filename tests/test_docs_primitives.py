@@ -1,14 +1,17 @@
 """docs/primitives.md, block by block: a tiny model learns sums, then what is rewarded, and is saved."""
 
+import functools
 import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import servers
 import tiny
 
 from areax.adapters import hf
+from areax.rollout.servers.labels import read_label
 
 PAGE = (Path(__file__).parents[1] / "docs" / "primitives.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -17,8 +20,9 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 @pytest.mark.docs
 def test_the_four_primitives_train_sample_and_save(tmp_path, capsys):
     model = tiny.model(tmp_path / "model")
-    [setup, learn, reinforce, save] = [
-        block.replace("path/to/checkpoint", str(model)).replace("path/to/result", str(tmp_path / "result"))
+    text = {"path/to/checkpoint": model, "path/to/result": tmp_path / "result", "path/to/versions": tmp_path / "pushed"}
+    [setup, learn, reinforce, served, save] = [
+        functools.reduce(lambda block, pair: block.replace(pair[0], str(pair[1])), text.items(), block)
         for block in BLOCKS
     ]
     exec(setup, space := {})
@@ -30,6 +34,12 @@ def test_the_four_primitives_train_sample_and_save(tmp_path, capsys):
     rewards = [float(line) for line in capsys.readouterr().out.splitlines()]
     assert np.mean(rewards[:3]) < 0.3 and np.mean(rewards[-3:]) > 0.7, rewards
     assert space["optim_step"]._cache_size() == 1
+    with servers.embedded(model, slots=4, context=64) as server:
+        exec(served.replace("http://127.0.0.1:30000", server.url), space)
+        label = read_label(tmp_path / "pushed/1/manifest.json")
+        assert server.ok("/model_info")["weight_version"] == label
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and sum(line.startswith("9") for line in lines) >= 2 and all("[1, 1" in x for x in lines)
     exec(save, space)
     for a, b in zip(*map(jax.tree.leaves, (hf.load(tmp_path / "result")[1], space["state"].params)), strict=True):
         np.testing.assert_array_equal(a, b)

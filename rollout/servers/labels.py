@@ -30,6 +30,11 @@ def label_of(manifest: bytes, where: str | os.PathLike = "manifest") -> str:
         version = json.loads(manifest)["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: a manifest needs a version ({error!r})") from error
+    if version is None:
+        raise ValueError(
+            f"{where}: a version to publish needs a number, got a checkpoint without one; write it by "
+            "hf.write_published(root, version, config, params)"
+        )
     if not isinstance(version, int) or isinstance(version, bool) or version < 0:
         raise ValueError(f"{where}: version must be a number from 0 on, got {version!r}")
     return f"{version}-{xxhash.xxh3_128_hexdigest(manifest)[:8]}"
