@@ -267,7 +267,7 @@ async def train(
         "steps": done,
         "complete": seconds is not None,  # all steps, the last version pushed, evaluated and exported
         "accuracy": log.evaluations.get(done, {}).get("accuracy"),
-        "accuracies": {str(v): x["accuracy"] for v, x in sorted(log.evaluations.items())},
+        "accuracies": {str(v): x.get("accuracy") for v, x in sorted(log.evaluations.items())},
         "evaluation": log.evaluations.get(done),
         "heldout_rows": sum(map(len, heldout.values())),
         "server_version": served,

@@ -27,7 +27,13 @@ class Log:
     """
 
     def __init__(self, run: run_dir.Run, tick, tokens, saving: Saving):
-        self.evaluations: dict[int, dict[str, float | None]] = {}
+        self.evaluations: dict[int, dict[str, float | None]] = {  # those before a resume included
+            line["step"]: {
+                name: value for name, value in line.items() if name not in ("step", "kind", "seconds", "server_version")
+            }
+            for line in run_dir.read_lines(run.path / run_dir.METRICS)
+            if line["kind"] == "eval"
+        }
         self.offload_s: float | None = None
         self.terminal = terminal.Terminal("grpo")
         self._run, self._tick, self._tokens, self._saving = run, tick, tokens, saving
@@ -57,7 +63,7 @@ class Log:
         beside = {name: seconds.pop(name) for name in loop.BACKGROUND}
         self.terminal.look(v, report)
         self._run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
-        accuracy = self.evaluations[max(self.evaluations)]["accuracy"] if self.evaluations else None
+        accuracy = self.evaluations[max(self.evaluations)].get("accuracy") if self.evaluations else None
         self._tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy)
         if self._saving.samples_every and (v == 1 or v % self._saving.samples_every == 0):
             describe.show(self._run, self._tokens, v, groups[0])
