@@ -55,6 +55,26 @@ def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     assert bad(capsys, "launch").startswith("areax launch: --processes must be")
 
 
+@pytest.mark.parametrize(
+    ("summary", "shown"),
+    [
+        (
+            {"checkpoint": "o/model", "steps": 2, "complete": True, "seconds": 3.5, "heldout_rows": 4, "accuracy": 0.5,
+             "counts": {"dropped": 1}, "heldout_loss": 0.25, "report": "o/report.html"},
+            "heldout_loss: 0.25\nsteps: 2\ncomplete: True\naccuracy: 0.5\ncheckpoint: o/model\nreport: o/report.html\n",
+        ),
+        ({"steps": 2, "mine": [1]}, "steps: 2\nmine: [1]\n"),  # of a recipe that writes no summary.json
+    ],
+)  # fmt: skip
+def test_a_run_ends_with_a_few_lines(capsys, tmp_path, summary, shown):
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Config:\n    'Mine.'\n"
+        f"def main(config):\n    return {summary!r}\n"
+    )
+    assert cli.main(["train", str(tmp_path / "own.py")]) == 0
+    assert capsys.readouterr().out == shown
+
+
 def test_a_command_without_torch_prints_no_advice_of_transformers(model, tmp_path):
     program = (
         "import sys, importlib.util; find = importlib.util.find_spec\n"
