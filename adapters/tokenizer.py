@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does 
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-GENERATION = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")  # of transformers, unknown to Jinja
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -84,8 +81,7 @@ def bind(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
     """
     if not variables:
         return tokenizer
-    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
-    read = sorted(variables_of(tokenizer) - reserved)
+    read = sorted(template.variables_of(tokenizer))
     if unread := [name for name in variables if name not in read]:
         raise ValueError(f"the chat template reads {', '.join(read) or 'no variables'}, got {', '.join(unread)}")
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **variables)
@@ -95,22 +91,6 @@ def bind(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
 def bound(tokenizer: Any) -> dict[str, Any]:
     """The variables that `bind` gave to the chat template."""
     return dict(getattr(tokenizer.apply_chat_template, "keywords", {}))
-
-
-def variables_of(tokenizer: Any) -> set[str]:
-    """The variables that the tokenizer's chat template reads, or any of its templates if there are several."""
-    from jinja2 import TemplateError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    templates = tokenizer.chat_template or ""
-    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-    texts = templates.values() if isinstance(templates, Mapping) else [templates]
-    given = {"raise_exception", "strftime_now", *tokenizer.special_tokens_map}
-    try:
-        parsed = [environment.parse(GENERATION.sub("", text)) for text in texts]
-    except TemplateError as error:
-        raise ValueError(f"the chat template is not valid: {_line(error)}") from None
-    return {name for tree in parsed for name in meta.find_undeclared_variables(tree)} - given
 
 
 def save(tokenizer: Any, path: str | Path) -> None:

@@ -105,7 +105,7 @@ def main(config: Config) -> dict:
         tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
-        prompts, heldout = read(config, tokens) if index == 0 else (None, {})
+        data = read(config, tokens) if index == 0 else (None, {})
         processes.same("options", config)
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
@@ -117,7 +117,7 @@ def main(config: Config) -> dict:
                 lockstep.worker_loop(work)
                 return {}
             with lockstep.leader(work) as run_on_all:
-                summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, prompts, heldout, cursor, stop))
+                summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, data, cursor, stop))
                 summary["seconds"] = time.monotonic() - began
                 ending.finish(config.out, summary)
                 return summary
@@ -180,18 +180,20 @@ def collective(config: Config, trainer: Trainer, store: orbax.Store, tokens) -> 
 
 
 async def train(
-    config: Config, trainer: Trainer, run_on_all: Callable, tokens, run: str, prompts, heldout, cursor, stop
+    config: Config, trainer: Trainer, run_on_all: Callable, tokens, run: str, data: tuple, cursor, stop
 ) -> dict:
     """Runs the training loop from the trainer's version on; returns the summary.
 
     Args:
       run_on_all: `run_on_all(name, ...)` calls a function of `collective` in all processes.
       run: id of the run.
+      data: (prompts, held-out rows), as `read` returns them.
       cursor: the position in the prompts where a former run stopped; None = the beginning.
       stop: the `ending.Stop` that ends the run in order once it trains.
     """
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
     steps, complete = max(config.steps, start), common.complete(config, start)
+    prompts, heldout = data
     rollouts.check_position(prompts, cursor)
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context

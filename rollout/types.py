@@ -100,37 +100,27 @@ class Sample:
         return dataclasses.replace(self, **changes)
 
 
-class Labels(TypedDict, total=False):
-    """The fields of a Sample that the functions below pass on; `prompt` is the prompt's id."""
+class SampledLabels(TypedDict, total=False):
+    """The fields of a Sample that `sampled` passes on: what the completion does not say itself; `prompt` is an id."""
+
+    components: Mapping[str, float]
+    group: int
+    prompt: int
+    sample: int
+    rollout: int
+    weight: float
+    pair: int
+    label: float
+    arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]]
+    info: Mapping[str, Any]
+
+
+class Labels(SampledLabels, total=False):
+    """The fields of a Sample that `supervised` and `demonstration` pass on."""
 
     temperature: float
     rewards: tuple[tuple[int, float], ...]
-    components: Mapping[str, float]
     finish: Finish
-    group: int
-    prompt: int
-    sample: int
-    rollout: int
-    weight: float
-    pair: int
-    label: float
-    arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]]
-    info: Mapping[str, Any]
-
-
-class SampledLabels(TypedDict, total=False):
-    """`Labels` of a completion that was sampled, without what the completion says itself."""
-
-    components: Mapping[str, float]
-    group: int
-    prompt: int
-    sample: int
-    rollout: int
-    weight: float
-    pair: int
-    label: float
-    arrays: Mapping[str, tuple[Literal["input", "target"], np.ndarray]]
-    info: Mapping[str, Any]
 
 
 def supervised(prompt_tokens: Sequence[int], completion_tokens: Sequence[int], **fields: Unpack[Labels]) -> Sample:

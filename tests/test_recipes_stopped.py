@@ -80,7 +80,8 @@ def agreeing(out, kind, code):
         assert code in (130, -signal.SIGTERM)
         return False
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["steps"] == len(steps) and f"{len(steps)} steps of {kind}" in (out / "report.html").read_text()
+    said = f"{len(steps)} step{'s' * (len(steps) > 1)} of {kind}" in (out / "report.html").read_text()
+    assert summary["steps"] == len(steps) and said == bool(steps)  # without a step there is nothing to show
     if summary["complete"]:
         assert code in (0, -signal.SIGTERM) and len(steps) == STEPS
         held = [x for x in run_dir.read_lines(out / "metrics.jsonl") if x["step"] == STEPS]

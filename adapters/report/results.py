@@ -23,7 +23,7 @@ Table = Mapping[str, rows.Rows]
 
 
 def subtitle(summary: Mapping, table: Table) -> str:
-    parts = [f"{charts.number(len(steps))} steps of {kind}" for kind, steps in table.items()]
+    parts = [f"{charts.number(len(steps))} step{'s' * (len(steps) > 1)} of {kind}" for kind, steps in table.items()]
     seconds = _seconds(summary, table)
     return " · ".join([*parts, *([duration(seconds)] if seconds else [])])
 

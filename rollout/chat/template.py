@@ -38,20 +38,27 @@ def prompt(tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
 
 
 def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Raises ValueError unless each name is a variable that the chat template reads, which neither the conversation nor
-    an argument of the tokenizer (such as `chat_template`) sets, and each value a scalar."""
-    reserved = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    """Raises ValueError unless each name is one of `variables_of`, and each value a scalar."""
     for name, value in variables.items():
-        if name in reserved or not isinstance(value, str | int | float | None):
-            raise ValueError(f"{name!r:.80} must be a variable of the chat template, and a scalar, got {value!r:.80}")
-        if name not in (read := variables_of(str(tokenizer.chat_template or ""))):
-            known = ", ".join(sorted(read - reserved)) or "none"
-            raise ValueError(f"{name!r:.80} is not read by this model's chat template, which reads {known}")
+        if not isinstance(value, str | int | float | None):
+            raise ValueError(f"{name!r:.80} must be a scalar, got {value!r:.80}")
+        if name not in (read := variables_of(tokenizer)):
+            known = ", ".join(sorted(read)) or "no variables"
+            raise ValueError(f"{name!r:.80} is not one to give to this model's chat template, which reads {known}")
+
+
+def variables_of(tokenizer: Any) -> frozenset[str]:
+    """The variables that a caller may give to the chat template, or to any of them if there are several: those that it
+    reads, except special tokens, the conversation and other arguments of `apply_chat_template`."""
+    templates = tokenizer.chat_template or ""
+    texts = templates.values() if isinstance(templates, Mapping) else [templates]
+    arguments = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    return frozenset().union(*map(_read, texts)) - arguments - {"messages"} - tokenizer.special_tokens_map.keys()
 
 
 @functools.lru_cache(32)
-def variables_of(chat_template: str) -> frozenset[str]:
-    """The names that a chat template reads and does not set itself, those of the conversation included."""
+def _read(chat_template: str) -> frozenset[str]:
+    """The names that a chat template reads and neither it nor transformers defines."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -60,8 +67,7 @@ def variables_of(chat_template: str) -> frozenset[str]:
         parsed = environment.parse(GENERATION.sub("", chat_template))
     except TemplateError as error:
         raise ValueError(f"the chat template is not valid: {' '.join(str(error).split())}") from None
-    given = ("raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token")
-    return frozenset(meta.find_undeclared_variables(parsed)).difference(given)
+    return frozenset(meta.find_undeclared_variables(parsed)) - {"raise_exception", "strftime_now"}
 
 
 def conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
