@@ -15,6 +15,7 @@ from areax.adapters.tracking import run_dir
 from areax.recipes.shared import common, evaluation, notebook, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
+from areax.rollout.processes import memory
 from areax.rollout.scheduling import executor
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
@@ -83,6 +84,8 @@ class Config:
         json_object("--chat-template-kwargs", self.chat_template_kwargs)
         for reason in (
             *ranges.integers(self, samples=1, limit=0, max_prompt=0, max_concurrent=1, reward_workers=1, seed=0),
+            *ranges.samples(f"--samples {self.samples}", self.samples),
+            *memory.lacking(f"--reward-workers {self.reward_workers}", self.reward_workers * memory.WORKER),
             *serving_conflicts(self.servers, self.serve),
         ):
             raise ValueError(reason)

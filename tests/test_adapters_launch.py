@@ -208,6 +208,10 @@ def test_devices_of_other_kinds(monkeypatch):
         ("--servers 1 --server.devices 2 -- train grpo --model m", "uses one device, got --server.devices 2"),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
+        (f"--processes {10**8} -- train sft", "--processes must be at most 100000, got 100000000"),
+        ("--on slurm --servers 100001 -- train sft", "--servers must be at most 100000, got 100001"),
+        ("--processes 99999 --servers 9 -- train sft", "--processes 99999 and --servers 9 must fit into"),
+        (f"--processes 2 --devices {10**8} -- train sft", "--devices must be at most 1024, got 100000000"),
         ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
     ],
 )

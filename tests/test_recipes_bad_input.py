@@ -13,6 +13,7 @@ import tiny
 
 from areax.adapters import cli, hf, tokenizer
 from areax.recipes.shared import rows
+from areax.rollout.processes import memory
 
 GOOD = {"prompt": "1+1", "answer": "2", "completion": "2", "chosen": "2", "rejected": "3"}
 REPLY = {name: GOOD[name] for name in ("answer", "completion", "chosen", "rejected")}
@@ -248,6 +249,8 @@ OPTIONS = {
         (f"--seed {1 << 63}", f"--seed must be at most {(1 << 63) - 1}, got {1 << 63}"),
         ("--batch 0", "--batch must be at least 1, got 0"),
         ("--rows 0", "--rows must be at least 1, got 0"),
+        (f"--batch {10**10}", f"--batch {10**10} must fit into {{memory}} GB of memory, got at least 10,000 GB"),
+        (f"--rows {10**10}", f"--rows {10**10} of --length 32 must fit into {{memory}} GB of memory, got at least"),
         ("--length 1", "--length must be at least 2, got 1"),
         ("--length 65", "--length must be at most 64, the context of"),
         ("--limit -1", "--limit must be at least 0, got -1"),
@@ -275,6 +278,11 @@ OPTIONS = {
         ("--eta -1", "--eta must be at least 0, got -1"),
         ("--groups 0", "--groups must be at least 1, got 0"),
         ("--group-size 0", "--group-size must be at least 1, got 0"),
+        (f"--groups {10**10}", f"--groups {10**10} of --group-size 2 must fit into {{memory}} GB of memory"),
+        (f"--rows {10**10}", f"--rows {10**10} of --length 32 must fit into {{memory}} GB of memory"),
+        (f"--reward-workers {10**8}", f"--reward-workers {10**8} must fit into {{memory}} GB of memory"),
+        (f"--serve.count {10**8}", f"--serve.count {10**8} must fit into {{memory}} GB of memory"),
+        (f"--heldout-samples {10**10}", f"--heldout-samples {10**10} must fit into {{memory}} GB of memory"),
         ("--max-concurrent 0", "--max-concurrent must be at least 1, got 0"),
         ("--max-prompt -1", "--max-prompt must be at least 0, got -1"),
         ("--sampling.max-new-tokens 0", "--sampling.max-new-tokens must be at least 1, got 0"),
@@ -334,13 +342,17 @@ OPTIONS = {
 def test_an_option_that_cannot_work_is_one_line(capsys, place, recipe, more, message):
     """With the option's name, and not where its dataclass is."""
     said = line(capsys, place, words(place, recipe, *more.format(place=place).split()))
-    assert message in said and not re.search(r"Options\(|datasets\.|training\.|\b[A-Z]\w+: (?!cannot)", said)
+    assert message.replace("{memory}", f"{memory.of_machine() / 1e9:.0f}") in said and not re.search(
+        r"Options\(|datasets\.|training\.|\b[A-Z]\w+: (?!cannot)", said
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ("--samples 0", "--samples must be at least 1, got 0"),
+        (f"--samples {10**10}", f"--samples {10**10} must fit into"),
+        (f"--reward-workers {10**8}", f"--reward-workers {10**8} must fit into"),
         ("--seed -1", "--seed must be at least 0, got -1"),
         ("--max-concurrent 0", "--max-concurrent must be at least 1, got 0"),
         ("--sampling.temperature nan", "--sampling.temperature must be at least 0 and finite, got nan"),

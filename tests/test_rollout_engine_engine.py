@@ -438,6 +438,8 @@ def test_bad_requests_are_refused_in_one_line(request_, words):
 def test_impossible_engine_calls_are_refused(engine):
     with pytest.raises(ValueError, match="slots must be at least 1"):
         Engine(CONFIG, OLD, slots=0)
+    with pytest.raises(ValueError, match="100000000000 slots of 64 tokens must fit into .* GB of memory, got at least"):
+        Engine(CONFIG, OLD, slots=10**11, context=64)
     with pytest.raises(ValueError, match="mode must be abort, retract or in_place"):
         engine.pause("soon")
     with pytest.raises(ValueError, match="unique"):

@@ -158,6 +158,9 @@ def test_the_guide_shows_what_it_prints(capsys, which):
         ("--steps 2", "--steps must be at least 3, got 2"),
         ("--train-tokens-s 0", "--train-tokens-s must be above 0"),
         ("--devices 2 --server-devices 2", "--devices must be more than --server-devices 2"),
+        (f"--devices {10**11}", f"--devices {10**11} must be at most 10000 splits times --eta times --oversample"),
+        (f"--servers {10**9}", f"--servers {10**9} must be at most 100000 servers"),
+        (f"--groups {10**9}", f"--steps 24 of --groups {10**9} must be at most 1073741824 episodes and tokens"),
         ("--server.slots 0", "slots must be at least 1, got 0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shlex
@@ -12,7 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from ...parallel.multihost import processes
+from ...rollout.processes import memory
 from .host import PYTHON
+
+MOST = 100_000  # processes or servers, more than the largest clusters run
+MOST_DEVICES = 1024  # of one process
 
 
 @dataclass(frozen=True)
@@ -93,19 +98,25 @@ class Config:
 
     def __post_init__(self):
         serverless = self.on == "local" and not self.servers
-        for name, value, least in (
-            ("processes", self.processes, 2 if serverless else 1),  # a single local process needs no launcher
-            ("devices", self.devices, 1),
-            ("servers", self.servers, 0),
-            ("server.devices", self.server.devices, 1),
-            ("server.slots", self.server.slots, 1),
-            ("server.context", self.server.context, 2),
-            ("cpus", self.cpus, 1),
-            ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0),
+        for name, value, least, most in (
+            ("processes", self.processes, 2 if serverless else 1, MOST),  # one local process needs no launcher
+            ("devices", self.devices, 1, MOST_DEVICES),
+            ("servers", self.servers, 0, MOST),
+            ("server.devices", self.server.devices, 1, MOST_DEVICES),
+            ("server.slots", self.server.slots, 1, math.inf),
+            ("server.context", self.server.context, 2, math.inf),
+            ("cpus", self.cpus, 1, math.inf),
+            ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0, MOST_DEVICES),
         ):
+            if value > most:
+                raise ValueError(f"areax launch: --{name} must be at most {most}, got {value}")
             if value < least:
                 hint = "; one process without --servers needs no launcher" if name == "processes" and serverless else ""
                 raise ValueError(f"areax launch: --{name} must be at least {least}, got {value}{hint}")
+        if self.on == "local":
+            both = self.processes + self.servers
+            options = f"--processes {self.processes}" + f" and --servers {self.servers}" * bool(self.servers)
+            memory.check(f"areax launch: {options}", both * memory.PROCESS)
         if self.server.devices > 1 and not self.server.command:
             raise ValueError(
                 "areax launch: the embedded engine uses one device, got --server.devices "

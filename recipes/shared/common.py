@@ -24,10 +24,11 @@ from areax.parallel import mesh, rules
 from areax.recipes.shared import terminal
 from areax.rollout import client
 from areax.rollout.engine import in_process
-from areax.rollout.processes import folders, keys
+from areax.rollout.processes import folders, keys, memory
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
 
+TOKEN = 40  # bytes of a token in a batch's arrays
 RUN = "run.lock"  # in a run's directory: locked while a process trains there; holds the run's id
 
 merge = jax.jit(metrics.merge_trees)  # one computation instead of five a metric
@@ -121,11 +122,14 @@ def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
     return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
 
 
-def check_length(model: str, length: int) -> None:
-    """Raises ValueError if rows of `length` tokens are longer than the model's context: nothing could fill them."""
-    context = hf.read_config(hub.folder(model)).context
-    if length > context:
-        raise ValueError(f"--length must be at most {context}, the context of {model}, got {length}")
+def check_microbatch(model: str, rows: int, length: int) -> None:
+    """Raises ValueError if rows of `length` tokens are longer than the model's context, so that nothing could fill
+    them, or if `rows` of them do not fit into memory, with one activation of each token."""
+    config = hf.read_config(hub.folder(model))
+    if length > config.context:
+        raise ValueError(f"--length must be at most {config.context}, the context of {model}, got {length}")
+    there = memory.of_devices(jax.local_devices()) * jax.process_count()
+    memory.check(f"--rows {rows} of --length {length}", rows * length * (TOKEN + 2 * config.embed), there)
 
 
 def check_directory(option: str, path: str) -> None:

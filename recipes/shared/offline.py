@@ -74,7 +74,7 @@ def read(
       check: raises ValueError for a row that lacks what the objective needs.
     """
     common.check_directory("--out", config.out)
-    common.check_length(config.model, config.length)
+    common.check_microbatch(config.model, config.rows, config.length)
     vocabulary = hf.read_config(hub.folder(config.model)).vocab
 
     def fits(row: dict) -> str | None:

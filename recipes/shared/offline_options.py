@@ -76,6 +76,7 @@ class Options:
         least = dict(steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0)
         for reason in (
             *ranges.integers(self, **least),
+            *ranges.samples(f"--batch {self.batch}", self.batch),
             *ranges.finite(self, "save_minutes"),
             *ranges.schedule(self.optim, self.steps),
         ):

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from areax.core.optim import Optimizer
+from areax.rollout.processes import memory
 
 MOST = (1 << 63) - 1  # the largest integer that JAX and the servers take
+SAMPLE = 1000  # bytes that a sample needs at least
 
 
 def integers(options: Any, **least: int) -> Iterator[str]:
@@ -20,6 +22,11 @@ def integers(options: Any, **least: int) -> Iterator[str]:
         if not smallest <= value <= MOST:
             rule = f"at least {smallest}" if value < smallest else f"at most {MOST}"
             yield f"--{name.replace('_', '-')} must be {rule}, got {value}"
+
+
+def samples(options: str, count: int) -> Iterator[str]:
+    """Why options that make a machine hold `count` samples at a time are out of range, if they are."""
+    yield from memory.lacking(options, count * SAMPLE)
 
 
 def finite(options: Any, *names: str) -> Iterator[str]:

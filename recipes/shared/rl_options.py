@@ -19,7 +19,7 @@ from areax.parallel.mesh import Layout
 from areax.recipes.shared import evaluation, ranges
 from areax.recipes.shared.rows import Bad
 from areax.rollout.fleet.push import Push
-from areax.rollout.processes import keys
+from areax.rollout.processes import keys, memory
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
@@ -240,6 +240,12 @@ def _out_of_range(config: Any) -> Iterator[str]:
     yield from ranges.integers(training, length=2, rows=1, minibatches=1, epochs=1, reference_every=0)
     yield from ranges.integers(config.evaluation, heldout_samples=1, evaluate_every=0)
     yield from ranges.integers(config.saving, save_every=0, samples_every=0)
+    group = f"--groups {rollout.groups} of --group-size {rollout.group_size}"
+    yield from ranges.samples(group, rollout.groups * rollout.group_size)
+    every = config.evaluation.heldout_samples
+    yield from ranges.samples(f"--heldout-samples {every}", every)
+    workers = rewards.reward_workers
+    yield from memory.lacking(f"--reward-workers {workers}", workers * memory.WORKER)
     yield from ranges.finite(config.saving, "save_minutes")
     yield from ranges.finite(training, "distill_coef")
     yield from serving_conflicts(config.serving.servers, config.serving.serve)

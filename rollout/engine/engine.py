@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
+import numpy as np
+
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
+from ..processes import memory
 from .adapters import Loaded
 from .request import Progress, Request, check, check_prompt
 from .slots import Live, Slots
@@ -57,11 +61,12 @@ class Engine:
           steps: decoding steps per dispatch.
 
         Raises:
-          ValueError: a size below 1, or parameters that do not match the config.
+          ValueError: a size below 1, caches that exceed the device's memory, or parameters that do not match.
         """
         for name, value in {"slots": slots, "context": context, "steps": steps}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
+        _check_caches(config, params, slots, context)
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
@@ -541,6 +546,12 @@ class Engine:
             self._finish(live, finish)
         else:
             live.tell(snapshot(progress))
+
+
+def _check_caches(config, params, slots: int, context: int) -> None:
+    size = np.dtype(jax.tree.leaves(params)[0].dtype).itemsize
+    least = 2 * config.layers * config.kv_heads * config.head_dim * size * slots * context
+    memory.check(f"Engine: {slots} slots of {context} tokens", least, memory.of_devices(jax.local_devices()[:1]))
 
 
 def _releasable(what: Iterable[str]) -> frozenset[str]:

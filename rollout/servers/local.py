@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import IO
 
-from ..processes import guard
+from ..processes import guard, memory
 from .types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
@@ -45,6 +45,7 @@ class Serve:
         if self.count < 1 or self.inside and self.count > 1:
             one = "1 with --serve.inside" if self.inside else "at least 1"
             raise ValueError(f"--serve.count must be {one}, got {self.count}")
+        memory.check(f"--serve.count {self.count}", self.count * memory.PROCESS)
         if self.restarts < 0:
             raise ValueError(f"--serve.restarts must be at least 0, got {self.restarts}")
 

@@ -28,6 +28,7 @@ from . import clock
 from .server import Rates
 from .server import Server as Simulated
 
+MOST_SETTINGS, MOST_SERVERS, MOST_TOKENS = 10_000, 100_000, 1 << 30  # each setting takes about a second
 BEST = 0.02  # of step times within this share of the fastest, the one with the least eta is best
 
 
@@ -95,6 +96,17 @@ class Config:
             raise ValueError(
                 f"--oversample must name one or more numbers from 0 to --groups {self.groups}, got {self.oversample}"
             )
+        splits = (self.devices - 1) // self.server_devices if self.devices else 1
+        rows = (self.steps + max(self.eta) + 2) * self.groups + 2 * max(self.oversample)
+        for options, what, count, most in (
+            (f"--servers {self.servers}", "servers", self.servers, MOST_SERVERS),
+            (f"--devices {self.devices}", "splits times --eta times --oversample",
+             splits * len(self.eta) * len(self.oversample), MOST_SETTINGS),
+            (f"--steps {self.steps} of --groups {self.groups}", "episodes and tokens of prompts",
+             rows * (self.group_size + self.prompt), MOST_TOKENS),
+        ):  # fmt: skip
+            if count > most:
+                raise ValueError(f"{options} must be at most {most} {what}, got {count}; use fewer")
         if self.devices and self.devices <= self.server_devices:
             raise ValueError(
                 f"--devices must be more than --server-devices {self.server_devices}, because a trainer needs one "
