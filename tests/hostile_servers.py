@@ -87,14 +87,15 @@ def engine(path: str) -> tuple[list[Route], list[Route]]:
         post("/generate", {"text": "1+1", "sampling_params": {"max_new_tokens": 2}, "lora_path": None, "stream": True}),
         post("/generate", {"input_ids": [PROMPT, PROMPT], "sampling_params": [SAMPLING] * 2, "rid": ["a", "b"]}),
         post("/v1/completions", {"prompt": "1+1", "max_tokens": 2, "logprobs": 1, "echo": True, "n": 1, "stop": ["1"]}),
-        post("/v1/completions", {"prompt": [[5, 6], [7]], "seed": 1, "temperature": 1.0, "stream": True}),
+        post("/v1/completions", {"prompt": [[5, 6], [7]], "seed": 1, "min_tokens": 1, "model": "x", "stream": True}),
         post("/v1/chat/completions", chat | {"stream": True, "stream_options": {"include_usage": True}}),
         post(
-            "/v1/chat/completions", chat | {"tools": [], "tool_choice": "none", "chat_template_kwargs": {}, "stop": "1"}
+            "/v1/chat/completions",
+            chat | {"tools": [], "tool_choice": "none", "chat_template_kwargs": {}, "model": "x"},
         ),
         post("/v1/responses", {"input": "1+1", "max_output_tokens": 2, "text": {}, "tools": [], "stream": True}),
         post("/v1/messages", {"messages": USER, "max_tokens": 2, "system": "1", "thinking": None, "stream": True}),
-        post("/v1/messages/count_tokens", {"messages": USER, "tools": []}),
+        post("/v1/messages/count_tokens", {"messages": USER, "tools": [], "model": "x"}),
         post("/tokenize", {"prompt": ["1+1", "2"], "add_special_tokens": False}),
         post("/tokenize", {"messages": USER, "chat_template_kwargs": {}, "add_generation_prompt": True}),
         post("/detokenize", {"tokens": [[5, 6], [7]], "skip_special_tokens": True}),

@@ -308,6 +308,12 @@ def test_tokens_of_a_conversation_are_counted(claude):
 # -- fields ----------------------------------------------------------------------------------------
 
 
+def test_a_request_without_a_model_means_the_served_one(server):
+    for body in (CHAT, {**CHAT, "model": None}):
+        status, answer = server.post("/v1/chat/completions", {**body, "max_tokens": 1})
+        assert status == 200 and answer["model"] == server.ok("/v1/models")["data"][0]["id"]
+
+
 def test_variables_of_the_chat_template(server, client):
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     made = client.chat.completions.create(model="m", messages=say("#think"), temperature=0, extra_body=off)
@@ -338,14 +344,22 @@ REFUSED = [  # path, field, value, words of the error
     ("/v1/chat/completions", "tool_choice", "required", "cannot be forced"),
     ("/v1/chat/completions", "top_logprobs", 2, "needs logprobs"),
     ("/v1/chat/completions", "reasoning_effort", "low", "chat_template_kwargs"),
+    ("/v1/chat/completions", "model", ["m"], "must be a string"),
+    ("/v1/chat/completions", "seed", 1.5, "must be a whole number"),
+    ("/v1/chat/completions", "seed", 2**64, "must be in [-2**63, 2**63)"),
+    ("/v1/chat/completions", "min_tokens", 2**64, "must be from 0 to max_new_tokens"),
+    ("/v1/completions", "model", {"m": 1}, "must be a string"),
+    ("/v1/completions", "seed", "1", "must be a whole number"),
     ("/v1/completions", "best_of", 4, "use n"),
     ("/v1/completions", "suffix", "x", "only continued at its end"),
     ("/v1/completions", "tools", [], "unknown field"),
     ("/v1/completions", "top_kk", 5, "did you mean top_k?"),
     ("/v1/completions", "lora_path", "nobody", "not loaded"),
+    ("/v1/responses", "model", 3, "must be a string"),
     ("/v1/responses", "previous_response_id", "r", "nothing is stored"),
     ("/v1/responses", "text", {"format": {"type": "json_object"}}, "constrained decoding"),
     ("/v1/responses", "instruction", "x", "did you mean instructions?"),
+    ("/v1/messages", "model", [], "must be a string"),
     ("/v1/messages", "output_config", {"format": {"type": "json_schema", "schema": {}}}, "constrained decoding"),
     ("/v1/messages", "stop_sequence", ["x"], "did you mean stop_sequences?"),
     ("/v1/messages/count_tokens", "sistem", "x", "did you mean system?"),

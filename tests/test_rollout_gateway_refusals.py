@@ -31,6 +31,7 @@ REFUSED = {
         (CHAT | {"frequency_penalty": 0.5}, "frequency_penalty"),
         (CHAT | {"reasoning_effort": "low"}, "reasoning_effort"),
         (CHAT | {"seed": 1}, "seed"),
+        (CHAT | {"model": ["m"]}, "model"),
         (CHAT | {"n": 0}, "n"),
         (CHAT | {"n": 10**6}, "n"),
         (CHAT | {"temperature": "hot"}, "temperature"),

@@ -31,7 +31,7 @@ class Refused(ValueError):
 
     def __init__(self, name: str, rule: str):
         super().__init__(f"{name}: {rule}")
-        self.name = name
+        self.name, self.rule = name, rule
 
 
 def rule(held: Any, name: str, text: str, value: Any) -> None:
@@ -81,6 +81,11 @@ def known(body: Mapping[str, Any], table: Table) -> None:
             raise Refused(shown(name)[1:-1], "unknown field" + (f"; did you mean {near[0]}?" if near else ""))
         if not any(value == other for other in held.but):
             raise Refused(name, f"{held.why}, got {shown(value)}; leave it out")
+
+
+def with_model(body: Mapping[str, Any], served: str) -> dict[str, Any]:
+    """The body, with the name of the served model if it has none."""
+    return {**body, "model": served if body.get("model") is None else name(body, "model")}
 
 
 def refuse(body: Mapping[str, Any], neutral: Mapping[str, Collection]) -> None:

@@ -30,6 +30,7 @@ RENAMED = {  # further fields -> fields of sampling_params
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
+THEIRS = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}  # names in errors
 CONVERSATIONS: dict[str, Any] = {
     "/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages
 }  # fmt: skip
@@ -114,7 +115,7 @@ class OpenAI:
     # -- the prompt ------------------------------------------------------------------------------
 
     async def _body(self, http: HTTPRequest) -> dict[str, Any]:
-        return {"model": self.service.path, **await read_json(http)}
+        return fields.with_model(await read_json(http), self.service.path)
 
     def _tokenizer(self) -> Any:
         if self.service.tokenizer is None:
@@ -158,7 +159,10 @@ class OpenAI:
             adapter = body["model"]
         given = {theirs: body[name] for name, theirs in RENAMED.items() if body.get(name) is not None}
         given |= {"max_new_tokens": None, **ask.sampling}
-        chosen = [request_parsing.sampling(given, context - len(prompt))[0] for prompt in prompts]
+        try:
+            chosen = [request_parsing.sampling(given, context - len(prompt))[0] for prompt in prompts]
+        except Refused as refused:
+            raise Refused(THEIRS.get(refused.name, refused.name), refused.rule) from None
         names = request_parsing.rids(body.get("rid"), len(prompts), len(prompts) == 1, ask.n)
         requests = [
             request

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..chat import parsers
+from ..chat import fields, parsers
 from ..chat.api import chat, completions, messages, responses
 from ..chat.api.ask import Ask, opened, render
 from ..chat.api.logprobs import Reading
@@ -220,7 +220,7 @@ class Gateway:
         )
 
     async def _body(self, http: Request) -> dict[str, Any]:
-        return {"model": self._model, **await read_body(http, self._limits.http)}
+        return fields.with_model(await read_body(http, self._limits.http), self._model)
 
     async def _models(self, http: Request) -> Response:
         if not self._sessions.admin(http):
