@@ -275,5 +275,5 @@ async def train(
         "server_version": served,
         "time": seconds,
         "counts": counts,
-        **trainer.report,
+        **log.largest,
     }

@@ -108,6 +108,10 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first):
     grpo.main(config(place, "parts"))
     for a, b in zip(leaves(place / "first/model"), leaves(place / "parts/model"), strict=True):
         np.testing.assert_array_equal(a, b)
+    again = grpo.main(config(place, "parts"))  # trains no more
+    seen = [x for x in run_dir.read_lines(place / "parts/metrics.jsonl") if x["kind"] == "grpo"]
+    for name in ("max_logp_diff", "mismatch_k3_now"):
+        assert again[name] == max(x[name] for x in seen)
     start = leaves(place / "model")
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(start, leaves(place / "first/model"), strict=True))
     lines = [x for x in run_dir.read_lines(place / "first/metrics.jsonl") if x["kind"] == "grpo"]

@@ -14,6 +14,7 @@ from areax.rollout.client import Fleet
 from areax.rollout.fleet import step_metrics
 from areax.rollout.scheduling.executor import Executor
 
+LARGEST = ("max_logp_diff", "mismatch_k3_now")  # whose largest value over the run is in the summary
 COUNTED = ("rejected", "refused", "failed", "stopped", "lost", "retries")  # of an executor's counts
 
 
@@ -22,18 +23,19 @@ class Log:
 
     Attributes:
       evaluations: version -> metrics on the held-out rows, such as "accuracy" or "math/accuracy".
+      largest: the largest value of each of LARGEST.
       offload_s: seconds that offloading the servers took before the last update; None = no offloading.
       terminal: what the run says on stderr.
     """
 
     def __init__(self, run: run_dir.Run, tick, tokens, saving: Saving):
-        self.evaluations: dict[int, dict[str, float | None]] = {  # those before a resume included
-            line["step"]: {
-                name: value for name, value in line.items() if name not in ("step", "kind", "seconds", "server_version")
-            }
-            for line in run_dir.read_lines(run.path / run_dir.METRICS)
-            if line["kind"] == "eval"
-        }
+        self.evaluations: dict[int, dict[str, float | None]] = {}
+        self.largest: dict[str, float] = {}
+        for line in run_dir.read_lines(run.path / run_dir.METRICS):  # of before a resume
+            if line["kind"] == "eval":
+                beside = ("step", "kind", "seconds", "server_version")
+                self.evaluations[line["step"]] = {name: value for name, value in line.items() if name not in beside}
+            self._enlarge(line)
         self.offload_s: float | None = None
         self.terminal = terminal.Terminal("grpo")
         self._run, self._tick, self._tokens, self._saving = run, tick, tokens, saving
@@ -61,12 +63,17 @@ class Log:
         if self.offload_s is not None:
             report["rest_s"] = self.offload_s
         beside = {name: seconds.pop(name) for name in loop.BACKGROUND}
+        self._enlarge(report)
         self.terminal.look(v, report)
         self._run.log("grpo", v, **report, **{f"time_{k[:-2]}": x for k, x in seconds.items()}, **beside)
         accuracy = self.evaluations[max(self.evaluations)].get("accuracy") if self.evaluations else None
         self._tick(v, tokens=report["tokens"], reward=report["reward"], accuracy=accuracy)
         if self._saving.samples_every and (v == 1 or v % self._saving.samples_every == 0):
             describe.show(self._run, self._tokens, v, groups[0])
+
+    def _enlarge(self, line: dict) -> None:
+        seen = {name: line[name] for name in LARGEST if line.get(name) is not None}
+        self.largest |= {name: max(value, self.largest.get(name, value)) for name, value in seen.items()}
 
     def evaluation(self, v: int, sets: dict[str, dict]) -> None:
         """Logs the metrics of version v on the held-out sets, {name: `evaluation.summary`}."""

@@ -41,7 +41,6 @@ class Trainer:
       shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
       reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
       control: coefficients that adapt from batch to batch.
-      report: extremes over the whole run, for the summary.
     """
 
     options: Training
@@ -53,7 +52,6 @@ class Trainer:
     teacher: FrozenModel | None = None
     version: int = 0
     control: dict[str, float] = field(default_factory=dict)
-    report: dict = field(default_factory=dict)
 
 
 def build(
@@ -192,10 +190,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     if scored:
         own = [packing.unpack(x_MBT, b, part) for x_MBT, b, part in zip(scored, batches, samples, strict=True)]
         logps = [x for part in own for x in part]
-        agreement = describe.agreement(flat, logps, version)
-        for name, value in agreement.items():  # of the whole run, for the summary
-            trainer.report[name] = max(trainer.report.get(name, 0.0), value)
-        values |= agreement
+        values |= describe.agreement(flat, logps, version)
     if "kl_coef" in trainer.control and "kl" in values:
         trainer.control["kl_coef"] = options.objective.kl.adapt(trainer.control["kl_coef"], values["kl"])
     traced = list(zip(flat, logps, strict=True))[: len(groups[0])]
