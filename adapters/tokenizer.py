@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ CHAT_TEMPLATE = (  # the generation block marks the assistant's tokens and does 
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+IMPORTING = threading.Lock()
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -48,13 +50,20 @@ def load(path: str | Path) -> Any:
         raise ValueError(f"tokenizer.load: no such folder, got {path}")
     else:
         hub.check(path)
-    import transformers
-
+    transformers = _transformers()
     kind: Any = transformers.PreTrainedTokenizerFast if _plain(folder) else transformers.AutoTokenizer
     try:
         return kind.from_pretrained(folder if folder.is_dir() else path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"tokenizer.load: {path} cannot be loaded: {_line(error)}") from None
+
+
+def _transformers() -> Any:
+    """The module. Of two threads that import it first at a time, one would see it without its classes."""
+    with IMPORTING:
+        import transformers
+
+        return transformers
 
 
 def _plain(folder: Path) -> bool:
@@ -150,11 +159,9 @@ def _padded(tokens, multiple):
 
 
 def _as_fast_tokenizer(inner, vocabulary, **special):
-    from transformers import PreTrainedTokenizerFast
-
     named = {PAD, UNKNOWN, START, END}
     inner.add_special_tokens([t for t in vocabulary if t in named or t.startswith(EXTRA)])
-    return PreTrainedTokenizerFast(
+    return _transformers().PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token=PAD, eos_token=END, chat_template=CHAT_TEMPLATE, **special
     )
 

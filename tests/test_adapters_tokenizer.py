@@ -191,3 +191,15 @@ def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type"')
     with pytest.raises(ValueError, match="config.json: damaged"):
         tokenizers.load(tmp_path)
+
+
+def test_two_runs_in_a_notebook_load_their_tokenizers_at_the_same_time(tmp_path):
+    tokenizers.save(tokenizers.byte_level(), tmp_path)
+    program = (
+        "import concurrent.futures, sys\n"
+        "from areax.adapters import tokenizer\n"
+        "with concurrent.futures.ThreadPoolExecutor(4) as pool:\n"
+        "    print([len(tokens) for tokens in pool.map(tokenizer.load, sys.argv[1:] * 4)])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == f"{[288] * 4}\n", done.stderr
