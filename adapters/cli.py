@@ -1,5 +1,6 @@
 """The command line. Invalid input prints one line and exits with code 2, a failed check with 1."""
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -10,8 +11,9 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Annotated, Literal, NoReturn
 
 import tyro
 
@@ -265,13 +267,39 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     try:
         try:
-            return _main(argv)
+            with _exits_shown():
+                return _main(argv)
         finally:
             if sys.stdout:  # None if it was closed
                 sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output has gone, as in `areax --help | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at exit
         return 128 + signal.SIGPIPE
+
+
+@contextlib.contextmanager
+def _exits_shown() -> Iterator[None]:
+    """Makes os._exit, by which code of a user would end this process as if all were well, say where it is called and
+    end with another code than 0."""
+    leave, own = os._exit, os.getpid()
+
+    def shown(status: int) -> NoReturn:
+        caller = sys._getframe(1)
+        if os.getpid() == own and not _ours(caller):
+            where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            print(
+                f"{where}: os._exit({status}) ended the command at once, without what it does at its end",
+                file=sys.stderr,
+                flush=True,
+            )
+            status = status or 1
+        leave(status)
+
+    os._exit = shown
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _main(argv: list[str] | None) -> int:
@@ -321,6 +349,10 @@ def _unread() -> bool:
 def _raised_here(error: BaseException) -> bool:
     """Whether areax raised the error: its message is then enough, while a bug in user code needs a traceback."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return _ours(frame)
+
+
+def _ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
 
 

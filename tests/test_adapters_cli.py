@@ -200,3 +200,18 @@ def test_help_in_a_terminal_of_one_column(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     assert "--api-key" in capsys.readouterr().out and os.environ["COLUMNS"] == "1"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_user_s_code_that_leaves_by_os_exit_is_named_and_fails(tmp_path, status):
+    (tmp_path / "own.py").write_text(
+        "import dataclasses, os\n@dataclasses.dataclass(frozen=True)\nclass Config:\n    pass\n"
+        f"def main(config):\n    os._exit({status})\n"
+    )
+    words = [sys.executable, "-m", "areax", "train", "own.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == (status or 1)
+    assert (
+        done.stderr
+        == f"{tmp_path}/own.py:6: os._exit({status}) ended the command at once, without what it does at its end\n"
+    )
