@@ -119,6 +119,7 @@ def main(config: Config) -> dict:
             with lockstep.leader(work) as run_on_all:
                 summary = asyncio.run(train(config, trainer, run_on_all, tokens, run, data, cursor, stop))
                 summary["seconds"] = time.monotonic() - began
+                store.wait()  # a summary must not say complete if the state does not fit on the disk
                 ending.finish(config.out, summary)
                 return summary
 

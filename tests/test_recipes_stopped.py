@@ -136,3 +136,17 @@ def test_a_demo_whose_first_stage_is_stopped_goes_no_further(tmp_path):
     jobs.until(lambda: process.poll() is not None or steps_of(tmp_path / "sft", "sft"))
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 130 and not (tmp_path / "grpo").exists()
+
+
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_a_run_whose_last_state_does_not_fit_on_the_disk_has_no_summary(place, tmp_path, recipe):
+    """Its checkpoint does fit; a summary would call the run complete."""
+    out, most = tmp_path / "run", (place / "model" / "model.safetensors").stat().st_size + 5000
+    limited = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); "
+        "from areax.adapters import cli; sys.exit(cli.main())"
+    )
+    words = command(place, recipe, out, "--save-every", "0", "--steps", "1", "--optim.warmup", "0")
+    done = subprocess.run([sys.executable, "-c", limited, *words[3:]], capture_output=True, text=True)
+    assert done.returncode == 2 and f"{out}/state: version 1 could not be written: File too large" in done.stderr
+    assert (out / "model" / "model.safetensors").exists() and not (out / "summary.json").exists()

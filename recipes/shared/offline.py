@@ -215,6 +215,7 @@ def fit(
             "seconds": time.monotonic() - began,
             **{k: v for k, v in last.items() if isinstance(v, float)},
         }  # fmt: skip
+        store.wait()  # a summary must not say complete if the state does not fit on the disk
         if not quiet:
             ending.finish(config.out, summary)
     return summary
