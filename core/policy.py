@@ -275,7 +275,9 @@ class Policy:
 
     def _gain(self, now: Now):
         got = surrogates.of(self).gain(self, now)
-        if not (isinstance(got, tuple) and len(got) == 2 and jnp.shape(got[0]) == now.logp_BT.shape):
+        of_tokens = lambda x: jnp.shape(x) == now.logp_BT.shape
+        right = isinstance(got, tuple) and len(got) == 2 and of_tokens(got[0]) and (got[1] is None or of_tokens(got[1]))
+        if not right:
             raise ValueError(
                 f"{self.name}: surrogate must return (gain_BT, cut_BT or None) of shape {now.logp_BT.shape}, "
                 f"got {jax.tree.map(jnp.shape, got)}"

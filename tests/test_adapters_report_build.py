@@ -293,6 +293,23 @@ def test_bad_input_gives_a_one_line_error(tmp_path, case):
     assert "\n" not in str(caught.value) and not list(tmp_path.rglob("*.html*"))
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("metrics.jsonl", {"kind": "sft", "step": "x"}, "step must be a number, got 'x'"),
+        ("metrics.jsonl", {"kind": "sft", "step": 1, "seconds": "long"}, "seconds must be a number, got 'long'"),
+        ("metrics.jsonl", {"kind": "sft", "step": 1, "nonfinite": 3}, "nonfinite must be an object, got 3"),
+        ("metrics.jsonl", {"kind": ["sft"], "step": None}, "step must be a number, got None"),
+        ("samples.jsonl", {"kind": "sft", "step": 1, "tokens": 3}, "tokens must be a list, got 3"),
+    ],
+)
+def test_a_line_with_a_field_of_another_type_is_named(tmp_path, file, line, said):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text('{"kind": "sft", "step": 0}\n' + (json.dumps(line) + "\n") * (name == file))
+    with pytest.raises(ValueError, match=f"{file}:2: {re.escape(said)}; remove the line"):
+        build.report(tmp_path)
+
+
 def test_every_charted_or_derived_metric_has_a_description():
     for chart in metric_catalog.CHARTS:
         assert chart.group in metric_catalog.GROUPS and chart.meaning

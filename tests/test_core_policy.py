@@ -570,6 +570,8 @@ def test_a_function_of_ones_own_is_printed_with_its_first_line():
 def test_a_function_that_returns_no_pair_is_refused(case):
     with pytest.raises(ValueError, match=r"GRPO: surrogate must return \(gain_BT, cut_BT or None\) of .*, got \("):
         case.gradient(losses.GRPO(surrogate=lambda spec, now: now.adv_BT))
+    with pytest.raises(ValueError, match=r"GRPO: surrogate must return \(gain_BT, cut_BT or None\) of .*, got \("):
+        case.gradient(losses.GRPO(surrogate=lambda spec, now: (now.adv_BT, jnp.zeros(3))))
 
 
 def test_objectives_print_their_formula():

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..tracking import run_dir as tracker
 
 Rows = Sequence[dict]
+FIELDS: dict[str, tuple[type, ...]] = {  # that a line may have
+    "step": (int, float), "kind": (str,), "seconds": (int, float), "nonfinite": (dict,), "tokens": (list,),
+    "logp": (list,), "version_of_token": (list,),
+}  # fmt: skip
+TYPES = {int: "a number", str: "a text", list: "a list", dict: "an object"}
+
+
+def lines(path: pathlib.Path) -> Iterator[dict]:
+    """The lines of metrics.jsonl or samples.jsonl; none without the file.
+
+    Raises ValueError with the line number if a line is not an object, or one of FIELDS has another type.
+    """
+    for number, line in enumerate(tracker.read_lines(path) if path.exists() else (), 1):
+        for name, types in FIELDS.items():
+            if name in line and not isinstance(line[name], types):
+                rule = f"{name} must be {TYPES[types[0]]}, got {line[name]!r}"
+                raise ValueError(f"{path}:{number}: {rule}; remove the line")
+        yield line
 
 
 def read(path: pathlib.Path) -> dict[str, list[dict]]:
     """{kind: rows by increasing step} of metrics.jsonl; merges lines of the same kind and step into one row."""
     kinds: dict[str, dict[int, dict]] = {}
-    for line in tracker.read_lines(path) if path.exists() else ():
+    for line in lines(path):
         rows = kinds.setdefault(str(line.get("kind", "run")), {})
         rows.setdefault(line.get("step", 0), {}).update(line)
     return {kind: [rows[step] for step in sorted(rows)] for kind, rows in kinds.items()}

@@ -10,7 +10,6 @@ import math
 import pathlib
 from collections.abc import Iterator, Sequence
 
-from ..tracking import run_dir as tracker
 from . import charts, rows
 from . import html as page
 from .html import escape
@@ -38,7 +37,7 @@ def samples(path: pathlib.Path) -> str:
     """All samples of evenly spaced steps of samples.jsonl, within the token budget."""
     sizes: dict[tuple[str, int], int] = collections.Counter()
     total = 0
-    for line in tracker.read_lines(path) if path.exists() else ():
+    for line in rows.lines(path):
         sizes[_step(line)] += max(1, len(line.get("tokens", ())))
         total += 1
     if not total:
@@ -48,7 +47,7 @@ def samples(path: pathlib.Path) -> str:
         stride += 1
     chosen, room = set(_every_nth(keys, stride)), TOKEN_BUDGET
     steps: dict[tuple[str, int], list[dict]] = collections.defaultdict(list)
-    for line in tracker.read_lines(path):
+    for line in rows.lines(path):
         if _step(line) in chosen and room > 0:
             steps[_step(line)].append(line)
             room -= len(line.get("tokens", ()))
