@@ -304,8 +304,10 @@ def test_bad_input_gives_a_one_line_error(tmp_path, case):
     ],
 )
 def test_a_line_with_a_field_of_another_type_is_named(tmp_path, file, line, said):
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (tmp_path / name).write_text('{"kind": "sft", "step": 0}\n' + (json.dumps(line) + "\n") * (name == file))
+    """In metrics "tokens" is a number, in samples a list."""
+    for name, tokens in (("metrics.jsonl", 3), ("samples.jsonl", [])):
+        first = {"kind": "sft", "step": 0, "tokens": tokens}
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in [first, line][: 1 + (name == file)]))
     with pytest.raises(ValueError, match=f"{file}:2: {re.escape(said)}; remove the line"):
         build.report(tmp_path)
 

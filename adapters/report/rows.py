@@ -8,20 +8,18 @@ from collections.abc import Iterator, Sequence
 from ..tracking import run_dir as tracker
 
 Rows = Sequence[dict]
-FIELDS: dict[str, tuple[type, ...]] = {  # that a line may have
-    "step": (int, float), "kind": (str,), "seconds": (int, float), "nonfinite": (dict,), "tokens": (list,),
-    "logp": (list,), "version_of_token": (list,),
-}  # fmt: skip
+Types = dict[str, tuple[type, ...]]
+FIELDS: Types = {"step": (int, float), "kind": (str,), "seconds": (int, float), "nonfinite": (dict,)}
 TYPES = {int: "a number", str: "a text", list: "a list", dict: "an object"}
 
 
-def lines(path: pathlib.Path) -> Iterator[dict]:
+def lines(path: pathlib.Path, fields: Types = FIELDS) -> Iterator[dict]:
     """The lines of metrics.jsonl or samples.jsonl; none without the file.
 
-    Raises ValueError with the line number if a line is not an object, or one of FIELDS has another type.
+    Raises ValueError with the line number if a line is not an object, or has one of the fields in another type.
     """
     for number, line in enumerate(tracker.read_lines(path) if path.exists() else (), 1):
-        for name, types in FIELDS.items():
+        for name, types in fields.items():
             if name in line and not isinstance(line[name], types):
                 rule = f"{name} must be {TYPES[types[0]]}, got {line[name]!r}"
                 raise ValueError(f"{path}:{number}: {rule}; remove the line")

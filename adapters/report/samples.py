@@ -16,6 +16,7 @@ from .html import escape
 
 TOKEN_BUDGET = 40_000  # tokens of samples in the report: about 5 MB
 
+FIELDS: rows.Types = rows.FIELDS | {name: (list,) for name in ("tokens", "logp", "version_of_token")}
 MODES = ("logp", "log-probability"), ("version", "policy version"), ("gap", "trainer − sampler")
 SCALES = {
     "logp": "white: certain; orange: unlikely, strongest at -4 nats",
@@ -37,7 +38,7 @@ def samples(path: pathlib.Path) -> str:
     """All samples of evenly spaced steps of samples.jsonl, within the token budget."""
     sizes: dict[tuple[str, int], int] = collections.Counter()
     total = 0
-    for line in rows.lines(path):
+    for line in rows.lines(path, FIELDS):
         sizes[_step(line)] += max(1, len(line.get("tokens", ())))
         total += 1
     if not total:
@@ -47,7 +48,7 @@ def samples(path: pathlib.Path) -> str:
         stride += 1
     chosen, room = set(_every_nth(keys, stride)), TOKEN_BUDGET
     steps: dict[tuple[str, int], list[dict]] = collections.defaultdict(list)
-    for line in rows.lines(path):
+    for line in rows.lines(path, FIELDS):
         if _step(line) in chosen and room > 0:
             steps[_step(line)].append(line)
             room -= len(line.get("tokens", ()))
