@@ -105,6 +105,7 @@ ROWS = {  # a row -> what is wrong with it
     ],
     "completion": [
         ({"prompt": "1"}, "a demonstration needs a completion, got the fields ['prompt']"),
+        ({"prompt": "1", "response": "2"}, "needs a completion, got the fields ['prompt', 'response']; --row can"),
         ({"prompt": "1", "completion": 3}, "a demonstration needs a completion"),
         ({"prompt": "1", "completion": None}, "a demonstration needs a completion"),
         ({"prompt": "1", "completion": "1\ud800"}, "texts must be Unicode"),

@@ -32,8 +32,12 @@ def demonstrations(tokens, learn: chat_sft.Learn) -> Callable[[dict], Sample]:
     def sample(row: str) -> Sample:
         return demonstration(*chat_sft.demonstration(tokens, json.loads(row), learn))
 
-    fields = ("messages", "prompt", "completion")
-    return lambda row: sample(json.dumps({name: row[name] for name in fields if name in row}))
+    def made(row: dict) -> Sample:
+        if row.get("completion") is None and not row.get("messages"):
+            raise ValueError(f"a demonstration needs a completion, got the fields {sorted(row)}; --row can make it")
+        return sample(json.dumps({name: row[name] for name in ("messages", "prompt", "completion") if name in row}))
+
+    return made
 
 
 def sampler(tokens) -> Callable[[dict, str], Sample]:
