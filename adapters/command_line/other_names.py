@@ -227,7 +227,10 @@ VERL = Names(
             "`rollout.tensor_model_parallel_size`, `rollout.gpu_memory_utilization`",
             "options of the SGLang server (docs/launch.md)",
         ),
-        ("`custom_reward_function.path`, `custom_reward_function.name`", "`--reward` file.py:name"),
+        (
+            "`custom_reward_function.path`, `custom_reward_function.name`",
+            "`--reward` file.py:name, which runs as it is",
+        ),
         ("`trainer.total_epochs`", "`--steps` = epochs x prompts / `--groups`"),
         ("`trainer.total_training_steps`", "`--steps`"),
         ("`trainer.save_freq`", "`--save-every`"),
