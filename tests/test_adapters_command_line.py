@@ -207,7 +207,12 @@ def test_all_options_are_shown_with_their_defaults(name):
     known = {n for n in re.findall(r"^[ │]+--([a-z][\w.-]*)", parse._help(config, "x"), re.M) if ".no-" not in n}
     assert shown == known
     assert max(map(len, text.splitlines())) <= help.WIDTH
-    for group in help._groups(config, None):
+    groups = list(help._groups(config, None))
+    for group in groups:
+        alike = [
+            other.name for other in groups if group.name and other.text == group.text and "optim" not in other.name
+        ]
+        assert len(alike) < 2 and group.text.count("(") == group.text.count(")"), (group.text, alike)
         texts = [option.text for option in group.options]
         for option in group.options:
             assert option.text, f"--{option.name} has no help text"
