@@ -295,6 +295,8 @@ def _main(argv: list[str] | None) -> int:
         if command is None:
             near = difflib.get_close_matches(argv[0], COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+            if argv[0] in RECIPES or argv[0] in _algorithms():
+                hint = f"did you mean areax train {argv[0]}?"
             raise ValueError(f"areax: unknown command {argv[0]!r}; {hint}")
         if command in FORWARDING:
             return _forward(command, argv[1:])

@@ -42,6 +42,7 @@ def test_help_names_every_command(capsys):
 
 def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     assert "did you mean train?" in bad(capsys, "trian")
+    assert bad(capsys, "dapo").endswith("unknown command 'dapo'; did you mean areax train dapo?\n")
     assert "did you mean grpo?" in bad(capsys, "train", "grp")
     assert "did you mean dapo?" in bad(capsys, "train", "dapoo")
     assert "did you mean --optim.lr?" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--optim.lrr", "1")
