@@ -354,6 +354,7 @@ def _short(summary: dict) -> dict:
     if "report" not in summary:
         return summary
     heldout = [name for name, value in summary.items() if name.startswith("heldout") and isinstance(value, float)]
+    heldout = [name for name in heldout if not name.endswith("_max")]
     sets = {name: value for name, value in (summary.get("evaluation") or {}).items() if name.endswith("/accuracy")}
     return sets | {name: summary[name] for name in (*heldout, *SHOWN) if summary.get(name) is not None}
 

@@ -61,7 +61,7 @@ def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     [
         (
             {"checkpoint": "o/model", "steps": 2, "complete": True, "seconds": 3.5, "heldout_rows": 4, "accuracy": 0.5,
-             "counts": {"dropped": 1}, "heldout_loss": 0.25, "report": "o/report.html"},
+             "counts": {"dropped": 1}, "heldout_loss": 0.25, "heldout_loss_max": 0.5, "report": "o/report.html"},
             "heldout_loss: 0.25\nsteps: 2\ncomplete: True\naccuracy: 0.5\ncheckpoint: o/model\nreport: o/report.html\n",
         ),
         (
