@@ -53,7 +53,7 @@ def test_a_run_is_complete_only_after_its_last_push_and_evaluation(capfd, number
         if held == "nothing":
             send(number)
         assert stop.asked and saved == [2] and steps == [1, 2]
-        assert capfd.readouterr().err.count("with the state saved; once more stops at once") == 1
+        assert capfd.readouterr().err.count("saving the state; a second signal stops at once") == 1
         with pytest.raises(KeyboardInterrupt):
             send(number)
 

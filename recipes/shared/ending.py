@@ -16,7 +16,7 @@ from areax.recipes.shared import notebook
 
 log = logging.getLogger(__name__)
 
-STOPPING = b"\nstopping as soon as the step allows, with the state saved; once more stops at once, without\n"
+STOPPING = b"\nstopping after this step and saving the state; a second signal stops at once, unsaved\n"
 
 
 class Stop:
