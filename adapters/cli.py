@@ -36,8 +36,10 @@ def train(recipe: str, *options: str) -> int:
     summary = module.main(parse.parse(module.Config, options, f"areax train {recipe}", given, first))
     if isinstance(summary, dict) and summary:
         _show(_short(summary), False)
-        if summary.get("complete") is False:
-            return 130  # stopped by a signal; progress is saved
+        if summary.get("complete") is False:  # stopped by a signal; progress is saved
+            done = summary.get("steps", 0)
+            print(f"areax train {recipe}: stopped after {done} steps; the same command goes on", file=sys.stderr)
+            return 130
     return 0
 
 
@@ -321,6 +323,8 @@ def _main(argv: list[str] | None) -> int:
         if command is None:
             near = difflib.get_close_matches(argv[0], COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+            if argv[0] in RECIPES or argv[0] in _algorithms():
+                hint = f"did you mean areax train {argv[0]}?"
             raise ValueError(f"areax: unknown command {argv[0]!r}; {hint}")
         if command in FORWARDING:
             return _forward(command, argv[1:])
@@ -382,7 +386,9 @@ def _short(summary: dict) -> dict:
     if "report" not in summary:
         return summary
     heldout = [name for name, value in summary.items() if name.startswith("heldout") and isinstance(value, float)]
-    return {name: summary[name] for name in (*heldout, *SHOWN) if summary.get(name) is not None}
+    heldout = [name for name in heldout if not name.endswith("_max")]
+    sets = {name: value for name, value in (summary.get("evaluation") or {}).items() if name.endswith("/accuracy")}
+    return sets | {name: summary[name] for name in (*heldout, *SHOWN) if summary.get(name) is not None}
 
 
 def _show(report: dict, as_json: bool) -> None:
@@ -390,7 +396,8 @@ def _show(report: dict, as_json: bool) -> None:
         print(json.dumps(report, indent=2, default=str))
         return
     for name, value in report.items():
-        print(f"{name}: {value}")
+        value = ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
+        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
 
 
 if __name__ == "__main__":

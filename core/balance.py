@@ -20,11 +20,11 @@ class Balance:
     """Coefficients of the auxiliary losses that `wrap` adds to an objective; 0 = off. Both are means over layers.
 
     Attributes:
-      load: of the load-balancing loss E sum_e f_e P_e (Switch, arXiv:2101.03961; transformers' router_aux_loss_coef):
-        f_e = times expert e is chosen per token, summing to top_k; P_e = its mean probability. The loss is top_k when
-        all experts are used equally. Gradients flow into P.
-      z: of the router z-loss, the mean squared log-sum-exp of its logits (ST-MoE, arXiv:2202.08906), which keeps them
-        small.
+      load: coefficient of the load-balancing loss E sum_e f_e P_e (Switch, arXiv:2101.03961; transformers'
+        router_aux_loss_coef): f_e = times expert e is chosen per token, summing to top_k; P_e = its mean probability.
+        The loss is top_k when all experts are used equally. Gradients flow into P.
+      z: coefficient of the router z-loss, the mean squared log-sum-exp of its logits (ST-MoE, arXiv:2202.08906), which
+        keeps them small.
     """
 
     load: float = 0.0

@@ -23,7 +23,8 @@ class Distill:
     [B, T, top_k].
 
     Attributes:
-      divergence: as in `core.divergence`.
+      divergence: what is minimised: "forward" = KL(teacher || student), mode-covering; "reverse" = KL(student ||
+        teacher), mode-seeking; "js" = the Jensen-Shannon divergence weighted by `beta` (`core.divergence`).
       beta: weight of the teacher in the mixture of "js", in (0, 1).
       top_k: the teacher's likeliest tokens that are compared individually, all others as one outcome; 0 = the whole
         vocabulary.

@@ -7,6 +7,7 @@ current weights, or None if `needs_scores` is False.
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -109,15 +110,36 @@ class PerToken:
 
 
 def _preset(name: str, changes: PolicyOptions, *, note: str = "", **defaults) -> Policy:
-    """`Policy` with the preset's defaults, overridden by `changes`; a mapping overrides single fields of a part."""
+    """`Policy` with the preset's defaults, overridden by `changes`; a mapping overrides single fields of a part.
+
+    Raises:
+      TypeError: there is no such option.
+      ValueError: a part is neither a mapping nor of its class.
+    """
     policy = Policy(name=name, note=note)
     for changed in (defaults, changes):
-        parts: dict[str, Any] = {
-            key: dataclasses.replace(getattr(policy, key), **value) if isinstance(value, Mapping) else value
-            for key, value in changed.items()
-        }
-        policy = dataclasses.replace(policy, **parts)
+        parts = {key: _part(getattr(policy, key, None), value, f"{name}: {key}") for key, value in changed.items()}
+        policy = _replaced(policy, parts, name)
     return policy
+
+
+def _part(part: Any, value: Any, where: str) -> Any:
+    if not dataclasses.is_dataclass(part) or isinstance(value, type(part)):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{where} must be a mapping of its options or of type {type(part).__name__}, got {value!r:.80}"
+        )
+    return _replaced(part, value, where)
+
+
+def _replaced(options: Any, values: Mapping[str, Any], where: str) -> Any:
+    known = [field.name for field in dataclasses.fields(options)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise TypeError(f"{where}: there is no option {key}" + (f"; did you mean {near[0]}?" if near else ""))
+    return dataclasses.replace(options, **values)
 
 
 def REINFORCE(**changes: Unpack[PolicyOptions]) -> Policy:
@@ -276,7 +298,7 @@ POLICIES = {
 
 def _pairwise(name: str, changes: PreferenceOptions, *, note: str = "", **defaults) -> Preference:
     """`Preference` with the preset's defaults, overridden by `changes`."""
-    return Preference(**{"name": name, "note": note, **defaults, **changes})
+    return _replaced(Preference(), {"name": name, "note": note, **defaults, **changes}, name)
 
 
 def DPO(**changes: Unpack[PreferenceOptions]) -> Preference:

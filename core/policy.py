@@ -38,7 +38,11 @@ class Policy:
     Attributes:
       name: the algorithm, for people.
       note: where it departs from its paper, for people.
-      shaping, advantage, correction, kl, entropy: options of the parts.
+      shaping: what is done to rewards before they are compared.
+      advantage: what rewards are compared with, and how the difference is spread over tokens.
+      correction: importance sampling for samples of older weights, or of a sampler that computes differently.
+      kl: the penalty that keeps the policy close to a reference.
+      entropy: the entropy bonus.
       ratio: "token"; "sequence": geometric mean over the sequence's learnt tokens (GSPO, arXiv:2507.18071; TRL's
         importance_sampling_level); "sequence_token": its value with each token's gradient (GSPO-token); "product":
         product over the sequence.
@@ -61,7 +65,9 @@ class Policy:
       tv_low: for "dppo": how far a token's probability may fall.
       tv_high: for "dppo": how far a token's probability may rise.
       tv_coef: for "dppo": coefficient of log(r)^2.
-      denominator: loss aggregation, see `denominators`.
+      denominator: loss aggregation: the mean over all learnt tokens of the batch ("token", DAPO); over sequences of the
+        mean of their tokens ("sequence", GRPO), of their sum ("sequence_sum"), of their sum / `denominator_tokens`
+        ("constant", Dr. GRPO); or over rollouts or prompts of the mean of their tokens ("rollout", "prompt").
       denominator_tokens: divisor of denominator "constant".
     """
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from areax.adapters import hf
+from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
@@ -80,6 +81,7 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
+        typed.check(self)
         json_object("--workflow-options", self.workflow_options)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)
         for reason in (

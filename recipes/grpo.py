@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import jax
 
 from areax.adapters import hf, orbax
+from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import UNPREFIXED, json_object
 from areax.adapters.runtime import compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
@@ -79,6 +80,7 @@ class Config:
     saving: Annotated[Saving, UNPREFIXED] = Saving()
 
     def __post_init__(self):
+        typed.check(self)
         json_object("--workflow-options", self.rollout.workflow_options)
         json_object("--chat-template-kwargs", self.prompts.chat_template_kwargs)
         for reason in conflicts(self):

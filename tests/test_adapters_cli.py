@@ -42,6 +42,7 @@ def test_help_names_every_command(capsys):
 
 def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     assert "did you mean train?" in bad(capsys, "trian")
+    assert bad(capsys, "dapo").endswith("unknown command 'dapo'; did you mean areax train dapo?\n")
     assert "did you mean grpo?" in bad(capsys, "train", "grp")
     assert "did you mean dapo?" in bad(capsys, "train", "dapoo")
     assert "did you mean --optim.lr?" in bad(capsys, "train", "sft", "--model", "x", "--data", "y", "--optim.lrr", "1")
@@ -60,10 +61,14 @@ def test_errors_suggest_the_nearest_name_or_the_valid_values(capsys):
     [
         (
             {"checkpoint": "o/model", "steps": 2, "complete": True, "seconds": 3.5, "heldout_rows": 4, "accuracy": 0.5,
-             "counts": {"dropped": 1}, "heldout_loss": 0.25, "report": "o/report.html"},
+             "counts": {"dropped": 1}, "heldout_loss": 0.25, "heldout_loss_max": 0.5, "report": "o/report.html"},
             "heldout_loss: 0.25\nsteps: 2\ncomplete: True\naccuracy: 0.5\ncheckpoint: o/model\nreport: o/report.html\n",
         ),
-        ({"steps": 2, "mine": [1]}, "steps: 2\nmine: [1]\n"),  # of a recipe that writes no summary.json
+        (
+            {"report": "r", "steps": 1, "accuracy": 1 / 3, "evaluation": {"a/accuracy": 0.5, "a/rows": 2}},
+            "a/accuracy: 0.5\nsteps: 1\naccuracy: 0.3333\nreport: r\n",
+        ),
+        ({"steps": 2, "mine": [1, 2], "no": []}, "steps: 2\nmine: 1, 2\nno: none\n"),  # no summary.json
     ],
 )  # fmt: skip
 def test_a_run_ends_with_a_few_lines(capsys, tmp_path, summary, shown):
@@ -73,6 +78,15 @@ def test_a_run_ends_with_a_few_lines(capsys, tmp_path, summary, shown):
     )
     assert cli.main(["train", str(tmp_path / "own.py")]) == 0
     assert capsys.readouterr().out == shown
+
+
+def test_a_stopped_run_says_how_it_goes_on(capsys, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Config:\n    'Mine.'\n"
+        "def main(config):\n    return {'steps': 3, 'complete': False, 'report': 'r'}\n"
+    )
+    assert cli.main(["train", str(tmp_path / "own.py")]) == 130
+    assert capsys.readouterr().err.endswith("own.py: stopped after 3 steps; the same command goes on\n")
 
 
 def test_a_command_without_torch_prints_no_advice_of_transformers(model, tmp_path):

@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
 
@@ -19,7 +20,8 @@ from areax.adapters.tracking import run_dir
 from areax.core import losses
 from areax.core.optim import Optimizer
 from areax.core.shaping import Shaping
-from areax.recipes import grpo, preference, sft
+from areax.recipes import eval, grpo, preference, sft
+from areax.recipes.shared.rl_options import Evaluation, Prompts, Rollout, Serving, Training
 from areax.rollout.types import Sampling
 
 RECIPES = {name: importlib.import_module(f"areax.recipes.{name}") for name in cli.RECIPES}
@@ -205,7 +207,12 @@ def test_all_options_are_shown_with_their_defaults(name):
     known = {n for n in re.findall(r"^[ │]+--([a-z][\w.-]*)", parse._help(config, "x"), re.M) if ".no-" not in n}
     assert shown == known
     assert max(map(len, text.splitlines())) <= help.WIDTH
-    for group in help._groups(config, None):
+    groups = list(help._groups(config, None))
+    for group in groups:
+        alike = [
+            other.name for other in groups if group.name and other.text == group.text and "optim" not in other.name
+        ]
+        assert len(alike) < 2 and group.text.count("(") == group.text.count(")"), (group.text, alike)
         texts = [option.text for option in group.options]
         for option in group.options:
             assert option.text, f"--{option.name} has no help text"
@@ -247,3 +254,33 @@ def test_config_json_is_standard_json(tmp_path):
     with open(path) as file:
         values = json.load(file, parse_constant=pytest.fail)
     assert values["training"]["objective"]["shaping"]["high"] == "inf"
+
+
+def own_reward(text, row):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "config, values, message",
+    [
+        (grpo, {"reward": own_reward}, "--reward must be a text, got the function own_reward; a function is"),
+        (eval, {"reward": own_reward}, "--reward must be a text, got the function own_reward"),
+        (grpo, {"rollout": {"groups": 2}}, "--rollout must be of type Rollout, got {'groups': 2}"),
+        (grpo, {"rollout": Rollout(workflow=own_reward)}, "--workflow must be a text, got the function"),
+        (grpo, {"training": Training(objective="dapo")}, "--objective must be of type Policy, got 'dapo'"),
+        (grpo, {"serving": Serving(servers="http://a:1")}, "tuple of texts, got 'http://a:1'; write ('http://a:1',)"),
+        (grpo, {"evaluation": Evaluation(heldout={"a": "b"})}, "got {'a': 'b'}; write ('a=b',)"),
+        (grpo, {"prompts": Prompts(chat_template_kwargs={"a": False})}, "write '{\"a\": false}'"),
+        (grpo, {"steps": "3"}, "--steps must be an integer, got '3'"),
+        (sft, {"too_long": "Drop"}, "--too-long must be one of refuse, drop, got 'Drop'"),
+        (preference, {"objective": "dpo"}, "--objective must be of type "),
+    ],
+)  # fmt: skip
+def test_values_of_another_type_given_in_python_are_one_line(config, values, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        config.Config(**required(config.Config) | values)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_a_list_and_a_number_of_numpy_pass_in_python(tmp_path):
+    grpo.Config(tmp_path, tmp_path, "r", steps=np.int64(3), evaluation=Evaluation(heldout=["a"]))

@@ -67,7 +67,7 @@ def test_bad_input_is_refused(saved):
 
 def test_convert(saved, tmp_path):
     report = convert.convert(saved, tmp_path / "half", "bfloat16")
-    assert report["dtypes"] == ["BF16"] and report["family"] == "llama"
+    assert report["dtypes"] == ["bfloat16"] and report["family"] == "llama"
     assert report["bytes"] == sum(x.nbytes for x in safetensors.read(tmp_path / "half").values())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     assert tokenizer.load(tmp_path / "half").encode("abc") == tokenizer.load(saved).encode("abc")

@@ -109,6 +109,14 @@ def test_a_format_is_recognised_by_its_fields(read, record, row):
         }  # fmt: skip
 
 
+def test_the_ground_truth_of_verl_is_the_answer_unless_there_is_one():
+    judged = {"data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    record = {"prompt": [USER], **judged}
+    assert formats.recognised(record).endswith(":conversational")
+    assert formats.conversational(record) == {"messages": [USER], "answer": "2", **judged}
+    assert formats.conversational({**record, "answer": "3"})["answer"] == "3"
+
+
 def test_unusable_hh_rlhf_pairs_are_skipped():
     same = "\n\nHuman: Hi\n\nAssistant: Ho"
     assert formats.hh_rlhf({"chosen": same, "rejected": same}) is None

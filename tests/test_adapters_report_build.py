@@ -322,6 +322,10 @@ def test_every_charted_or_derived_metric_has_a_description():
     assert metric_catalog.meaning("heldout_nll") == f"over held-out rows: {metric_catalog.METRICS['nll']}"
     assert metric_catalog.result(("nll",)) == metric_catalog.meaning("nll") != metric_catalog.result(("seconds",))
     assert metric_catalog.meaning("time_wait").startswith("seconds: ")
+    for name in ("stderr", "samples", "unscorable"):  # numbers of completions, not shares of a step's
+        words = metric_catalog.EVALUATED[name]
+        assert metric_catalog.result(("evaluation", name)) == words
+        assert metric_catalog.meaning(f"a/{name}") == f"of the held-out set a: {words}"
 
 
 def test_histograms_with_different_numbers_of_bins_are_summed(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import types
 from typing import get_type_hints
 
@@ -178,3 +179,18 @@ def test_the_types_of_options_are_those_of_the_fields():
     for fields, named in pairs.items():
         wanted = {name: hint | pairs[hint] if hint in pairs else hint for name, hint in get_type_hints(fields).items()}
         assert list(get_type_hints(named).items()) == list(wanted.items()), named.__name__
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"clip_hihg": 0.3}, TypeError, "GRPO: there is no option clip_hihg; did you mean clip_high?"),
+        ({"kl": {"coeff": 0.1}}, TypeError, "GRPO: kl: there is no option coeff; did you mean coef?"),
+        ({"kl": 0.1}, ValueError, "GRPO: kl must be a mapping of its options or of type KL, got 0.1"),
+    ],
+)
+def test_an_option_that_a_preset_does_not_have_is_named(options, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        losses.GRPO(**options)
+    with pytest.raises(TypeError, match="^DPO: there is no option bta; did you mean beta\\?$"):
+        losses.DPO(bta=0.1)

@@ -415,6 +415,7 @@ def test_known_formats_need_no_row_function_and_are_said(capsys, tmp_path, name)
     if function:
         assert rows.read(source, function, check=check) == made
         assert rows.read(source) == [record] * 3  # for workflows that read their rows as they like
+        assert capsys.readouterr().err.endswith(f"records as they are; --row {function} makes prompts of them\n")
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "sft", "dpo", "distill"])

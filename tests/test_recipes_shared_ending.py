@@ -27,8 +27,8 @@ def test_a_signal_before_training_interrupts_at_once(number):
 
 @BOTH
 @pytest.mark.parametrize("held", ["push", "evaluate", "nothing"])
-def test_a_run_is_complete_only_after_its_last_push_and_evaluation(number, held):
-    """A signal within them lets the newest state be saved; one after them changes nothing."""
+def test_a_run_is_complete_only_after_its_last_push_and_evaluation(capfd, number, held):
+    """A signal within them lets the newest state be saved, which a line says; one after them changes nothing."""
     saved, steps = [], []
 
     async def hold(what, v):
@@ -53,6 +53,7 @@ def test_a_run_is_complete_only_after_its_last_push_and_evaluation(number, held)
         if held == "nothing":
             send(number)
         assert stop.asked and saved == [2] and steps == [1, 2]
+        assert capfd.readouterr().err.count("saving the state; a second signal stops at once") == 1
         with pytest.raises(KeyboardInterrupt):
             send(number)
 

@@ -176,7 +176,13 @@ def test_malformed_control_bodies_are_400(server, path, body):
 
 
 def test_unknown_routes_and_methods(server):
-    assert server.get("/no_such_route")[0] == 404
+    for path, advice in (
+        ("/no_such_route", "/openapi.json lists the routes"), ("/v1/embeddings", "/openapi.json lists the routes"),
+        ("/chat/completions", "give OpenAI's clients the address with /v1"),
+        ("/v1/v1/messages", "give Anthropic's clients the address without /v1"),
+    ):  # fmt: skip
+        status, answer = server.get(path)
+        assert status == 404 and answer["error"]["message"] == f"there is no {path}; {advice}"
     assert server.get("/generate")[0] == 405
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from gateways import CALL, FUNCTION, TOKENS, USER, extends, served
+from gateways import CALL, FUNCTION, TEMPLATE, TOKENS, USER, extends, served
 
 from areax.rollout.servers.types import Part
 
@@ -48,6 +48,20 @@ def test_chat():
             place.engine.say("cut o", finish="length")
             cut = await client.chat.completions.create(model="m", messages=USER, seed=1, temperature=0)
             assert (cut.choices[0].finish_reason, cut.choices[0].message.content) == ("length", "cut o")
+
+    served(test)
+
+
+def test_tool_calls_are_read_in_the_format_of_the_chat_template(monkeypatch):
+    monkeypatch.setattr(TOKENS, "chat_template", TEMPLATE.replace("<tool_call>", "<|python_tag|>"))  # Llama's
+
+    async def test(place):
+        place.engine.say('{"name": "add", "parameters": {"a": 1, "b": 2.5}}')
+        async with place.openai() as client:
+            tools = [{"type": "function", "function": FUNCTION}]
+            answer = await client.chat.completions.create(model="m", messages=USER, tools=tools)
+            [call] = answer.choices[0].message.tool_calls
+            assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1, "b": 2.5}
 
     served(test)
 

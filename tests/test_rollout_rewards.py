@@ -90,6 +90,17 @@ async def areal_strict(prompt, completions, prompt_ids, completion_ids, answer):
 def odd(completions, answer):
     return 1.0
 
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    right = solution_str == ground_truth
+    return {"score": float(right), "acc": right, "index": extra_info["index"], "pred": solution_str, "of": data_source}
+
+async def verl_short(solution_str, ground_truth, **more):
+    assert set(more) == {"data_source", "extra_info"}, more
+    return float(solution_str == ground_truth)
+
+def verl_more(solution_str, ground_truth, tokenizer):
+    return 1.0
+
 def counted(text, row, completion_ids):
     return len(completion_ids)
 
@@ -460,6 +471,19 @@ def test_an_areal_reward_runs_unchanged(file, name):
             return [await reward(text, AREAL, **given) for text in "45"]
 
     assert asyncio.run(main()) == [Score(1.0), Score(0.0)]
+
+
+@pytest.mark.parametrize("name, components", [("verl", {"acc": 1.0, "index": 3.0}), ("verl_short", {})])
+def test_a_verl_reward_runs_unchanged(file, name, components):
+    row = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4"}, "answer": "5", "extra_info": {"index": 3}}
+    (right, wrong), _ = ask(f"{file}:{name}", "45", row)
+    assert right == Score(1.0, components) and wrong.value == 0.0
+    assert ask(f"{file}:verl_short", "4", {"answer": "4"})[0] == [Score(1.0)]
+
+
+def test_a_verl_reward_that_needs_more_is_refused(file):
+    with pytest.raises(ValueError, match=r"mine.py:verl_more: must take data_source, .*, and got tokenizer besides"):
+        ask(f"{file}:verl_more", [])
 
 
 def test_a_reward_gets_the_context_that_its_signature_requests(file):

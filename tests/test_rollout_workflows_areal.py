@@ -288,3 +288,23 @@ def test_a_wrapped_reward_that_never_works_ends_the_run(functions):
         r"skill_rewards.py:raises: the first 8 calls all failed, the last: KeyError: 'answer' \(skill_rewards.py:",
         str(last),
     )
+
+
+@pytest.mark.parametrize(
+    "imports, message",
+    [
+        (
+            "from areal.api.workflow_api import RolloutWorkflow",
+            "No module named 'areal'.*; import AReaL's names from areax",
+        ),
+        (
+            "from areax.rollout.workflows.areal import logging, stats_tracker",
+            "AReaL's stats_tracker is not here: a reward that returns a dict of named parts .*; take it out",
+        ),
+        ("from areax.rollout.workflows.areal import nonsense", "cannot import name 'nonsense'"),
+    ],
+)
+def test_imports_that_are_not_here_say_what_to_do(tmp_path, imports, message):
+    (tmp_path / "mine.py").write_text(f"{imports}\n\n\nclass Mine(RolloutWorkflow):\n    pass\n")
+    with pytest.raises(ValueError, match=message):
+        resolve.check(f"{tmp_path}/mine.py:Mine", {})

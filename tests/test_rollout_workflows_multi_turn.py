@@ -120,3 +120,13 @@ def test_tools_are_called_and_their_results_are_sent_back():
     )
     assert sample.reward == 1.0 and learnt(sample) == "".join(f"{text}<|im_end|>" for text in said)
     assert "tool\n4<|im_end|>" in heard[1] and "tool\nerror: " in heard[2]
+
+
+def test_calls_are_read_in_the_format_of_the_chat_template():
+    tokens = tokenizer.byte_level()
+    tokens.chat_template += """{# '"parameters": ' #}"""  # as Llama's
+    generate, heard = policy('{"name": "add", "parameters": {"a": 2, "b": 2}}', "4")
+    row, tools = {"prompt": "2 + 2", "answer": "4"}, [f"{__file__}:add"]
+    played = multi_turn.tool_loop(generate, row, tokenizer=tokens, sampling=SAMPLING, reward=right, tools=tools)
+    [sample] = asyncio.run(played)
+    assert sample.reward == 1.0 and "tool\n4<|im_end|>" in heard[1]

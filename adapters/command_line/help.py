@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -130,7 +131,7 @@ def _documented(config: type) -> tuple[str, dict[str, str]]:
         for parameter in docstring_parser.parse(kind.__doc__ or "").params:
             text = " ".join((parameter.description or "").split())
             texts |= {name.strip(): text for name in parameter.arg_name.split(",")}
-    summary = docstring_parser.parse(config.__doc__ or "").short_description or ""
+    summary, _, _ = inspect.cleandoc(config.__doc__ or "").partition("\n\n")
     return " ".join(summary.split()), texts
 
 

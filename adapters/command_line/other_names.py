@@ -227,7 +227,10 @@ VERL = Names(
             "`rollout.tensor_model_parallel_size`, `rollout.gpu_memory_utilization`",
             "options of the SGLang server (docs/launch.md)",
         ),
-        ("`custom_reward_function.path`, `custom_reward_function.name`", "`--reward` file.py:name"),
+        (
+            "`custom_reward_function.path`, `custom_reward_function.name`",
+            "`--reward` file.py:name, which runs as it is",
+        ),
         ("`trainer.total_epochs`", "`--steps` = epochs x prompts / `--groups`"),
         ("`trainer.total_training_steps`", "`--steps`"),
         ("`trainer.save_freq`", "`--save-every`"),
@@ -357,7 +360,11 @@ def hint(name: str, known: Collection[str]) -> str | None:
             for library, theirs, here in rows:
                 if any(means(word, wanted) for word in QUOTED.findall(theirs)):
                     option, text = f"{library}'s {wanted}", here.replace("`", "")
-                    return f"{option} needs no option here{text[1:]}" if text[0] == "=" else f"{option} is here: {text}"
+                    if text[0] == "=":
+                        return f"{option} needs no option here{text[1:]}"
+                    return (
+                        f"{option} has no option here{text[4:]}" if text[:4] == "none" else f"{option} is here: {text}"
+                    )
     return None
 
 

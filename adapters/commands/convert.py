@@ -32,7 +32,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
         "source": os.fspath(source),
         "path": os.fspath(path),
         "family": config.family,
-        "dtypes": sorted({entry["dtype"] for entry in manifest["tensors"].values()}),
+        "dtypes": sorted({safetensors.DTYPES[entry["dtype"]].name for entry in manifest["tensors"].values()}),
         "tensors": len(manifest["tensors"]),
         "bytes": manifest["bytes"],
     }

@@ -74,13 +74,19 @@ def prompt_answer(record: dict) -> dict:
 
 
 def conversational(record: dict) -> dict:
-    """A row from TRL's conversations: "prompt" as a list of messages, and "completion", if any, as a list of one."""
+    """A row from conversations of TRL and verl: "prompt" as a list of messages, "completion", if any, as a list of one.
+
+    The "ground_truth" of verl's "reward_model" is also the "answer", unless the record has one.
+    """
     row = {**_without(record, "prompt"), "messages": _messages(record, "prompt", "conversational")}
     if isinstance(record.get("completion"), list):
         reply = _messages(record, "completion", "conversational")
         if [message["role"] for message in reply] != ["assistant"]:
             raise _refusal("conversational", "one assistant message as its 'completion'", record)
         row["completion"] = reply[0]["content"]
+    judged = record.get("reward_model")
+    if isinstance(judged, dict) and judged.get("ground_truth") is not None:
+        row.setdefault("answer", judged["ground_truth"])
     return row
 
 

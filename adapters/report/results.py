@@ -110,7 +110,7 @@ def _tiles(summary: Mapping, table: Table) -> Iterator[str]:
         first, last = sum(reward[:n]) / n, sum(reward[-n:]) / n
         yield page.tile(
             "Reward", charts.number(round(last, 3)),
-            f"{charts.number(round(first, 3))} at first. Means of the last and first {n} steps.",
+            f"{charts.number(round(first, 3))} at first. Means of the last and first {n} step{'s' * (n > 1)}.",
         )  # fmt: skip
     nll = logged("nll")
     if nll and not reward:

@@ -521,6 +521,11 @@ SUMMARY = {
 }
 
 
+EVALUATED = {  # entries of an evaluation that mean something else than a step's metric of this name
+    "stderr": "standard error of the accuracy, from the spread over rows",
+    "samples": "completions of all problems",
+    "unscorable": "completions without a reward, which are left out",
+}
 UNKNOWN = "logged by the recipe under this name"
 ENDINGS = {
     "_max": ", largest",
@@ -553,7 +558,8 @@ def meaning(name: str) -> str:
     if name.startswith("heldout_"):
         return f"over held-out rows: {meaning(name.removeprefix('heldout_'))}"
     if "/" in name:
-        return f"of the held-out set {name.partition('/')[0]}: {meaning(name.partition('/')[2])}"
+        held, _, rest = name.partition("/")
+        return f"of the held-out set {held}: {EVALUATED.get(rest) or meaning(rest)}"
     if name.startswith("pass@"):
         return f"share of held-out problems that one of {name[5:]} completions solves: expected best reward, unbiased"
     if name == "time_step":
@@ -581,5 +587,6 @@ def healthy(name: str) -> str:
 
 def result(path: Sequence[str]) -> str:
     """One-line meaning of an entry of the summary, by the names that lead to it: ("counts", "rewards", "late")."""
-    words = SUMMARY.get(path[-1]) or meaning(path[-1])
+    evaluated = EVALUATED.get(path[-1]) if path[0] == "evaluation" else None
+    words = evaluated or SUMMARY.get(path[-1]) or meaning(path[-1])
     return SUMMARY[path[0]] if words == UNKNOWN and path[0] in SUMMARY else words

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,6 +15,8 @@ from areax.adapters.tracking import run_dir
 from areax.recipes.shared import notebook
 
 log = logging.getLogger(__name__)
+
+STOPPING = b"\nstopping after this step and saving the state; a second signal stops at once, unsaved\n"
 
 
 class Stop:
@@ -37,6 +40,8 @@ class Stop:
         """Handles a signal."""
         if self._act is None or self.asked:
             raise KeyboardInterrupt
+        with contextlib.suppress(OSError):  # of a closed stderr
+            os.write(2, STOPPING)  # print may have been interrupted itself
         self.ask()
 
     def ask(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from areax import models
+from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.tracking.sinks import Sinks
 from areax.core.balance import Balance
@@ -73,6 +74,7 @@ class Options:
     seed: int = 0
 
     def __post_init__(self):
+        typed.check(self)
         least = dict(steps=0, batch=1, length=2, rows=1, limit=0, save_every=0, evaluate_every=0, seed=0)
         for reason in (
             *ranges.integers(self, **least),

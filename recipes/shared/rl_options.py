@@ -126,10 +126,10 @@ class Training:
       critic: for objectives that have one, such as PPO.
       balance: load balancing of mixture-of-experts models.
       teacher: directory of a teacher, for `objective.advantage.teacher` or `distill_coef`.
-      teachers: instead, addresses of servers with teachers: `http://...`, or `name=http://...` if rows name theirs in
-        "teacher". Their key is in AREAX_TEACHER_KEY.
+      teachers: instead of `teacher`, addresses of servers with teachers: `http://...`, or `name=http://...` if rows
+        name theirs in "teacher". Their key is in AREAX_TEACHER_KEY.
       distill: the divergence from the teacher that is added to the objective.
-      distill_coef: weight of that divergence; 0 = none.
+      distill_coef: weight of the divergence from the teacher (`distill`) in the loss; 0 = none.
       reference_every: batches between updates of the KL term's reference (ref_model); 0 = it is fixed.
       reference_mix: how far an update moves the reference towards the policy; 1 = all the way.
       mesh: devices along each axis; their product must be 1 or the number of devices.

@@ -51,6 +51,8 @@ def read(
         row = next((name for name in known if name is not None), "")
         if row and not quiet:
             progress.say(f"{source}: rows are made of the fields {sorted(records[0][0])} by --row {row}")
+    elif not row and not quiet and records and (known_as := formats.recognised(records[0][0])):
+        progress.say(f"{source}: the workflow gets records as they are; --row {known_as} makes prompts of them")
     convert = object_path.resolve(row) if row else None
     for record, place in records:
         try:

@@ -334,6 +334,11 @@ def style_of(chat_template: str) -> str:
     return next((style for mark, style in marks.items() if mark in chat_template), "")
 
 
+def style_for(tokenizer: Any, given: str = "") -> str:
+    """`given`, or else the style that the tokenizer's chat template shows, or else "qwen"."""
+    return given or style_of(str(getattr(tokenizer, "chat_template", None) or "")) or "qwen"
+
+
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """Decodes tokens to the text that a Parser reads: of special tokens only MARKERS are kept."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()

@@ -122,6 +122,8 @@ def app(service: Service, api_key: str | None = None, style: str = "", reasoning
 async def _failed(http: HTTPRequest, error: Exception) -> Response:
     """The response to an error, in the shape of the API: Anthropic's, or OpenAI's next to SGLang's."""
     status, message = limits.status_of(error)
+    if (status, message) == (404, "Not Found"):
+        message = _no_route(http.url.path)
     if http.url.path.startswith("/v1/messages"):
         return Answer(messages.error(status, message), status, getattr(error, "headers", None))
     kind = "BadRequestError" if status == 400 else "InternalServerError" if status >= 500 else "Error"
@@ -132,6 +134,15 @@ async def _failed(http: HTTPRequest, error: Exception) -> Response:
         "code": status,
     }
     return Answer({"object": "error", **flat, "error": flat}, status, getattr(error, "headers", None))
+
+
+def _no_route(path: str) -> str:
+    """What is wrong with a path that no route has, most often because of its client's address."""
+    if path.startswith("/v1/v1/"):
+        return f"there is no {path}; give Anthropic's clients the address without /v1"
+    if path in ("/chat/completions", "/completions", "/responses", "/models"):
+        return f"there is no {path}; give OpenAI's clients the address with /v1"
+    return f"there is no {path}; /openapi.json lists the routes"
 
 
 def _guarded(inner: ASGIApp, api_key: str) -> ASGIApp:

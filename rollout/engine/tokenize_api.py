@@ -23,7 +23,7 @@ TOKENIZE: Table = fields.table(
     ["model"],
     {
         "continue_final_message": Refusal("an answer is a new message", (False,)),
-        "reasoning_effort": Refusal("chat_template_kwargs has the variables that this model's template reads"),
+        "reasoning_effort": Refusal("give the chat template's own variable in chat_template_kwargs"),
         "return_token_strs": Refusal("ask /detokenize for each", (False,)),
     },
 )  # fmt: skip

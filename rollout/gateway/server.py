@@ -46,7 +46,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     admin_key: str = "",
-    style: str = "qwen",
+    style: str = "",
     reasoning: bool = True,
     model: str = "areax",
     limits: Limits = Limits(),  # noqa: B008 (frozen)
@@ -60,7 +60,7 @@ async def serve(
       tokenizer: the Hugging Face tokenizer of the served model, with a chat template.
       port: 0 = any free port.
       admin_key: allows starting sessions over HTTP, and whatever each session's key allows; "" = disabled.
-      style: the model's format for tool calls, a name in `parsers.STYLES`.
+      style: the model's format for tool calls, a name in `parsers.STYLES`; "" = that of its chat template.
       reasoning: separate text between <think> and </think> from the content.
       model: the name in `/v1/models`; requests may use any.
       read: `Fleet.read`, for log-probabilities of prompts; None = they are refused.
@@ -71,6 +71,7 @@ async def serve(
     Raises:
       ValueError: the address is not available, or is reachable from other machines without an admin_key.
     """
+    style = parsers.style_for(tokenizer, style)
     if style not in STYLES:
         raise ValueError(f"serve: style must be one of {', '.join(STYLES)}, got {style!r}")
     if not admin_key and not http_process.loopback(host):

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 CONTEXT = ("prompt", "prompt_ids", "completion_ids")  # optional parameters of a reward, besides the text and the row
 
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")  # parameters of verl's compute_score
+
 
 @dataclass(frozen=True)
 class Score:
@@ -71,13 +73,16 @@ def bind(function: Callable, name: str = "reward") -> Bound:
     - `completions`, as in AReaL: f(prompt, completions, prompt_ids, completion_ids, **row). `prompt` is the templated
       text, `completions` the single completion. Row fields named like the first four are left out, and without a **
       parameter so are those for which the function has no parameter.
+    - `solution_str` and `ground_truth`, as in verl: f(data_source, solution_str, ground_truth, extra_info), those
+      of them that it takes, from the row's fields; without a `reward_model` the truth is the `answer`. A dict's `score`
+      is the reward, its other numbers are components.
     - any other: f(text, row), with those of prompt=, prompt_ids=, completion_ids= that it has parameters for.
 
-    All three may be `async def`. Context that the caller of the pool did not pass is None.
+    All may be `async def`. Context that the caller of the pool did not pass is None.
 
     Raises:
       ValueError: it has a parameter `completions`, but does not begin with AReaL's four; it cannot be called with a
-        text and a row.
+        text and a row, or as in verl.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -92,7 +97,8 @@ def bind(function: Callable, name: str = "reward") -> Bound:
         if len(first) < 4 or first[1] != "completions":
             raise ValueError(
                 f"{name}: with a parameter 'completions' it must begin with (prompt, completions, prompt_ids, "
-                f"completion_ids), got ({', '.join(parameters)}); or write reward(text, row)"
+                f"completion_ids), as in AReaL, got ({', '.join(parameters)}); or write reward(text, row), which gets "
+                "one completion, where TRL's get lists"
             )
 
         def areal(text: str, row: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
@@ -100,6 +106,8 @@ def bind(function: Callable, name: str = "reward") -> Bound:
             return function(context["prompt"], text, context["prompt_ids"], context["completion_ids"], **fields)
 
         return Bound(mode, CONTEXT, areal)
+    if {"solution_str", "ground_truth"} <= set(parameters):
+        return Bound(mode, (), _as_in_verl(function, name))
     wants = tuple(name for name in CONTEXT if anything or name in parameters)
     try:
         inspect.signature(function).bind("", {}, **dict.fromkeys(wants))
@@ -107,6 +115,35 @@ def bind(function: Callable, name: str = "reward") -> Bound:
         shown = ", ".join(map(str, parameters.values()))
         raise ValueError(f"{name}: must be callable as reward(text, row), got ({shown}): {error}") from None
     return Bound(mode, wants, lambda text, row, context: function(text, row, **context))
+
+
+def _as_in_verl(function: Callable, name: str) -> Callable[..., Any]:
+    """f(text, row, context) of a `compute_score` of verl."""
+    signature = inspect.signature(function)
+    fixed = [key for key, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    if unknown := [
+        key for key in fixed if key not in VERL and signature.parameters[key].default is inspect.Parameter.empty
+    ]:
+        raise ValueError(f"{name}: must take {', '.join(VERL)}, as in verl, and got {', '.join(unknown)} besides")
+    takes = VERL if len(fixed) < len(signature.parameters) else tuple(key for key in VERL if key in fixed)
+
+    def arguments(text: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        judged = row.get("reward_model") or {"ground_truth": row.get("answer")}
+        values = (row.get("data_source"), text, judged["ground_truth"], row.get("extra_info"))
+        return {key: value for key, value in zip(VERL, values, strict=True) if key in takes}
+
+    def parts(value: Any) -> Any:
+        if not isinstance(value, Mapping) or "score" not in value:
+            return value
+        others = {k: v for k, v in value.items() if k != "score" and hasattr(type(v), "__float__")}
+        return {"reward": value["score"], **others}
+
+    async def later(text: str, row: Mapping[str, Any], context: Mapping[str, Any]) -> Any:
+        return parts(await function(**arguments(text, row)))
+
+    if _mode(function) == "async":
+        return later
+    return lambda text, row, context: parts(function(**arguments(text, row)))
 
 
 def bind_as_called(function: Callable) -> Bound:

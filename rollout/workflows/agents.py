@@ -42,7 +42,7 @@ class Options:
     """How agents are served.
 
     Attributes:
-      style: the model's format for tool calls.
+      style: the model's format for tool calls; None = that of its chat template.
       reasoning: treat text between <think> and </think> as reasoning, not as part of the answer.
       rows: make a row of training data per leaf of the conversation tree ("leaves"), or per request ("interactions").
       discount: discount of rewards along a conversation, with "interactions".
@@ -53,7 +53,7 @@ class Options:
       port: port of the gateway, for users who open sessions; 0 = any free port.
     """
 
-    style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] = "qwen"
+    style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None
     reasoning: bool = True
     rows: Style = "leaves"
     discount: float = 1.0
@@ -86,7 +86,7 @@ async def played(
     rewards over HTTP. An episode that raises or exceeds the timeout is logged and unscorable; FAILED in a row end the
     run with the last error. Failures of generation servers are raised as ServerError.
     """
-    served = server.serve(tokenizer, style=options.style, reasoning=options.reasoning)
+    served = server.serve(tokenizer, style=options.style or "", reasoning=options.reasoning)
     failures: list[str] = []
 
     async with served as gateway:
@@ -245,7 +245,7 @@ async def online(
         ended[session.id].set()
 
     served = server.serve(
-        tokenizer, host=options.host, port=options.port, admin_key=admin_key, style=options.style,
+        tokenizer, host=options.host, port=options.port, admin_key=admin_key, style=options.style or "",
         reasoning=options.reasoning, on_start=on_start, on_end=on_end, limits=Limits(total_s=options.timeout_s),
     )  # fmt: skip
     async with served as gateway:

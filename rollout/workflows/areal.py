@@ -25,6 +25,20 @@ from ..chat import template
 from ..types import Completion, Generate, Sample, Sampling, Workflow
 from . import workflow_context as workflow_context
 
+ABSENT = {  # what AReaL's workflows import and areax has another way for
+    "stats_tracker": "a reward that returns a dict of named parts has a curve for each",
+    **dict.fromkeys(
+        ("perf_tracer", "trace_perf", "trace_session", "session_context", "atrace_session_phase"),
+        "every run is traced: areax report writes trace.json",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ABSENT:
+        raise ImportError(f"AReaL's {name} is not here: {ABSENT[name]}; take it out (docs/train-an-agent.md)")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 @dataclass
 class GenerationHyperparameters:

@@ -72,7 +72,7 @@ async def tool_loop(
     sampling: Sampling,
     tools: Sequence[str] = ("areax.rollout.workflows.multi_turn:PYTHON",),
     turns: int = 8,
-    style: str = "qwen",
+    style: str = "",
 ) -> list[Sample]:
     """Runs a tool-use loop: executes the policy's tool calls until it makes none, for at most `turns` answers.
 
@@ -80,11 +80,12 @@ async def tool_loop(
 
     Args:
       tools: object paths of functions with type hints, or of `tools.Tool` objects.
-      style: the model's format for tool calls, one of `parsers.STYLES`.
+      style: the model's format for tool calls, one of `parsers.STYLES`; "" = that of its chat template.
     """
     session, messages = Session(generate, tokenizer, sampling=sampling), conversation(row)
     kit = _kit(tuple(tools))
     schemas = [toolbox.schema(tool) for tool in kit]
+    style = parsers.style_for(tokenizer, style)
     parse = functools.partial(parsers.parse, style=style, opened=template.opens(tokenizer))
     for _ in range(_counted(turns)):
         x = await _next(session, messages, tools=schemas, parse=parse)

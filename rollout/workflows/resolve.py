@@ -109,7 +109,13 @@ def find(name: str) -> Any:
     """
     if name == ONLINE or name.startswith(COMMAND):
         return None
-    found = object_path.load_object(name)
+    try:
+        found = object_path.load_object(name)
+    except ValueError as error:
+        missing = getattr(error.__cause__, "name", None)
+        if not isinstance(missing, str) or missing.partition(".")[0] != "areal":
+            raise
+        raise ValueError(f"{error}; import AReaL's names from {areal.__name__} (docs/train-an-agent.md)") from None
     takes = {} if inspect.isclass(found) or not callable(found) else _parameters(found)
     if not ({"generate", "base_url"} & takes.keys() or hasattr(found, "run") or hasattr(found, "arun_episode")):
         raise ValueError(

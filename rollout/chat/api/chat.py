@@ -29,7 +29,7 @@ FIELDS = fields.table(
         "top_logprobs": Refusal(but=(0,)),
         "functions": Refusal("give the functions as tools", ([],)),
         "function_call": Refusal("give the functions as tools", ("none", "auto")),
-        "reasoning_effort": Refusal("chat_template_kwargs has the variables that this model's template reads"),
+        "reasoning_effort": Refusal("give the chat template's own variable in chat_template_kwargs"),
         "modalities": Refusal("answers are text", (["text"],)),
         "audio": Refusal("answers are text"),
         "verbosity": Refusal("no model here is trained for it"),

@@ -35,7 +35,7 @@ FIELDS = fields.table(
         "background": Refusal(STORED, (False,)),
         "truncation": Refusal("the input is read as it is", ("disabled",)),
         "context_management": Refusal("the input is read as it is", ([],)),
-        "reasoning": Refusal("chat_template_kwargs has the variables that this model's template reads", ({},)),
+        "reasoning": Refusal("give the chat template's own variable in chat_template_kwargs", ({},)),
         "include": Refusal(but=([], ["reasoning.encrypted_content"])),
         "top_logprobs": Refusal(but=(0,)),
         "parallel_tool_calls": Refusal("the model decides how many tools it calls", (True,)),
