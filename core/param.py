@@ -7,7 +7,7 @@ identical layers stacked along a leading axis. Weights keep Hugging Face's orien
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,19 +37,62 @@ class Param:
 
 @dataclass(frozen=True)
 class Stack:
-    """A run of identical layers: `layers` are their indices in the checkpoint, `params` the weights of each."""
+    """Identical layers: `layers` are their indices in the checkpoint, evenly spaced, `params` the weights of each."""
 
     layers: tuple[int, ...]
     params: Mapping[str, Param]
 
 
+def stacks(kinds: Sequence[Hashable]) -> list[tuple[int, ...]]:
+    """The layers of each stack of a model whose layer i is of kind kinds[i]; equal kinds may be stacked.
+
+    Layers that alternate periodically give a stack for each place in the period: [a, b, a, b] gives (0, 2) and (1, 3).
+    """
+    found, at = [], 0
+    while at < len(kinds):
+        repeats = [_repeats(kinds[at:], period) for period in range(1, len(kinds) - at + 1)]
+        # Single layers do not repeat; a longer period has to cover more.
+        covered = [period * count if count > 1 else period == 1 for period, count in enumerate(repeats, 1)]
+        period = covered.index(max(covered)) + 1
+        count = repeats[period - 1]
+        found += [tuple(range(at + place, at + period * count, period)) for place in range(period)]
+        at += period * count
+    return found
+
+
+def _repeats(kinds: Sequence[Hashable], period: int) -> int:
+    """How often the first `period` kinds are there, one after the other."""
+    same = itertools.takewhile(lambda i: kinds[i] == kinds[i % period], range(len(kinds)))
+    return sum(1 for _ in same) // period
+
+
 @dataclass(frozen=True)
 class Table:
-    """All weights of a model: `top` by name, `stacks` in order, `dims` the size of each logical axis."""
+    """All weights of a model: `top` by name, `stacks` in order of their first layers, `dims` the size of each logical
+    axis."""
 
     top: Mapping[str, Param]
     stacks: tuple[Stack, ...]
     dims: Mapping[str, int]
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """(stack, place in it) of each layer, in order."""
+        places = (
+            (layer, (i, place)) for i, stack in enumerate(self.stacks) for place, layer in enumerate(stack.layers)
+        )
+        return [where for _, where in sorted(places)]
+
+    @property
+    def rounds(self) -> list[tuple[int, ...]]:
+        """Indices of the stacks whose layers alternate: a scan goes through them together, a layer of each in turn."""
+        found: list[tuple[int, ...]] = []
+        for i, stack in enumerate(self.stacks):
+            if found and stack.layers[0] < self.stacks[found[-1][0]].layers[-1]:
+                found[-1] += (i,)
+            else:
+                found.append((i,))
+        return found
 
 
 @dataclass(frozen=True)

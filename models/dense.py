@@ -1,17 +1,22 @@
-"""Dense pre-norm decoder with grouped-query attention and a gated MLP, shared by Llama-like families.
+"""Dense decoder with grouped-query attention and a gated MLP, shared by Llama-like families.
 
-Biases and query/key norms are applied if the weights exist, so a family is defined by its table.
+Biases and norms (before attention and MLP, after them, of queries and keys) are applied if the weights exist, so a
+family is defined by its table, the records of its layers and a few constants.
 """
 
-import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import normal, ones, zeros
 
+from ..core import param
 from ..core.param import Param, Stack, Table
 from ..parallel import vocab
+from .attention.pattern import Pattern
+from .layer import Attention, Mixer, attention
 from .layers import rope as rotary
 from .layers.linear import linear
 from .layers.mlp import gated_mlp
@@ -28,7 +33,12 @@ class Config:
       init_std: standard deviation of newly initialised matrices.
       prefix: prefix of the checkpoint's keys, "model." except in bare backbones.
       value_head: the model has a scalar head, `score.weight`.
-      window: sliding window of the layers `window_layers`, in tokens, the token itself included.
+      records: each layer's attention.
+      activation: activation of the gated MLP, see `layers.mlp`.
+      norm_offset: added to the weights of norms (1 in families whose norms are stored around 0).
+      embed_scale, residual_scale, logit_scale: factors of the embeddings, of what each half of a layer adds to the
+        residual stream, and of the logits.
+      logit_softcap: logits are cap x tanh(logit / cap) (arXiv:2408.00118); None = off.
     """
 
     family: str
@@ -50,23 +60,28 @@ class Config:
     eos: tuple[int, ...] = ()
     prefix: str = "model."
     value_head: bool = False
-    window: int | None = None
-    window_layers: tuple[int, ...] = ()
+    records: tuple[Attention, ...] = ()
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     source: str = "{}"
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer; None = full attention."""
-        return tuple(self.window if i in self.window_layers else None for i in range(self.layers))
 
-
-def config(hf: dict, family: str, **differences) -> Config:
+def config(hf: dict, family: str, *, patterns: Sequence[Pattern] = (), ropes: Sequence = (), **differences) -> Config:
     """Reads a config.json; `differences` override fields that a family derives differently.
+
+    Args:
+      patterns: each layer's attention pattern; none = full attention everywhere.
+      ropes: each layer's rotary embedding, None for a layer without; none = that of config.json everywhere.
 
     Raises:
       ValueError: an option is missing or not implemented; names it and its value.
     """
-    refuse(hf, "hidden_act", "silu", default="silu")
+    if "activation" not in differences:
+        refuse(hf, "hidden_act", "silu", default="silu")
     refuse(hf, "attention_dropout", 0.0, default=0.0)
     refuse(hf, "pretraining_tp", 1, default=1)
     for name in ("quantization_config", "compression_config"):
@@ -75,7 +90,7 @@ def config(hf: dict, family: str, **differences) -> Config:
                 f"config.json: weights must not be quantised, got {name} {hf[name]!r:.200}; use the original checkpoint"
             )
     kinds = hf.get("layer_types") or []
-    if "window" not in differences and (hf.get("use_sliding_window") or any(kind != FULL for kind in kinds)):
+    if not patterns and (hf.get("use_sliding_window") or any(kind != FULL for kind in kinds)):
         raise ValueError(
             f"config.json: sliding windows are not implemented for {family}, got use_sliding_window "
             f"{hf.get('use_sliding_window')} and layer_types {sorted(set(kinds))}"
@@ -109,17 +124,21 @@ def config(hf: dict, family: str, **differences) -> Config:
                        for a in hf.get("architectures") or []),
         source=json.dumps(hf),
     )  # fmt: skip
-    made = Config(**{**fields, **differences})
-    if made.head_dim < 2 or made.head_dim % 2:
-        raise ValueError(f"config.json: head_dim must be even and above 0, got {made.head_dim}")
-    return made
+    fields |= differences
+    if fields["head_dim"] < 2 or fields["head_dim"] % 2:
+        raise ValueError(f"config.json: head_dim must be even and above 0, got {fields['head_dim']}")
+    patterns = patterns or [Pattern()] * fields["layers"]
+    ropes = ropes or [fields["rope"]] * fields["layers"]
+    sizes = fields["heads"], fields["kv_heads"], fields["head_dim"]
+    records = tuple(attention(*sizes, *each) for each in zip(ropes, patterns, strict=True))
+    return Config(**fields, records=records)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 
 
-def windows(hf: dict) -> dict:
-    """`window` and `window_layers` of Qwen2 and Qwen3: by layer_types, else all layers from max_window_layers on.
+def windows(hf: dict) -> list[Pattern]:
+    """The layers' patterns in Qwen2 and Qwen3: by layer_types, else windows in all layers from max_window_layers on.
 
     Raises:
       ValueError: layer_types are not one of the two kinds per layer, or sliding layers have no window.
@@ -139,7 +158,21 @@ def windows(hf: dict) -> dict:
             "config.json: sliding windows need use_sliding_window and a sliding_window of at least 1, "
             f"got {hf.get('use_sliding_window')} and {hf.get('sliding_window')}"
         )
-    return dict(window=window, window_layers=tuple(i for i, kind in enumerate(kinds) if kind == SLIDING))
+    return [Pattern(window=window) if kind == SLIDING else Pattern() for kind in kinds]
+
+
+def windows_to_hf(config: Config) -> dict:
+    """The options that `windows` reads."""
+    windows = [record.pattern.window for record in config.records]
+    if not any(windows):
+        return {}
+    first = next(i for i, window in enumerate(windows) if window)
+    return {
+        "use_sliding_window": True,
+        "sliding_window": windows[first],
+        "max_window_layers": first,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
 
 
 def refuse(hf: dict, name: str, only, *, default):
@@ -151,12 +184,6 @@ def refuse(hf: dict, name: str, only, *, default):
 def to_hf(config: Config) -> dict:
     """The config.json of a model, with rope in the old and new spelling; other options of the source are kept."""
     eos = list(config.eos)
-    sliding = {
-        "use_sliding_window": True,
-        "sliding_window": config.window,
-        "max_window_layers": config.windows.index(config.window),
-        "layer_types": [FULL if window is None else SLIDING for window in config.windows],
-    } if config.window_layers else {}  # fmt: skip
     return {
         **json.loads(config.source),
         "model_type": config.family,
@@ -174,7 +201,6 @@ def to_hf(config: Config) -> dict:
         "hidden_act": "silu",
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
         **rotary.to_hf(config.rope),
-        **sliding,
     }
 
 
@@ -237,39 +263,62 @@ def table(config: Config, *, qk_norm: bool) -> Table:
         "heads": config.heads * config.head_dim,
         "kv_heads": config.kv_heads * config.head_dim,
     }  # fmt: skip
-    runs = itertools.groupby(range(config.layers), lambda i: config.windows[i])
-    return Table(top, tuple(Stack(tuple(run), block) for _, run in runs), dims)
+    stacks = tuple(Stack(layers, block) for layers in param.stacks(config.records))
+    return Table(top, stacks, dims)
 
 
-def mlp(h_BTD, w, routing=None):
+def mlp(h_BTD, w, config: Config, routing=None):
     """The gated MLP as the second half of a layer: (out_BTD, {}); MoE layers report statistics instead of {}."""
     return gated_mlp(h_BTD, w), {}
 
 
-def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None, mlp=mlp):
-    """One decoder layer: (x_BTD, its statistics by name). `attend(q_BTNH, k_BTKH, v_BTKH) -> out_BTNH` applies the
-    mask, or the KV cache when decoding; `routing`, a `moe.Routing`, is used by MoE layers."""
-    B, T, _ = x_BTD.shape
+def block(x_BTD, w, mixer: Mixer, config: Config, routing=None, mlp=mlp):
+    """One decoder layer: (x_BTD, its statistics by name); `routing`, a `moe.Routing`, is used by MoE layers."""
 
-    def heads(name, count):
+    def norm(x, name):
+        return rms_norm(x, w[name], config.norm_eps, config.norm_offset) if name in w else x
+
+    h_BTD = norm(x_BTD, "norm1")
+    a_BTNV = mixer.attend(*queries_keys_values(h_BTD, w, mixer, config))
+    out_BTD = checkpoint_name(linear(flat(a_BTNV), w["o"], w.get("o_bias")), "attention_out")
+    x_BTD = add(x_BTD, norm(out_BTD, "norm1_after"), config)
+    out_BTD, report = mlp(norm(x_BTD, "norm2"), w, config, routing=routing)
+    return add(x_BTD, norm(out_BTD, "norm2_after"), config), report
+
+
+def queries_keys_values(h_BTD, w, mixer: Mixer, config: Config):
+    """(q_BTNH, k_BTKH, v_BTKV) of a layer's attention, normalised and rotated.
+
+    Norms of queries and keys have the size of a head, or of all heads at once (OLMo 2, arXiv:2501.00656).
+    """
+    layer = mixer.layer
+
+    def heads(name, count, size):
         x = checkpoint_name(linear(h_BTD, w[name], w.get(f"{name}_bias")), "qkv")
-        return x.reshape(B, T, count, config.head_dim)
+        return x.reshape(*x.shape[:2], count, size)
 
-    def place(x, norm):
-        if norm in w:
-            x = rms_norm(x, w[norm], config.norm_eps)
-        return rotary.rotate(x, cos_BTP, sin_BTP)
+    def place(x, name):
+        if name in w:
+            whole = flat(x) if w[name].shape[-1] > x.shape[-1] else x
+            x = rms_norm(whole, w[name], config.norm_eps, config.norm_offset).reshape(x.shape)
+        return mixer.rotate(x)
 
-    h_BTD = rms_norm(x_BTD, w["norm1"], config.norm_eps)
-    q_BTNH = place(heads("q", config.heads), "q_norm")
-    k_BTKH = place(heads("k", config.kv_heads), "k_norm")
-    a_BTNH = attend(q_BTNH, k_BTKH, heads("v", config.kv_heads))
-    x_BTD = x_BTD + checkpoint_name(linear(a_BTNH.reshape(B, T, -1), w["o"], w.get("o_bias")), "attention_out")
-    h_BTD = rms_norm(x_BTD, w["norm2"], config.norm_eps)
-    out_BTD, report = mlp(h_BTD, w, routing=routing)
-    return x_BTD + out_BTD, report
+    q_BTNH = place(heads("q", layer.heads, layer.key_dim), "q_norm")
+    k_BTKH = place(heads("k", layer.kv_heads, layer.key_dim), "k_norm")
+    return q_BTNH, k_BTKH, heads("v", layer.kv_heads, layer.value_dim)
 
 
-def embed(params, token_BT, dtype):
-    """Token embeddings, in the compute dtype."""
-    return vocab.take(params["embed"], token_BT).astype(dtype)
+def flat(x_BTNH):
+    """Merges heads, [B, T, N x H]."""
+    return x_BTNH.reshape(*x_BTNH.shape[:2], -1)
+
+
+def add(x_BTD, out_BTD, config: Config):
+    """Adds what half a layer computed to the residual stream."""
+    return x_BTD + (out_BTD if config.residual_scale == 1 else out_BTD * config.residual_scale)
+
+
+def embed(params, token_BT, config: Config, dtype):
+    """Token embeddings, in the compute dtype; so is their scale, as in transformers."""
+    x_BTD = vocab.take(params["embed"], token_BT).astype(dtype)
+    return x_BTD if config.embed_scale == 1 else x_BTD * jnp.asarray(config.embed_scale, dtype)

@@ -1,14 +1,14 @@
 """Qwen3-MoE (arXiv:2505.09388): Qwen3 with mixtures of experts instead of MLPs in all or some layers."""
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
+from ..core import param
 from ..core.param import Param, Stack, Table
 from . import dense, qwen3
 from .dense import embed as embed
+from .layer import Mixer
 from .layers import moe
 
 
@@ -33,14 +33,16 @@ class Config(dense.Config):
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
     bias = hf.get("attention_bias", False)
-    base = dense.config(hf, "qwen3_moe", qkv_bias=bias, out_bias=bias, **dense.windows(hf))
-    if base.window and len(base.window_layers) < base.layers and {"layer_types", "max_window_layers"} & hf.keys():
+    patterns = dense.windows({"max_window_layers": 0} | hf)
+    sliding = [i for i, pattern in enumerate(patterns) if pattern.window]
+    wanted = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
+    if wanted and len(sliding) < len(patterns):
         raise ValueError(
-            f"config.json: the sliding window of qwen3_moe must apply to all layers, got layers {base.window_layers}; "
+            f"config.json: the sliding window of qwen3_moe must apply to all layers, got layers {sliding}; "
             "remove layer_types and max_window_layers"
         )
-    everywhere = tuple(range(base.layers)) if base.window else ()
-    return sparse(Config, dataclasses.replace(base, window_layers=everywhere), hf)
+    base = dense.config(hf, "qwen3_moe", qkv_bias=bias, out_bias=bias, patterns=patterns)
+    return sparse(Config, base, hf)
 
 
 def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
@@ -97,7 +99,8 @@ def with_experts(config: Config, plain: Table, extra: Mapping[str, Param] = {}, 
     """
     std, out = dense.inits(config)
     one = f"{dense.AT}mlp.experts.{{expert}}."
-    without = {name: p for name, p in plain.stacks[0].params.items() if name not in ("gate", "up", "down")}
+    bare = plain.stacks[0].params
+    without = {name: p for name, p in bare.items() if name not in ("gate", "up", "down")}
     sparse = without | {
         "router": Param("router embed", (f"{dense.AT}mlp.gate.weight",), std),
         "expert_gate": Param("experts expert_ffn expert_embed", (f"{one}gate_proj.weight",), std),
@@ -105,8 +108,8 @@ def with_experts(config: Config, plain: Table, extra: Mapping[str, Param] = {}, 
         "expert_down": Param("experts expert_embed expert_ffn", (f"{one}down_proj.weight",), out),
         **extra,
     }
-    runs = itertools.groupby(range(config.layers), lambda i: i in config.dense_layers)
-    stacks = tuple(Stack(tuple(run), plain.stacks[0].params if bare else sparse) for bare, run in runs)
+    kinds = [(i in config.dense_layers, record) for i, record in enumerate(config.records)]
+    stacks = tuple(Stack(layers, bare if kinds[layers[0]][0] else sparse) for layers in param.stacks(kinds))
     dims = {
         **plain.dims, **dims,
         "router": config.experts, "experts": config.experts, "expert_embed": config.embed,
@@ -115,7 +118,13 @@ def with_experts(config: Config, plain: Table, extra: Mapping[str, Param] = {}, 
     return Table(plain.top, stacks, dims)
 
 
-def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None):
+def mlp(h_BTD, w, config: Config, routing=None):
+    """The mixture, or the MLP of a layer without experts, as the second half of a layer."""
+    if "router" not in w:
+        return dense.mlp(h_BTD, w, config)
+    return moe.mlp(h_BTD, w, top_k=config.top_k, norm_top_k=config.norm_top_k, routing=routing)
+
+
+def block(x_BTD, w, mixer: Mixer, config: Config, routing=None):
     """One layer, as `dense.block`; MoE layers report the statistics of `moe.mlp`."""
-    mlp = partial(moe.mlp, top_k=config.top_k, norm_top_k=config.norm_top_k) if "router" in w else dense.mlp
-    return dense.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, routing, mlp)
+    return dense.block(x_BTD, w, mixer, config, routing, mlp)

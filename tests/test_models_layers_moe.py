@@ -11,7 +11,8 @@ from mixture import CONFIG, PARAMS, SCORE, SCORES, E, K, L, mix, mlp
 from areax import models
 from areax.core import losses, packing
 from areax.models.attention import chunked
-from areax.models.layers import moe, rope
+from areax.models.layer import Mixer, rotations
+from areax.models.layers import moe
 from areax.rollout.types import supervised
 
 D, F = 12, 20
@@ -94,12 +95,12 @@ def chosen_alone(params, token_T):
     """What each layer with experts chose for one sequence on its own, [T, L, K]."""
     T = len(token_T)
     index_BT, seen = jnp.arange(T)[None], []
-    x = models.transformer.family(CONFIG).embed(params, token_T[None], "float32")
-    cos, sin = rope.tables(index_BT, CONFIG.rope, CONFIG.head_dim)
+    x = models.transformer.family(CONFIG).embed(params, token_T[None], CONFIG, "float32")
+    [(record, rotate)] = rotations(CONFIG.records, index_BT).items()
     attend = lambda q, k, v: chunked.causal(q, k, v, jnp.ones((1, T), jnp.int32), index_BT)
     for stack in params["stacks"]:
         w = jax.tree.map(lambda a: a[0], stack)
-        x, report = models.transformer.family(CONFIG).block(x, w, cos, sin, attend, CONFIG)
+        x, report = models.transformer.family(CONFIG).block(x, w, Mixer(record, rotate, attend), CONFIG)
         seen += [report["experts"][0]] if report else []
     return jnp.stack(seen, 1)
 

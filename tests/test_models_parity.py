@@ -19,6 +19,7 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
+from areax.models.attention.pattern import Pattern
 
 TINY = dict(vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=3, initializer_range=0.2)
 # Settings that a reader of config.json could get wrong without noticing.
@@ -325,6 +326,10 @@ def hidden(params, token_BT, config):
     return models.backbone(params, token_BT, position_BT, segment_BT, position_BT, config=config)[0]
 
 
+def windows(config):
+    return tuple(record.pattern.window for record in config.records)
+
+
 @pytest.mark.parametrize("window", [1, 20, T - 1])
 def test_windows_end_where_those_of_transformers_end(window):
     """Layers of either kind in any order; a window one wider gives other logits."""
@@ -332,12 +337,16 @@ def test_windows_end_where_those_of_transformers_end(window):
     model = reference("qwen3 window", layer_types=kinds)
     model.config.sliding_window = window
     config, params = torch_dicts.from_state_dict(models.config_from_hf(model.config.to_dict()), model.state_dict())
-    assert config.windows == (window, None, window)
+    assert windows(config) == (window, None, window)
     with torch.no_grad():
         wanted = theirs(model, tokens()).numpy()
     one = np.ones((2, T), np.int32)
     assert_close(np.asarray(forward(params, tokens(), one, config)), wanted)
-    wider_BTV = forward(params, tokens(), one, dataclasses.replace(config, window=window + 1))
+    wider = tuple(
+        dataclasses.replace(each, pattern=Pattern(window and window + 1))
+        for each, window in zip(config.records, windows(config), strict=True)
+    )
+    wider_BTV = forward(params, tokens(), one, dataclasses.replace(config, records=wider))
     assert np.abs(wider_BTV - wanted).max() > 1e-2
 
 
@@ -365,8 +374,8 @@ def test_layers_have_the_windows_that_transformers_gives_them(family, options):
     theirs = transformers.AutoConfig.for_model(family, **least)
     wanted = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types)
     config = models.config_from_hf(least | {"model_type": family})
-    assert config.windows == wanted
-    assert models.config_from_hf(models.config_to_hf(config)).windows == wanted
+    assert windows(config) == wanted
+    assert windows(models.config_from_hf(models.config_to_hf(config))) == wanted
     assert len(models.table(config).stacks) == len(list(itertools.groupby(wanted)))
 
 

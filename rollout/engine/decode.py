@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...adapters import hf
-from ...core import logprobs
+from ...core import logprobs, param
 from ...models import transformer as models
 from ...models.attention import backends
-from ...models.layers import rope
+from ...models.layer import Mixer, rotations
 from ...models.layers.linear import MultiLoRAWeight, Transposed
-from ...models.layers.norm import rms_norm
 from . import sampling
 
 PREFILL_TOKENS, ON_CPUS = 4096, 256  # tokens per prefill: one long prompt or several short ones
@@ -50,7 +49,7 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def stage(params, device):
+def stage(params, table: param.Table, device):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too).
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays or
@@ -62,12 +61,11 @@ def stage(params, device):
     one = lambda w: turned(w) if w.ndim == 2 else ready(w, False)
     top = {name: here(w) for name, w in params.items() if name != "stacks"}
     stacks = [jax.tree.map(here, stack) for stack in params["stacks"]]
-    depth = lambda stack: len(jax.tree.leaves(stack)[0])
     return {
         "embed": ready(top["embed"], False),
         "norm": ready(top["norm"], False),
         "head": turned(models.head(top)),
-        "layers": [jax.tree.map(lambda w, i=i: one(w[i]), stack) for stack in stacks for i in range(depth(stack))],
+        "layers": [jax.tree.map(lambda w, place=place: one(w[place]), stacks[i]) for i, place in table.layers],
     }
 
 
@@ -89,10 +87,10 @@ def with_adapters(weights, index_B):
 
 def caches(config, slots: int, context: int, dtype):
     """Empty (keys, values) of each segment of each layer."""
-    K, H = config.kv_heads, config.head_dim
     lengths = [part.stop - part.start for part in segments(context)]
-    zeros = lambda *shape: jnp.zeros((slots, K, *shape), dtype)
-    return [[(zeros(H, L), zeros(L, H)) for L in lengths] for _ in range(config.layers)]
+    zeros = lambda *shape: jnp.zeros((slots, *shape), dtype)
+    empty = lambda layer, L: (zeros(layer.kv_heads, layer.key_dim, L), zeros(layer.kv_heads, L, layer.value_dim))
+    return [[empty(layer, L) for L in lengths] for layer in config.records]
 
 
 def spans(layer) -> list[slice]:
@@ -131,20 +129,21 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
     P, T = token_PT.shape
     index_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
     segment_PT = jnp.ones((P, T), jnp.int32)
-    cos, sin = rope.tables(index_PT, config.rope, config.head_dim)
+    rotate = rotations(config.records, index_PT)
     made = []
-    x = module.embed(weights, token_PT, weights["embed"].dtype)
+    x = module.embed(weights, token_PT, config, weights["embed"].dtype)
     places = [place for place in spans(caches[0]) if place.start < T]
 
-    def attend(window, q_PTNH, k_PTKH, v_PTKH):
-        k_PKHT, v_PKTH = k_PTKH.transpose(0, 2, 3, 1), v_PTKH.transpose(0, 2, 1, 3)
-        made.append([(k_PKHT[..., place], v_PKTH[:, :, place]) for place in places])
-        rows = q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT
-        return backends.causal(*rows, backend="auto", packing=False, window=window)
+    def attend(pattern, q_PTNH, k_PTKH, v_PTKV):
+        k_PKHT, v_PKTV = k_PTKH.transpose(0, 2, 3, 1), v_PTKV.transpose(0, 2, 1, 3)
+        made.append([(k_PKHT[..., place], v_PKTV[:, :, place]) for place in places])
+        rows = q_PTNH, k_PTKH, v_PTKV, segment_PT, index_PT
+        return backends.causal(*rows, backend="auto", packing=False, window=pattern.window)
 
     reports = []
-    for w, window in zip(with_adapters(weights, adapter_P), config.windows, strict=True):
-        x, report = module.block(x, w, cos, sin, functools.partial(attend, window), config)
+    for w, layer in zip(with_adapters(weights, adapter_P), config.records, strict=True):
+        mixer = Mixer(layer, rotate[layer], functools.partial(attend, layer.pattern))
+        x, report = module.block(x, w, mixer, config)
         reports.append(report)
 
     def insert(i, caches):
@@ -155,7 +154,7 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
         return [new + old[len(places) :] for new, old in zip(filled, caches, strict=True)]
 
     caches = jax.lax.fori_loop(0, count, insert, caches)
-    return caches, rms_norm(x, weights["norm"], config.norm_eps), routed(reports)
+    return caches, models.last_norm(x, weights, config), routed(reports)
 
 
 def routed(reports):
@@ -184,12 +183,14 @@ def copy(caches, source_S, target_S, count, *, length: int):
     return jax.lax.fori_loop(0, count, step, caches)
 
 
-@functools.partial(jax.jit, static_argnames=("top",))
-def prompt_scores(weights, hidden_PTD, row, target_T, *, top: int):
+@functools.partial(jax.jit, static_argnames=("config", "top"))
+def prompt_scores(weights, hidden_PTD, row, target_T, *, config, top: int):
     """Log-probability (nats, temperature 1) of each target of one row, and the `top` likeliest (logp, id) or None."""
     likeliest = (lambda logits_CV, *_: jax.lax.top_k(logits_CV, min(top, logits_CV.shape[1]))) if top else None
     head_VD = weights["head"].weight.T
-    logp_T, _, lse_T, best = logprobs.from_hidden(hidden_PTD[row], head_VD, target_T, per_chunk=likeliest)
+    logits = (functools.partial(models.logits, config=config),)
+    made = logprobs.from_hidden(hidden_PTD[row], head_VD, target_T, per_chunk=likeliest, logits=logits)
+    logp_T, _, lse_T, best = made
     return logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])
 
 
@@ -257,29 +258,29 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     """One decoding step: (logits f32[S, V] of the token after each slot's `token`, caches that include that token, its
     experts [S, layers, top_k] as `routed`)."""
     module = models.family(config)
-    cos, sin = rope.tables(position_S[:, None], config.rope, config.head_dim)
+    rotate = rotations(config.records, position_S[:, None])
     longest = jnp.max(jnp.where(active_S, position_S, 0))
     shortest = jnp.min(jnp.where(active_S, position_S, longest))
-    x = module.embed(weights, token_S[:, None], weights["embed"].dtype)
+    x = module.embed(weights, token_S[:, None], config, weights["embed"].dtype)
     filled, reports = [], []
-    for w, layer, window in zip(weights["layers"], caches, config.windows, strict=True):
+    for w, cache, layer in zip(weights["layers"], caches, config.records, strict=True):
 
-        def attend(q_S1NH, k_S1KH, v_S1KH, layer=layer, window=window):
-            k_SKH, v_SKH = k_S1KH[:, 0], v_S1KH[:, 0]
-            layer = [
-                write(keys_SKHL, values_SKLH, k_SKH, v_SKH, position_S - place.start)
-                for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True)
+        def attend(q_S1NH, k_S1KH, v_S1KV, cache=cache, window=layer.pattern.window):
+            k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
+            cache = [
+                write(keys_SKHL, values_SKLV, k_SKH, v_SKV, position_S - place.start)
+                for (keys_SKHL, values_SKLV), place in zip(cache, spans(cache), strict=True)
             ]
-            filled.append(layer)
+            filled.append(cache)
             first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0)
-            return attend_segments(q_S1NH, layer, position_S, first, longest, window)
+            return attend_segments(q_S1NH, cache, position_S, first, longest, window)
 
-        x, report = module.block(x, w, cos, sin, attend, config)
+        x, report = module.block(x, w, Mixer(layer, rotate[layer], attend), config)
         reports.append(report)
-    x = rms_norm(x, weights["norm"], config.norm_eps)
-    logits_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
+    x = models.last_norm(x, weights, config)
+    product_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
     experts = routed(reports)
-    return logits_SV, filled, None if experts is None else experts[:, 0]
+    return models.logits(product_SV, config), filled, None if experts is None else experts[:, 0]
 
 
 def write(keys_SKHL, values_SKLH, k_SKH, v_SKH, at_S):

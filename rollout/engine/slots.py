@@ -113,7 +113,7 @@ class Slots:
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
         with self._without_mesh():
-            return programs.stage(params, self._device)
+            return programs.stage(params, models.table(self.config), self._device)
 
     def release(self, *, weights: bool, caches: bool) -> None:
         """Frees device memory at once, while nothing runs. `clear` makes new caches; weights have to be set."""
@@ -299,7 +299,8 @@ class Slots:
         (last, top), n = scored, len(row.prefix)
         target_T = np.zeros(hidden_PTD.shape[1], np.int32)
         target_T[:n] = (*row.prefix[1:], last)
-        logp_T, best = jax.device_get(programs.prompt_scores(self.weights, hidden_PTD, i, target_T, top=top))
+        made = programs.prompt_scores(self.weights, hidden_PTD, i, target_T, config=self.config, top=top)
+        logp_T, best = jax.device_get(made)
         for live in row.lives:
             progress, k = live.progress, live.request.top_logprobs
             start = max(0, (live.request.input_logprobs_from or 0) - 1)  # hidden[t] predicts token t + 1
