@@ -16,6 +16,7 @@ from ..core.shapes import shaped
 from ..parallel import context, experts, rules, vocab
 from . import remat
 from .attention import backends
+from .attention.pattern import Pattern
 from .families import FAMILIES
 from .layers import grouped, moe, rope
 from .layers.linear import linear
@@ -109,10 +110,11 @@ def backbone(
     cos_BTP, sin_BTP = rope.tables(position_BT, config.rope, config.head_dim)
 
     def attend(window, q_BTNH, k_BTKH, v_BTKH):
-        how = dict(backend=run.attention, window=window, chunk=run.query_chunk)
+        pattern = Pattern(window=window)
+        how = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         rows = q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT
-        return context.attention(causal, ring, *rows, method=run.cp, window=window)
+        return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
 
     for weights, stack, chosen_LBTK in zip(params["stacks"], table.stacks, chosen, strict=True):
         within = partial(attend, config.windows[stack.layers[0]])

@@ -17,7 +17,8 @@ import numpy as np
 from ...adapters import hf
 from ...core import logprobs
 from ...models import transformer as models
-from ...models.attention import backends
+from ...models.attention import backends, sinks
+from ...models.attention.pattern import PLAIN, Pattern
 from ...models.layers import rope
 from ...models.layers.linear import MultiLoRAWeight, Transposed
 from ...models.layers.norm import rms_norm
@@ -140,7 +141,7 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
         k_PKHT, v_PKTH = k_PTKH.transpose(0, 2, 3, 1), v_PTKH.transpose(0, 2, 1, 3)
         made.append([(k_PKHT[..., place], v_PKTH[:, :, place]) for place in places])
         rows = q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT
-        return backends.causal(*rows, backend="auto", packing=False, window=window)
+        return backends.causal(*rows, backend="auto", packing=False, pattern=Pattern(window=window))
 
     reports = []
     for w, window in zip(with_adapters(weights, adapter_P), config.windows, strict=True):
@@ -263,16 +264,17 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     x = module.embed(weights, token_S[:, None], weights["embed"].dtype)
     filled, reports = [], []
     for w, layer, window in zip(weights["layers"], caches, config.windows, strict=True):
+        pattern = Pattern(window=window)
 
-        def attend(q_S1NH, k_S1KH, v_S1KH, layer=layer, window=window):
+        def attend(q_S1NH, k_S1KH, v_S1KH, layer=layer, pattern=pattern):
             k_SKH, v_SKH = k_S1KH[:, 0], v_S1KH[:, 0]
             layer = [
                 write(keys_SKHL, values_SKLH, k_SKH, v_SKH, position_S - place.start)
                 for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True)
             ]
             filled.append(layer)
-            first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0)
-            return attend_segments(q_S1NH, layer, position_S, first, longest, window)
+            first = jnp.maximum(pattern.first(shortest), 0)
+            return attend_segments(q_S1NH, layer, position_S, first, longest, pattern=pattern)
 
         x, report = module.block(x, w, cos, sin, attend, config)
         reports.append(report)
@@ -290,41 +292,47 @@ def write(keys_SKHL, values_SKLH, k_SKH, v_SKH, at_S):
     return keys_SKHL, values_SKLH.at[slot_S, :, at_S].set(v_SKH, mode="drop")
 
 
-def attend_segments(q_S1NH, layer, position_S, first, last, window=None):
+def attend_segments(q_S1NH, layer, position_S, first, last, sinks_N=None, *, pattern: Pattern = PLAIN):
     """Attention of one query per slot over the segments with positions `first` to `last`, by online softmax.
 
-    A query attends to its own position and those before it, at most `window` in all. A fully masked segment adds exact
-    zeros, so the number of segments read changes no bit.
+    A query attends to its own position and, as far as the pattern allows, to those before it. A fully masked segment
+    adds exact zeros, so the number of segments read changes no bit.
+
+    Returns:
+      out_S1NV, in q's dtype.
     """
     S, _, N, H = q_S1NH.shape
-    K = layer[0][0].shape[1]
-    q_SKGH = (q_S1NH * H**-0.5).reshape(S, K, N // K, H)
+    K, V = layer[0][0].shape[1], layer[0][1].shape[3]
+    q_SKGH = (q_S1NH * pattern.factor(H)).reshape(S, K, N // K, H)
 
-    def add(keys_SKHL, values_SKLH, place, carry):
-        most_SKG1, sum_SKG1, out_SKGH = carry
+    def add(keys_SKHL, values_SKLV, place, carry):
+        most_SKG1, sum_SKG1, out_SKGV = carry
         at_1L = jnp.arange(place.start, place.stop, dtype=jnp.int32)[None]
         sees_SL = at_1L <= position_S[:, None]
-        if window is not None:
-            sees_SL &= at_1L > position_S[:, None] - window
+        if pattern.span is not None:
+            sees_SL &= at_1L >= pattern.first(position_S)[:, None]
         score_SKGL = jnp.einsum("SKGH,SKHL->SKGL", q_SKGH, keys_SKHL, preferred_element_type=jnp.float32)
+        if pattern.softcap is not None:
+            score_SKGL = pattern.softcap * jnp.tanh(score_SKGL / pattern.softcap)
         score_SKGL = jnp.where(sees_SL[:, None, None], score_SKGL, -1e30)
         new_SKG1 = jnp.maximum(most_SKG1, jnp.max(score_SKGL, -1, keepdims=True))
         keep_SKG1 = jnp.exp(most_SKG1 - new_SKG1)
         prob_SKGL = jnp.exp(score_SKGL - new_SKG1)
-        part_SKGH = jnp.einsum(
-            "SKGL,SKLH->SKGH", prob_SKGL.astype(values_SKLH.dtype), values_SKLH, preferred_element_type=jnp.float32
+        part_SKGV = jnp.einsum(
+            "SKGL,SKLV->SKGV", prob_SKGL.astype(values_SKLV.dtype), values_SKLV, preferred_element_type=jnp.float32
         )
         sum_SKG1 = sum_SKG1 * keep_SKG1 + jnp.sum(prob_SKGL, -1, keepdims=True)
-        return new_SKG1, sum_SKG1, out_SKGH * keep_SKG1 + part_SKGH
+        return new_SKG1, sum_SKG1, out_SKGV * keep_SKG1 + part_SKGV
 
     zero_SKG1 = jnp.zeros((S, K, N // K, 1), jnp.float32)
-    carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, H), jnp.float32)
-    for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True):
-        read = functools.partial(add, keys_SKHL, values_SKLH, place)
-        if place.start == 0 and window is None:
+    carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, V), jnp.float32)
+    for (keys_SKHL, values_SKLV), place in zip(layer, spans(layer), strict=True):
+        read = functools.partial(add, keys_SKHL, values_SKLV, place)
+        if place.start == 0 and pattern.span is None:
             carry = read(carry)
         else:
             needed = (place.start <= last) & (place.stop > first)
             carry = jax.lax.cond(needed, read, lambda carry: carry, carry)
-    _, sum_SKG1, out_SKGH = carry
-    return (out_SKGH / sum_SKG1).reshape(S, 1, N, H).astype(q_S1NH.dtype)
+    most_SKG1, sum_SKG1, out_SKGV = carry
+    out_S1NV, lse_S1N = (out_SKGV / sum_SKG1).reshape(S, 1, N, V), (most_SKG1 + jnp.log(sum_SKG1)).reshape(S, 1, N)
+    return sinks.add(out_S1NV, lse_S1N, sinks_N).astype(q_S1NH.dtype)
