@@ -106,11 +106,11 @@ def backbone(
     x_BTD = module.embed(params, token_BT, config, run.dtype or params["embed"].dtype)
     rotate = rotations(config.records, position_BT)
 
-    def attend(pattern, q_BTNH, k_BTKH, v_BTKV):
-        how = dict(backend=run.attention, window=pattern.window, chunk=run.query_chunk)
+    def attend(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N=None):
+        how = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
-        rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT
-        return context.attention(causal, ring, *rows, method=run.cp, window=pattern.window)
+        rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
+        return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
 
     def layer(stack, x_BTD, each):
         w, chosen_BTK = each

@@ -17,7 +17,8 @@ import numpy as np
 from ...adapters import hf
 from ...core import logprobs, param
 from ...models import transformer as models
-from ...models.attention import backends
+from ...models.attention import backends, sinks
+from ...models.attention.pattern import PLAIN, Pattern
 from ...models.layer import Mixer, rotations
 from ...models.layers.linear import MultiLoRAWeight, Transposed
 from . import sampling
@@ -134,11 +135,11 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
     x = module.embed(weights, token_PT, config, weights["embed"].dtype)
     places = [place for place in spans(caches[0]) if place.start < T]
 
-    def attend(pattern, q_PTNH, k_PTKH, v_PTKV):
+    def attend(pattern, q_PTNH, k_PTKH, v_PTKV, sinks_N=None):
         k_PKHT, v_PKTV = k_PTKH.transpose(0, 2, 3, 1), v_PTKV.transpose(0, 2, 1, 3)
         made.append([(k_PKHT[..., place], v_PKTV[:, :, place]) for place in places])
-        rows = q_PTNH, k_PTKH, v_PTKV, segment_PT, index_PT
-        return backends.causal(*rows, backend="auto", packing=False, window=pattern.window)
+        rows = q_PTNH, k_PTKH, v_PTKV, segment_PT, index_PT, sinks_N
+        return backends.causal(*rows, backend="auto", packing=False, pattern=pattern)
 
     reports = []
     for w, layer in zip(with_adapters(weights, adapter_P), config.records, strict=True):
@@ -265,15 +266,15 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     filled, reports = [], []
     for w, cache, layer in zip(weights["layers"], caches, config.records, strict=True):
 
-        def attend(q_S1NH, k_S1KH, v_S1KV, cache=cache, window=layer.pattern.window):
+        def attend(q_S1NH, k_S1KH, v_S1KV, sinks_N=None, cache=cache, pattern=layer.pattern):
             k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
             cache = [
                 write(keys_SKHL, values_SKLV, k_SKH, v_SKV, position_S - place.start)
                 for (keys_SKHL, values_SKLV), place in zip(cache, spans(cache), strict=True)
             ]
             filled.append(cache)
-            first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0)
-            return attend_segments(q_S1NH, cache, position_S, first, longest, window)
+            first = jnp.maximum(pattern.first(shortest), 0)
+            return attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
 
         x, report = module.block(x, w, Mixer(layer, rotate[layer], attend), config)
         reports.append(report)
@@ -291,41 +292,47 @@ def write(keys_SKHL, values_SKLH, k_SKH, v_SKH, at_S):
     return keys_SKHL, values_SKLH.at[slot_S, :, at_S].set(v_SKH, mode="drop")
 
 
-def attend_segments(q_S1NH, layer, position_S, first, last, window=None):
+def attend_segments(q_S1NH, layer, position_S, first, last, sinks_N=None, *, pattern: Pattern = PLAIN):
     """Attention of one query per slot over the segments with positions `first` to `last`, by online softmax.
 
-    A query attends to its own position and those before it, at most `window` in all. A fully masked segment adds exact
-    zeros, so the number of segments read changes no bit.
+    A query attends to its own position and, as far as the pattern allows, to those before it. A fully masked segment
+    adds exact zeros, so the number of segments read changes no bit.
+
+    Returns:
+      out_S1NV, in q's dtype.
     """
     S, _, N, H = q_S1NH.shape
-    K = layer[0][0].shape[1]
-    q_SKGH = (q_S1NH * H**-0.5).reshape(S, K, N // K, H)
+    K, V = layer[0][0].shape[1], layer[0][1].shape[3]
+    q_SKGH = (q_S1NH * pattern.factor(H)).reshape(S, K, N // K, H)
 
-    def add(keys_SKHL, values_SKLH, place, carry):
-        most_SKG1, sum_SKG1, out_SKGH = carry
+    def add(keys_SKHL, values_SKLV, place, carry):
+        most_SKG1, sum_SKG1, out_SKGV = carry
         at_1L = jnp.arange(place.start, place.stop, dtype=jnp.int32)[None]
         sees_SL = at_1L <= position_S[:, None]
-        if window is not None:
-            sees_SL &= at_1L > position_S[:, None] - window
+        if pattern.span is not None:
+            sees_SL &= at_1L >= pattern.first(position_S)[:, None]
         score_SKGL = jnp.einsum("SKGH,SKHL->SKGL", q_SKGH, keys_SKHL, preferred_element_type=jnp.float32)
+        if pattern.softcap is not None:
+            score_SKGL = pattern.softcap * jnp.tanh(score_SKGL / pattern.softcap)
         score_SKGL = jnp.where(sees_SL[:, None, None], score_SKGL, -1e30)
         new_SKG1 = jnp.maximum(most_SKG1, jnp.max(score_SKGL, -1, keepdims=True))
         keep_SKG1 = jnp.exp(most_SKG1 - new_SKG1)
         prob_SKGL = jnp.exp(score_SKGL - new_SKG1)
-        part_SKGH = jnp.einsum(
-            "SKGL,SKLH->SKGH", prob_SKGL.astype(values_SKLH.dtype), values_SKLH, preferred_element_type=jnp.float32
+        part_SKGV = jnp.einsum(
+            "SKGL,SKLV->SKGV", prob_SKGL.astype(values_SKLV.dtype), values_SKLV, preferred_element_type=jnp.float32
         )
         sum_SKG1 = sum_SKG1 * keep_SKG1 + jnp.sum(prob_SKGL, -1, keepdims=True)
-        return new_SKG1, sum_SKG1, out_SKGH * keep_SKG1 + part_SKGH
+        return new_SKG1, sum_SKG1, out_SKGV * keep_SKG1 + part_SKGV
 
     zero_SKG1 = jnp.zeros((S, K, N // K, 1), jnp.float32)
-    carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, H), jnp.float32)
-    for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True):
-        read = functools.partial(add, keys_SKHL, values_SKLH, place)
-        if place.start == 0 and window is None:
+    carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, V), jnp.float32)
+    for (keys_SKHL, values_SKLV), place in zip(layer, spans(layer), strict=True):
+        read = functools.partial(add, keys_SKHL, values_SKLV, place)
+        if place.start == 0 and pattern.span is None:
             carry = read(carry)
         else:
             needed = (place.start <= last) & (place.stop > first)
             carry = jax.lax.cond(needed, read, lambda carry: carry, carry)
-    _, sum_SKG1, out_SKGH = carry
-    return (out_SKGH / sum_SKG1).reshape(S, 1, N, H).astype(q_S1NH.dtype)
+    most_SKG1, sum_SKG1, out_SKGV = carry
+    out_S1NV, lse_S1N = (out_SKGV / sum_SKG1).reshape(S, 1, N, V), (most_SKG1 + jnp.log(sum_SKG1)).reshape(S, 1, N)
+    return sinks.add(out_S1NV, lse_S1N, sinks_N).astype(q_S1NH.dtype)
