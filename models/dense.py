@@ -5,7 +5,7 @@ family is defined by its table, the records of its layers and a few constants.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ from ..core import param
 from ..core.param import Param, Stack, Table
 from ..parallel import vocab
 from .attention.pattern import Pattern
-from .layer import Attention, Mixer, attention
+from .layer import Attention, Growth, Mixer, attention
 from .layers import rope as rotary
 from .layers.linear import linear
 from .layers.mlp import gated_mlp
 from .layers.norm import rms_norm
+
+ROPE = rotary.Rope()  # of families that state no other
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class Config:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: rotary.Rope = rotary.Rope()
     norm_eps: float = 1e-6
     tied: bool = False
     qkv_bias: bool = False
@@ -69,12 +70,23 @@ class Config:
     logit_softcap: float | None = None
     source: str = "{}"
 
+    @property
+    def rope(self) -> rotary.Rope:
+        """The rotary embedding of all layers that have one."""
+        [rope] = {record.rope for record in self.records if record.rope}
+        return rope
 
-def config(hf: dict, family: str, *, patterns: Sequence[Pattern] = (), ropes: Sequence = (), **differences) -> Config:
+
+def config(
+    hf: dict, family: str, *, patterns: Pattern | Sequence[Pattern] = (), rope: rotary.Rope = ROPE,
+    ropes: Sequence[rotary.Rope | None] = (), growth: Growth | None = None, **differences,
+) -> Config:  # fmt: skip
     """Reads a config.json; `differences` override fields that a family derives differently.
 
     Args:
-      patterns: each layer's attention pattern; none = full attention everywhere.
+      patterns: each layer's attention pattern, or one for all; none = full attention everywhere.
+      rope: what the family does where config.json is silent about rotary embeddings.
+      growth: of queries, in all layers.
       ropes: each layer's rotary embedding, None for a layer without; none = that of config.json everywhere.
 
     Raises:
@@ -114,7 +126,6 @@ def config(hf: dict, family: str, *, patterns: Sequence[Pattern] = (), ropes: Se
         heads=heads,
         kv_heads=kv_heads,
         head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-        rope=rotary.from_hf(hf),
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         tied=hf.get("tie_word_embeddings", False),
         context=hf.get("max_position_embeddings", 32768),
@@ -127,14 +138,50 @@ def config(hf: dict, family: str, *, patterns: Sequence[Pattern] = (), ropes: Se
     fields |= differences
     if fields["head_dim"] < 2 or fields["head_dim"] % 2:
         raise ValueError(f"config.json: head_dim must be even and above 0, got {fields['head_dim']}")
-    patterns = patterns or [Pattern()] * fields["layers"]
-    ropes = ropes or [fields["rope"]] * fields["layers"]
+    patterns = patterns or Pattern()
+    patterns = [patterns] * fields["layers"] if isinstance(patterns, Pattern) else patterns
+    ropes = ropes or [rotary.from_hf(hf, rope)] * fields["layers"]
+    for each in set(ropes) - {None}:
+        rotary.frequencies(each, fields["head_dim"])  # raises if they do not fit
     sizes = fields["heads"], fields["kv_heads"], fields["head_dim"]
-    records = tuple(attention(*sizes, *each) for each in zip(ropes, patterns, strict=True))
+    records = tuple(attention(*sizes, *each, growth) for each in zip(ropes, patterns, strict=True))
     return Config(**fields, records=records)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
+
+
+def layer_types(hf: dict, default: Callable[[int], str]) -> list[str]:
+    """The type of each layer, `FULL` or `SLIDING`: layer_types, else by the layer's index.
+
+    Raises:
+      ValueError: layer_types are not one of the two for each layer.
+    """
+    count = hf.get("num_hidden_layers") or 0
+    kinds = hf.get("layer_types") or [default(i) for i in range(count)]
+    if len(kinds) != count or set(kinds) - {FULL, SLIDING}:
+        raise ValueError(
+            f"config.json: layer_types must be {FULL} or {SLIDING} for each of {count} layers, "
+            f"got {len(kinds)} of {sorted(set(kinds))}"
+        )
+    return kinds
+
+
+def by_type(kinds: Sequence[str], patterns: Mapping[str, Pattern], ropes: Mapping[str, rotary.Rope]) -> dict:
+    """`patterns` and `ropes` for `config` of layers with these types."""
+    return dict(patterns=[patterns[kind] for kind in kinds], ropes=[ropes[kind] for kind in kinds])
+
+
+def window(hf: dict, default: int | None = None) -> int | None:
+    """sliding_window, in tokens, the token itself included; None = no limit.
+
+    Raises:
+      ValueError: it is below 1.
+    """
+    size = hf.get("sliding_window", default)
+    if size is not None and size < 1:
+        raise ValueError(f"config.json: sliding_window must be at least 1, or null, got {size}")
+    return size
 
 
 def windows(hf: dict) -> list[Pattern]:
@@ -144,15 +191,8 @@ def windows(hf: dict) -> list[Pattern]:
       ValueError: layer_types are not one of the two kinds per layer, or sliding layers have no window.
     """
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    count, kinds = hf.get("num_hidden_layers") or 0, hf.get("layer_types")
-    if kinds is None:
-        first = hf.get("max_window_layers", 28) if window is not None else count
-        kinds = [SLIDING if i >= first else FULL for i in range(count)]
-    if len(kinds) != count or set(kinds) - {FULL, SLIDING}:
-        raise ValueError(
-            f"config.json: layer_types must be {FULL} or {SLIDING} for each of {count} layers, "
-            f"got {len(kinds)} of {sorted(set(kinds))}"
-        )
+    first = hf.get("max_window_layers", 28)
+    kinds = layer_types(hf, lambda i: SLIDING if window is not None and i >= first else FULL)
     if SLIDING in kinds and (window is None or window < 1):
         raise ValueError(
             "config.json: sliding windows need use_sliding_window and a sliding_window of at least 1, "
@@ -182,10 +222,12 @@ def refuse(hf: dict, name: str, only, *, default):
 
 
 def to_hf(config: Config) -> dict:
-    """The config.json of a model, with rope in the old and new spelling; other options of the source are kept."""
-    eos = list(config.eos)
+    """The config.json of a model, with a rope that all layers share in the old and new spelling; other options of the
+    source are kept."""
+    eos, source = list(config.eos), json.loads(config.source)
+    ropes = {record.rope for record in config.records if record.rope}
     return {
-        **json.loads(config.source),
+        **source,
         "model_type": config.family,
         "vocab_size": config.vocab,
         "hidden_size": config.embed,
@@ -198,9 +240,8 @@ def to_hf(config: Config) -> dict:
         "tie_word_embeddings": config.tied,
         "max_position_embeddings": config.context,
         "initializer_range": config.init_std,
-        "hidden_act": "silu",
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
-        **rotary.to_hf(config.rope),
+        **(rotary.to_hf(config.rope, source) if len(ropes) == 1 else {}),
     }
 
 
@@ -212,9 +253,18 @@ def inits(config: Config):
     return normal(config.init_std), normal(config.init_std * (2 * config.layers) ** -0.5)
 
 
-def table(config: Config, *, qk_norm: bool) -> Table:
-    """The parameter table of a dense decoder, one stack per run of layers with the same window."""
+# Norms of a layer: axis and name in checkpoints. `norm1` and `norm2` stand before attention and MLP, the others after
+# them; queries and keys are normalised a head at a time, or all heads at once.
+BEFORE = {"norm1": ("embed", "input_layernorm"), "norm2": ("embed", "post_attention_layernorm")}
+AFTER = {"norm1_after": ("embed", "post_attention_layernorm"), "norm2_after": ("embed", "post_feedforward_layernorm")}
+QK_HEAD = {"q_norm": ("head", "self_attn.q_norm"), "k_norm": ("head", "self_attn.k_norm")}
+QK_ALL = {"q_norm": ("heads", "self_attn.q_norm"), "k_norm": ("kv_heads", "self_attn.k_norm")}
+
+
+def table(config: Config, norms: Mapping[str, tuple[str, str]] = BEFORE) -> Table:
+    """The parameter table of a dense decoder with these norms, stacked by the layers' records."""
     std, out = inits(config)
+    start = zeros if config.norm_offset else ones
 
     def weight(axes, name, init=std):
         return Param(axes, (f"{AT}{name}.weight",), init)
@@ -224,19 +274,15 @@ def table(config: Config, *, qk_norm: bool) -> Table:
 
     # fmt: off
     block = {
-        "norm1": weight("embed", "input_layernorm", ones),
         "q": weight("heads embed", "self_attn.q_proj"),
         "k": weight("kv_heads embed", "self_attn.k_proj"),
         "v": weight("kv_heads embed", "self_attn.v_proj"),
         "o": weight("embed heads", "self_attn.o_proj", out),
-        "norm2": weight("embed", "post_attention_layernorm", ones),
         "gate": weight("ffn embed", "mlp.gate_proj"),
         "up": weight("ffn embed", "mlp.up_proj"),
         "down": weight("embed ffn", "mlp.down_proj", out),
     }
-    if qk_norm:
-        block |= {"q_norm": weight("head", "self_attn.q_norm", ones),
-                  "k_norm": weight("head", "self_attn.k_norm", ones)}
+    block |= {name: weight(axis, key, start) for name, (axis, key) in norms.items()}
     if config.qkv_bias:
         block |= {"q_bias": bias("heads", "self_attn.q_proj"), "k_bias": bias("kv_heads", "self_attn.k_proj"),
                   "v_bias": bias("kv_heads", "self_attn.v_proj")}
@@ -247,7 +293,7 @@ def table(config: Config, *, qk_norm: bool) -> Table:
                   "down_bias": bias("embed", "mlp.down_proj")}
     top = {
         "embed": Param("vocab embed", ("{prefix}embed_tokens.weight",), std),
-        "norm": Param("embed", ("{prefix}norm.weight",), ones),
+        "norm": Param("embed", ("{prefix}norm.weight",), start),
     }
     if not config.tied:
         top["head"] = Param("vocab embed", ("lm_head.weight",), std)
@@ -303,7 +349,7 @@ def queries_keys_values(h_BTD, w, mixer: Mixer, config: Config):
             x = rms_norm(whole, w[name], config.norm_eps, config.norm_offset).reshape(x.shape)
         return mixer.rotate(x)
 
-    q_BTNH = place(heads("q", layer.heads, layer.key_dim), "q_norm")
+    q_BTNH = mixer.grow(place(heads("q", layer.heads, layer.key_dim), "q_norm"))
     k_BTKH = place(heads("k", layer.kv_heads, layer.key_dim), "k_norm")
     return q_BTNH, k_BTKH, heads("v", layer.kv_heads, layer.value_dim)
 

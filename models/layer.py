@@ -9,8 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .attention.pattern import Pattern
+import jax.numpy as jnp
+
+from .attention.pattern import PLAIN, Pattern
 from .layers import rope as rotary
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Queries are multiplied by 1 + rate ln(1 + floor((position + shift) / length)), as scores flatten in long
+    sequences (Llama 4, Ministral 3)."""
+
+    rate: float
+    length: int
+    shift: int = 0
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,7 @@ class Attention:
       rope: rotary embedding of queries and keys; None = no positions (NoPE, arXiv:2305.19466).
       rope_dim: size of what is rotated as a whole, `key_dim` but in multi-head latent attention.
       pattern: which keys a query attends to, and how scores are computed.
+      growth: of queries with their position; None = none.
     """
 
     heads: int
@@ -31,12 +44,13 @@ class Attention:
     value_dim: int
     rope: rotary.Rope | None
     rope_dim: int
-    pattern: Pattern = Pattern()
+    pattern: Pattern = PLAIN
+    growth: Growth | None = None
 
 
-def attention(heads: int, kv_heads: int, head_dim: int, rope, pattern: Pattern) -> Attention:
+def attention(heads: int, kv_heads: int, head_dim: int, rope, pattern: Pattern, growth=None) -> Attention:
     """The record of ordinary attention, whose keys and values have the same size."""
-    return Attention(heads, kv_heads, head_dim, head_dim, rope, head_dim, pattern)
+    return Attention(heads, kv_heads, head_dim, head_dim, rope, head_dim, pattern, growth)
 
 
 @dataclass(frozen=True)
@@ -46,16 +60,21 @@ class Mixer:
     Attributes:
       layer: the layer's record.
       rotate: `rotate(x_BTNH) -> x_BTNH` applies the layer's rotary embedding.
+      grow: `grow(q_BTNH) -> q_BTNH` applies the layer's `Growth`.
       attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None) -> out_BTNV` applies the mask, or the KV cache in decoding.
     """
 
     layer: Attention
     rotate: Callable
+    grow: Callable
     attend: Callable
 
 
-def rotations(layers: Sequence[Attention], position_BT) -> dict[Attention, Callable]:
-    """`Mixer.rotate` of each record; cos and sin are computed once for each rotary embedding."""
+def mixers(layers: Sequence[Attention], position_BT) -> Callable[[Attention, Callable], Mixer]:
+    """Returns `mixer(layer, attend)` for tokens at these positions.
+
+    cos and sin are computed here, once for each rotary embedding, so that a scan over layers does not repeat them.
+    """
     tables: dict[Any, Any] = {}
     for layer in layers:
         at = layer.rope, layer.rope_dim
@@ -63,6 +82,14 @@ def rotations(layers: Sequence[Attention], position_BT) -> dict[Attention, Calla
             tables[at] = rotary.tables(position_BT, *at)
 
     def rotate(layer, x_BTNH):
-        return x_BTNH if layer.rope is None else rotary.rotate(x_BTNH, *tables[layer.rope, layer.rope_dim])
+        if layer.rope is None:
+            return x_BTNH
+        return rotary.rotate(x_BTNH, *tables[layer.rope, layer.rope_dim], pairs=layer.rope.pairs)
 
-    return {layer: partial(rotate, layer) for layer in layers}
+    def grow(layer, q_BTNH):
+        if (by := layer.growth) is None:
+            return q_BTNH
+        steps_BT = jnp.floor((position_BT + by.shift).astype(jnp.float32) / by.length)
+        return q_BTNH * (1 + by.rate * jnp.log1p(steps_BT)).astype(q_BTNH.dtype)[..., None, None]
+
+    return lambda layer, attend: Mixer(layer, partial(rotate, layer), partial(grow, layer), attend)

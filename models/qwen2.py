@@ -19,4 +19,4 @@ def to_hf(config: Config) -> dict:
 
 def table(config: Config) -> Table:
     """The weights."""
-    return dense.table(config, qk_norm=False)
+    return dense.table(config)

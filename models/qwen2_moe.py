@@ -40,4 +40,4 @@ def table(config: Config) -> Table:
         "shared_down": Param("embed shared_ffn", (f"{at}.down_proj.weight",), out),
         "shared_router": Param("one embed", (f"{at}_gate.weight",), std),
     }
-    return qwen3_moe.with_experts(config, dense.table(config, qk_norm=False), shared, shared_ffn=config.shared_ffn)
+    return qwen3_moe.with_experts(config, dense.table(config), shared, shared_ffn=config.shared_ffn)

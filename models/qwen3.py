@@ -28,4 +28,4 @@ def to_hf(config: Config) -> dict:
 
 def table(config: Config) -> Table:
     """The weights."""
-    return dense.table(config, qk_norm=True)
+    return dense.table(config, dense.BEFORE | dense.QK_HEAD)

@@ -88,7 +88,7 @@ def experts_to_hf(config: Config) -> dict:
 
 def table(config: Config) -> Table:
     """The weights, one stack per run of layers with or without experts."""
-    return with_experts(config, dense.table(config, qk_norm=True))
+    return with_experts(config, dense.table(config, dense.BEFORE | dense.QK_HEAD))
 
 
 def with_experts(config: Config, plain: Table, extra: Mapping[str, Param] = {}, **dims: int) -> Table:

@@ -16,7 +16,7 @@ from ..parallel import context, experts, rules, vocab
 from . import remat
 from .attention import backends
 from .families import FAMILIES
-from .layer import Mixer, rotations
+from .layer import mixers
 from .layers import grouped, moe
 from .layers.linear import linear
 from .layers.norm import rms_norm
@@ -104,7 +104,7 @@ def backbone(
     table = module.table(config)
     chosen = _by_stack(chosen_BTLK, table, config)
     x_BTD = module.embed(params, token_BT, config, run.dtype or params["embed"].dtype)
-    rotate = rotations(config.records, position_BT)
+    mixer = mixers(config.records, position_BT)
 
     def attend(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N=None):
         how = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
@@ -117,9 +117,8 @@ def backbone(
         record = config.records[stack.layers[0]]
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         w = rules.gather(w, stack.params)
-        mixer = Mixer(record, rotate[record], partial(attend, record.pattern))
         routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
-        x_BTD, report = module.block(x_BTD, w, mixer, config, routing)
+        x_BTD, report = module.block(x_BTD, w, mixer(record, partial(attend, record.pattern)), config, routing)
         sums = {name: x for name, x in report.items() if name != "experts"}
         return rules.constrain(x_BTD, "batch seq hidden"), sums
 

@@ -11,7 +11,7 @@ from mixture import CONFIG, PARAMS, SCORE, SCORES, E, K, L, mix, mlp
 from areax import models
 from areax.core import losses, packing
 from areax.models.attention import chunked
-from areax.models.layer import Mixer, rotations
+from areax.models.layer import mixers
 from areax.models.layers import moe
 from areax.rollout.types import supervised
 
@@ -96,11 +96,11 @@ def chosen_alone(params, token_T):
     T = len(token_T)
     index_BT, seen = jnp.arange(T)[None], []
     x = models.transformer.family(CONFIG).embed(params, token_T[None], CONFIG, "float32")
-    [(record, rotate)] = rotations(CONFIG.records, index_BT).items()
+    mixer = mixers(CONFIG.records, index_BT)
     attend = lambda q, k, v: chunked.causal(q, k, v, jnp.ones((1, T), jnp.int32), index_BT)
     for stack in params["stacks"]:
         w = jax.tree.map(lambda a: a[0], stack)
-        x, report = models.transformer.family(CONFIG).block(x, w, Mixer(record, rotate, attend), CONFIG)
+        x, report = models.transformer.family(CONFIG).block(x, w, mixer(CONFIG.records[0], attend), CONFIG)
         seen += [report["experts"][0]] if report else []
     return jnp.stack(seen, 1)
 

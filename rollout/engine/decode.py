@@ -19,7 +19,7 @@ from ...core import logprobs, param
 from ...models import transformer as models
 from ...models.attention import backends, sinks
 from ...models.attention.pattern import PLAIN, Pattern
-from ...models.layer import Mixer, rotations
+from ...models.layer import mixers
 from ...models.layers.linear import MultiLoRAWeight, Transposed
 from . import sampling
 
@@ -130,7 +130,7 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
     P, T = token_PT.shape
     index_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
     segment_PT = jnp.ones((P, T), jnp.int32)
-    rotate = rotations(config.records, index_PT)
+    mixer = mixers(config.records, index_PT)
     made = []
     x = module.embed(weights, token_PT, config, weights["embed"].dtype)
     places = [place for place in spans(caches[0]) if place.start < T]
@@ -143,8 +143,7 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
 
     reports = []
     for w, layer in zip(with_adapters(weights, adapter_P), config.records, strict=True):
-        mixer = Mixer(layer, rotate[layer], functools.partial(attend, layer.pattern))
-        x, report = module.block(x, w, mixer, config)
+        x, report = module.block(x, w, mixer(layer, functools.partial(attend, layer.pattern)), config)
         reports.append(report)
 
     def insert(i, caches):
@@ -259,7 +258,7 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     """One decoding step: (logits f32[S, V] of the token after each slot's `token`, caches that include that token, its
     experts [S, layers, top_k] as `routed`)."""
     module = models.family(config)
-    rotate = rotations(config.records, position_S[:, None])
+    mixer = mixers(config.records, position_S[:, None])
     longest = jnp.max(jnp.where(active_S, position_S, 0))
     shortest = jnp.min(jnp.where(active_S, position_S, longest))
     x = module.embed(weights, token_S[:, None], config, weights["embed"].dtype)
@@ -276,7 +275,7 @@ def forward(weights, caches, token_S, position_S, active_S, config):
             first = jnp.maximum(pattern.first(shortest), 0)
             return attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
 
-        x, report = module.block(x, w, Mixer(layer, rotate[layer], attend), config)
+        x, report = module.block(x, w, mixer(layer, attend), config)
         reports.append(report)
     x = models.last_norm(x, weights, config)
     product_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
