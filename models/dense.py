@@ -112,6 +112,7 @@ def config(hf: dict, family: str, **differences) -> Config:
     made = Config(**{**fields, **differences})
     if made.head_dim < 2 or made.head_dim % 2:
         raise ValueError(f"config.json: head_dim must be even and above 0, got {made.head_dim}")
+    rotary.frequencies(made.rope, made.head_dim)  # raises if they do not fit
     return made
 
 
@@ -150,7 +151,7 @@ def refuse(hf: dict, name: str, only, *, default):
 
 def to_hf(config: Config) -> dict:
     """The config.json of a model, with rope in the old and new spelling; other options of the source are kept."""
-    eos = list(config.eos)
+    eos, source = list(config.eos), json.loads(config.source)
     sliding = {
         "use_sliding_window": True,
         "sliding_window": config.window,
@@ -158,7 +159,7 @@ def to_hf(config: Config) -> dict:
         "layer_types": [FULL if window is None else SLIDING for window in config.windows],
     } if config.window_layers else {}  # fmt: skip
     return {
-        **json.loads(config.source),
+        **source,
         "model_type": config.family,
         "vocab_size": config.vocab,
         "hidden_size": config.embed,
@@ -173,7 +174,7 @@ def to_hf(config: Config) -> dict:
         "initializer_range": config.init_std,
         "hidden_act": "silu",
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
-        **rotary.to_hf(config.rope),
+        **rotary.to_hf(config.rope, source),
         **sliding,
     }
 
