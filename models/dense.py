@@ -240,6 +240,7 @@ def to_hf(config: Config) -> dict:
         "tie_word_embeddings": config.tied,
         "max_position_embeddings": config.context,
         "initializer_range": config.init_std,
+        **({"hidden_act": "silu"} if config.activation == "silu" else {}),
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
         **(rotary.to_hf(config.rope, source) if len(ropes) == 1 else {}),
     }

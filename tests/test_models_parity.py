@@ -454,8 +454,8 @@ def test_impossible_windows_are_refused(family, options, words):
 @pytest.mark.parametrize(
     "option, words",
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type .*yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type .*dynamic"),
+        ({"rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type .*axial"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_type .*mrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act .*gelu"),
         ({"attention_dropout": 0.1}, "attention_dropout .*0.1"),

@@ -211,7 +211,7 @@ def from_hf(hf: dict, default: Rope = Rope()) -> Rope:
             f"{hf.get('rope_theta')}) and {hf['rope_parameters']}; remove the wrong one"
         )
     # Without either, the family's kind with all its options.
-    return next(iter(given.values())) if given else _read(hf, "rope_theta", {}, default)
+    return next(iter(given.values())) if given else _read(hf, "rope_theta", _options(default), default)
 
 
 def by_layer_type(hf: dict, defaults: Mapping[str, Rope], local: str | None = None) -> dict[str, Rope]:
@@ -298,8 +298,7 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
 
     def numbers(option: str) -> tuple[float, ...]:
         values = scaling.get(option)
-        most = sys.float_info.max
-        if not isinstance(values, list) or not all(type(v) in (int, float) and 0 < v <= most for v in values):
+        if not isinstance(values, list) or not all(type(v) in (int, float) and 0 < v < math.inf for v in values):
             raise ValueError(
                 f"config.json: {option} of rope_type {kind} must be a list of numbers above 0, got {values!r:.80}"
             )
@@ -308,7 +307,7 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
     theta = number("rope_theta", hf.get("rope_theta", default.theta), least=int(kind == "yarn"))  # yarn takes its log
     fields: dict[str, Any] = {}
     if kind in ("llama3", "yarn", "longrope"):
-        fields["original_context"] = math.ceil(number(ORIGINAL, scaling.get(LONGEST), least=int(kind != "llama3")))
+        fields["original_context"] = int(number(ORIGINAL, scaling.get(LONGEST), least=int(kind != "llama3")))
     if kind == "longrope" and scaling.get("factor") is None:
         scaling["factor"] = number(LONGEST) / fields["original_context"]
     fields |= {option: number(option) for option in NEEDED[kind]}
