@@ -15,6 +15,7 @@ import pytest
 from areax import models
 from areax.core import balance, losses, metrics, packing, param, step
 from areax.models.attention import chunked
+from areax.models.attention.pattern import Pattern
 from areax.parallel import batches as place
 from areax.parallel import context, experts, mesh, ring, rules
 from areax.rollout.types import Sample
@@ -234,8 +235,9 @@ def test_the_compiled_step_communicates_what_its_method_states(how):
 @pytest.mark.parametrize("window, calls", [(None, "all-gather"), (7, "collective-permute"), (44, "all-gather")])
 def test_gather_fetches_only_keys_within_the_window(window, calls):
     """Six positions a device: a window of 7 reaches one device, one of 44 all of them."""
-    causal = partial(chunked.causal, window=window)
-    attend = partial(context.attention, causal, None, method="gather", window=window)
+    pattern = Pattern(window=window)
+    causal = partial(chunked.causal, pattern=pattern)
+    attend = partial(context.attention, causal, None, method="gather", pattern=pattern)
     x, place = jax.ShapeDtypeStruct((1, LENGTH, 2, 8), jnp.float32), jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     with jax.set_mesh(mesh.make(mesh.Layout(cp=8))):
         text = jax.jit(attend).lower(x, x, x, place, place).compile().as_text()

@@ -33,6 +33,8 @@ def causal(q_BTNH, k_BTKH, v_BTKV, segment_BT, sinks_N=None, *, pattern: Pattern
         masks.MultiHeadMask([mask] * N), block_sizes=sizes, attn_logits_soft_cap=pattern.softcap,
         residual_checkpoint_name=OUTPUT, interpret=interpret,
     )  # fmt: skip
+    if sinks_N is not None:
+        sinks_N = sinks_N.astype(q_BTNH.dtype)  # the kernel's gradient has this dtype whatever theirs
     heads_first = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % LANES)]).transpose(0, 2, 1, 3)
     row = lambda q, k, v, segment_T: attend(q, k, v, kernel.SegmentIds(segment_T, segment_T), sinks_N)
     q_BNTH = heads_first(q_BTNH * pattern.factor(H))
