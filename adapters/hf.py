@@ -171,14 +171,16 @@ class Mapped:
 
 def mapped(path: str | os.PathLike, dtype="float32"):
     """(config, params, verify) of a checkpoint, as strict as `load`, for reading each weight once: files are memory-
-    mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on the mapped bytes."""
+    mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on those bytes."""
     config, stored = read_config(path), safetensors.read(path)
     config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
 
     def view(leaf):
         held = [tensors[key] for key in keys[leaf.path]]
         wanted = np.dtype(leaf.param.dtype or dtype or _common_dtype(held))
-        lazy = Mapped(dict(zip(np.ndindex(*leaf.unstacked_shape), held, strict=True)), leaf.shape, wanted, leaf.param.part)
+        lazy = Mapped(
+            dict(zip(np.ndindex(*leaf.unstacked_shape), held, strict=True)), leaf.shape, wanted, leaf.param.part
+        )
         return lazy if leaf.unstacked_shape else lazy.at(()).astype(wanted, copy=False)
 
     params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
@@ -439,12 +441,10 @@ def _wholes(leaves: Sequence[param.Leaf], arrays: Sequence, dtype) -> Iterator[n
     """The tensors that these leaves are the parts of, on the host, one at a time in the order of their keys."""
     rows = zip(*(_rows(leaf, x, dtype) for leaf, x in zip(leaves, arrays, strict=True)), strict=True)
     for row in rows:
-        if leaves[0].param.part is None:
-            yield row[0]
-            continue
-        whole = np.zeros(leaves[0].stored_shape, row[0].dtype)
+        whole = np.zeros(leaves[0].stored_shape, row[0].dtype) if leaves[0].param.part else row[0]
         for leaf, x in zip(leaves, row, strict=True):
-            leaf.param.part.put(whole, x)
+            if leaf.param.part:
+                leaf.param.part.put(whole, x)
         yield whole
 
 

@@ -174,7 +174,7 @@ def check_parts(table: Table) -> None:
         gaps = [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), width]
         if len(alike) > 1 or len(frames) > 1 or gaps:
             raise ValueError(
-                f"{shared[0].param.keys[0]}: {', '.join(leaf.path for leaf in shared)} must be parts of the same tensor "
+                f"{shared[0].param.keys[0]}: {', '.join(leaf.path for leaf in shared)} must be parts of one tensor "
                 f"and have all of it, each entry once, got {parts}"
             )
 

@@ -30,6 +30,7 @@ COMMON = dict(
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[0])
 CASES = {
     "qwen2": COMMON,
+    "phi3": COMMON | dict(pad_token_id=None),
     "qwen3_moe": COMMON | EXPERTS | dict(head_dim=12),
     "qwen2_moe": COMMON | EXPERTS | dict(shared_expert_intermediate_size=28),
 }
@@ -110,6 +111,7 @@ PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 MADE = {  # what users pass to PEFT
     "qwen2": ("qwen2", dict(target_modules=PROJECTIONS, use_rslora=True)),
     "qwen2 one": ("qwen2", dict(target_modules=["o_proj"])),
+    "phi3": ("phi3", dict(target_modules=["qkv_proj", "gate_up_proj", "down_proj"], use_rslora=True)),
     "qwen3_moe, fused by PEFT": ("qwen3_moe", dict(target_modules=PROJECTIONS)),
     "qwen3_moe, as parameters": (
         "qwen3_moe",
