@@ -165,9 +165,11 @@ def _split_parts(tensors: Mapping[str, np.ndarray], base: param.Table, prefix: s
     """Splits adapters of fused modules into those of their parts, as views if possible, with the keys of `_apart`."""
     out = dict(tensors)
     stems = {f"base_model.model.{key.removesuffix('weight')}": of for key, of in _modules(base, prefix).items()}
-    stems = {stem: of for stem, of in stems.items() if {f"{stem}{LORA_A}", f"{stem}{LORA_B}"} <= out.keys()}
+    stems = {stem: of for stem, of in stems.items() if {f"{stem}{LORA_A}", f"{stem}{LORA_B}"} & out.keys()}
     blocks: dict[str, set[tuple[str, ...]]] = {}  # by module name, those of any layer
     for stem, (shape, parts) in stems.items():
+        if missing := [key for key in (f"{stem}{LORA_A}", f"{stem}{LORA_B}") if key not in out]:
+            raise ValueError(f"{where}: adapters must cover their targets in full, got {hf.complaint(missing, [])}")
         a, b = out[f"{stem}{LORA_A}"], out[f"{stem}{LORA_B}"]
         if (len(b), a.shape[1]) != shape or len(a) != b.shape[1]:
             raise ValueError(

@@ -164,15 +164,15 @@ def check_parts(table: Table) -> None:
       ValueError: they do not; names the tensor and the leaves.
     """
     for shared in by_tensor(table):
-        parts = [leaf.param.part for leaf in shared]
-        if parts == [None]:
+        if len(shared) == 1 and shared[0].param.part is None:
             continue
+        parts = [leaf.param.part for leaf in shared if leaf.param.part]
         alike = {(leaf.param.keys, leaf.param.dtype, leaf.stored_shape) for leaf in shared}
-        frames = {part and (part.width, part.axis, part.transposed, part.dropped) for part in parts}
-        spans = sorted((part.start, part.stop) for part in parts if part)
-        width = max(part.width for part in parts if part) if spans else 0
-        gaps = [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), width]
-        if len(alike) > 1 or len(frames) > 1 or gaps:
+        frames = {(part.width, part.axis, part.transposed, part.dropped) for part in parts}
+        spans = sorted((part.start, part.stop) for part in parts)
+        width = max((part.width for part in parts), default=0)
+        tiled = [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), width]
+        if len(parts) < len(shared) or len(alike) > 1 or len(frames) > 1 or not tiled:
             raise ValueError(
                 f"{shared[0].param.keys[0]}: {', '.join(leaf.path for leaf in shared)} must be parts of one tensor "
                 f"and have all of it, each entry once, got {parts}"
