@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .parts import Part
+
 
 @dataclass(frozen=True)
 class Param:
@@ -26,6 +28,8 @@ class Param:
       init: `init(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
       dtype: dtype of the stored weight; None = what the caller requests.
       trainable: False excludes the weight from the optimiser.
+      part: the part of a checkpoint tensor that the weight is; None = all of it. Weights with the same keys share the
+        tensor, and together have all of it (`check_parts`).
     """
 
     axes: str
@@ -33,6 +37,7 @@ class Param:
     init: Callable
     dtype: str | None = None
     trainable: bool = True
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,12 @@ class Leaf:
         """Sizes of the leading axes that checkpoints store as separate tensors: layers, and experts if in the keys."""
         return self.shape[: (self.layers is not None) + ("{expert}" in self.param.keys[0])]
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of each checkpoint tensor that this leaf is read from."""
+        one = self.shape[len(self.unstacked_shape) :]
+        return self.param.part.whole(one) if self.param.part else one
+
     def keys(self, prefix: str) -> dict[tuple[int, ...], tuple[str, ...]]:
         """For each checkpoint tensor of this leaf: its index along the unstacked axes -> its possible keys."""
 
@@ -179,6 +190,36 @@ def leaves(table: Table) -> dict:
 def leaf_list(table: Table) -> list[Leaf]:
     """The leaves in the order of `jax.tree.leaves` of the parameters."""
     return jax.tree.leaves(leaves(table))
+
+
+def by_tensor(table: Table) -> list[list[Leaf]]:
+    """The leaves, those together that are parts of the same checkpoint tensors, in the order of each first one."""
+    together: dict[tuple[str, str], list[Leaf]] = {}
+    for leaf in leaf_list(table):
+        together.setdefault((leaf.path.rpartition(".")[0], leaf.param.keys[0]), []).append(leaf)
+    return list(together.values())
+
+
+def check_parts(table: Table) -> None:
+    """Checks that leaves which share a checkpoint tensor have all of it between them, each entry once.
+
+    Raises:
+      ValueError: they do not; names the tensor and the leaves.
+    """
+    for shared in by_tensor(table):
+        if len(shared) == 1 and shared[0].param.part is None:
+            continue
+        parts = [leaf.param.part for leaf in shared if leaf.param.part]
+        alike = {(leaf.param.keys, leaf.param.dtype, leaf.stored_shape) for leaf in shared}
+        frames = {(part.width, part.axis, part.transposed, part.dropped) for part in parts}
+        spans = sorted((part.start, part.stop) for part in parts)
+        width = max((part.width for part in parts), default=0)
+        tiled = [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), width]
+        if len(parts) < len(shared) or len(alike) > 1 or len(frames) > 1 or not tiled:
+            raise ValueError(
+                f"{shared[0].param.keys[0]}: {', '.join(leaf.path for leaf in shared)} must be parts of one tensor "
+                f"and have all of it, each entry once, got {parts}"
+            )
 
 
 def tree_map(fn: Callable, table: Table, *trees):

@@ -6,7 +6,7 @@ family is defined by its table, the records of its layers and a few constants.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -14,6 +14,7 @@ from jax.nn.initializers import normal, ones, zeros
 
 from ..core import param
 from ..core.param import Param, Stack, Table
+from ..core.parts import Part, split
 from ..parallel import vocab
 from .attention.pattern import Pattern
 from .layer import Attention, Growth, Mixer, attention
@@ -312,6 +313,23 @@ def table(config: Config, norms: Mapping[str, tuple[str, str]] = BEFORE) -> Tabl
     }  # fmt: skip
     stacks = tuple(Stack(layers, block) for layers in param.stacks(config.records))
     return Table(top, stacks, dims)
+
+
+def fuse(plain: Table, fused: Mapping[str, Sequence[str]]) -> Table:
+    """The table with some weights side by side in one tensor of the checkpoint: {name of the tensor: weights}."""
+    moved: dict[str, tuple[str, Part]] = {}
+    for key, names in fused.items():
+        sizes = [plain.dims[plain.stacks[0].params[name].axes.split()[0]] for name in names]
+        for name, part in zip(names, split(*sizes), strict=True):
+            moved[name] = f"{AT}{key}.weight", part
+
+    def place(name: str, p: Param) -> Param:
+        return replace(p, keys=moved[name][:1], part=moved[name][1]) if name in moved else p
+
+    def placed(stack: Stack) -> Stack:
+        return Stack(stack.layers, {name: place(name, p) for name, p in stack.params.items()})
+
+    return replace(plain, stacks=tuple(map(placed, plain.stacks)))
 
 
 def mlp(h_BTD, w, config: Config, routing=None):

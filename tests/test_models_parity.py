@@ -86,6 +86,18 @@ CASES: dict[str, dict] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=20,
     ),
+    "phi3": dict(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-3, sliding_window=7,
+        max_position_embeddings=64, original_max_position_embeddings=8, eos_token_id=[5, 7],
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 321.0, "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.5, 1.2], "long_factor": [2.0, 3.0, 4.0],
+        },
+    ),
+    "phi3 tied": dict(
+        num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True, rms_norm_eps=1e-5, sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, eos_token_id=None,
+    ),
     "llama tied": dict(
         num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

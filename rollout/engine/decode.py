@@ -54,9 +54,9 @@ def stage(params, table: param.Table, device):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too).
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays or
-    `hf.Parts`; those in host memory are read in place.
+    `hf.Mapped`; those in host memory are read in place.
     """
-    here = lambda w: w if isinstance(w, hf.Parts) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
+    here = lambda w: w if isinstance(w, hf.Mapped) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
     ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
     turned = lambda w: Transposed(ready(w, True))
     one = lambda w: turned(w) if w.ndim == 2 else ready(w, False)
