@@ -55,7 +55,7 @@ def test_routing_statistics_ignore_padding(kept):
     logits_BTE = rng.normal(size=(2, 9, E)).astype(np.float32) * 3
     real_BT = rng.random((2, 9)) < kept
     prob_BTE = jax.nn.softmax(logits_BTE)
-    index_BTK = moe.choose(prob_BTE, K)
+    index_BTK = moe.choose(prob_BTE, moe.Router(K))
     got = jax.jit(moe.statistics)(logits_BTE, prob_BTE, index_BTK, real_BT)
     logits_AE = logits_BTE[real_BT].astype(np.float64)
     chosen_AK = np.argsort(-logits_AE, -1)[:, :K]
@@ -140,9 +140,10 @@ def test_the_router_bias_affects_only_which_experts_are_chosen():
     rng = np.random.default_rng(0)
     prob_BTE = jax.nn.softmax(jnp.asarray(rng.normal(size=(2, 7, E)), jnp.float32))
     bias_E = jnp.asarray([0, 0, 2.0, 0, 0, 0])
-    index_BTK = moe.choose(prob_BTE, K, bias_E)
+    router = moe.Router(K)
+    index_BTK = moe.choose(prob_BTE, router, bias_E)
     assert (np.asarray(index_BTK) == 2).any(-1).all()
-    weight_BTK = moe.weigh(prob_BTE, index_BTK, False)
+    weight_BTK = moe.weigh(prob_BTE, index_BTK, router)
     np.testing.assert_array_equal(weight_BTK, np.take_along_axis(np.asarray(prob_BTE), np.asarray(index_BTK), -1))
     np.testing.assert_allclose(
         balance.update_bias(jnp.asarray([[0.1, 0.2, 0.3]]), jnp.asarray([[7.0, 4.0, 1.0]]), 0.01), [[0.09, 0.2, 0.31]],

@@ -46,7 +46,7 @@ def by_loops(x_BTD, w, index_BTK=None, norm=True):
 @partial(jax.jit, static_argnames="norm")
 def ours(x_BTD, w, chosen_BTK, norm=True):
     routing = moe.Routing(chosen_BTK=chosen_BTK)
-    return moe.mlp(x_BTD, w, top_k=K, norm_top_k=norm, routing=routing)[0]
+    return moe.mlp(x_BTD, w, moe.Router(K, normalise=norm), routing=routing)[0]
 
 
 @pytest.mark.parametrize("shared", ["", "plain", "gated"])

@@ -33,16 +33,17 @@ def choices(kind):
 def inputs():
     rng = np.random.default_rng(1)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    return draw(B, T, D), draw(B, T, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F)), draw(B, T, D)
+    w = {"gate": draw(E, F, D), "up": draw(E, F, D), "down": draw(E, D, F)}
+    return draw(B, T, D), draw(B, T, K), w, draw(B, T, D)
 
 
 @partial(jax.jit, static_argnames=("method", "on"))
 def mixture(index_BTK, method, on):
-    """The output, and gradients for tokens, weights and matrices; `on` tells compiled functions of two meshes apart."""
+    """The output, and gradients for tokens, weights and experts; `on` tells compiled functions of two meshes apart."""
     *arguments, cotangent_BTD = inputs()
 
-    def total(x_BTD, weight_BTK, matrices):
-        out_BTD = experts.dispatch(moe.compute, x_BTD, index_BTK, weight_BTK, matrices, method)
+    def total(x_BTD, weight_BTK, w):
+        out_BTD = experts.dispatch(moe.compute, x_BTD, index_BTK, weight_BTK, w, method)
         return jnp.sum(out_BTD * cotangent_BTD), out_BTD
 
     grads, out_BTD = jax.grad(total, (0, 1, 2), has_aux=True)(*arguments)
@@ -103,20 +104,20 @@ def test_received_rows_are_in_the_order_of_their_senders():
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
 def test_each_platform_gets_its_own_exchange(platform):
     """Forward and backward, lowered here for machines that are not at hand."""
-    x_BTD, weight_BTK, matrices, _ = inputs()
-    loss = lambda x, m: jnp.sum(experts.dispatch(moe.compute, x, choices("any"), weight_BTK, m, "all_to_all"))
+    x_BTD, weight_BTK, w, _ = inputs()
+    loss = lambda x, w: jnp.sum(experts.dispatch(moe.compute, x, choices("any"), weight_BTK, w, "all_to_all"))
     with jax.set_mesh(mesh.make(mesh.Layout(ep=8))):
-        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x_BTD, matrices)
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x_BTD, w)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("ragged_all_to_all" in text) == (platform != "cpu")
     assert ("stablehlo.all_to_all" in text) == (platform == "cpu")
 
 
 def test_routing_needs_no_communication():
-    on = mesh.make(mesh.Layout(fsdp=2, cp=2, ep=2))
+    on, router = mesh.make(mesh.Layout(fsdp=2, cp=2, ep=2)), moe.Router(3)
     score_BTE = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
     with jax.set_mesh(on):
         put = jax.device_put(score_BTE, jax.NamedSharding(on, jax.P(("fsdp", "ep"), "cp")))
-        program = jax.jit(lambda x: experts.top(x, 3)).lower(put).compile()
+        program = jax.jit(lambda x: moe.choose(x, router)).lower(put).compile()
     assert "all-gather" not in program.as_text()
     np.testing.assert_array_equal(program(put), np.argsort(-score_BTE, -1)[..., :3])
