@@ -222,11 +222,11 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
     for leaf in param.leaf_list(table):
         if leaf.layers is None or _name(leaf) not in names:
             continue
-        for key, *_ in leaf.keys(config.prefix).values():
+        for *_, key in leaf.keys(config.prefix).values():  # the last is the name in transformers' module
             within = key.removesuffix(".weight").partition("layers.")[2].partition(".")[2]
             last = within.rpartition(".")[2]
             if _name(leaf) in EXPERTS:
-                parameters.add(f"mlp.experts.{'down_proj' if last == 'down_proj' else 'gate_up_proj'}")
+                parameters.add(f"mlp.experts.{'down_proj' if _name(leaf) == 'expert_down' else 'gate_up_proj'}")
             elif mixture and last in AMBIGUOUS:
                 parameters.add(f"{within}.weight")
             else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from areax.models.layers import moe
+from areax.models.layers import mlp, moe
 from areax.parallel import experts, mesh
 from areax.parallel.exchange import exchange
 from areax.parallel.shard_map import island
@@ -67,6 +67,49 @@ def test_dispatch_equals_one_device(layout, method):
             np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()), err_msg=kind)
 
 
+# What a layer may be, besides the one above: its router, its activation, names of weights that it lacks.
+LAYERS = {
+    "gpt_oss": (moe.Router(K, normalise=True), mlp.Activation("clamped", 2.0), ("router_bias", "shared_up")),
+    "nemotron_h": (
+        moe.Router(K, "sigmoid", groups=4, kept_groups=2, normalise=True, scale=2.5, fp32=True),
+        mlp.Activation("relu2"), ("expert_gate", "expert_gate_bias", "shared_gate"),
+    ),
+    "llama4": (moe.Router(K, "sigmoid", scaled_input=True), mlp.SILU, ("router_bias",)),
+}  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("kind", "method", "on"))
+def layer(kind, method, on):
+    """The output, statistics, and gradients for tokens and weights."""
+    rng, (router, activation, lacks) = np.random.default_rng(2), LAYERS[kind]
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    x_BTD, cotangent_BTD = draw(B, T, D), draw(B, T, D)
+    w = {
+        "router": draw(E, D), "router_logit_bias": draw(E), "router_bias": draw(E),
+        "expert_gate": draw(E, F, D), "expert_up": draw(E, F, D), "expert_down": draw(E, D, F),
+        "expert_gate_bias": draw(E, F), "expert_up_bias": draw(E, F), "expert_down_bias": draw(E, D),
+        "shared_gate": draw(F, D), "shared_up": draw(F, D), "shared_down": draw(D, F),
+    }  # fmt: skip
+
+    def total(x_BTD, w):
+        out_BTD, report = moe.mlp(x_BTD, w, router, activation, routing=moe.Routing(dispatch=method))
+        return jnp.sum(out_BTD * cotangent_BTD), (out_BTD, report)
+
+    return jax.grad(total, (0, 1), has_aux=True)(x_BTD, {name: x for name, x in w.items() if name not in lacks})
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("method", ["gather", "all_to_all"])
+def test_layers_equal_those_of_one_device(kind, method):
+    """With biases, groups, experts without a gate, scaled inputs, over all axes that split something."""
+    on = mesh.make(mesh.Layout(cp=2, ep=2, tp=2))
+    with jax.set_mesh(on):
+        got = layer(kind, method, on)
+    for a, b in zip(*map(jax.tree.leaves, (got, layer(kind, "gather", None))), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
 def exchanged(x_PD, count_NN, R, how):
     fn = lambda x, c: exchange(x, c, R, "ep", how)
     return island(fn, (P("ep"), P()), P("ep"))(x_PD, count_NN)
@@ -114,10 +157,13 @@ def test_each_platform_gets_its_own_exchange(platform):
 
 
 def test_routing_needs_no_communication():
-    on, router = mesh.make(mesh.Layout(fsdp=2, cp=2, ep=2)), moe.Router(3)
+    on = mesh.make(mesh.Layout(fsdp=2, cp=2, ep=2))
     score_BTE = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
     with jax.set_mesh(on):
         put = jax.device_put(score_BTE, jax.NamedSharding(on, jax.P(("fsdp", "ep"), "cp")))
-        program = jax.jit(lambda x: moe.choose(x, router)).lower(put).compile()
-    assert "all-gather" not in program.as_text()
-    np.testing.assert_array_equal(program(put), np.argsort(-score_BTE, -1)[..., :3])
+        plain, grouped = (
+            jax.jit(lambda x, router=router: moe.choose(x, router)).lower(put).compile()
+            for router in (moe.Router(3), moe.Router(3, groups=4, kept_groups=2))
+        )
+    assert "all-gather" not in plain.as_text() + grouped.as_text()
+    np.testing.assert_array_equal(plain(put), np.argsort(-score_BTE, -1)[..., :3])

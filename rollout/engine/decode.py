@@ -59,15 +59,16 @@ def stage(params, device):
     here = lambda w: w if isinstance(w, hf.Parts) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
     ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
     turned = lambda w: Transposed(ready(w, True))
-    one = lambda w: turned(w) if w.ndim == 2 else ready(w, False)
+    one = lambda name, w: turned(w) if w.ndim == 2 and not name.endswith("_bias") else ready(w, False)
     top = {name: here(w) for name, w in params.items() if name != "stacks"}
     stacks = [jax.tree.map(here, stack) for stack in params["stacks"]]
     depth = lambda stack: len(jax.tree.leaves(stack)[0])
+    layer = lambda stack, i: {name: one(name, w[i]) for name, w in stack.items()}
     return {
         "embed": ready(top["embed"], False),
         "norm": ready(top["norm"], False),
         "head": turned(models.head(top)),
-        "layers": [jax.tree.map(lambda w, i=i: one(w[i]), stack) for stack in stacks for i in range(depth(stack))],
+        "layers": [layer(stack, i) for stack in stacks for i in range(depth(stack))],
     }
 
 
