@@ -350,11 +350,11 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
                 f"peft: lora.targets must be matrices [out, in] in checkpoints, got {_name(leaf)}, a part of "
                 f"{leaf.param.keys[0].rpartition('}.')[2]}; leave it out"
             )
-        for key, *_ in leaf.keys(config.prefix).values():
+        for *_, key in leaf.keys(config.prefix).values():  # the last is the name in transformers' module
             within = key.removesuffix(".weight").partition("layers.")[2].partition(".")[2]
             last = within.rpartition(".")[2]
             if _name(leaf) in EXPERTS:
-                parameters.add(f"mlp.experts.{'down_proj' if last == 'down_proj' else 'gate_up_proj'}")
+                parameters.add(f"mlp.experts.{'down_proj' if _name(leaf) == 'expert_down' else 'gate_up_proj'}")
             elif mixture and last in AMBIGUOUS:
                 parameters.add(f"{within}.weight")
             else:

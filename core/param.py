@@ -23,8 +23,9 @@ class Param:
 
     Attributes:
       axes: logical axes, e.g. "heads embed"; their sizes are in the table's dims.
-      keys: checkpoint keys ({prefix}, {layer} and {expert} are filled in); any is read, the first is written. With
-        {expert}, each index of the first axis is a separate tensor in the checkpoint.
+      keys: checkpoint keys ({prefix}, {layer} and {expert} are filled in); any is read, the first is written, the last
+        is the name in transformers' module. With {expert}, each index of the first axis is a separate tensor in the
+        checkpoint.
       init: `init(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
       dtype: dtype of the stored weight; None = what the caller requests.
       trainable: False excludes the weight from the optimiser.
@@ -38,6 +39,11 @@ class Param:
     dtype: str | None = None
     trainable: bool = True
     part: Part | None = None
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it is a matrix, or one for each expert, rather than a vector."""
+        return len([axis for axis in self.axes.split() if axis != "experts"]) > 1
 
 
 @dataclass(frozen=True)

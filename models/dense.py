@@ -20,7 +20,7 @@ from .attention.pattern import Pattern
 from .layer import Attention, Growth, Mixer, attention
 from .layers import rope as rotary
 from .layers.linear import linear
-from .layers.mlp import gated_mlp
+from .layers.mlp import SILU, Activation, gated_mlp
 from .layers.norm import rms_norm
 
 ROPE = rotary.Rope()  # of families that state no other
@@ -37,7 +37,7 @@ class Config:
       prefix: prefix of the checkpoint's keys, "model." except in bare backbones.
       value_head: the model has a scalar head, `score.weight`.
       records: each layer's attention.
-      activation: activation of the gated MLP, see `layers.mlp`.
+      activation: activation of MLPs and experts.
       norm_offset: added to the weights of norms (1 in families whose norms are stored around 0).
       embed_scale, residual_scale, logit_scale: factors of the embeddings, of what each half of a layer adds to the
         residual stream, and of the logits.
@@ -63,7 +63,7 @@ class Config:
     prefix: str = "model."
     value_head: bool = False
     records: tuple[Attention, ...] = ()
-    activation: str = "silu"
+    activation: Activation = SILU
     norm_offset: float = 0.0
     embed_scale: float = 1.0
     residual_scale: float = 1.0
@@ -241,7 +241,7 @@ def to_hf(config: Config) -> dict:
         "tie_word_embeddings": config.tied,
         "max_position_embeddings": config.context,
         "initializer_range": config.init_std,
-        **({"hidden_act": "silu"} if config.activation == "silu" else {}),
+        **({"hidden_act": "silu"} if config.activation == SILU else {}),
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
         **(rotary.to_hf(config.rope, source) if len(ropes) == 1 else {}),
     }
@@ -334,7 +334,7 @@ def fuse(plain: Table, fused: Mapping[str, Sequence[str]]) -> Table:
 
 def mlp(h_BTD, w, config: Config, routing=None):
     """The gated MLP as the second half of a layer: (out_BTD, {}); MoE layers report statistics instead of {}."""
-    return gated_mlp(h_BTD, w), {}
+    return gated_mlp(h_BTD, w, config.activation), {}
 
 
 def block(x_BTD, w, mixer: Mixer, config: Config, routing=None, mlp=mlp):

@@ -52,7 +52,7 @@ def targets(base: Table, spec: Lora) -> tuple[str, ...]:
     Raises:
       ValueError: a target matches no matrix of the layers, or there are no targets.
     """
-    matrices = dict.fromkeys(name for stack in base.stacks for name, p in stack.params.items() if " " in p.axes)
+    matrices = dict.fromkeys(name for stack in base.stacks for name, p in stack.params.items() if p.matrix)
     for pattern in spec.targets or ("",):
         if not fnmatch.filter(matrices, pattern):
             raise ValueError(

@@ -18,7 +18,7 @@ class Config(qwen3_moe.Config):
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
     base = dense.config(hf, "qwen2_moe", qkv_bias=hf.get("qkv_bias", True))
-    return qwen3_moe.sparse(Config, base, hf, shared_ffn="shared_expert_intermediate_size")
+    return qwen3_moe.sparse(Config, base, hf, qwen3_moe.router(hf), shared_ffn="shared_expert_intermediate_size")
 
 
 def to_hf(config: Config) -> dict:

@@ -17,17 +17,21 @@ class Config(dense.Config):
     """`dense.Config` plus experts; `ffn` is the width of layers without them.
 
     Attributes:
-      experts, top_k: experts per layer, and experts per token.
+      experts: experts per layer.
+      router: how a token's experts are chosen and weighed.
       expert_ffn: hidden width of an expert.
-      norm_top_k: normalises the weights of a token's experts to sum 1.
       dense_layers: indices of layers with an ordinary MLP.
     """
 
     experts: int = 0
-    top_k: int = 0
+    router: moe.Router = moe.Router()
     expert_ffn: int = 0
-    norm_top_k: bool = False
     dense_layers: tuple[int, ...] = ()
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.router.top_k
 
 
 def config(hf: dict) -> Config:
@@ -42,14 +46,20 @@ def config(hf: dict) -> Config:
             "remove layer_types and max_window_layers"
         )
     base = dense.config(hf, "qwen3_moe", qkv_bias=bias, out_bias=bias, patterns=patterns)
-    return sparse(Config, base, hf)
+    return sparse(Config, base, hf, router(hf))
 
 
-def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
-    """Builds a Config of class `kind` from the dense model's and the MoE options; `sizes` maps fields to options."""
-    sizes = dict(experts="num_experts", top_k="num_experts_per_tok", expert_ffn="moe_intermediate_size", **sizes)
+def router(hf: dict) -> moe.Router:
+    """The router of Qwen2-MoE and Qwen3-MoE: softmax over all experts, weights normalised or not."""
+    return moe.Router(normalise=hf.get("norm_topk_prob") or False)
+
+
+def sparse(kind: type[Config], base: dense.Config, hf: dict, router: moe.Router, **sizes: str):
+    """Builds a Config of class `kind` from the dense model's and the MoE options; `sizes` maps fields to options. The
+    number of experts per token is added to the router."""
+    sizes = dict(experts="num_experts", expert_ffn="moe_intermediate_size") | sizes
     hf = {"num_experts": hf.get("num_local_experts")} | hf
-    for name in sizes.values():
+    for name in ("num_experts_per_tok", *sizes.values()):
         if not hf.get(name):
             raise ValueError(f"config.json: {base.family} needs {name}, got {hf.get(name)}")
     if hf["num_experts_per_tok"] > hf["num_experts"]:
@@ -63,7 +73,7 @@ def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
     return kind(
         **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)},
         **{field: hf[name] for field, name in sizes.items()},
-        norm_top_k=hf.get("norm_topk_prob", False),
+        router=dataclasses.replace(router, top_k=hf["num_experts_per_tok"]),
         dense_layers=tuple(i for i in range(base.layers) if i in only or (i + 1) % step),
     )
 
@@ -80,7 +90,7 @@ def experts_to_hf(config: Config) -> dict:
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.top_k,
         "moe_intermediate_size": config.expert_ffn,
-        "norm_topk_prob": config.norm_top_k,
+        "norm_topk_prob": config.router.normalise,
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(config.dense_layers),
     }
@@ -91,21 +101,29 @@ def table(config: Config) -> Table:
     return with_experts(config, dense.table(config, dense.BEFORE | dense.QK_HEAD))
 
 
-def with_experts(config: Config, plain: Table, extra: Mapping[str, Param] = {}, **dims: int) -> Table:
+# Names in checkpoints of the router and of an expert's matrices; those in transformers' modules, of all families.
+NAMES = {"router": "mlp.gate"} | {name: f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def with_experts(
+    config: Config, plain: Table, extra: Mapping[str, Param] = {}, names: Mapping[str, str] = NAMES, **dims: int
+) -> Table:
     """Replaces MLPs by experts in a dense model's table, except in `config.dense_layers`.
 
     Args:
       extra: further weights of the MoE layers; `dims` has the sizes of their axes.
+      names: as `NAMES`, which are read as well.
     """
     std, out = dense.inits(config)
-    one = f"{dense.AT}mlp.experts.{{expert}}."
+    spelt = {name: dict.fromkeys((names[name], NAMES[name])) for name in NAMES}
+    keys = {name: tuple(f"{dense.AT}{one}.weight" for one in either) for name, either in spelt.items()}
     bare = plain.stacks[0].params
     without = {name: p for name, p in bare.items() if name not in ("gate", "up", "down")}
     sparse = without | {
-        "router": Param("router embed", (f"{dense.AT}mlp.gate.weight",), std),
-        "expert_gate": Param("experts expert_ffn expert_embed", (f"{one}gate_proj.weight",), std),
-        "expert_up": Param("experts expert_ffn expert_embed", (f"{one}up_proj.weight",), std),
-        "expert_down": Param("experts expert_embed expert_ffn", (f"{one}down_proj.weight",), out),
+        "router": Param("router embed", keys["router"], std),
+        "expert_gate": Param("experts expert_ffn expert_embed", keys["gate"], std),
+        "expert_up": Param("experts expert_ffn expert_embed", keys["up"], std),
+        "expert_down": Param("experts expert_embed expert_ffn", keys["down"], out),
         **extra,
     }
     kinds = [(i in config.dense_layers, record) for i, record in enumerate(config.records)]
@@ -122,7 +140,7 @@ def mlp(h_BTD, w, config: Config, routing=None):
     """The mixture, or the MLP of a layer without experts, as the second half of a layer."""
     if "router" not in w:
         return dense.mlp(h_BTD, w, config)
-    return moe.mlp(h_BTD, w, top_k=config.top_k, norm_top_k=config.norm_top_k, routing=routing)
+    return moe.mlp(h_BTD, w, config.router, config.activation, routing=routing)
 
 
 def block(x_BTD, w, mixer: Mixer, config: Config, routing=None):

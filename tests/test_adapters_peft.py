@@ -33,6 +33,7 @@ CASES = {
     "phi3": COMMON | dict(pad_token_id=None),
     "qwen3_moe": COMMON | EXPERTS | dict(head_dim=12),
     "qwen2_moe": COMMON | EXPERTS | dict(shared_expert_intermediate_size=28),
+    "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
 }
 ALL = ("*",)  # routers too
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 13))

@@ -98,6 +98,11 @@ CASES: dict[str, dict] = {
         num_attention_heads=3, num_key_value_heads=1, tie_word_embeddings=True, rms_norm_eps=1e-5, sliding_window=None,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4}, eos_token_id=None,
     ),
+    "mixtral": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4}, num_local_experts=6, num_experts_per_tok=3,
+        sliding_window=7,
+    ),
     "llama tied": dict(
         num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -225,8 +230,11 @@ def assert_close(got, wanted, tolerance=1e-4):
     assert worst <= tolerance and worst <= tolerance * np.abs(wanted).max(), worst
 
 
-def experts_apart(named):
-    """A module holds all experts of a layer in one tensor, a checkpoint each in its own."""
+MIXTRAL = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+
+
+def experts_apart(named, family):
+    """A module holds all experts of a layer in one tensor, a checkpoint each in its own, in Mixtral by other names."""
     out = {}
     for name, x in named.items():
         if name.endswith("experts.gate_up_proj"):
@@ -237,6 +245,8 @@ def experts_apart(named):
             out |= {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": x[e] for e in range(len(x))}
         else:
             out[name] = x
+    for old, new in MIXTRAL if family == "mixtral" else ():
+        out = {name.replace(old, new): x for name, x in out.items()}
     return out
 
 
@@ -252,7 +262,8 @@ def test_gradients(case):
     logits = theirs(case.model, tokens())
     target = torch.from_numpy(tokens()[:, 1:]).flatten()
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target).backward()
-    wanted = experts_apart({name: weight.grad.numpy() for name, weight in case.model.named_parameters()})
+    wanted = {name: weight.grad.numpy() for name, weight in case.model.named_parameters()}
+    wanted = experts_apart(wanted, case.config.family)
     specs, arrays = hf.to_tensors(case.config, case.gradient, "float32")
     got = dict(zip(specs, arrays, strict=True))
     assert got.keys() == wanted.keys()

@@ -59,14 +59,15 @@ def stage(params, table: param.Table, device):
     here = lambda w: w if isinstance(w, hf.Mapped) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
     ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
     turned = lambda w: Transposed(ready(w, True))
-    one = lambda w: turned(w) if w.ndim == 2 else ready(w, False)
+    one = lambda name, w: turned(w) if w.ndim == 2 and not name.endswith("_bias") else ready(w, False)
     top = {name: here(w) for name, w in params.items() if name != "stacks"}
     stacks = [jax.tree.map(here, stack) for stack in params["stacks"]]
+    layer = lambda i, place: {name: one(name, w[place]) for name, w in stacks[i].items()}
     return {
         "embed": ready(top["embed"], False),
         "norm": ready(top["norm"], False),
         "head": turned(models.head(top)),
-        "layers": [jax.tree.map(lambda w, place=place: one(w[place]), stacks[i]) for i, place in table.layers],
+        "layers": [layer(i, place) for i, place in table.layers],
     }
 
 
