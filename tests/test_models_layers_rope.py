@@ -344,6 +344,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10.0}
         ({"rope_parameters": {**YARN, "truncate": 1}}, "truncate must be true or false, got 1"),
         ({"rope_parameters": {**YARN, "rope_theta": 1}}, "rope_theta of rope_type yarn must be .* above 1, got 1"),
         ({"rope_parameters": {**YARN, "original_max_position_embeddings": 1}}, "original_max.* above 1, got 1"),
+        ({"rope_parameters": {**LONGROPE, "long_factor": [10**400]}}, "long_factor .* list of numbers above 0, got"),
         ({"rope_parameters": {**LONGROPE, "long_factor": None}}, "long_factor .* list of numbers above 0, got None"),
         ({"rope_parameters": {**LONGROPE, "short_factor": [0.0]}}, "short_factor .* numbers above 0, got .0.0."),
         ({"rope_parameters": LONGROPE}, "short_factor must be 4 numbers, half of the 8 entries .*, got 8"),

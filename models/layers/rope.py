@@ -298,7 +298,8 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
 
     def numbers(option: str) -> tuple[float, ...]:
         values = scaling.get(option)
-        if not isinstance(values, list) or not all(type(v) in (int, float) and 0 < v < math.inf for v in values):
+        most = sys.float_info.max
+        if not isinstance(values, list) or not all(type(v) in (int, float) and 0 < v <= most for v in values):
             raise ValueError(
                 f"config.json: {option} of rope_type {kind} must be a list of numbers above 0, got {values!r:.80}"
             )
@@ -307,7 +308,7 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
     theta = number("rope_theta", hf.get("rope_theta", default.theta), least=int(kind == "yarn"))  # yarn takes its log
     fields: dict[str, Any] = {}
     if kind in ("llama3", "yarn", "longrope"):
-        fields["original_context"] = int(number(ORIGINAL, scaling.get(LONGEST), least=int(kind != "llama3")))
+        fields["original_context"] = math.ceil(number(ORIGINAL, scaling.get(LONGEST), least=int(kind != "llama3")))
     if kind == "longrope" and scaling.get("factor") is None:
         scaling["factor"] = number(LONGEST) / fields["original_context"]
     fields |= {option: number(option) for option in NEEDED[kind]}
