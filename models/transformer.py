@@ -111,7 +111,7 @@ def backbone(
 
     def attend(window, q_BTNH, k_BTKH, v_BTKH):
         pattern = Pattern(window=window)
-        how = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
+        how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         rows = q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT
         return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
