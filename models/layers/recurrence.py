@@ -9,7 +9,8 @@ and d_ij that of the tokens after j up to i:
     out_i = e^(c_i) q_i S + sum over j <= i of e^(d_ij) (q_i . k_j) W_j
     S' = e^(c_C) S + sum over j of e^(d_Cj) k_j^T W_j
 
-A decay over the start of a sequence is 0, by masks: a large negative g would spoil the sums.
+Decays over the start of a sequence are 0, by masks: a large negative g there would spoil the sums. In shapes, L blocks
+have M chunks each, and G keys serve R heads each.
 """
 
 from functools import partial
@@ -21,22 +22,25 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 STATES = "states"  # checkpoint name of the states at the starts of chunks, for rematerialisation policies
-CHUNK, ELSEWHERE = 32, 64  # tokens per chunk on a CPU and off it
-BLOCK = 256  # tokens computed at once, roughly
+# Tokens per chunk and, of all rows together, per block. A block's arrays should stay in a core's cache; elsewhere, many
+# matmuls at once keep a device busy.
+CPU, ELSEWHERE = (32, 128), (64, 4096)
 
 
 class Chunks(NamedTuple):
-    """M chunks of B rows, in fp32 or wider. N heads share G keys, R = N / G each.
+    """The terms of the recurrence, in fp32 or wider.
 
     Attributes:
-      q_MBGCK, k_MBGCK: queries and keys.
+      q_MBGRCK, k_MBGRCK: queries and keys; R may be 1.
       pair_MBGRCC: e^(d_ij) (q_i . k_j), 0 for j > i.
-      start_MBGRC: e^(c_i); end_MBGRC: e^(d_Cj); whole_MBGR: e^(c_C).
-      u_MBGRCV, y_MBGRCK: U and Y; no y = 0.
+      start_MBGRC: e^(c_i).
+      end_MBGRC: e^(d_Cj).
+      whole_MBGR: e^(c_C).
+      u_MBGRCV, y_MBGRCK: U and Y; None = no Y.
     """
 
-    q_MBGCK: Any
-    k_MBGCK: Any
+    q_MBGRCK: Any
+    k_MBGRCK: Any
     pair_MBGRCC: Any
     start_MBGRC: Any
     end_MBGRC: Any
@@ -46,109 +50,111 @@ class Chunks(NamedTuple):
 
 
 def run(prepare, inputs, segment_BT, chunk: int | None):
-    """Runs a recurrence over rows of packed sequences, from S = 0 at each sequence's start.
+    """Runs a recurrence from S = 0 at the start of every sequence.
 
-    The backward pass keeps the inputs and the state at each chunk's start; chunks are prepared again.
+    Memory is linear in T: the backward pass keeps the inputs and the state at each chunk's start, and prepares one
+    block of chunks at a time again. Differentiable once, in reverse mode.
 
     Args:
-      prepare: makes Chunks from the inputs, each [M, B, N, C, ...], segment_MBC, and before_MB, the segment of the
-        token before each chunk.
-      inputs: arrays [B, T, N, ...].
+      prepare: prepare(*inputs, segment_MBC, before_MB) returns Chunks; the inputs of a block are [M, B, G, R, C, ...],
+        before_MB is the segment of the token before each chunk.
+      inputs: arrays [B, T, N, ...], N = G or G R; the first has G.
       chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
 
     Returns:
-      out_BTNV; the state after each row, [B, G, R, K, V].
+      out_BTNV; state_BNKV after the last token of each row.
     """
-    T = segment_BT.shape[1]
-    C = min(chunk or (CHUNK if jax.default_backend() == "cpu" else ELSEWHERE), T)
-    blocks = -(-T // max(BLOCK, C))
+    (B, T), G = segment_BT.shape, inputs[0].shape[2]
+    size, tokens = CPU if jax.default_backend() == "cpu" else ELSEWHERE
+    C = min(chunk or size, T)
+    blocks = -(-T // max(tokens // B, C))
     fill = -T % (blocks * C)
 
-    def split(x_BT, mode="constant"):
+    def split(x_BT, mode):
         x_BT = jnp.pad(x_BT, ((0, 0), (0, fill), *((0, 0),) * (x_BT.ndim - 2)), mode=mode)
-        return x_BT.reshape(x_BT.shape[0], blocks, -1, C, *x_BT.shape[2:]).transpose(1, 2, 0, *range(3, x_BT.ndim + 2))
+        return jnp.moveaxis(x_BT.reshape(B, blocks, -1, C, *x_BT.shape[2:]), 0, 2)
+
+    def heads_first(x_BTN):
+        x_BTGR = x_BTN.reshape(B, T, G, -1, *x_BTN.shape[3:])
+        return jnp.moveaxis(split(x_BTGR, "constant"), 3, 5)
 
     segment_LMBC = split(segment_BT, "edge")
     last_LMB = segment_LMBC[..., -1]
-    before_LMB = jnp.roll(last_LMB.reshape(-1, last_LMB.shape[-1]), 1, 0).reshape(last_LMB.shape)
-    parts = tuple(split(x).swapaxes(3, 4) for x in inputs)
-    out_LMBGRCV, state = _run(prepare, parts, (segment_LMBC, before_LMB))
-    L, M, B, G, R, _, V = out_LMBGRCV.shape
-    out_BTNV = out_LMBGRCV.transpose(2, 0, 1, 5, 3, 4, 6).reshape(B, L * M * C, G * R, V)[:, :T]
-    return out_BTNV, state
+    before_LMB = jnp.roll(last_LMB.reshape(-1, B), 1, 0).reshape(last_LMB.shape)  # the first of all meets S = 0
+    out_LMBGRCV, state_BGRKV = _run(prepare, tuple(map(heads_first, inputs)), (segment_LMBC, before_LMB))
+    out_BLMCGRV = jnp.moveaxis(out_LMBGRCV, (2, 5), (0, 3))
+    out_BTNV = out_BLMCGRV.reshape(B, T + fill, -1, out_LMBGRCV.shape[-1])[:, :T]
+    return out_BTNV, state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
 
 
-def decays(g_MBNC, segment_MBC, before_MB):
-    """(e^(d_ij) [M, B, N, C, C], e^(c_i) [M, B, N, C], e^(d_Cj) [M, B, N, C], e^(c_C) [M, B, N]).
+def decays(g_MBGRC, segment_MBC, before_MB):
+    """(e^(d_ij), 0 for j > i, [M, B, G, R, C, C], e^(c_i) [M, B, G, R, C], e^(d_Cj) likewise, e^(c_C) [M, B, G, R]).
 
-    Each d_ij is a sum of its own: differences of running sums cancel, the more so the longer the chunk and the stronger
-    the gates. One matmul with a constant of zeros and ones makes the sums.
+    Each d_ij is a sum of its own: differences of running sums cancel, and their error grows with the chunk and the
+    gates. A matmul with zeros and ones makes the sums.
     """
-    C = g_MBNC.shape[-1]
+    C = g_MBGRC.shape[-1]
     token, i, j = np.ogrid[:C, :C, :C]
-    between_CX = ((j < token) & (token <= i)).reshape(C, C * C).astype(g_MBNC.dtype)
-    sum_MBNCC = jax.lax.dot(g_MBNC.reshape(-1, C), between_CX, precision="highest").reshape(*g_MBNC.shape, C)
+    between_CX = ((j < token) & (token <= i)).reshape(C, C * C).astype(g_MBGRC.dtype)
+    sum_MBGRX = jnp.tensordot(g_MBGRC, between_CX, 1, precision="highest")
+    sum_MBGRCC = sum_MBGRX.reshape(*g_MBGRC.shape, C)
     sees_MBCC = (segment_MBC[..., None] == segment_MBC[..., None, :]) & np.tri(C, dtype=bool)[None, None]
-    goes_on_MBC = segment_MBC == before_MB[..., None]
-    pair_MBNCC = jnp.where(sees_MBCC[:, :, None], jnp.exp(sum_MBNCC), 0)
-    start_MBNC = jnp.where(goes_on_MBC[:, :, None], jnp.exp(sum_MBNCC[..., 0] + g_MBNC[..., :1]), 0)
-    return pair_MBNCC, start_MBNC, pair_MBNCC[..., -1, :], start_MBNC[..., -1]
+    continues_MBC = segment_MBC == before_MB[..., None]
+    pair_MBGRCC = jnp.where(sees_MBCC[:, :, None, None], jnp.exp(sum_MBGRCC), 0)
+    start_MBGRC = jnp.where(continues_MBC[:, :, None, None], jnp.exp(sum_MBGRCC[..., 0] + g_MBGRC[..., :1]), 0)
+    return pair_MBGRCC, start_MBGRC, pair_MBGRCC[..., -1, :], start_MBGRC[..., -1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(prepare, parts, where):
-    return _run_forward(prepare, parts, where)[0]
+def _run(prepare, inputs, where):
+    return _forward(prepare, inputs, where)[0]
 
 
-def _run_forward(prepare, parts, where):
+def _forward(prepare, inputs, where):
     def block(state, given):
-        parts, where = given
-        chunks = prepare(*parts, *where)
-        state, states = jax.lax.scan(lambda state, one: (_after(state, one), state), state, chunks)
+        chunks = prepare(*given)
+        state, states = jax.lax.scan(lambda state, chunk: (_next(state, chunk), state), state, chunks)
         return state, (_out(states, chunks), states)
 
-    one = jax.eval_shape(lambda parts, where: prepare(*parts, *where), *jax.tree.map(lambda x: x[0], (parts, where)))
-    *front, _, V = one.u_MBGRCV.shape[1:]
-    zero = jnp.zeros((*front, one.k_MBGCK.shape[-1], V), one.u_MBGRCV.dtype)
-    last, (out, states) = jax.lax.scan(block, zero, (parts, where))
-    return (out, last), (parts, where, checkpoint_name(states, STATES))
+    given = *inputs, *where
+    one = jax.eval_shape(prepare, *(x[0] for x in given))
+    zero = jnp.zeros((*one.u_MBGRCV.shape[1:4], one.k_MBGRCK.shape[-1], one.u_MBGRCV.shape[-1]), one.u_MBGRCV.dtype)
+    last, (out, states) = jax.lax.scan(block, zero, given)
+    return (out, last), (inputs, where, checkpoint_name(states, STATES))
 
 
-def _run_backward(prepare, kept, grads):
-    parts, where, states = kept
-    dout, dlast = grads
+def _backward(prepare, kept, grads):
+    def before(dnext, given):
+        dread, chunk = given
+        [dstate] = jax.vjp(lambda state: _next(state, chunk), jnp.zeros_like(dnext))[1](dnext)
+        return dread + dstate, dnext
 
-    def back(dafter, given):
-        dread, one = given
-        [dstate] = jax.vjp(lambda state: _after(state, one), jnp.zeros_like(dafter))[1](dafter)
-        return dread + dstate, dafter
-
-    def block(dlast, given):
-        parts, where, states, dout = given
-        chunks, to_parts = jax.vjp(lambda *parts: prepare(*parts, *where), *parts)
+    def block(dnext, given):
+        inputs, where, states, dout = given
+        chunks, to_inputs = jax.vjp(lambda *inputs: prepare(*inputs, *where), *inputs)
         [dread] = jax.vjp(lambda states: _out(states, chunks), states)[1](dout)
-        dfirst, dafter = jax.lax.scan(back, dlast, (dread, chunks), reverse=True)
-        [dchunks] = jax.vjp(lambda chunks: (_out(states, chunks), _after(states, chunks)), chunks)[1]((dout, dafter))
-        return dfirst, to_parts(dchunks)
+        dfirst, dnexts = jax.lax.scan(before, dnext, (dread, chunks), reverse=True)
+        [dchunks] = jax.vjp(lambda chunks: (_out(states, chunks), _next(states, chunks)), chunks)[1]((dout, dnexts))
+        return dfirst, to_inputs(dchunks)
 
-    _, dparts = jax.lax.scan(block, dlast, (parts, where, states, dout), reverse=True)
-    return dparts, None
-
-
-_run.defvjp(_run_forward, _run_backward)
+    dout, dlast = grads
+    _, dinputs = jax.lax.scan(block, dlast, (*kept, dout), reverse=True)
+    return dinputs, None
 
 
-def _written(state, one):
+_run.defvjp(_forward, _backward)
+
+
+def _written(state, chunk: Chunks):
     """W."""
-    return one.u_MBGRCV if one.y_MBGRCK is None else one.u_MBGRCV - one.y_MBGRCK @ state
+    return chunk.u_MBGRCV if chunk.y_MBGRCK is None else chunk.u_MBGRCV - chunk.y_MBGRCK @ state
 
 
-def _out(state, one):
-    read = jnp.einsum("...GCK,...GRKV->...GRCV", one.q_MBGCK, state)
-    return one.start_MBGRC[..., None] * read + one.pair_MBGRCC @ _written(state, one)
+def _out(state, chunk: Chunks):
+    return chunk.start_MBGRC[..., None] * (chunk.q_MBGRCK @ state) + chunk.pair_MBGRCC @ _written(state, chunk)
 
 
-def _after(state, one):
+def _next(state, chunk: Chunks):
     """S'."""
-    kept = one.end_MBGRC[..., None] * _written(state, one)
-    return one.whole_MBGR[..., None, None] * state + jnp.einsum("...GCK,...GRCV->...GRKV", one.k_MBGCK, kept)
+    kept = chunk.end_MBGRC[..., None] * _written(state, chunk)
+    return chunk.whole_MBGR[..., None, None] * state + chunk.k_MBGRCK.mT @ kept
