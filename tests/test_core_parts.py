@@ -4,12 +4,14 @@ import base64
 import dataclasses
 import json
 import pickle
+import tracemalloc
 
 import fused
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 import torch
 
 from areax import models
@@ -185,6 +187,28 @@ def test_export_load_export_is_bit_identical(tmp_path, dtype):
     assert files(tmp_path / "a") == files(tmp_path / "b") == files(tmp_path / "c") == files(tmp_path / "d")
     assert hf.manifest(config, params, dtype) == json.loads((tmp_path / "a/manifest.json").read_text())
     assert hf.verify(tmp_path / "a")
+
+
+def test_no_second_copy_is_held(tmp_path):
+    """Loading holds the largest leaf, and saving two tensors, one of which is being made."""
+    wide = dict(hidden_size=128, intermediate_size=512, num_attention_heads=80, num_key_value_heads=40)
+    config = models.config_from_hf(fused.HF | wide | dict(model_type="phi3", num_hidden_layers=8))
+    params = tiny.weights(models.table(config), 0.02)
+    leaf, tensor = params["stacks"][0]["up"].nbytes, 2 * 512 * 128 * 4
+    path = hf.save(tmp_path / "model", config, params, "float32")
+    hf.load(path)  # imports and compilation
+    peaks = [traced(lambda: hf.load(path)), traced(lambda: hf.save(tmp_path / "again", config, params, "float32"))]
+    assert peaks[0] < 2.5 * leaf < 0.5 * sum(x.nbytes for x in jax.tree.leaves(params))  # JAX frees it during the next
+    assert peaks[1] < 2.5 * tensor < leaf
+
+
+def traced(run):
+    """The most memory that was held at a time, in bytes."""
+    tracemalloc.start()
+    kept = run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak if kept else 0
 
 
 def test_mapped_leaves_are_read_from_the_file(tmp_path):
