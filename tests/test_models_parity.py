@@ -460,6 +460,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(family, options):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "got True and 0"),
         ("qwen3", {"layer_types": ["full_attention"] * 2}, "each of 3 layers, got 2"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
+        ("phi3", {"sliding_window": 0}, "sliding_window must be at least 1, or null, got 0"),
         (
             "qwen3_moe",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
@@ -492,6 +493,30 @@ def test_options_that_are_not_implemented_are_refused_by_name(family, option, wo
     (tmp_path / "config.json").write_text(json.dumps(least | option))
     with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{words}"):
         hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}, "rope_type .*longrope"),
+        ({"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
+        ({"embd_pdrop": 0.1}, "embd_pdrop .*0.1"),
+    ],
+)
+def test_options_of_phi3_that_are_not_implemented_are_refused(option, words):
+    with pytest.raises(ValueError, match=f"config.json: {words}"):
+        models.config_from_hf(dict(TINY, model_type="phi3", num_attention_heads=4) | option)
+
+
+def test_phi3_has_the_defaults_of_transformers():
+    theirs = transformers.AutoConfig.for_model("phi3")
+    config = models.config_from_hf(dict(TINY, model_type="phi3", num_attention_heads=4))
+    assert (config.norm_eps, config.context, config.window) == (
+        theirs.rms_norm_eps,
+        theirs.max_position_embeddings,
+        None,
+    )
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"] and config.tied == theirs.tie_word_embeddings
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
