@@ -424,6 +424,30 @@ def test_options_that_are_not_implemented_are_refused_by_name(family, option, wo
         hf.load(tmp_path)
 
 
+MIXTURE = dict(TINY, model_type="mixtral", num_attention_heads=8, num_local_experts=4, num_experts_per_tok=2)
+
+
+def test_mixtral_has_the_defaults_of_transformers():
+    config, theirs = models.config_from_hf(MIXTURE), transformers.MixtralConfig(**MIXTURE)
+    assert config.kv_heads == theirs.num_key_value_heads and config.norm_eps == theirs.rms_norm_eps
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"] and config.context == theirs.max_position_embeddings
+    assert config.window is theirs.sliding_window is None and config.expert_ffn == theirs.intermediate_size
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_experts 4, got 5"),
+        ({"num_local_experts": None}, "mixtral needs num_local_experts, got None"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, or null, got 0"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0, got 0.1"),
+    ],
+)
+def test_impossible_mixtures_are_refused(option, words):
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        models.config_from_hf(MIXTURE | option)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize(
     "option, words",

@@ -79,6 +79,14 @@ def prompts(seed, lengths):
     return [tuple(rng.integers(0, TINY["vocab_size"], n).tolist()) for n in lengths]
 
 
+def test_matrices_are_turned_for_decoding_but_biases_of_experts_are_not():
+    stack = {"router": np.ones((2, 3, 4), np.float32), "expert_up_bias": np.ones((2, 3, 5), np.float32)}
+    top = {"embed": np.ones((6, 4), np.float32), "norm": np.ones(4, np.float32)}
+    layers = decode.stage({**top, "stacks": [stack]}, jax.devices()[0])["layers"]
+    assert [layer["router"].weight.shape for layer in layers] == [(4, 3)] * 2
+    assert [layer["expert_up_bias"].shape for layer in layers] == [(3, 5)] * 2
+
+
 LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, and a partial one over several cache chunks
 
 
