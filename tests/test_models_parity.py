@@ -19,6 +19,8 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
+from areax.models import qwen3_moe
+from areax.models.layers import moe
 
 TINY = dict(vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=3, initializer_range=0.2)
 # Settings that a reader of config.json could get wrong without noticing.
@@ -430,14 +432,15 @@ MIXTURE = dict(TINY, model_type="mixtral", num_attention_heads=8, num_local_expe
 def test_mixtral_has_the_defaults_of_transformers():
     config, theirs = models.config_from_hf(MIXTURE), transformers.MixtralConfig(**MIXTURE)
     assert config.kv_heads == theirs.num_key_value_heads and config.norm_eps == theirs.rms_norm_eps
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"] and config.context == theirs.max_position_embeddings
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.context == theirs.max_position_embeddings
     assert config.window is theirs.sliding_window is None and config.expert_ffn == theirs.intermediate_size
 
 
 @pytest.mark.parametrize(
     "option, words",
     [
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_experts 4, got 5"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_local_experts 4, got 5"),
         ({"num_local_experts": None}, "mixtral needs num_local_experts, got None"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, or null, got 0"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0, got 0.1"),
@@ -446,6 +449,15 @@ def test_mixtral_has_the_defaults_of_transformers():
 def test_impossible_mixtures_are_refused(option, words):
     with pytest.raises(ValueError, match=f"config.json: .*{words}"):
         models.config_from_hf(MIXTURE | option)
+
+
+@pytest.mark.parametrize("groups, kept, top_k", [(3, 2, 2), (8, 4, 2), (4, 1, 3)])
+def test_impossible_groups_are_refused(groups, kept, top_k):
+    """Of 8 experts: groups of different sizes, of one expert, too few experts in those that are kept."""
+    hf = dict(num_experts=8, num_experts_per_tok=top_k, moe_intermediate_size=8)
+    base, router = models.config_from_hf(dict(MIXTURE, model_type="llama")), moe.Router(groups=groups, kept_groups=kept)
+    with pytest.raises(ValueError, match=f"n_group must divide num_experts 8 .* got n_group {groups} and topk_group"):
+        qwen3_moe.sparse(qwen3_moe.Config, base, hf, router)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
