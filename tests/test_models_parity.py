@@ -451,6 +451,14 @@ def test_impossible_mixtures_are_refused(option, words):
         models.config_from_hf(MIXTURE | option)
 
 
+def test_the_names_of_mixtrals_module_are_read(tmp_path):
+    model = reference("mixtral")
+    model.save_pretrained(tmp_path)
+    config, params = hf.load(tmp_path)
+    same = torch_dicts.from_state_dict(config, model.state_dict())[1]
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
+
+
 @pytest.mark.parametrize("groups, kept, top_k", [(3, 2, 2), (8, 4, 2), (4, 1, 3)])
 def test_impossible_groups_are_refused(groups, kept, top_k):
     """Of 8 experts: groups of different sizes, of one expert, too few experts in those that are kept."""
