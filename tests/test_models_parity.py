@@ -19,8 +19,8 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
-from areax.models.attention.pattern import Pattern
 from areax.models import qwen3_moe
+from areax.models.attention.pattern import Pattern
 from areax.models.layers import moe
 
 TINY = dict(
