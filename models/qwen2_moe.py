@@ -18,7 +18,7 @@ class Config(qwen3_moe.Config):
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
     base = dense.config(hf, "qwen2_moe", qkv_bias=hf.get("qkv_bias", True))
-    return qwen3_moe.sparse(Config, base, hf, shared_ffn="shared_expert_intermediate_size")
+    return qwen3_moe.sparse(Config, base, hf, qwen3_moe.router(hf), shared_ffn="shared_expert_intermediate_size")
 
 
 def to_hf(config: Config) -> dict:
@@ -40,4 +40,4 @@ def table(config: Config) -> Table:
         "shared_down": Param("embed shared_ffn", (f"{at}.down_proj.weight",), out),
         "shared_router": Param("one embed", (f"{at}_gate.weight",), std),
     }
-    return qwen3_moe.with_experts(config, dense.table(config, qk_norm=False), shared, shared_ffn=config.shared_ffn)
+    return qwen3_moe.with_experts(config, dense.table(config), shared, shared_ffn=config.shared_ffn)

@@ -15,6 +15,7 @@ import pytest
 from areax import models
 from areax.core import balance, losses, metrics, packing, param, step
 from areax.models.attention import chunked
+from areax.models.attention.pattern import Pattern
 from areax.parallel import batches as place
 from areax.parallel import context, experts, mesh, ring, rules
 from areax.rollout.types import Sample
@@ -47,6 +48,24 @@ FAMILIES = {
         initializer_range=0.3,
     ),
     "qwen3 window": COMMON | dict(model_type="qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3_5_text": COMMON
+    | dict(
+        model_type="qwen3_5_text",
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=12,
+        linear_value_head_dim=10,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    ),
+    "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
     "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
 }
 LAYOUTS = {
@@ -234,8 +253,9 @@ def test_the_compiled_step_communicates_what_its_method_states(how):
 @pytest.mark.parametrize("window, calls", [(None, "all-gather"), (7, "collective-permute"), (44, "all-gather")])
 def test_gather_fetches_only_keys_within_the_window(window, calls):
     """Six positions a device: a window of 7 reaches one device, one of 44 all of them."""
-    causal = partial(chunked.causal, window=window)
-    attend = partial(context.attention, causal, None, method="gather", window=window)
+    pattern = Pattern(window=window)
+    causal = partial(chunked.causal, pattern=pattern)
+    attend = partial(context.attention, causal, None, method="gather", pattern=pattern)
     x, place = jax.ShapeDtypeStruct((1, LENGTH, 2, 8), jnp.float32), jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
     with jax.set_mesh(mesh.make(mesh.Layout(cp=8))):
         text = jax.jit(attend).lower(x, x, x, place, place).compile().as_text()

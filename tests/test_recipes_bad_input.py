@@ -504,10 +504,12 @@ def test_a_model_with_an_impossible_option_is_one_line(capsys, place, tmp_path, 
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": ["linear"]}, "rope_type must be default, linear or llama3, got ['linear']"),
+        ({"rope_type": ["linear"]}, "longrope or proportional, got ['linear'], which is not implemented"),
+        ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
+         "short_factor must be 8 numbers, half of the 16 entries of a head that turn, got 1"),
         ({"rope_type": "linear", "factor": 10**400}, "factor of rope_type linear must be a number above 0"),
     ],
-)
+)  # fmt: skip
 def test_impossible_rope_scaling_is_one_line(capsys, place, tmp_path, scaling, message):
     source = json.loads((place / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**source, "rope_scaling": scaling, "rope_parameters": None}))

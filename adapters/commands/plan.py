@@ -115,8 +115,9 @@ def _refuse(config, settings) -> None:
     balance, rank = getattr(config, "balance", None), getattr(getattr(config, "lora", None), "rank", 0)
     objective = _objective(config)
     policy = isinstance(objective, losses.Policy)
+    windows = [i for i, layer in enumerate(settings.records) if layer.pattern.window is not None]
     for known, what in (
-        (not any(settings.windows), f"sliding windows (layers {list(settings.window_layers)})"),
+        (not windows, f"sliding windows (layers {windows})"),
         (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
         (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
         (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
