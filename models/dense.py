@@ -314,6 +314,7 @@ def table(config: Config, norms: Mapping[str, tuple[str, str]] = BEFORE) -> Tabl
         "one": 1,
         "heads": config.heads * config.head_dim,
         "kv_heads": config.kv_heads * config.head_dim,
+        "query_heads": config.heads,
     }  # fmt: skip
     stacks = tuple(Stack(layers, block) for layers in param.stacks(config.records))
     return Table(top, stacks, dims)
@@ -348,7 +349,8 @@ def block(x_BTD, w, mixer: Mixer, config: Config, routing=None, mlp=mlp):
         return rms_norm(x, w[name], config.norm_eps, config.norm_offset) if name in w else x
 
     h_BTD = norm(x_BTD, "norm1")
-    a_BTNV = mixer.attend(*queries_keys_values(h_BTD, w, mixer, config))
+    sinks = (w["sinks"],) if "sinks" in w else ()
+    a_BTNV = mixer.attend(*queries_keys_values(h_BTD, w, mixer, config), *sinks)
     out_BTD = checkpoint_name(linear(flat(a_BTNV), w["o"], w.get("o_bias")), "attention_out")
     x_BTD = add(x_BTD, norm(out_BTD, "norm1_after"), config)
     out_BTD, report = mlp(norm(x_BTD, "norm2"), w, config, routing=routing)

@@ -1,8 +1,12 @@
 """The model families. Each is a module with `config`, `to_hf`, `table`, `embed` and `block`."""
 
 from . import (
+    glm4,
+    glm4_moe,
+    gpt_oss,
     granite,
     llama,
+    minimax_m2,
     ministral3,
     mistral,
     mixtral,
@@ -20,8 +24,12 @@ from . import (
 
 # config.json's model_type -> module
 FAMILIES = {
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
     "granite": granite,
     "llama": llama,
+    "minimax_m2": minimax_m2,
     "ministral3": ministral3,
     "mistral": mistral,
     "mixtral": mixtral,

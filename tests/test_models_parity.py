@@ -19,9 +19,7 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
-from areax.models import qwen3_moe
 from areax.models.attention.pattern import Pattern
-from areax.models.layers import moe
 
 TINY = dict(
     vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=3, initializer_range=0.2,
@@ -105,6 +103,45 @@ CASES: dict[str, dict] = {
         rope_parameters={"rope_type": "default", "rope_theta": 5e4}, num_local_experts=6, num_experts_per_tok=3,
         sliding_window=7,
     ),
+    "glm4_moe": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, attention_bias=True, use_qk_norm=True,
+        tie_word_embeddings=False, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        first_k_dense_replace=1, n_routed_experts=9, num_experts_per_tok=3, n_group=3, topk_group=2, n_shared_experts=2,
+        moe_intermediate_size=28, norm_topk_prob=True, routed_scaling_factor=1.7,
+    ),
+    "glm4_moe not normalised": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=14, attention_bias=False, use_qk_norm=False,
+        tie_word_embeddings=True, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        first_k_dense_replace=2, n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1,
+        moe_intermediate_size=20, norm_topk_prob=False, routed_scaling_factor=0.8,
+    ),
+    "gpt_oss": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        sliding_window=6, num_local_experts=6, num_experts_per_tok=3, swiglu_limit=1.5, swiglu_alpha=1.3,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16,
+            "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+        },
+    ),
+    "gpt_oss tied": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=14, attention_bias=False, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, sliding_window=9, num_local_experts=5, num_experts_per_tok=2, swiglu_limit=0.7,
+    ),
+    "minimax_m2": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, rotary_dim=8, tie_word_embeddings=False,
+        rms_norm_eps=1e-3, rope_theta=500.0, num_local_experts=6, num_experts_per_tok=3,
+    ),
+    "glm4": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, attention_bias=True, tie_word_embeddings=False,
+        rms_norm_eps=1e-3, rope_parameters={"rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.67},
+        eos_token_id=[5, 7],
+    ),
+    "glm4 tied": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=14, attention_bias=False, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, eos_token_id=5,
+    ),
     "llama tied": dict(
         num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -166,8 +203,8 @@ def perturbed(model):
     """Norms away from one, biases from zero: else half of a model's weights could be ignored unnoticed."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
+        for name, weight in model.state_dict().items():
+            if weight.ndim == 1 or name.endswith("_bias"):
                 weight += 0.4 * torch.randn(weight.shape, generator=generator)
     return model.eval()
 
@@ -244,6 +281,8 @@ MIXTRAL = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3")
 
 def experts_apart(named, family):
     """A module holds all experts of a layer in one tensor, a checkpoint each in its own, in Mixtral by other names."""
+    if family == "gpt_oss":
+        return named
     out = {}
     for name, x in named.items():
         if name.endswith("experts.gate_up_proj"):
@@ -254,7 +293,7 @@ def experts_apart(named, family):
             out |= {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": x[e] for e in range(len(x))}
         else:
             out[name] = x
-    for old, new in MIXTRAL if family == "mixtral" else ():
+    for old, new in MIXTRAL if family in ("mixtral", "minimax_m2") else ():
         out = {name.replace(old, new): x for name, x in out.items()}
     return out
 
@@ -271,7 +310,9 @@ def test_gradients(case):
     logits = theirs(case.model, tokens())
     target = torch.from_numpy(tokens()[:, 1:]).flatten()
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target).backward()
-    wanted = {name: weight.grad.numpy() for name, weight in case.model.named_parameters()}
+    fixed = case.model.state_dict().keys() & dict(case.model.named_buffers()).keys()
+    wanted = {name: np.zeros(case.model.get_buffer(name).shape) for name in fixed}
+    wanted |= {name: weight.grad.numpy() for name, weight in case.model.named_parameters()}
     wanted = experts_apart(wanted, case.config.family)
     specs, arrays = hf.to_tensors(case.config, case.gradient, "float32")
     got = dict(zip(specs, arrays, strict=True))
@@ -307,7 +348,8 @@ def test_transformers_reads_what_we_write(case, tmp_path, dtype):
     got = model.state_dict()
     assert got.keys() == wanted.keys()
     for name, x in wanted.items():
-        assert torch.equal(got[name], x.to(getattr(torch, dtype))), name
+        kept = "e_score_correction_bias" in name and got[name].dtype == torch.float32
+        assert torch.equal(got[name], x if kept else x.to(getattr(torch, dtype))), name
     if dtype == "float32":
         with torch.no_grad():
             assert torch.equal(theirs(model.eval(), tokens()), theirs(case.model, tokens()))
@@ -334,6 +376,8 @@ def old_spelling(config_json):
     rope = dict(config_json["rope_parameters"])
     rope = dict(rope.get("full_attention", rope))  # of sliding layers only theta could be stated
     old["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
     if kind == "linear":
         old["rope_scaling"] = {"type": kind, **rope}
@@ -526,11 +570,16 @@ LEAST = dict(
 )  # fmt: skip
 
 
+EIGHT = dict(n_routed_experts=8, num_local_experts=8, num_experts=8)
+LEAST_OF: dict[str, dict] = {"glm4_moe": EIGHT, "gpt_oss": EIGHT, "minimax_m2": EIGHT}
+
+
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_a_family_has_the_defaults_of_transformers(family):
     """A config.json that leaves out what it may means what it means there."""
-    ours = models.config_from_hf(LEAST | {"model_type": family})
-    theirs = models.config_from_hf(transformers.AutoConfig.for_model(family, **LEAST).to_dict())
+    least = LEAST | LEAST_OF.get(family, {})
+    ours = models.config_from_hf(least | {"model_type": family})
+    theirs = models.config_from_hf(transformers.AutoConfig.for_model(family, **least).to_dict())
     ignored = dict(source="", eos=(), prefix="")
     assert dataclasses.replace(ours, **ignored) == dataclasses.replace(theirs, **ignored)
 
@@ -560,13 +609,29 @@ def test_the_names_of_mixtrals_module_are_read(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
 
 
-@pytest.mark.parametrize("groups, kept, top_k", [(3, 2, 2), (8, 4, 2), (4, 1, 3)])
-def test_impossible_groups_are_refused(groups, kept, top_k):
-    """Of 8 experts: groups of different sizes, of one expert, too few experts in those that are kept."""
-    hf = dict(num_experts=8, num_experts_per_tok=top_k, moe_intermediate_size=8)
-    base, router = models.config_from_hf(dict(MIXTURE, model_type="llama")), moe.Router(groups=groups, kept_groups=kept)
-    with pytest.raises(ValueError, match=f"n_group must divide num_experts 8 .* got n_group {groups} and topk_group"):
-        qwen3_moe.sparse(qwen3_moe.Config, base, hf, router)
+@pytest.mark.parametrize(
+    "family, option, words",
+    [
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4 weights are not implemented.*bfloat16"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "weights must not be quantised.*fp8"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ("gpt_oss", {"num_local_experts": None}, "gpt_oss needs num_local_experts, got None"),
+        ("glm4_moe", {"n_shared_experts": None}, "n_shared_experts must be at least 1, got None"),
+        ("glm4_moe", {"n_routed_experts": 1}, "num_experts_per_tok must be at most n_routed_experts 1, got 2"),
+        ("glm4_moe", {"topk_group": 2}, "topk_group must be at most n_group 1, got 2"),
+        ("glm4_moe", {"n_group": 3}, "n_group must divide n_routed_experts 8 .*, got 3 and 1"),
+        ("glm4_moe", {"n_group": 8}, "into groups of 2 or more, .*, got 8 and 1"),
+        ("glm4_moe", {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok 3 experts, got 4 and 1"),
+        ("glm4_moe", {"routed_scaling_factor": "2"}, "routed_scaling_factor must be a finite number"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0, got 8"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list must be 1, .*, got \[1, 0, 1\]"),
+        ("minimax_m2", {"rotary_dim": 256}, "partial_rotary_factor must be .* at most 1, got 2.0"),
+    ],
+)
+def test_options_of_one_family_that_are_not_implemented_are_refused(family, option, words):
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        models.config_from_hf(LEAST | dict(model_type=family) | LEAST_OF[family] | option)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])

@@ -44,6 +44,22 @@ CASES = {
         sliding_window=21, max_window_layers=1,
     ),
     "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
+    "glm4_moe": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, use_qk_norm=True,
+        n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=24,
+        norm_topk_prob=False, routed_scaling_factor=1.5,
+    ),
+    "gpt_oss": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, sliding_window=21,
+        num_local_experts=6, num_experts_per_tok=2, swiglu_limit=1.0,
+    ),
+    "minimax_m2": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=12, rotary_dim=8, tie_word_embeddings=False,
+        num_local_experts=6, num_experts_per_tok=2,
+    ),
+    "glm4": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, pad_token_id=None,
+    ),
     "llama": dict(
         num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True,
         rope_parameters={
