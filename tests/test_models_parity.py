@@ -142,6 +142,53 @@ CASES: dict[str, dict] = {
         num_attention_heads=3, num_key_value_heads=1, head_dim=14, attention_bias=False, tie_word_embeddings=True,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, eos_token_id=5,
     ),
+    "deepseek_v3": dict(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=18, kv_lora_rank=14, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=16, attention_bias=True, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        n_routed_experts=9, n_group=3, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20,
+        n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=1.7,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16,
+            "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0, "beta_slow": 1.0,
+        },
+    ),
+    "deepseek_v3 halves": dict(
+        num_attention_heads=3, num_key_value_heads=3, q_lora_rank=None, kv_lora_rank=14, qk_nope_head_dim=8,
+        qk_rope_head_dim=10, v_head_dim=6, rope_interleave=False, tie_word_embeddings=False, n_routed_experts=5,
+        n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=20, n_shared_experts=1,
+        first_k_dense_replace=0, norm_topk_prob=False, rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
+    "deepseek_v2": dict(
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=18, kv_lora_rank=14, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=16, attention_bias=True, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        n_routed_experts=9, n_group=3, topk_group=2, topk_method="group_limited_greedy", num_experts_per_tok=3,
+        moe_intermediate_size=20, n_shared_experts=2, first_k_dense_replace=2, routed_scaling_factor=3.0,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16,
+            "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 4.0, "beta_slow": 1.0,
+        },
+    ),
+    "deepseek_v2 greedy": dict(
+        num_attention_heads=3, num_key_value_heads=3, q_lora_rank=None, kv_lora_rank=14, qk_nope_head_dim=8,
+        qk_rope_head_dim=10, v_head_dim=6, tie_word_embeddings=False, n_routed_experts=6, n_group=3, topk_group=1,
+        num_experts_per_tok=3, moe_intermediate_size=20, n_shared_experts=1, first_k_dense_replace=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+    ),
+    "llama4_text": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, rms_norm_eps=1e-3,
+        intermediate_size_mlp=52, num_local_experts=6, num_experts_per_tok=1, interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1], attention_chunk_size=7, floor_scale=5, attn_scale=0.3,
+        rope_parameters={  # both factors are equal in Scout
+            "rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama4_text biases": dict(
+        num_attention_heads=6, num_key_value_heads=2, head_dim=14, tie_word_embeddings=False, attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0}, intermediate_size_mlp=52, num_local_experts=5,
+        num_experts_per_tok=2, no_rope_layers=[0, 1, 1], attn_temperature_tuning=False, use_qk_norm=False,
+        layer_types=["chunked_attention", "full_attention", "chunked_attention"], attention_chunk_size=11,
+    ),
     "llama tied": dict(
         num_attention_heads=2, num_key_value_heads=2, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
         rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -281,7 +328,7 @@ MIXTRAL = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3")
 
 def experts_apart(named, family):
     """A module holds all experts of a layer in one tensor, a checkpoint each in its own, in Mixtral by other names."""
-    if family == "gpt_oss":
+    if family in ("gpt_oss", "llama4_text"):
         return named
     out = {}
     for name, x in named.items():
@@ -571,10 +618,13 @@ LEAST = dict(
 
 
 EIGHT = dict(n_routed_experts=8, num_local_experts=8, num_experts=8)
-LEAST_OF: dict[str, dict] = {"glm4_moe": EIGHT, "gpt_oss": EIGHT, "minimax_m2": EIGHT}
+LATENT = dict(num_key_value_heads=8, n_routed_experts=32, num_local_experts=32, num_experts=32)
+LEAST_OF: dict[str, dict] = {
+    "glm4_moe": EIGHT, "gpt_oss": EIGHT, "minimax_m2": EIGHT, "deepseek_v2": LATENT, "deepseek_v3": LATENT,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", [name for name in models.FAMILIES if name != "kimi_k2"])
 def test_a_family_has_the_defaults_of_transformers(family):
     """A config.json that leaves out what it may means what it means there."""
     least = LEAST | LEAST_OF.get(family, {})
@@ -582,6 +632,45 @@ def test_a_family_has_the_defaults_of_transformers(family):
     theirs = models.config_from_hf(transformers.AutoConfig.for_model(family, **least).to_dict())
     ignored = dict(source="", eos=(), prefix="")
     assert dataclasses.replace(ours, **ignored) == dataclasses.replace(theirs, **ignored)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path):
+    """transformers knows no kimi_k2."""
+    reference("deepseek_v3").save_pretrained(tmp_path / "a")
+    config, params = hf.load(tmp_path / "a")
+    path = tmp_path / "a/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
+    kimi, same = hf.load(tmp_path / "a")
+    assert dataclasses.replace(kimi, family=config.family, source=config.source) == config
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
+    hf.save(tmp_path / "b", kimi, params)
+    written = json.loads((tmp_path / "b/config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("kimi_k2", ["DeepseekV3ForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    "name, option, words",
+    [
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc', got 'greedy'"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be 4, got 2"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+        ("deepseek_v3", {"topk_group": 4}, "topk_group must be at most n_group 3, got 4"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank must be a whole number above 0, got None"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even, got 5"),
+        ("deepseek_v2", {"topk_method": "best"}, "topk_method must be greedy or group_limited_greedy, got 'best'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False, got True"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be False, got True"),
+        ("llama4_text", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0, got 0.1"),
+        ("llama4_text", {"attention_chunk_size": None}, "chunked_attention needs an attention_chunk_size"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 0 or 1 for each of 3 layers"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "layer_types must be chunked_attention or full"),
+        ("llama4_text", {"moe_layers": [3]}, "moe_layers must be among the 3 layers, got .3."),
+    ],
+)
+def test_options_of_large_mixtures_that_are_not_implemented_are_refused(name, option, words):
+    with pytest.raises(ValueError, match=f"config.json: {words}"):
+        models.config_from_hf(TINY | CASES[name] | {"model_type": name} | option)
 
 
 MIXTURE = dict(TINY, model_type="mixtral", num_attention_heads=8, num_local_experts=4, num_experts_per_tok=2)
