@@ -14,7 +14,7 @@ from ..core.param import Param, Stack, Table
 from . import dense, mixture
 from .attention.pattern import Pattern
 from .dense import embed as embed
-from .layer import Mixer
+from .layer import Attention, Mixer
 from .layers import moe, rope
 from .layers.linear import linear
 from .layers.norm import rms_norm
@@ -41,6 +41,12 @@ class Config(mixture.Config):
     q_rank: int | None = None
     kv_rank: int = 0
     attention_bias: bool = False
+
+    @property
+    def attention(self) -> Attention:
+        """The record of all layers."""
+        [record] = {record for record in self.records if isinstance(record, Attention)}
+        return record
 
 
 def config(hf: dict) -> Config:
@@ -69,7 +75,7 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
         patterns=Pattern(scale=factor / math.sqrt(still + turned) if factor > 1 else None),
     )  # fmt: skip
     sizes = dict(kv_heads=heads, key_dim=still + turned, value_dim=hf["v_head_dim"])
-    records = tuple(dataclasses.replace(record, **sizes) for record in base.records)
+    records = tuple(dataclasses.replace(record, **sizes) for record in base.records if isinstance(record, Attention))
     plain = mixture.sparse(
         dataclasses.replace(base, records=records), hf, router, experts="n_routed_experts",
         dense_layers=range(min(hf["first_k_dense_replace"], base.layers)),
@@ -120,8 +126,9 @@ def latent_table(config: Config, extra: Mapping[str, Param]) -> Table:
     if config.attention_bias:
         attention |= {"kv_down_bias": bias("kv_latent", "kv_a_proj_with_mqa"), "o_bias": bias("embed", "o_proj")}
         attention |= {"q_down_bias": bias("q_latent", "q_a_proj")} if config.q_rank else {}
-    layer, plain = config.records[0], dense.table(config)
-    dims = plain.dims | {
+    layer, plain = config.attention, dense.table(config)
+    dims = {
+        **plain.dims,
         "head": layer.key_dim,
         "heads": layer.heads * layer.key_dim,
         "kv_heads": layer.heads * layer.key_dim,

@@ -10,7 +10,7 @@ from ..core.parts import split
 from . import dense, mixture
 from .attention.pattern import Pattern
 from .dense import embed as embed
-from .layer import Growth, Mixer
+from .layer import Attention, Growth, Mixer
 from .layers import moe, rope
 from .layers.norm import rms_norm
 
@@ -52,13 +52,18 @@ def config(hf: dict) -> Config:
         ropes=[shared if turns else None for turns in turned],
     )  # fmt: skip
     growth = Growth(hf["attn_scale"], hf["floor_scale"], shift=1) if hf["attn_temperature_tuning"] else None
-    records = tuple(r if r.rope else dataclasses.replace(r, growth=growth) for r in base.records)
+    records = (dataclasses.replace(r, growth=None if r.rope else growth) for r in attentions(base))
     plain = mixture.sparse(
-        dataclasses.replace(base, records=records), hf, moe.Router(score="sigmoid", scaled_input=True),
+        dataclasses.replace(base, records=tuple(records)), hf, moe.Router(score="sigmoid", scaled_input=True),
         experts="num_local_experts", expert_ffn="intermediate_size", shared_ffn=hf["intermediate_size"],
         dense_layers=[i for i in range(count) if i not in sparse],
     )  # fmt: skip
     return Config(**vars(plain), qk_norm=hf["use_qk_norm"] or False)
+
+
+def attentions(config: dense.Config) -> list[Attention]:
+    """The records of the layers."""
+    return [record for record in config.records if isinstance(record, Attention)]
 
 
 def patterns(hf: dict, turned: list[int]) -> list[Pattern]:
@@ -89,8 +94,8 @@ def to_hf(config: Config) -> dict:
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.top_k,
         "moe_layers": [i for i in range(config.layers) if i not in config.dense_layers],
-        "no_rope_layers": [int(record.rope is not None) for record in config.records],
-        "layer_types": [FULL if record.pattern.chunk is None else CHUNKED for record in config.records],
+        "no_rope_layers": [int(record.rope is not None) for record in attentions(config)],
+        "layer_types": [FULL if record.pattern.chunk is None else CHUNKED for record in attentions(config)],
     }
 
 
