@@ -37,25 +37,32 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number above 0", _size, (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
         "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step",
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
+        "interleave_moe_layer_step", "no_rope_layer_interval",
     )),
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
-        "num_key_value_heads", "head_dim",
+        "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank", "attention_chunk_size",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
-        "num_experts", "num_local_experts",
+        "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
     )),
-    ("a whole number of at least 0", _count, ("max_window_layers",)),
+    ("a whole number of at least 0", _count, ("max_window_layers", "first_k_dense_replace")),
     ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
-    ("a finite number of at least 0", _number, ("rms_norm_eps", "initializer_range")),
+    ("a finite number of at least 0", _number, (
+        "rms_norm_eps", "initializer_range", "routed_scaling_factor", "swiglu_limit", "swiglu_alpha", "attn_scale",
+    )),
     ("true, false or null", lambda value: value is None or _flag(value), (
         "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
+        "use_qk_norm", "rope_interleave",
     )),
     ("a list of texts, or null", lambda value: value is None or _list_of(_text)(value), (
         "architectures", "layer_types",
     )),
-    ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), ("mlp_only_layers",)),
+    ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), (
+        "mlp_only_layers", "moe_layers", "attn_type_list",
+    )),
     ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
         "eos_token_id",
     )),

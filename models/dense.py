@@ -314,6 +314,7 @@ def table(config: Config, norms: Mapping[str, tuple[str, str]] = BEFORE) -> Tabl
         "one": 1,
         "heads": config.heads * config.head_dim,
         "kv_heads": config.kv_heads * config.head_dim,
+        "query_heads": config.heads,
     }  # fmt: skip
     stacks = tuple(Stack(layers, block) for layers in param.stacks(config.records))
     return Table(top, stacks, dims)
@@ -341,14 +342,20 @@ def mlp(h_BTD, w, config: Config, routing=None):
     return gated_mlp(h_BTD, w, config.activation), {}
 
 
-def block(x_BTD, w, mixer: Mixer, config: Config, routing=None, mlp=mlp):
+def attention_of_heads(h_BTD, w, mixer: Mixer, config: Config):
+    """Grouped-query attention, [B, T, N, V]: what the first half of a layer multiplies with `o`."""
+    sinks = (w["sinks"],) if "sinks" in w else ()
+    return mixer.attend(*queries_keys_values(h_BTD, w, mixer, config), *sinks)
+
+
+def block(x_BTD, w, mixer: Mixer, config: Config, routing=None, mlp=mlp, attend=attention_of_heads):
     """One decoder layer: (x_BTD, its statistics by name); `routing`, a `moe.Routing`, is used by MoE layers."""
 
     def norm(x, name):
         return rms_norm(x, w[name], config.norm_eps, config.norm_offset) if name in w else x
 
     h_BTD = norm(x_BTD, "norm1")
-    a_BTNV = mixer.attend(*queries_keys_values(h_BTD, w, mixer, config))
+    a_BTNV = attend(h_BTD, w, mixer, config)
     out_BTD = checkpoint_name(linear(flat(a_BTNV), w["o"], w.get("o_bias")), "attention_out")
     x_BTD = add(x_BTD, norm(out_BTD, "norm1_after"), config)
     out_BTD, report = mlp(norm(x_BTD, "norm2"), w, config, routing=routing)

@@ -1,8 +1,15 @@
 """The model families. Each is a module with `config`, `to_hf`, `table`, `embed` and `block`."""
 
 from . import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
     granite,
     llama,
+    llama4_text,
+    minimax_m2,
     ministral3,
     mistral,
     mixtral,
@@ -20,8 +27,16 @@ from . import (
 
 # config.json's model_type -> module
 FAMILIES = {
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
     "granite": granite,
+    "kimi_k2": deepseek_v3,
     "llama": llama,
+    "llama4_text": llama4_text,
+    "minimax_m2": minimax_m2,
     "ministral3": ministral3,
     "mistral": mistral,
     "mixtral": mixtral,

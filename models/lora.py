@@ -24,7 +24,8 @@ class Lora:
       rank: rank of LoRA adapters (PEFT's r; 0 = no LoRA): with 0 all weights are trained.
       alpha: adapters are scaled by alpha / rank (PEFT's lora_alpha).
       targets: names of the layers' matrices in the family's table, or patterns ("expert_*") (PEFT's target_modules);
-        the default is all projections of attention and MLPs, including routed and shared experts, but not routers.
+        the default is all projections of attention and MLPs that the family has, including routed and shared experts,
+        but not routers.
       rslora: scales by alpha / sqrt(rank) instead (arXiv:2312.03732).
     """
 
@@ -54,7 +55,7 @@ def targets(base: Table, spec: Lora) -> tuple[str, ...]:
     """
     matrices = dict.fromkeys(name for stack in base.stacks for name, p in stack.params.items() if p.matrix)
     for pattern in spec.targets or ("",):
-        if not fnmatch.filter(matrices, pattern):
+        if not fnmatch.filter(matrices, pattern) and spec.targets != Lora.targets:
             raise ValueError(
                 f"lora.targets: each must name matrices of the layers ({', '.join(matrices)}), got {pattern!r}; "
                 "embeddings, heads, norms and biases get no adapters"

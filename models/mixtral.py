@@ -1,12 +1,12 @@
 """Mixtral (arXiv:2401.04088): Mistral with a mixture of experts in every layer."""
 
 from ..core.param import Table
-from . import dense, qwen3_moe
+from . import dense, mixture
 from .attention.pattern import Pattern
 from .dense import embed as embed
 from .layers import moe, rope
-from .qwen3_moe import Config as Config
-from .qwen3_moe import block as block
+from .mixture import Config as Config
+from .mixture import block as block
 
 NAMES = {
     "router": "block_sparse_moe.gate",
@@ -16,7 +16,6 @@ NAMES = {
 }
 DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 ROPE = rope.Rope(1e6)
-SIZES = {"experts": "num_local_experts", "expert_ffn": "intermediate_size"}
 
 
 def config(hf: dict) -> Config:
@@ -24,7 +23,9 @@ def config(hf: dict) -> Config:
     hf = DEFAULTS | hf
     dense.refuse(hf, "router_jitter_noise", 0.0, default=0.0)
     base = dense.config(hf, "mixtral", patterns=Pattern(window=dense.window(hf)), rope=ROPE)
-    return qwen3_moe.sparse(Config, base, hf, moe.Router(normalise=True), **SIZES)
+    return mixture.sparse(
+        base, hf, moe.Router(normalise=True), experts="num_local_experts", expert_ffn="intermediate_size"
+    )
 
 
 def to_hf(config: Config) -> dict:
@@ -38,4 +39,4 @@ def to_hf(config: Config) -> dict:
 
 def table(config: Config) -> Table:
     """The weights."""
-    return qwen3_moe.with_experts(config, dense.table(config), names=NAMES)
+    return mixture.with_experts(config, dense.table(config), mixture.routed(config, NAMES))

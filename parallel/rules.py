@@ -36,6 +36,12 @@ class ShardingRules:
     taps: Axes = None
     value_dim: Axes = None
     head: Axes = None
+    keys_values: Axes = "tp"
+    values: Axes = "tp"
+    q_latent: Axes = None
+    q_rank: Axes = ("fsdp", "ep")
+    kv_latent: Axes = None
+    kv_rank: Axes = ("fsdp", "ep")
     one: Axes = None
     router: Axes = None
     experts: Axes = "ep"
@@ -52,7 +58,9 @@ class ShardingRules:
 
 
 RULES = ShardingRules()
-GATHERED = dataclasses.replace(RULES, embed=None, expert_embed=None)  # rules for weights while in use
+GATHERED = dataclasses.replace(
+    RULES, embed=None, expert_embed=None, q_rank=None, kv_rank=None
+)  # rules for weights while in use
 
 
 def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = "", shape=None, mesh=None):

@@ -33,6 +33,21 @@ CASES = {
     "phi3": COMMON | dict(pad_token_id=None),
     "qwen3_moe": COMMON | EXPERTS | dict(head_dim=12),
     "qwen2_moe": COMMON | EXPERTS | dict(shared_expert_intermediate_size=28),
+    "deepseek_v3": COMMON
+    | dict(
+        num_key_value_heads=2,
+        q_lora_rank=14,
+        kv_lora_rank=18,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=8,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        first_k_dense_replace=1,
+    ),
     "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
 }
 ALL = ("*",)  # routers too

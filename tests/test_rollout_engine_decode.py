@@ -39,6 +39,20 @@ CASES = {
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, num_local_experts=6,
         num_experts_per_tok=2, sliding_window=21,
     ),
+    "deepseek_v3": dict(
+        num_attention_heads=3, num_key_value_heads=3, q_lora_rank=14, kv_lora_rank=18, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=12, tie_word_embeddings=False, n_routed_experts=9, n_group=3, topk_group=2,
+        num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16,
+            "mscale": 1.0, "mscale_all_dim": 0.7,
+        },
+    ),
+    "llama4_text": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, num_local_experts=6,
+        intermediate_size_mlp=40, interleave_moe_layer_step=2, no_rope_layers=[0, 1], attention_chunk_size=23,
+        floor_scale=9, attn_scale=0.3,
+    ),
     "qwen3 window": dict(
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True, use_sliding_window=True,
         sliding_window=21, max_window_layers=1,
@@ -67,6 +81,22 @@ CASES = {
     ),
     "smollm3": dict(num_attention_heads=4, num_key_value_heads=2, no_rope_layers=[0, 1], pad_token_id=None),
     "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
+    "glm4_moe": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, use_qk_norm=True,
+        n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=2, moe_intermediate_size=24,
+        norm_topk_prob=False, routed_scaling_factor=1.5,
+    ),
+    "gpt_oss": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, sliding_window=21,
+        num_local_experts=6, num_experts_per_tok=2, swiglu_limit=1.0,
+    ),
+    "minimax_m2": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=12, rotary_dim=8, tie_word_embeddings=False,
+        num_local_experts=6, num_experts_per_tok=2,
+    ),
+    "glm4": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, pad_token_id=None,
+    ),
     "llama": dict(
         num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True,
         rope_parameters={

@@ -116,7 +116,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         # Long wavelengths are divided by the factor, short ones kept, those between interpolated.
         low, high = rope.low_freq_factor, rope.high_freq_factor
         turns = rope.original_context * freq / (2 * math.pi)
-        keep = np.clip((turns - low) / (high - low), 0, 1)
+        keep = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns >= low
         return freq * (keep + (1 - keep) / rope.factor)
     if rope.kind == "yarn":
         keep = 1 - _yarn_ramp(rope, turned, len(freq))
@@ -325,9 +325,9 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
         **fields,
     )  # fmt: skip
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        if getattr(rope, high) <= getattr(rope, low):
+        if getattr(rope, high) < getattr(rope, low):
             raise ValueError(
-                f"config.json: {high} must be above {low} {getattr(rope, low):g}, got {getattr(rope, high):g}"
+                f"config.json: {high} must be at least {low} {getattr(rope, low):g}, got {getattr(rope, high):g}"
             )
     return rope
 
