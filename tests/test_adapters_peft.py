@@ -34,6 +34,8 @@ CASES = {
     "qwen3_moe": COMMON | EXPERTS | dict(head_dim=12),
     "qwen2_moe": COMMON | EXPERTS | dict(shared_expert_intermediate_size=28),
     "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": COMMON | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, pad_token_id=None),
+    "minimax_m2": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
 }
 ALL = ("*",)  # routers too
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 13))
