@@ -346,8 +346,8 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
     rearranged = lambda leaf: leaf.param.part and (leaf.param.part.transposed or len(leaf.stored_shape) != 2)
     if bad := sorted({_name(leaf) for leaf in leaves if rearranged(leaf)}):
         raise ValueError(
-            f"peft: lora.targets must be matrices [out, in] in checkpoints, got {', '.join(bad)}, which {config.family} "
-            "stores fused or transposed; leave them out"
+            f"peft: lora.targets must be matrices [out, in] in checkpoints, got {', '.join(bad)}, which "
+            f"{config.family} stores fused or transposed; leave them out"
         )
     for leaf in leaves:
         for *_, key in leaf.keys(config.prefix).values():  # the last is the name in transformers' module
