@@ -16,7 +16,7 @@ from ..parallel import context, experts, rules, vocab
 from . import remat
 from .attention import backends
 from .families import FAMILIES
-from .layer import mixers
+from .layer import AnyMixer, Attention, mixers, over_rows
 from .layers import grouped, moe
 from .layers.linear import linear
 from .layers.norm import rms_norm
@@ -107,7 +107,7 @@ def backbone(
     mixer = mixers(config.records, position_BT)
 
     def attend(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N=None):
-        how = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
+        how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
         return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
@@ -118,7 +118,12 @@ def backbone(
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         w = rules.gather(w, stack.params)
         routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
-        x_BTD, report = module.block(x_BTD, w, mixer(record, partial(attend, record.pattern)), config, routing)
+        mix: AnyMixer
+        if isinstance(record, Attention):
+            mix = mixer(record, partial(attend, record.pattern))
+        else:
+            mix = over_rows(record, segment_BT, run.cp)
+        x_BTD, report = module.block(x_BTD, w, mix, config, routing)
         sums = {name: x for name, x in report.items() if name != "experts"}
         return rules.constrain(x_BTD, "batch seq hidden"), sums
 
