@@ -115,6 +115,9 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
     rewritten(path, lambda tensors: tensors | {f"model.layers.3.{name}": zeros for name in more})
     again, loaded = hf.load(path)
     assert equal(params, loaded)
+    low = hf.load(path, "bfloat16")[1]["stacks"][1]
+    assert low["router"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(low["router_bias"], params["stacks"][1]["router_bias"])  # fp32: it decides choices
     hf.save(tmp_path / "again", again, loaded)
     assert not any(name.startswith("model.layers.3.") for name in safetensors.read(tmp_path / "again"))
     rewritten(path, lambda tensors: tensors | {"model.layers.4.eh_proj.weight": zeros})
