@@ -41,6 +41,8 @@ TOKENIZER_FILES = (
 HEADS = ("head", "score")  # leaves missing in checkpoints of backbones or of models with another head
 # Buffers in old checkpoints that are derived from config.json.
 BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Layers, with their index.
+LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
@@ -219,7 +221,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     needed = dict.fromkeys(key for path, found in keys.items() if path not in drawn for key in found)
     missing = [key for key in needed if key not in tensors]
     used = {key for found in keys.values() for key in found}
-    unexpected = [key for key in tensors if key not in used and not BUFFERS.search(key)]
+    unexpected = [key for key in tensors if key not in used and not (BUFFERS.search(key) or _predicts(key, config))]
     if config.tied and "lm_head.weight" in unexpected and not missing:
         _check_tied(tensors["lm_head.weight"], tensors[keys["embed"][0]], where)
         unexpected.remove("lm_head.weight")
@@ -231,6 +233,13 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     if drawn or scored:  # a backbone with a head is saved with the prefix
         config = dataclasses.replace(config, prefix="model.")
     return config, tree, tensors, keys, drawn
+
+
+def _predicts(key: str, config) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens (DeepSeek-V3, GLM-4.5): these have indices behind the
+    model's own. They are for speculative decoding alone; areax neither trains nor writes them."""
+    layer, more = LAYER.search(key), json.loads(config.source).get("num_nextn_predict_layers") or 0
+    return layer is not None and config.layers <= int(layer[1]) < config.layers + more
 
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:

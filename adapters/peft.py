@@ -35,7 +35,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
 # Names that PEFT takes for experts and routers anywhere in an MoE model.
-AMBIGUOUS = {"gate_proj", "up_proj", "down_proj", "gate"}
+AMBIGUOUS = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
 # Options that do not change what the tensors compute, or only say where they belong, which the keys do too.
 FREE = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -342,14 +342,14 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
         )
     mixture = "experts" in table.dims
     modules, parameters = set(), set()
-    for leaf in param.leaf_list(table):
-        if leaf.layers is None or _name(leaf) not in names:
-            continue
-        if leaf.param.part and (leaf.param.part.transposed or len(leaf.stored_shape) != 2):
-            raise ValueError(
-                f"peft: lora.targets must be matrices [out, in] in checkpoints, got {_name(leaf)}, a part of "
-                f"{leaf.param.keys[0].rpartition('}.')[2]}; leave it out"
-            )
+    leaves = [leaf for leaf in param.leaf_list(table) if leaf.layers is not None and _name(leaf) in names]
+    rearranged = lambda leaf: leaf.param.part and (leaf.param.part.transposed or len(leaf.stored_shape) != 2)
+    if bad := sorted({_name(leaf) for leaf in leaves if rearranged(leaf)}):
+        raise ValueError(
+            f"peft: lora.targets must be matrices [out, in] in checkpoints, got {', '.join(bad)}, which "
+            f"{config.family} stores fused or transposed; leave them out"
+        )
+    for leaf in leaves:
         for *_, key in leaf.keys(config.prefix).values():  # the last is the name in transformers' module
             within = key.removesuffix(".weight").partition("layers.")[2].partition(".")[2]
             last = within.rpartition(".")[2]

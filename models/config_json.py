@@ -49,6 +49,9 @@ KINDS = (  # what an option must be, whether a value is that, the options
         "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
     )),
     ("a whole number of at least 0", _count, ("max_window_layers", "first_k_dense_replace")),
+    ("a whole number of at least 0, or null", lambda value: value is None or _count(value), (
+        "num_nextn_predict_layers",
+    )),
     ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
     ("a finite number of at least 0", _number, (
         "rms_norm_eps", "initializer_range", "routed_scaling_factor", "swiglu_limit", "swiglu_alpha", "attn_scale",

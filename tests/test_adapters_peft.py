@@ -49,8 +49,12 @@ CASES = {
         first_k_dense_replace=1,
     ),
     "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": COMMON | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, pad_token_id=None),
+    "minimax_m2": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
+    "gpt_oss": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
 }
 ALL = ("*",)  # routers too
+TARGETS = {"gpt_oss": ("q", "k", "v", "o", "router")}  # its experts are fused
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 13))
 
 
@@ -104,7 +108,7 @@ def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, t
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
 
     config, params = base(family)
-    spec = lora.Lora(rank=3, alpha=5, targets=ALL, rslora=family == "qwen3_moe")
+    spec = lora.Lora(rank=3, alpha=5, targets=TARGETS.get(family, ALL), rslora=family == "qwen3_moe")
     adapters = drawn(config, spec)
     joined = lora.join(params, adapters, spec)
     logits = ours(config, joined)
@@ -118,7 +122,7 @@ def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, t
     for x, y in zip(*map(jax.tree.leaves, (copies, lora.merge(params, adapters, spec))), strict=True):
         np.testing.assert_array_equal(x, y)
     again, read = adapters_in_files.load(tmp_path / "adapter", config)
-    assert dataclasses.replace(again, targets=ALL) == spec
+    assert dataclasses.replace(again, targets=spec.targets) == spec
     for x, y in zip(*map(jax.tree.leaves, (read, adapters)), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -359,6 +363,9 @@ def test_adapters_that_peft_cannot_represent_are_refused(base, tmp_path):
     spec = lora.Lora(rank=2, targets=("expert_gate",))
     with pytest.raises(ValueError, match="must be of expert_down, expert_gate, expert_up, or only of expert_down"):
         adapters_in_files.save(tmp_path / "no", config, drawn(config, spec), spec)
+    oss, _ = base("gpt_oss")
+    with pytest.raises(ValueError, match="got expert_down, expert_gate, expert_up, which gpt_oss stores fused"):
+        adapters_in_files.modules(oss, lora.Lora(rank=2))
     assert not (tmp_path / "no").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("")

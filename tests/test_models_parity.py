@@ -673,6 +673,48 @@ def test_options_of_large_mixtures_that_are_not_implemented_are_refused(name, op
         models.config_from_hf(TINY | CASES[name] | {"model_type": name} | option)
 
 
+MIXTURES = dict(
+    num_hidden_layers=4, hidden_size=48, vocab_size=61, tie_word_embeddings=False, attention_dropout=0.0,
+    num_attention_heads=8, num_key_value_heads=2, num_experts_per_tok=2, head_dim=16, hidden_act="silu",
+)  # fmt: skip
+PUBLISHED: dict[str, dict] = {  # options as checkpoints on the hub spell them; sizes are smaller
+    "glm4_moe": dict(
+        attention_bias=True, eos_token_id=[11, 13], partial_rotary_factor=0.5, intermediate_size=40,
+        moe_intermediate_size=24, norm_topk_prob=True, n_group=1, topk_group=1, n_routed_experts=8, n_shared_experts=1,
+        routed_scaling_factor=2.5, first_k_dense_replace=3, rms_norm_eps=1e-5, rope_scaling=None, rope_theta=1000000,
+        num_nextn_predict_layers=1, use_qk_norm=True, max_position_embeddings=131072,
+    ),
+    "gpt_oss": dict(
+        attention_bias=True, eos_token_id=2, experts_per_token=2, initial_context_length=4096, intermediate_size=40,
+        layer_types=["sliding_attention", "full_attention"] * 2, max_position_embeddings=131072, num_local_experts=8,
+        rms_norm_eps=1e-5, rope_theta=150000, sliding_window=128, swiglu_limit=7.0,
+        rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+    ),
+    "minimax_m2": dict(
+        attn_type_list=[1] * 4, intermediate_size=40, max_position_embeddings=196608, num_local_experts=8,
+        qk_norm_type="per_layer", rms_norm_eps=1e-6, rope_theta=5000000, rotary_dim=8, router_jitter_noise=0.0,
+        scoring_func="sigmoid", shared_intermediate_size=0, use_qk_norm=True, use_routing_bias=True, use_mtp=True,
+    ),
+    "glm4": dict(
+        attention_bias=True, eos_token_id=[11, 13], intermediate_size=40, max_position_embeddings=32768,
+        partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=10000.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_configs_mean_what_they_mean_to_transformers(family):
+    published = MIXTURES | PUBLISHED[family]
+    ours = models.config_from_hf(published | {"model_type": family})
+    theirs = models.config_from_hf(transformers.AutoConfig.for_model(family, **published).to_dict())
+    ignored = dict(source="", eos=())
+    assert dataclasses.replace(ours, **ignored) == dataclasses.replace(theirs, **ignored)
+    assert ours.rope.partial == (None if family == "gpt_oss" else 0.5)
+
+
 MIXTURE = dict(TINY, model_type="mixtral", num_attention_heads=8, num_local_experts=4, num_experts_per_tok=2)
 
 
