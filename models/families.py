@@ -1,6 +1,8 @@
 """The model families. Each is a module with `config`, `to_hf`, `table`, `embed` and `block`."""
 
 from . import (
+    gemma2,
+    gemma3_text,
     granite,
     llama,
     ministral3,
@@ -19,6 +21,8 @@ from . import (
 
 # config.json's model_type -> module
 FAMILIES = {
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
     "granite": granite,
     "llama": llama,
     "ministral3": ministral3,

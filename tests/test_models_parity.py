@@ -133,6 +133,30 @@ CASES: dict[str, dict] = {
         rms_norm_eps=1e-3, rope_parameters={"rope_type": "default", "rope_theta": 400.0}, embedding_multiplier=1.7,
         attention_multiplier=0.21, residual_multiplier=0.6, logits_scaling=0.8,
     ),
+    "gemma2": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, attention_bias=True, tie_word_embeddings=True,
+        rms_norm_eps=1e-3, rope_parameters={"rope_type": "linear", "rope_theta": 250.0, "factor": 2.5},
+        query_pre_attn_scalar=23, sliding_window=7, attn_logit_softcapping=5.0, final_logit_softcapping=6.0,
+        layer_types=["full_attention", *["sliding_attention"] * 2],
+    ),
+    "gemma2 uncapped": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=22, tie_word_embeddings=False, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, query_pre_attn_scalar=9, sliding_window=4,
+        attn_logit_softcapping=None, final_logit_softcapping=None,
+    ),
+    "gemma3_text": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, attention_bias=True, rms_norm_eps=1e-3,
+        query_pre_attn_scalar=23, sliding_window=7, final_logit_softcapping=6.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5},
+        },
+    ),
+    "gemma3_text untied": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=10, tie_word_embeddings=False, rms_norm_eps=1e-5,
+        query_pre_attn_scalar=7, sliding_window=5, sliding_window_pattern=2,
+    ),
     "olmo2": dict(
         num_attention_heads=4, num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False,
         rms_norm_eps=1e-3, rope_parameters={"rope_type": "default", "rope_theta": 150.0},
@@ -324,6 +348,8 @@ def old_spelling(config_json):
     rope = dict(config_json["rope_parameters"])
     rope = dict(rope.get("full_attention", rope))  # of sliding layers only theta could be stated
     old["rope_theta"] = rope.pop("rope_theta")
+    if config_json["model_type"] == "gemma3_text":
+        old["rope_local_base_freq"] = config_json["rope_parameters"]["sliding_attention"]["rope_theta"]
     kind = rope.pop("rope_type")
     if kind == "linear":
         old["rope_scaling"] = {"type": kind, **rope}
