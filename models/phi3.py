@@ -19,6 +19,9 @@ def config(hf: dict) -> Config:
     hf = DEFAULTS | hf
     for name in ("resid_pdrop", "embd_pdrop"):
         dense.refuse(hf, name, 0.0, default=0.0)
+    made = rope.from_hf(hf, ROPE)
+    if made.kind not in ("default", "longrope"):
+        raise ValueError(f"config.json: rope_type of phi3 must be default or longrope, got {made.kind}")
     return dense.config(hf, "phi3", patterns=Pattern(window=dense.window(hf)), rope=ROPE)
 
 

@@ -62,10 +62,14 @@ def sparse(kind: type[Config], base: dense.Config, hf: dict, router: moe.Router,
     for name in ("num_experts_per_tok", *sizes.values()):
         if not hf.get(name):
             raise ValueError(f"config.json: {base.family} needs {name}, got {hf.get(name)}")
-    if hf["num_experts_per_tok"] > hf["num_experts"]:
+    top_k, name, experts = hf["num_experts_per_tok"], sizes["experts"], hf[sizes["experts"]]
+    if top_k > experts:
+        raise ValueError(f"config.json: num_experts_per_tok must be at most {name} {experts}, got {top_k}")
+    each, rest = divmod(experts, router.groups)
+    if rest or top_k > router.kept_groups * each or (router.groups > 1 and each < 2):
         raise ValueError(
-            f"config.json: num_experts_per_tok must be at most num_experts {hf['num_experts']}, got "
-            f"{hf['num_experts_per_tok']}"
+            f"config.json: n_group must divide {name} {experts} into groups of at least 2, of which topk_group hold "
+            f"num_experts_per_tok {top_k} experts, got n_group {router.groups} and topk_group {router.kept_groups}"
         )
     step, only = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not step >= 1:
@@ -73,7 +77,7 @@ def sparse(kind: type[Config], base: dense.Config, hf: dict, router: moe.Router,
     return kind(
         **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)},
         **{field: hf[name] for field, name in sizes.items()},
-        router=dataclasses.replace(router, top_k=hf["num_experts_per_tok"]),
+        router=dataclasses.replace(router, top_k=top_k),
         dense_layers=tuple(i for i in range(base.layers) if i in only or (i + 1) % step),
     )
 

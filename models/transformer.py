@@ -107,7 +107,7 @@ def backbone(
     mixer = mixers(config.records, position_BT)
 
     def attend(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N=None):
-        how = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
+        how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
         return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)

@@ -4,19 +4,22 @@ import base64
 import dataclasses
 import json
 import pickle
+import tracemalloc
 
 import fused
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 import torch
 
 from areax import models
-from areax.adapters import hf, safetensors
+from areax.adapters import hf, peft, safetensors
 from areax.adapters import torch as torch_dicts
 from areax.core import param
 from areax.core.parts import Part, split
+from areax.models import lora
 from areax.parallel import mesh, rules
 from areax.rollout.engine import decode
 
@@ -187,6 +190,28 @@ def test_export_load_export_is_bit_identical(tmp_path, dtype):
     assert hf.verify(tmp_path / "a")
 
 
+def test_no_second_copy_is_held(tmp_path):
+    """Loading holds the largest leaf, and saving two tensors, one of which is being made."""
+    wide = dict(hidden_size=128, intermediate_size=512, num_attention_heads=80, num_key_value_heads=40)
+    config = models.config_from_hf(fused.HF | wide | dict(model_type="phi3", num_hidden_layers=8))
+    params = tiny.weights(models.table(config), 0.02)
+    leaf, tensor = params["stacks"][0]["up"].nbytes, 2 * 512 * 128 * 4
+    path = hf.save(tmp_path / "model", config, params, "float32")
+    hf.load(path)  # imports and compilation
+    peaks = [traced(lambda: hf.load(path)), traced(lambda: hf.save(tmp_path / "again", config, params, "float32"))]
+    assert peaks[0] < 2.5 * leaf < 0.5 * sum(x.nbytes for x in jax.tree.leaves(params))  # JAX frees it during the next
+    assert peaks[1] < 2.5 * tensor < leaf
+
+
+def traced(run):
+    """The most memory that was held at a time, in bytes."""
+    tracemalloc.start()
+    kept = run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak if kept else 0
+
+
 def test_mapped_leaves_are_read_from_the_file(tmp_path):
     tensors = fused.tensors()
     config, params, verify = hf.mapped(write(tmp_path / "m", tensors))
@@ -250,3 +275,35 @@ def test_fp32_weights_of_a_bf16_model_stay_so_on_every_way(tmp_path):
             assert sent[name].dtype == kind and np.array_equal(sent[name].float(), x.astype("float32")), name
         _, read, _ = hf.mapped(tmp_path / "published/7", "bfloat16")
         assert read["stacks"][1]["decay"].dtype == read["stacks"][1]["slow"][0].dtype == np.float32
+
+
+# -- adapters ------------------------------------------------------------------------------------
+
+
+def test_adapters_of_parts_change_the_tensor_as_their_fused_form_does(tmp_path):
+    """By slices and stripes: W + scale B A of the file is the merged checkpoint; and the file is read back."""
+    config, params = hf.load(write(tmp_path / "m", fused.tensors()))
+    spec = lora.Lora(rank=2, alpha=3, targets=("q", "v", "sigmoid", "h[qkvz]", "up"))
+    adapters = tiny.weights(lora.table(models.table(config), spec), 0.3, seed=1)
+    peft.save(tmp_path / "adapter", config, adapters, spec)
+    hf.save(tmp_path / "merged", config, lora.join(params, adapters, spec), "float32")
+    before, after = (safetensors.read(tmp_path / name) for name in ("m", "merged"))
+    changes = safetensors.read(tmp_path / "adapter/adapter_model.safetensors")
+    for name, x in before.items():
+        stem = f"base_model.model.{name.removesuffix('weight')}"
+        if f"{stem}lora_A.weight" in changes:
+            x = x + 1.5 * changes[f"{stem}lora_B.weight"] @ changes[f"{stem}lora_A.weight"]
+        np.testing.assert_allclose(after[name], x, atol=1e-5, err_msg=name)
+    assert len(changes) == 2 * 3 * 4 and peft.exported_rank(config, spec) == 8
+    assert peft.modules(config, spec) == ["gate_up_proj", "in_proj_qkvz", "q_proj", "qkv_proj"]
+    again, read = peft.load(tmp_path / "adapter", config)
+    assert equal(read, adapters) and (again.rank, again.alpha) == (2, 3)
+
+
+@pytest.mark.parametrize("target", ["expert_down", "half_up", "cq"])
+def test_adapters_of_what_is_no_matrix_in_checkpoints_are_refused(target):
+    config = models.config_from_hf(fused.HF)
+    with pytest.raises(
+        ValueError, match=rf"must be matrices \[out, in\] in checkpoints, got {target}, a part of [a-z]"
+    ):
+        peft.modules(config, lora.Lora(rank=2, targets=("q", target)))

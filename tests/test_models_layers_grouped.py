@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixture import E, K
 
+from areax.core.param import LoRAWeight, merged
 from areax.models.layers import grouped, grouped_triton, mlp, moe
 
 D, W = 12, 20
@@ -191,6 +192,18 @@ def test_separate_matmuls_equal_the_fused_blockwise_mixture(kind, monkeypatch):
         jax.tree.leaves(with_gradients(by_products, cotangent, args, index_AK)), jax.tree.leaves(wanted), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+@pytest.mark.parametrize("kind", ["relu2 without a gate", "clamped with biases"])
+def test_adapted_experts_equal_merged_ones(kind):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    w, index_AK, x_AD, weight_AK = weights(kind, rng), choices("any", rng), draw(40, D), draw(40, K)
+    pair = lambda w: LoRAWeight(w, draw(E, 3, w.shape[2]), draw(E, w.shape[1], 3), 0.5)
+    adapted = {name: x if name.endswith("bias") else pair(x) for name, x in w.items()}
+    both = {name: merged(x) if isinstance(x, LoRAWeight) else x for name, x in adapted.items()}
+    got, wanted = (jax.jit(alone(kind))(x_AD, weight_AK, each, index_AK) for each in (adapted, both))
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * float(np.abs(wanted).max()))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,10 @@ LAYERS: dict[str, tuple] = {
         "NemotronHMoE", SHARED | GROUPS | {"moe_shared_expert_intermediate_size": 28}, V3(groups=3, kept_groups=2),
         mlps.Activation("relu2"),
     ),
+    "nemotron_h latent": (
+        "NemotronHMoE", SHARED | {"moe_shared_expert_intermediate_size": 28, "moe_latent_size": 7}, V3(),
+        mlps.Activation("relu2"),
+    ),
 }  # fmt: skip
 
 
@@ -130,7 +134,10 @@ def layer_of_transformers(name, dtype=torch.float32):
     return layer.to(dtype)
 
 
-OURS = {"gate.weight": "router", "router.weight": "router", "router.bias": "router_logit_bias"}
+OURS = {
+    "gate.weight": "router", "router.weight": "router", "router.bias": "router_logit_bias",
+    "fc1_latent_proj.weight": "latent_down", "fc2_latent_proj.weight": "latent_up",
+}  # fmt: skip
 
 
 def translated(name, named):

@@ -227,6 +227,11 @@ def test_targets_are_matrices_of_layers():
     for bad in ("embed", "norm1", "q_bias", "head", "nothing*"):
         with pytest.raises(ValueError, match=rf"lora.targets: each must name matrices .*, got '{re.escape(bad)}'"):
             lora.table(whole, lora.Lora(rank=1, targets=("q", bad)))
+    biased = param.Table(
+        {}, (param.Stack((0,), {"expert_up_bias": param.Param("experts expert_ffn", ("b",), None)}),), {}
+    )
+    with pytest.raises(ValueError, match="each must name matrices"):
+        lora.targets(biased, lora.Lora(rank=1, targets=("expert_*",)))
     with pytest.raises(ValueError, match="lora.targets: each must name matrices"):
         lora.table(whole, lora.Lora(rank=1, targets=()))
     with pytest.raises(ValueError, match="lora.rank: must be at least 1 for adapters, got 0"):

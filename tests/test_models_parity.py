@@ -19,7 +19,9 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
+from areax.models import qwen3_moe
 from areax.models.attention.pattern import Pattern
+from areax.models.layers import moe
 
 TINY = dict(
     vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=3, initializer_range=0.2,
@@ -486,6 +488,7 @@ def test_layers_have_the_windows_that_transformers_gives_them(family, options):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "got True and 0"),
         ("qwen3", {"layer_types": ["full_attention"] * 2}, "each of 3 layers, got 2"),
         ("qwen2", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "linear_attention"),
+        ("phi3", {"sliding_window": 0}, "sliding_window must be at least 1, or null, got 0"),
         (
             "qwen3_moe",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
@@ -518,6 +521,69 @@ def test_options_that_are_not_implemented_are_refused_by_name(family, option, wo
     (tmp_path / "config.json").write_text(json.dumps(least | option))
     with pytest.raises(ValueError, match=f"{tmp_path}/config.json: .*{words}"):
         hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type of phi3 .*linear"),
+        ({"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
+        ({"embd_pdrop": 0.1}, "embd_pdrop .*0.1"),
+    ],
+)
+def test_options_of_phi3_that_are_not_implemented_are_refused(option, words):
+    with pytest.raises(ValueError, match=f"config.json: {words}"):
+        models.config_from_hf(dict(TINY, model_type="phi3", num_attention_heads=4) | option)
+
+
+LEAST = dict(
+    vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=6, num_attention_heads=8,
+    num_key_value_heads=2, num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_a_family_has_the_defaults_of_transformers(family):
+    """A config.json that leaves out what it may means what it means there."""
+    ours = models.config_from_hf(LEAST | {"model_type": family})
+    theirs = models.config_from_hf(transformers.AutoConfig.for_model(family, **LEAST).to_dict())
+    ignored = dict(source="", eos=(), prefix="")
+    assert dataclasses.replace(ours, **ignored) == dataclasses.replace(theirs, **ignored)
+
+
+MIXTURE = dict(TINY, model_type="mixtral", num_attention_heads=8, num_local_experts=4, num_experts_per_tok=2)
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok must be at most num_local_experts 4, got 5"),
+        ({"num_local_experts": None}, "mixtral needs num_local_experts, got None"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, or null, got 0"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0, got 0.1"),
+    ],
+)
+def test_impossible_mixtures_are_refused(option, words):
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        models.config_from_hf(MIXTURE | option)
+
+
+def test_the_names_of_mixtrals_module_are_read(tmp_path):
+    model = reference("mixtral")
+    model.save_pretrained(tmp_path)
+    config, params = hf.load(tmp_path)
+    same = torch_dicts.from_state_dict(config, model.state_dict())[1]
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, same))
+
+
+@pytest.mark.parametrize("groups, kept, top_k", [(3, 2, 2), (8, 4, 2), (4, 1, 3)])
+def test_impossible_groups_are_refused(groups, kept, top_k):
+    """Of 8 experts: groups of different sizes, of one expert, too few experts in those that are kept."""
+    hf = dict(num_experts=8, num_experts_per_tok=top_k, moe_intermediate_size=8)
+    base, router = models.config_from_hf(dict(MIXTURE, model_type="llama")), moe.Router(groups=groups, kept_groups=kept)
+    with pytest.raises(ValueError, match=f"n_group must divide num_experts 8 .* got n_group {groups} and topk_group"):
+        qwen3_moe.sparse(qwen3_moe.Config, base, hf, router)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])

@@ -35,6 +35,10 @@ CASES = {
         num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, num_experts=8, num_experts_per_tok=3,
         moe_intermediate_size=24, shared_expert_intermediate_size=40,
     ),
+    "mixtral": dict(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, num_local_experts=6,
+        num_experts_per_tok=2, sliding_window=21,
+    ),
     "qwen3 window": dict(
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True, use_sliding_window=True,
         sliding_window=21, max_window_layers=1,
@@ -56,8 +60,8 @@ def model(case):
     return config, tiny.weights(models.table(config), 0.16)
 
 
-# What qwen2 has, the others have too.
-SERVED = [pytest.param(case, marks=[pytest.mark.slow] * (case == "qwen2")) for case in CASES]
+# What these have, the others have too.
+SERVED = [pytest.param(case, marks=[pytest.mark.slow] * (case in ("qwen2", "mixtral"))) for case in CASES]
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -77,6 +81,14 @@ def forward(params, token_BT, config):
 def prompts(seed, lengths):
     rng = np.random.default_rng(seed)
     return [tuple(rng.integers(0, TINY["vocab_size"], n).tolist()) for n in lengths]
+
+
+def test_matrices_are_turned_for_decoding_but_biases_of_experts_are_not():
+    stack = {"router": np.ones((2, 3, 4), np.float32), "expert_up_bias": np.ones((2, 3, 5), np.float32)}
+    top = {"embed": np.ones((6, 4), np.float32), "norm": np.ones(4, np.float32)}
+    layers = decode.stage({**top, "stacks": [stack]}, jax.devices()[0])["layers"]
+    assert [layer["router"].weight.shape for layer in layers] == [(4, 3)] * 2
+    assert [layer["expert_up_bias"].shape for layer in layers] == [(3, 5)] * 2
 
 
 LENGTHS = (1, 2, 17, 70)  # no prefill, a full bucket, and a partial one over several cache chunks

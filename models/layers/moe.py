@@ -74,7 +74,8 @@ def mlp(x_BTD, w, router: Router, activation: Activation = SILU, *, routing: Rou
 
     Weights: `router` and the experts' `expert_up`, `expert_down`. If they exist: `router_logit_bias` is added to the
     logits; `router_bias` only to the scores by which experts are chosen (arXiv:2408.15664); `expert_gate`, and biases
-    of the three (`expert_gate_bias`, ...); a `shared` expert for every token.
+    of the three (`expert_gate_bias`, ...); a `shared` expert for every token; `latent_down` and `latent_up`, between
+    which routed experts work at another width (Nemotron-H).
 
     Returns:
       out_BTD; the `statistics`, plus "experts": the chosen experts, i32[B, T, top_k].
@@ -84,7 +85,12 @@ def mlp(x_BTD, w, router: Router, activation: Activation = SILU, *, routing: Rou
     index_BTK = choose(score_BTE, router, w.get("router_bias"), routing.chosen_BTK)
     weight_BTK = weigh(score_BTE, index_BTK, router).astype(x_BTD.dtype)
     mix = scaled_inputs if router.scaled_input else mixture
-    out_BTD = mix(x_BTD, index_BTK, weight_BTK, w, activation, routing)
+    if "latent_down" in w:
+        low_BTH = linear(x_BTD, w["latent_down"], w.get("latent_down_bias"))
+        low_BTH = mix(low_BTH, index_BTK, weight_BTK, w, activation, routing)
+        out_BTD = linear(low_BTH, w["latent_up"], w.get("latent_up_bias"))
+    else:
+        out_BTD = mix(x_BTD, index_BTK, weight_BTK, w, activation, routing)
     if "shared_up" in w:
         out_BTD = out_BTD + shared(x_BTD, w, activation)
     prob_BTE = score_BTE if router.score == "softmax" else score_BTE / jnp.sum(score_BTE, -1, keepdims=True)

@@ -112,7 +112,8 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     if "router" in stack:  # room for all pairs of the ep group, for any routing
         ep = job.layout.ep
         pairs = tokens * ep * job.top_k
-        halves = 2 * math.prod(experts.blocks(pairs, job.table.dims["experts"] // ep, ep)) * width("expert_ffn") * item
+        rows = math.prod(experts.blocks(pairs, job.table.dims["experts"] // ep, ep))
+        halves = (1 + ("expert_gate" in stack)) * rows * width("expert_ffn") * item
         mixture = halves + tokens * (ep * D * item + 2 * width("router") * WIDE) + 4 * pairs * WIDE
     as_stored = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))
