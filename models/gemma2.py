@@ -17,16 +17,14 @@ DEFAULTS = {
     "eos_token_id": 1, "sliding_window": 4096, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh",
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
-NORMS = {
-    **dense.BEFORE, **dense.AFTER, "norm2": ("embed", "pre_feedforward_layernorm"),
-}  # fmt: skip
+NORMS = dense.BEFORE | dense.AFTER | {"norm2": ("embed", "pre_feedforward_layernorm")}
 
 
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
     hf = DEFAULTS | hf
     kinds = dense.layer_types(hf, lambda i: FULL if i % 2 else SLIDING)
-    patterns = attention_patterns(hf, number(hf, "attn_logit_softcapping"))
+    patterns = attention_patterns(hf, hf["attn_logit_softcapping"])
     return dense.config(hf, "gemma2", patterns=[patterns[kind] for kind in kinds], **constants(hf))
 
 
@@ -34,7 +32,7 @@ def constants(hf: dict) -> dict:
     """What Gemma 2 and 3 have in common, as arguments of `dense.config`.
 
     Raises:
-      ValueError: an option is not implemented or no number above 0; names it.
+      ValueError: an option is not implemented; names it.
     """
     dense.refuse(hf, "hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     if hf.get("use_bidirectional_attention"):
@@ -45,34 +43,17 @@ def constants(hf: dict) -> dict:
     bias = hf.get("attention_bias", False)
     return dict(
         qkv_bias=bias, out_bias=bias, activation=Activation("gelu_tanh"), norm_offset=1.0,
-        embed_scale=math.sqrt(hf.get("hidden_size") or 1), logit_softcap=number(hf, "final_logit_softcapping"),
+        embed_scale=math.sqrt(hf.get("hidden_size") or 1), logit_softcap=hf["final_logit_softcapping"],
     )  # fmt: skip
 
 
 def attention_patterns(hf: dict, softcap: float | None = None) -> dict[str, Pattern]:
-    """The attention pattern of each type of layer.
-
-    Raises:
-      ValueError: query_pre_attn_scalar is no number above 0.
-    """
-    size = number(hf, "query_pre_attn_scalar")
-    scale = None if size is None else size**-0.5
+    """The attention pattern of each type of layer."""
+    scale = hf["query_pre_attn_scalar"] ** -0.5
     return {
         FULL: Pattern(scale=scale, softcap=softcap),
         SLIDING: Pattern(window=dense.window(hf), scale=scale, softcap=softcap),
     }
-
-
-def number(hf: dict, name: str) -> float | None:
-    """The option, a number above 0; None = not given.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    value = hf.get(name)
-    if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
-        raise ValueError(f"config.json: {name} must be a number above 0, or null, got {value!r:.80}")
-    return value
 
 
 def to_hf(config: Config) -> dict:

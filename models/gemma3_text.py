@@ -24,8 +24,6 @@ def config(hf: dict) -> Config:
     hf = DEFAULTS | hf
     dense.refuse(hf, "attn_logit_softcapping", None, default=None)
     every = hf["sliding_window_pattern"]
-    if type(every) is not int or every < 1:
-        raise ValueError(f"config.json: sliding_window_pattern must be a whole number above 0, got {every!r:.80}")
     kinds = dense.layer_types(hf, lambda i: SLIDING if (i + 1) % every else FULL)
     layers = dense.by_type(kinds, gemma2.attention_patterns(hf), rope.by_layer_type(hf, ROPES, LOCAL))
     return dense.config(hf, "gemma3_text", **layers, **gemma2.constants(hf))

@@ -536,6 +536,45 @@ def test_options_of_phi3_that_are_not_implemented_are_refused(option, words):
         models.config_from_hf(dict(TINY, model_type="phi3", num_attention_heads=4) | option)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be false, got True"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping must be a finite number above 0, or null, got 0"),
+        ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping must be a finite number above 0, or null, got '50'"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a finite number above 0, got -1"),
+        ({"hidden_size": None}, "hidden_size must be a whole number above 0, got None"),
+    ],
+)
+def test_options_of_gemma_that_are_not_implemented_are_refused(family, option, words):
+    with pytest.raises(ValueError, match=f"config.json: {words}"):
+        models.config_from_hf(dict(TINY, model_type=family, num_attention_heads=4) | option)
+
+
+def test_options_of_gemma3_that_are_not_implemented_are_refused():
+    least = dict(TINY, model_type="gemma3_text", num_attention_heads=4)
+    for option, words in (
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be None, got 50.0"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number above 0, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"config.json: {words}"):
+            models.config_from_hf(least | option)
+    with pytest.raises(ValueError, match="config.json: gemma3_text needs hidden_size, got none"):
+        models.config_from_hf({name: value for name, value in least.items() if name != "hidden_size"})
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_gemmas_scale_of_embeddings_is_rounded_to_the_compute_dtype(name):
+    model = reference(name).bfloat16()
+    config, params = torch_dicts.from_state_dict(models.config_from_hf(model.config.to_dict()), model.state_dict())
+    got_BTD = models.FAMILIES[name].embed(params, tokens(), config, jnp.bfloat16)
+    with torch.no_grad():
+        wanted = model.model.embed_tokens(torch.from_numpy(tokens())).float().numpy()
+    assert np.array_equal(np.asarray(got_BTD, np.float32), wanted)
+
+
 LEAST = dict(
     vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=6, num_attention_heads=8,
     num_key_value_heads=2, num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,

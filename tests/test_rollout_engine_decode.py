@@ -43,6 +43,14 @@ CASES = {
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=True, use_sliding_window=True,
         sliding_window=21, max_window_layers=1,
     ),
+    "gemma2": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, query_pre_attn_scalar=9, sliding_window=21,
+        attn_logit_softcapping=6.0, final_logit_softcapping=8.0,
+    ),
+    "gemma3_text": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=14, query_pre_attn_scalar=40, sliding_window=21,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
     "llama": dict(
         num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True,
