@@ -17,7 +17,7 @@ from ..core.param import Param, Stack, Table
 from ..core.parts import Part, split
 from ..parallel import vocab
 from .attention.pattern import Pattern
-from .layer import Attention, Growth, Mixer, attention
+from .layer import Attention, Growth, Layer, Mixer, attention
 from .layers import rope as rotary
 from .layers.linear import linear
 from .layers.mlp import SILU, Activation, gated_mlp
@@ -36,7 +36,7 @@ class Config:
       init_std: standard deviation of newly initialised matrices.
       prefix: prefix of the checkpoint's keys, "model." except in bare backbones.
       value_head: the model has a scalar head, `score.weight`.
-      records: each layer's attention.
+      records: what each layer does with its tokens.
       activation: activation of MLPs and experts.
       norm_offset: added to the weights of norms (1 in families whose norms are stored around 0).
       embed_scale, residual_scale, logit_scale: factors of the embeddings, of what each half of a layer adds to the
@@ -62,7 +62,7 @@ class Config:
     eos: tuple[int, ...] = ()
     prefix: str = "model."
     value_head: bool = False
-    records: tuple[Attention, ...] = ()
+    records: tuple[Layer, ...] = ()
     activation: Activation = SILU
     norm_offset: float = 0.0
     embed_scale: float = 1.0
@@ -74,8 +74,13 @@ class Config:
     @property
     def rope(self) -> rotary.Rope:
         """The rotary embedding of all layers that have one."""
-        [rope] = {record.rope for record in self.records if record.rope}
+        [rope] = self.ropes
         return rope
+
+    @property
+    def ropes(self) -> set[rotary.Rope]:
+        """The rotary embeddings of the layers."""
+        return {record.rope for record in self.records if isinstance(record, Attention) and record.rope}
 
 
 def config(
@@ -152,17 +157,17 @@ def config(
 FULL, SLIDING = "full_attention", "sliding_attention"  # values in layer_types
 
 
-def layer_types(hf: dict, default: Callable[[int], str]) -> list[str]:
-    """The type of each layer, `FULL` or `SLIDING`: layer_types, else by the layer's index.
+def layer_types(hf: dict, default: Callable[[int], str], types: tuple[str, str] = (FULL, SLIDING)) -> list[str]:
+    """The type of each layer: layer_types, else by the layer's index.
 
     Raises:
-      ValueError: layer_types are not one of the two for each layer.
+      ValueError: layer_types are not one of the two types for each layer.
     """
     count = hf.get("num_hidden_layers") or 0
     kinds = hf.get("layer_types") or [default(i) for i in range(count)]
-    if len(kinds) != count or set(kinds) - {FULL, SLIDING}:
+    if len(kinds) != count or set(kinds) - set(types):
         raise ValueError(
-            f"config.json: layer_types must be {FULL} or {SLIDING} for each of {count} layers, "
+            f"config.json: layer_types must be {' or '.join(types)} for each of {count} layers, "
             f"got {len(kinds)} of {sorted(set(kinds))}"
         )
     return kinds
@@ -204,7 +209,7 @@ def windows(hf: dict) -> list[Pattern]:
 
 def windows_to_hf(config: Config) -> dict:
     """The options that `windows` reads."""
-    windows = [record.pattern.window for record in config.records]
+    windows = [record.pattern.window for record in config.records if isinstance(record, Attention)]
     if not any(windows):
         return {}
     first = next(i for i, window in enumerate(windows) if window)
@@ -226,7 +231,6 @@ def to_hf(config: Config) -> dict:
     """The config.json of a model, with a rope that all layers share in the old and new spelling; other options of the
     source are kept."""
     eos, source = list(config.eos), json.loads(config.source)
-    ropes = {record.rope for record in config.records if record.rope}
     return {
         **source,
         "model_type": config.family,
@@ -243,7 +247,7 @@ def to_hf(config: Config) -> dict:
         "initializer_range": config.init_std,
         **({"hidden_act": "silu"} if config.activation == SILU else {}),
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
-        **(rotary.to_hf(config.rope, source) if len(ropes) == 1 else {}),
+        **(rotary.to_hf(config.rope, source) if len(config.ropes) == 1 else {}),
     }
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..parallel import context
 from .attention.pattern import PLAIN, Pattern
+from .layers import conv
 from .layers import rope as rotary
 
 
@@ -54,8 +56,22 @@ def attention(heads: int, kv_heads: int, head_dim: int, rope, pattern: Pattern, 
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """One layer that remembers the tokens before in a state of constant size, in place of keys and values.
+
+    Attributes:
+      state: name and shape of each array of a sequence's state, in fp32.
+    """
+
+    state: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+Layer = Attention | Recurrent
+
+
+@dataclass(frozen=True)
 class Mixer:
-    """What a block does with the tokens of one layer.
+    """What a block does with the tokens of a layer with attention.
 
     Attributes:
       layer: the layer's record.
@@ -70,16 +86,37 @@ class Mixer:
     attend: Callable
 
 
-def mixers(layers: Sequence[Attention], position_BT) -> Callable[[Attention, Callable], Mixer]:
+@dataclass(frozen=True)
+class Recurrence:
+    """What a block does with the tokens of a recurrent layer; names are those of the layer's states.
+
+    Attributes:
+      layer: the layer's record.
+      convolve: `convolve(name, x_BTC, weight_CW, bias_C=None) -> y_BTC` over the last W tokens (`layers.conv`).
+      gate: `gate(x_BTN) -> x_BTN` prepares what decays or writes to a state: 0 in the padding behind a prompt.
+      recur: `recur(name, rule, *inputs) -> out_BTNV` by the functions of a module, `layers.delta` or `layers.mamba`.
+        Inputs with tokens come from `convolve` or `gate`: with positions sharded over cp, both return whole rows, of
+        which each device has some channels.
+    """
+
+    layer: Recurrent
+    convolve: Callable
+    gate: Callable
+    recur: Callable
+
+
+AnyMixer = Mixer | Recurrence
+
+
+def mixers(layers: Sequence[Layer], position_BT) -> Callable[[Attention, Callable], Mixer]:
     """Returns `mixer(layer, attend)` for tokens at these positions.
 
     cos and sin are computed here, once for each rotary embedding, so that a scan over layers does not repeat them.
     """
     tables: dict[Any, Any] = {}
     for layer in layers:
-        at = layer.rope, layer.rope_dim
-        if layer.rope is not None and at not in tables:
-            tables[at] = rotary.tables(position_BT, *at)
+        if isinstance(layer, Attention) and layer.rope is not None and (layer.rope, layer.rope_dim) not in tables:
+            tables[layer.rope, layer.rope_dim] = rotary.tables(position_BT, layer.rope, layer.rope_dim)
 
     def rotate(layer, x_BTNH):
         if layer.rope is None:
@@ -93,3 +130,17 @@ def mixers(layers: Sequence[Attention], position_BT) -> Callable[[Attention, Cal
         return q_BTNH * (1 + by.rate * jnp.log1p(steps_BT)).astype(q_BTNH.dtype)[..., None, None]
 
     return lambda layer, attend: Mixer(layer, partial(rotate, layer), partial(grow, layer), attend)
+
+
+def over_rows(layer: Recurrent, segment_BT, method: context.Method) -> Recurrence:
+    """The recurrence over packed rows, each sequence by itself; positions may be sharded over cp."""
+    into, back = context.whole_rows(method, segment_BT.shape[1])
+    segment_BT = into(segment_BT)
+
+    def convolve(name, x_BTC, weight_CW, bias_C=None):
+        return conv.convolve(into(x_BTC), weight_CW, segment_BT, bias_C)
+
+    def recur(name, rule, *inputs):
+        return back(rule.chunked(*inputs, segment_BT))
+
+    return Recurrence(layer, convolve, into, recur)

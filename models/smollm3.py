@@ -36,7 +36,6 @@ def to_hf(config: Config) -> dict:
         "architectures": ["SmolLM3ForCausalLM"],
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
-        "no_rope_layers": [int(record.rope is not None) for record in config.records],
     }
 
 

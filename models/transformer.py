@@ -16,7 +16,7 @@ from ..parallel import context, experts, rules, vocab
 from . import remat
 from .attention import backends
 from .families import FAMILIES
-from .layer import mixers
+from .layer import AnyMixer, Attention, mixers, over_rows
 from .layers import grouped, moe
 from .layers.linear import linear
 from .layers.norm import rms_norm
@@ -118,7 +118,12 @@ def backbone(
         x_BTD = checkpoint_name(x_BTD, "layer_input")
         w = rules.gather(w, stack.params)
         routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
-        x_BTD, report = module.block(x_BTD, w, mixer(record, partial(attend, record.pattern)), config, routing)
+        mix: AnyMixer
+        if isinstance(record, Attention):
+            mix = mixer(record, partial(attend, record.pattern))
+        else:
+            mix = over_rows(record, segment_BT, run.cp)
+        x_BTD, report = module.block(x_BTD, w, mix, config, routing)
         sums = {name: x for name, x in report.items() if name != "experts"}
         return rules.constrain(x_BTD, "batch seq hidden"), sums
 

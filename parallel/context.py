@@ -29,6 +29,28 @@ def arrange(method: Method, length: int):
     return put(order), put(order.argsort())
 
 
+def whole_rows(method: Method, length: int):
+    """(into, back) for layers that read a row from its start: from positions [B, T, C, ...] sharded over cp to whole
+    rows in their own order with C sharded over tp and cp, and back. By all-to-all (arXiv:2309.14509).
+
+    Raises:
+      ValueError: C cannot be split over tp x cp, when called.
+    """
+    if meshes.size("cp") == 1:
+        return (lambda x: x,) * 2
+    order = rings.order(length, meshes.size("cp")) if method == "ring" else None
+
+    def into(x):
+        x = constrain(x, "batch row channels" if x.ndim > 2 else "batch row")
+        return x if order is None else x[:, order.argsort()]
+
+    def back(x):
+        x = x if order is None else x[:, order]
+        return constrain(x, "batch seq query_heads")
+
+    return into, back
+
+
 def attention(
     causal, ring, q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N=None, *, method: Method = "gather", pattern=None
 ):

@@ -30,6 +30,11 @@ class ShardingRules:
     shared_ffn: Axes = "tp"
     heads: Axes = "tp"
     kv_heads: Axes = "tp"
+    key_channels: Axes = "tp"
+    value_channels: Axes = "tp"
+    value_heads: Axes = "tp"
+    taps: Axes = None
+    value_dim: Axes = None
     head: Axes = None
     one: Axes = None
     router: Axes = None
@@ -40,6 +45,8 @@ class ShardingRules:
 
     batch: Axes = meshes.BATCH
     seq: Axes = "cp"
+    row: Axes = None
+    channels: Axes = ("tp", "cp")
     query_heads: Axes = "tp"
     hidden: Axes = None
 

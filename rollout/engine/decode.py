@@ -1,14 +1,12 @@
-"""The compiled programs of the engine: prefill into slots, copies between slots, fused decode steps, prompt scores.
+"""The compiled programs of the engine: prefill into slots, fused decode steps, prompt scores.
 
-A slot is a row of every layer's cache. Caches are divided into segments of positions, each twice as long as the one
-before, `keys [slot, kv_head, head, L]` and `values [slot, kv_head, L, head]`, so that attention reads whole arrays in
-place and few empty ones. The shapes computed for a sequence depend only on its own length bucket or on the number of
-slots, never on the other sequences in the batch: samples are bit-equal whatever their neighbours, slot or order of
-arrival.
+A slot is a row of every layer's cache, see `caches`. The shapes computed for a sequence depend only on its own length
+bucket or on the number of slots, never on the other sequences in the batch: samples are bit-equal whatever their
+neighbours, slot or order of arrival.
 """
 
 import functools
-import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +17,17 @@ from ...core import logprobs, param
 from ...models import transformer as models
 from ...models.attention import backends, sinks
 from ...models.attention.pattern import PLAIN, Pattern
-from ...models.layer import mixers
+from ...models.layer import AnyMixer, Attention, mixers
 from ...models.layers.linear import MultiLoRAWeight, Transposed
-from . import sampling
+from . import caches as caching
+from . import sampling, states
 
 PREFILL_TOKENS, ON_CPUS = 4096, 256  # tokens per prefill: one long prompt or several short ones
 
 
-def segments(context: int) -> list[slice]:
-    """The positions of each cache segment: the first two span a sixteenth of the context each (64 to 1024), the next
-    ones double; the last ends at a multiple of the first's length."""
-    C = min(_power(context), max(64, min(1024, _power(context) // 16)))
-    end = -(-context // C) * C
-    starts = [0, *itertools.takewhile(lambda start: start < end, (C << i for i in itertools.count()))]
-    return [slice(start, min(max(C, 2 * start), end)) for start in starts]
-
-
 def bucket(length: int, context: int) -> int:
     """The padded length of a prefill of `length` tokens: a power of two of at least 16, at most the cache's length."""
-    return min(max(16, _power(length)), segments(context)[-1].stop)
+    return min(max(16, _power(length)), caching.segments(context)[-1].stop)
 
 
 def rows(bucket: int, slots: int) -> int:
@@ -87,42 +77,11 @@ def with_adapters(weights, index_B):
     return [{**layer, **choose(layer, factors)} for layer, factors in each]
 
 
-def caches(config, slots: int, context: int, dtype):
-    """Empty (keys, values) of each segment of each layer."""
-    lengths = [part.stop - part.start for part in segments(context)]
-    zeros = lambda *shape: jnp.zeros((slots, *shape), dtype)
-    empty = lambda layer, L: (zeros(layer.kv_heads, layer.key_dim, L), zeros(layer.kv_heads, L, layer.value_dim))
-    return [[empty(layer, L) for L in lengths] for layer in config.records]
-
-
-def spans(layer) -> list[slice]:
-    """The positions of each segment of a layer's caches."""
-    ends = list(itertools.accumulate(keys.shape[-1] for keys, _ in layer))
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-@functools.partial(jax.jit, donate_argnames=("caches",))
-def wipe(caches, filled):
-    """Zeroes the first `filled` positions of the cached values. Keys may stay: scores of masked positions are replaced,
-    but a non-finite value would survive a weight of 0."""
-
-    C = spans(caches[0])[0].stop  # all segment lengths are multiples of this
-
-    def clean(values_SKLH, start):
-        S, K, L, H = values_SKLH.shape
-        zero_SKCH = jnp.zeros((S, K, C, H), values_SKLH.dtype)
-        put = lambda i, values_SKLH: jax.lax.dynamic_update_slice(values_SKLH, zero_SKCH, (0, 0, i * C, 0))
-        return jax.lax.fori_loop(0, -(-jnp.clip(filled - start, 0, L) // C), put, values_SKLH)
-
-    both = lambda pair, place: (pair[0], clean(pair[1], place.start))
-    return [[both(pair, place) for pair, place in zip(layer, spans(layer), strict=True)] for layer in caches]
-
-
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))
-def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, config):
+def prefill(weights, caches, token_PT, length_P, adapter_P, row_S, slot_S, count, *, config):
     """Computes P sequences, each with its adapter, and writes row row_S[i] to slot slot_S[i], for i < count.
 
-    Sequences are padded on the right; the padding is never read.
+    Sequences of length_P tokens are padded on the right; the padding is never read.
 
     Returns:
       caches; hidden_PTD after the last norm; the `routed` experts.
@@ -132,29 +91,27 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
     index_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
     segment_PT = jnp.ones((P, T), jnp.int32)
     mixer = mixers(config.records, index_PT)
-    made = []
+    made: list[Any] = []
     x = module.embed(weights, token_PT, config, weights["embed"].dtype)
-    places = [place for place in spans(caches[0]) if place.start < T]
 
     def attend(pattern, q_PTNH, k_PTKH, v_PTKV, sinks_N=None):
         k_PKHT, v_PKTV = k_PTKH.transpose(0, 2, 3, 1), v_PTKV.transpose(0, 2, 1, 3)
+        places = [place for place in caching.spans(caches[len(made)]) if place.start < T]
         made.append([(k_PKHT[..., place], v_PKTV[:, :, place]) for place in places])
         rows = q_PTNH, k_PTKH, v_PTKV, segment_PT, index_PT, sinks_N
         return backends.causal(*rows, backend="auto", packing=False, pattern=pattern)
 
     reports = []
     for w, layer in zip(with_adapters(weights, adapter_P), config.records, strict=True):
-        x, report = module.block(x, w, mixer(layer, functools.partial(attend, layer.pattern)), config)
+        mix: AnyMixer
+        if isinstance(layer, Attention):
+            mix = mixer(layer, functools.partial(attend, layer.pattern))
+        else:
+            made.append({})
+            mix = states.after_prompts(layer, length_P, segment_PT, made[-1])
+        x, report = module.block(x, w, mix, config)
         reports.append(report)
-
-    def insert(i, caches):
-        row, slot = row_S[i], slot_S[i]
-        put = lambda x, cache: jax.lax.dynamic_update_slice(cache, x[row][None], (slot, 0, 0, 0))
-        within = [layer[: len(places)] for layer in caches]
-        filled = jax.tree.map(put, made, within)
-        return [new + old[len(places) :] for new, old in zip(filled, caches, strict=True)]
-
-    caches = jax.lax.fori_loop(0, count, insert, caches)
+    caches = caching.insert(caches, made, row_S, slot_S, count)
     return caches, models.last_norm(x, weights, config), routed(reports)
 
 
@@ -165,23 +122,6 @@ def routed(reports):
     if like is None:
         return None
     return jnp.stack([jnp.full_like(like, -1) if x is None else x for x in found], 2)
-
-
-@functools.partial(jax.jit, static_argnames=("length",), donate_argnames=("caches",))
-def copy(caches, source_S, target_S, count, *, length: int):
-    """Copies the first `length` positions (a bucket) of slot source_S[i] to slot target_S[i], for i < count."""
-
-    def step(i, caches):
-        def move(cache, place, axis):
-            sizes = [1, *cache.shape[1:]]
-            sizes[axis] = min(place.stop, length) - place.start
-            part = jax.lax.dynamic_slice(cache, (source_S[i], 0, 0, 0), sizes)
-            return jax.lax.dynamic_update_slice(cache, part, (target_S[i], 0, 0, 0))
-
-        both = lambda pair, place: (move(pair[0], place, 3), move(pair[1], place, 2)) if place.start < length else pair
-        return [[both(pair, place) for pair, place in zip(layer, spans(layer), strict=True)] for layer in caches]
-
-    return jax.lax.fori_loop(0, count, step, caches)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "top"))
@@ -263,33 +203,32 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     longest = jnp.max(jnp.where(active_S, position_S, 0))
     shortest = jnp.min(jnp.where(active_S, position_S, longest))
     x = module.embed(weights, token_S[:, None], config, weights["embed"].dtype)
-    filled, reports = [], []
+    filled: list[Any] = []
+    reports = []
+    mix: AnyMixer
+
+    def attend(cache, pattern, q_S1NH, k_S1KH, v_S1KV, sinks_N=None):
+        k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
+        cache = [
+            caching.write(keys_SKHL, values_SKLV, k_SKH, v_SKV, position_S - place.start)
+            for (keys_SKHL, values_SKLV), place in zip(cache, caching.spans(cache), strict=True)
+        ]
+        filled.append(cache)
+        first = jnp.maximum(pattern.first(shortest), 0)
+        return attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
+
     for w, cache, layer in zip(weights["layers"], caches, config.records, strict=True):
-
-        def attend(q_S1NH, k_S1KH, v_S1KV, sinks_N=None, cache=cache, pattern=layer.pattern):
-            k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
-            cache = [
-                write(keys_SKHL, values_SKLV, k_SKH, v_SKV, position_S - place.start)
-                for (keys_SKHL, values_SKLV), place in zip(cache, spans(cache), strict=True)
-            ]
-            filled.append(cache)
-            first = jnp.maximum(pattern.first(shortest), 0)
-            return attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
-
-        x, report = module.block(x, w, mixer(layer, attend), config)
+        if isinstance(layer, Attention):
+            mix = mixer(layer, functools.partial(attend, cache, layer.pattern))
+        else:
+            filled.append({})
+            mix = states.step(layer, cache, active_S, filled[-1])
+        x, report = module.block(x, w, mix, config)
         reports.append(report)
     x = models.last_norm(x, weights, config)
     product_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
     experts = routed(reports)
     return models.logits(product_SV, config), filled, None if experts is None else experts[:, 0]
-
-
-def write(keys_SKHL, values_SKLH, k_SKH, v_SKH, at_S):
-    """Writes a key and a value at index at_S[s] of each slot of a segment; indices outside it are ignored."""
-    L, slot_S = keys_SKHL.shape[-1], jnp.arange(len(at_S))
-    at_S = jnp.where(at_S < 0, L, at_S)  # out of bounds is dropped, but a negative index would count from the end
-    keys_SKHL = keys_SKHL.at[slot_S, :, :, at_S].set(k_SKH, mode="drop")
-    return keys_SKHL, values_SKLH.at[slot_S, :, at_S].set(v_SKH, mode="drop")
 
 
 def attend_segments(q_S1NH, layer, position_S, first, last, sinks_N=None, *, pattern: Pattern = PLAIN):
@@ -326,7 +265,7 @@ def attend_segments(q_S1NH, layer, position_S, first, last, sinks_N=None, *, pat
 
     zero_SKG1 = jnp.zeros((S, K, N // K, 1), jnp.float32)
     carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, V), jnp.float32)
-    for (keys_SKHL, values_SKLV), place in zip(layer, spans(layer), strict=True):
+    for (keys_SKHL, values_SKLV), place in zip(layer, caching.spans(layer), strict=True):
         read = functools.partial(add, keys_SKHL, values_SKLV, place)
         if place.start == 0 and pattern.span is None:
             carry = read(carry)
