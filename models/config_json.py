@@ -36,18 +36,22 @@ def _list_of(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number above 0", _size, (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
-        "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step",
+        "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step",
         "sliding_window_pattern",
     )),
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
-        "num_key_value_heads", "head_dim",
+        "num_key_value_heads", "head_dim", "moe_intermediate_size", "top_k_experts", "vocab_size_per_layer_input",
+        "num_global_key_value_heads",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
         "num_experts", "num_local_experts",
     )),
     ("a whole number of at least 0", _count, ("max_window_layers",)),
+    ("a whole number of at least 0, or null", lambda value: value is None or _count(value), (
+        "hidden_size_per_layer_input", "num_kv_shared_layers",
+    )),
     ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
     ("a finite number above 0", lambda value: _number(value) and value > 0, ("query_pre_attn_scalar",)),
     ("a finite number above 0, or null", lambda value: value is None or (_number(value) and value > 0), (
@@ -56,6 +60,7 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a finite number of at least 0", _number, ("rms_norm_eps", "initializer_range")),
     ("true, false or null", lambda value: value is None or _flag(value), (
         "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
+        "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
     )),
     ("a list of texts, or null", lambda value: value is None or _list_of(_text)(value), (
         "architectures", "layer_types",

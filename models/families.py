@@ -3,6 +3,7 @@
 from . import (
     gemma2,
     gemma3_text,
+    gemma4_text,
     granite,
     llama,
     ministral3,
@@ -24,6 +25,7 @@ from . import (
 FAMILIES = {
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
+    "gemma4_text": gemma4_text,
     "granite": granite,
     "llama": llama,
     "ministral3": ministral3,
