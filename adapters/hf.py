@@ -221,7 +221,8 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     needed = dict.fromkeys(key for path, found in keys.items() if path not in drawn for key in found)
     missing = [key for key in needed if key not in tensors]
     used = {key for found in keys.values() for key in found}
-    unexpected = [key for key in tensors if key not in used and not (BUFFERS.search(key) or _predicts(key, config))]
+    known = used.union(table.unused)
+    unexpected = [key for key in tensors if key not in known and not (BUFFERS.search(key) or _predicts(key, config))]
     if config.tied and "lm_head.weight" in unexpected and not missing:
         _check_tied(tensors["lm_head.weight"], tensors[keys["embed"][0]], where)
         unexpected.remove("lm_head.weight")

@@ -117,7 +117,7 @@ def schedule(spec: Optimizer) -> optax.Schedule:
 def kind(p: param.Param) -> Kind:
     """The kind of a weight for `Optimizer.decay`, from its axes; a vector is a bias if its checkpoint key says so."""
     if p.matrix:
-        return "embedding" if "vocab" in p.axes.split() else "matrix"
+        return "embedding" if p.axes.split()[0].endswith("vocab") else "matrix"
     return "bias" if p.keys[0].endswith("bias") else "norm"
 
 

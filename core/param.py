@@ -80,11 +80,12 @@ def _repeats(kinds: Sequence[Hashable], period: int) -> int:
 @dataclass(frozen=True)
 class Table:
     """All weights of a model: `top` by name, `stacks` in order of their first layers, `dims` the size of each logical
-    axis."""
+    axis; `unused` are keys of tensors that checkpoints may have and the model does not read."""
 
     top: Mapping[str, Param]
     stacks: tuple[Stack, ...]
     dims: Mapping[str, int]
+    unused: tuple[str, ...] = ()
 
     @property
     def layers(self) -> list[tuple[int, int]]:

@@ -38,6 +38,8 @@ class Attention:
       rope_dim: size of what is rotated as a whole, `key_dim` but in multi-head latent attention.
       pattern: which keys a query attends to, and how scores are computed.
       growth: of queries with their position; None = none.
+      source: index of the layer whose keys and values are used; None = the layer's own.
+      kept: later layers use this layer's keys and values; its block reports them as "keys_values".
     """
 
     heads: int
@@ -48,6 +50,8 @@ class Attention:
     rope_dim: int
     pattern: Pattern = PLAIN
     growth: Growth | None = None
+    source: int | None = None
+    kept: bool = False
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, rope, pattern: Pattern, growth=None) -> Attention:
@@ -77,7 +81,8 @@ class Mixer:
       layer: the layer's record.
       rotate: `rotate(x_BTNH) -> x_BTNH` applies the layer's rotary embedding.
       grow: `grow(q_BTNH) -> q_BTNH` applies the layer's `Growth`.
-      attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None) -> out_BTNV` applies the mask, or the KV cache in decoding.
+      attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None) -> out_BTNV` applies the mask, or the KV cache in decoding;
+        `attend(q_BTNH)` if the keys and values are those of another layer.
     """
 
     layer: Attention

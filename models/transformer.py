@@ -105,22 +105,26 @@ def backbone(
     chosen = _by_stack(chosen_BTLK, table, config)
     x_BTD = module.embed(params, token_BT, config, run.dtype or params["embed"].dtype)
     mixer = mixers(config.records, position_BT)
+    inputs = per_layer(module, params, token_BT, x_BTD, config)
+    shared: dict[int, Any] = {}  # keys and values that later layers use, by layer
 
-    def attend(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N=None):
+    def attend(pattern, found, q_BTNH, k_BTKH=None, v_BTKV=None, sinks_N=None):
+        k_BTKH, v_BTKV = found or (k_BTKH, v_BTKV)
         how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
         return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
 
     def layer(stack, x_BTD, each):
-        w, chosen_BTK = each
+        w, chosen_BTK, beside = each
         record = config.records[stack.layers[0]]
         x_BTD = checkpoint_name(x_BTD, "layer_input")
-        w = rules.gather(w, stack.params)
+        w = rules.gather(w, stack.params) | beside
         routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
         mix: AnyMixer
         if isinstance(record, Attention):
-            mix = mixer(record, partial(attend, record.pattern))
+            found = () if record.source is None else shared[record.source]
+            mix = mixer(record, partial(attend, record.pattern, found))
         else:
             mix = over_rows(record, segment_BT, run.cp)
         x_BTD, report = module.block(x_BTD, w, mix, config, routing)
@@ -138,10 +142,21 @@ def backbone(
                 sums.append(new)
             return x_BTD, sums
 
-        x_BTD, sums = jax.lax.scan(one_of_each, x_BTD, [(params["stacks"][i], chosen[i]) for i in turn])
+        beside = [{name: x[np.array(table.stacks[i].layers)] for name, x in inputs.items()} for i in turn]
+        each = list(zip([params["stacks"][i] for i in turn], [chosen[i] for i in turn], beside, strict=True))
+        x_BTD, sums = jax.lax.scan(one_of_each, x_BTD, each)
+        for i, new in zip(turn, sums, strict=True):
+            if "keys_values" in new:  # of a stack of one layer, since no other has its record
+                shared[table.stacks[i].layers[0]] = jax.tree.map(lambda x: x[0], new.pop("keys_values"))
         reports += [new for new in sums if new]
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else {}
     return last_norm(x_BTD, params, config), aux
+
+
+def per_layer(module, params, token_BT, x_BTD, config) -> dict:
+    """What layers read beside the residual stream, {name: [layers, B, T, ...]}; nothing in most families."""
+    made = module.per_layer(params, token_BT, x_BTD, config) if hasattr(module, "per_layer") else None
+    return {} if made is None else {"per_layer_input": made}
 
 
 def last_norm(x_BTD, params, config):

@@ -42,6 +42,14 @@ class ShardingRules:
     q_rank: Axes = ("fsdp", "ep")
     kv_latent: Axes = None
     kv_rank: Axes = ("fsdp", "ep")
+    wide_heads: Axes = "tp"
+    wide_kv_heads: Axes = "tp"
+    wide_head: Axes = None
+    wide_ffn: Axes = "tp"
+    per_layer: Axes = None
+    per_layers: Axes = None
+    per_layer_vocab: Axes = "tp"
+    per_layer_columns: Axes = ("fsdp", "ep")
     one: Axes = None
     router: Axes = None
     experts: Axes = "ep"

@@ -219,6 +219,52 @@ CASES: dict[str, dict] = {
         rms_norm_eps=1e-3, rope_parameters={"rope_type": "default", "rope_theta": 400.0}, embedding_multiplier=1.7,
         attention_multiplier=0.21, residual_multiplier=0.6, logits_scaling=0.8,
     ),
+    "gemma2": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, attention_bias=True, tie_word_embeddings=True,
+        rms_norm_eps=1e-3, rope_parameters={"rope_type": "linear", "rope_theta": 250.0, "factor": 2.5},
+        query_pre_attn_scalar=23, sliding_window=7, attn_logit_softcapping=5.0, final_logit_softcapping=6.0,
+        layer_types=["full_attention", *["sliding_attention"] * 2],
+    ),
+    "gemma2 uncapped": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=22, tie_word_embeddings=False, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, query_pre_attn_scalar=9, sliding_window=4,
+        attn_logit_softcapping=None, final_logit_softcapping=None,
+    ),
+    "gemma3_text": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, attention_bias=True, rms_norm_eps=1e-3,
+        query_pre_attn_scalar=23, sliding_window=7, final_logit_softcapping=6.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5},
+        },
+    ),
+    "gemma3_text untied": dict(
+        num_attention_heads=3, num_key_value_heads=1, head_dim=10, tie_word_embeddings=False, rms_norm_eps=1e-5,
+        query_pre_attn_scalar=7, sliding_window=5, sliding_window_pattern=2,
+    ),
+    "gemma4_text": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, global_head_dim=10, num_global_key_value_heads=1,
+        attention_k_eq_v=True, attention_bias=True, rms_norm_eps=1e-3, sliding_window=7, final_logit_softcapping=6.0,
+        hidden_size_per_layer_input=0, num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 700.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gemma4_text experts": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, global_head_dim=10, rms_norm_eps=1e-3,
+        tie_word_embeddings=False, sliding_window=5, hidden_size_per_layer_input=0, num_hidden_layers=2,
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=28,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma4_text small": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=6, global_head_dim=10, rms_norm_eps=1e-3,
+        sliding_window=5, hidden_size_per_layer_input=12, vocab_size_per_layer_input=67, num_kv_shared_layers=3,
+        use_double_wide_mlp=True, num_hidden_layers=7,
+        layer_types=[*["sliding_attention"] * 2, "full_attention", *["sliding_attention"] * 3, "full_attention"],
+    ),
     "olmo2": dict(
         num_attention_heads=4, num_key_value_heads=2, attention_bias=True, tie_word_embeddings=False,
         rms_norm_eps=1e-3, rope_parameters={"rope_type": "default", "rope_theta": 150.0},
@@ -258,7 +304,7 @@ def perturbed(model):
 
 def reference(name, kind="ForCausalLM", **more):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name.split()[0], **TINY, **CASES[name], **more)
+    config = transformers.AutoConfig.for_model(name.split()[0], **TINY | CASES[name], **more)
     return perturbed(getattr(transformers, f"AutoModel{kind}").from_config(config))
 
 
@@ -328,7 +374,7 @@ MIXTRAL = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3")
 
 def experts_apart(named, family):
     """A module holds all experts of a layer in one tensor, a checkpoint each in its own, in Mixtral by other names."""
-    if family in ("gpt_oss", "llama4_text"):
+    if family in ("gpt_oss", "llama4_text", "gemma4_text"):  # as in the module
         return named
     out = {}
     for name, x in named.items():
@@ -357,12 +403,13 @@ def test_gradients(case):
     logits = theirs(case.model, tokens())
     target = torch.from_numpy(tokens()[:, 1:]).flatten()
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target).backward()
-    fixed = case.model.state_dict().keys() & dict(case.model.named_buffers()).keys()
+    scales = {name for name in case.model.state_dict() if name.endswith("layer_scalar")}  # factors of a layer's output
+    fixed = case.model.state_dict().keys() & dict(case.model.named_buffers()).keys() - scales
     wanted = {name: np.zeros(case.model.get_buffer(name).shape) for name in fixed}
     wanted |= {name: weight.grad.numpy() for name, weight in case.model.named_parameters()}
     wanted = experts_apart(wanted, case.config.family)
     specs, arrays = hf.to_tensors(case.config, case.gradient, "float32")
-    got = dict(zip(specs, arrays, strict=True))
+    got = {name: x for name, x in zip(specs, arrays, strict=True) if name not in scales}
     assert got.keys() == wanted.keys()
     largest = max(np.abs(g).max() for g in wanted.values())
     for name, g in wanted.items():
@@ -417,6 +464,8 @@ def test_export_load_export_is_bit_identical(case, tmp_path, dtype):
 
 def old_spelling(config_json):
     """A config.json as transformers 4 wrote it."""
+    if config_json["model_type"] == "gemma4_text":  # is younger
+        return {k: v for k, v in config_json.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
     windows = "max_window_layers" in config_json
     new = ("rope_parameters", "dtype", *(["layer_types"] if windows else []))
     old = {k: v for k, v in config_json.items() if k not in new}
@@ -425,6 +474,8 @@ def old_spelling(config_json):
     old["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         old["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if config_json["model_type"] == "gemma3_text":
+        old["rope_local_base_freq"] = config_json["rope_parameters"]["sliding_attention"]["rope_theta"]
     kind = rope.pop("rope_type")
     if kind == "linear":
         old["rope_scaling"] = {"type": kind, **rope}
@@ -444,7 +495,8 @@ def test_old_config_spellings_are_read(case, tmp_path):
     path = tmp_path / "m" / "config.json"
     written = json.loads(path.read_text())
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
-    for drop in ((), ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")):
+    new = ["dtype"] if config.family == "gemma4_text" else ["dtype", "rope_parameters"]
+    for drop in ((), new, ("rope_theta", "rope_scaling", "torch_dtype")):
         path.write_text(json.dumps({k: v for k, v in written.items() if k not in drop}))
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
         assert model.dtype == torch.bfloat16
@@ -608,6 +660,45 @@ def test_options_that_are_not_implemented_are_refused_by_name(family, option, wo
 def test_options_of_phi3_that_are_not_implemented_are_refused(option, words):
     with pytest.raises(ValueError, match=f"config.json: {words}"):
         models.config_from_hf(dict(TINY, model_type="phi3", num_attention_heads=4) | option)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be false, got True"),
+        ({"final_logit_softcapping": 0}, "final_logit_softcapping must be a finite number above 0, or null, got 0"),
+        ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping must be a finite number above 0, or null, got '50'"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a finite number above 0, got -1"),
+        ({"hidden_size": None}, "hidden_size must be a whole number above 0, got None"),
+    ],
+)
+def test_options_of_gemma_that_are_not_implemented_are_refused(family, option, words):
+    with pytest.raises(ValueError, match=f"config.json: {words}"):
+        models.config_from_hf(dict(TINY, model_type=family, num_attention_heads=4) | option)
+
+
+def test_options_of_gemma3_that_are_not_implemented_are_refused():
+    least = dict(TINY, model_type="gemma3_text", num_attention_heads=4)
+    for option, words in (
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be None, got 50.0"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number above 0, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"config.json: {words}"):
+            models.config_from_hf(least | option)
+    with pytest.raises(ValueError, match="config.json: gemma3_text needs hidden_size, got none"):
+        models.config_from_hf({name: value for name, value in least.items() if name != "hidden_size"})
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+def test_gemmas_scale_of_embeddings_is_rounded_to_the_compute_dtype(name):
+    model = reference(name).bfloat16()
+    config, params = torch_dicts.from_state_dict(models.config_from_hf(model.config.to_dict()), model.state_dict())
+    got_BTD = models.FAMILIES[name].embed(params, tokens(), config, jnp.bfloat16)
+    with torch.no_grad():
+        wanted = model.model.embed_tokens(torch.from_numpy(tokens())).float().numpy()
+    assert np.array_equal(np.asarray(got_BTD, np.float32), wanted)
 
 
 LEAST = dict(

@@ -98,6 +98,14 @@ FAMILIES = {
         },
     ),
     "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
+    "gemma2": COMMON
+    | dict(
+        model_type="gemma2",
+        query_pre_attn_scalar=9,
+        sliding_window=7,
+        attn_logit_softcapping=6.0,
+        final_logit_softcapping=8.0,
+    ),
     "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
     "glm4_moe": COMMON
     | dict(
@@ -242,6 +250,8 @@ def cases():
             layouts, objectives = ["cp8 ulysses", "dp2 cp2 tp2 ring", "fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], ("sft",)
         elif family == "minimax_m2":  # norms over heads of all devices
             layouts, objectives = ["fsdp2 tp4", "cp2 ep2 tp2"], ("sft",)
+        elif family == "gemma2":  # norms, windows by layer type, and soft caps in attention and in the split vocabulary
+            layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("grpo",)
         elif family == "qwen3 window":  # where positions are not split a window is a mask like others
             layouts = [layout for layout in LAYOUTS if LAYOUTS[layout].cp > 1]
         for (j, layout), (k, objective) in itertools.product(enumerate(layouts), enumerate(objectives)):

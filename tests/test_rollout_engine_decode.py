@@ -80,6 +80,25 @@ CASES = {
         },
     ),
     "smollm3": dict(num_attention_heads=4, num_key_value_heads=2, no_rope_layers=[0, 1], pad_token_id=None),
+    "gemma2": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, query_pre_attn_scalar=9, sliding_window=21,
+        attn_logit_softcapping=6.0, final_logit_softcapping=8.0,
+    ),
+    "gemma3_text": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=14, query_pre_attn_scalar=40, sliding_window=21,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma4_text": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=4, global_head_dim=6, sliding_window=9,
+        hidden_size_per_layer_input=12, vocab_size_per_layer_input=89, num_kv_shared_layers=2, use_double_wide_mlp=True,
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+        attention_k_eq_v=True, num_global_key_value_heads=2,
+    ),
+    "gemma4_text experts": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=6, global_head_dim=10, sliding_window=21,
+        hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
     "glm4_moe": dict(
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, use_qk_norm=True,
@@ -109,7 +128,7 @@ CASES = {
 
 @functools.cache
 def model(case):
-    config = models.config_from_hf({"model_type": case.split()[0], **TINY, **CASES[case]})
+    config = models.config_from_hf({"model_type": case.split()[0]} | TINY | CASES[case])
     return config, tiny.weights(models.table(config), 0.16)
 
 

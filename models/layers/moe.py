@@ -69,21 +69,27 @@ class Routing:
     kernel: grouped.Kernel = "blocked"
 
 
-def mlp(x_BTD, w, router: Router, activation: Activation = SILU, *, routing: Routing | None = None):
+def mlp(x_BTD, w, router: Router, activation: Activation = SILU, *, routing: Routing | None = None, choice_BTD=None):
     """Sum over a token's experts of weight x MLP (arXiv:2101.03961 with top_k experts), in x's dtype.
 
     Weights: `router` and the experts' `expert_up`, `expert_down`. If they exist: `router_logit_bias` is added to the
     logits; `router_bias` only to the scores by which experts are chosen (arXiv:2408.15664); `expert_gate`, and biases
     of the three (`expert_gate_bias`, ...); a `shared` expert for every token; `latent_down` and `latent_up`, between
-    which routed experts work at another width (Nemotron-H).
+    which routed experts work at another width (Nemotron-H); `router_weight` scales the weights of each expert.
+
+    Args:
+      choice_BTD: what the router reads; None = x.
 
     Returns:
       out_BTD; the `statistics`, plus "experts": the chosen experts, i32[B, T, top_k].
     """
     routing = routing or Routing()
-    logits_BTE, score_BTE = scores(x_BTD, w, router)
+    logits_BTE, score_BTE = scores(x_BTD if choice_BTD is None else choice_BTD, w, router)
     index_BTK = choose(score_BTE, router, w.get("router_bias"), routing.chosen_BTK)
-    weight_BTK = weigh(score_BTE, index_BTK, router).astype(x_BTD.dtype)
+    weight_BTK = weigh(score_BTE, index_BTK, router)
+    if "router_weight" in w:
+        weight_BTK = weight_BTK * w["router_weight"].astype(weight_BTK.dtype)[index_BTK]
+    weight_BTK = weight_BTK.astype(x_BTD.dtype)
     mix = scaled_inputs if router.scaled_input else mixture
     if "latent_down" in w:
         low_BTH = linear(x_BTD, w["latent_down"], w.get("latent_down_bias"))

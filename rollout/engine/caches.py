@@ -30,6 +30,8 @@ def empty(config, slots: int, context: int, dtype):
     lengths = [part.stop - part.start for part in segments(context)]
 
     def one(layer):
+        if isinstance(layer, Attention) and layer.source is not None:
+            return []  # those of another layer
         if isinstance(layer, Attention):
             K, H, V = layer.kv_heads, layer.key_dim, layer.value_dim
             return [(jnp.zeros((slots, K, H, L), dtype), jnp.zeros((slots, K, L, V), dtype)) for L in lengths]
@@ -58,7 +60,8 @@ def wipe(caches, filled):
     def layer(cache):
         if isinstance(cache, dict):
             return jax.tree.map(jnp.zeros_like, cache)
-        places = spans(cache)
+        if not (places := spans(cache)):
+            return cache
         C = places[0].stop  # all segment lengths are multiples of this
         return [(keys, clean(values, at.start, C)) for (keys, values), at in zip(cache, places, strict=True)]
 

@@ -58,6 +58,7 @@ def stage(params, table: param.Table, device):
         "embed": ready(top["embed"], False),
         "norm": ready(top["norm"], False),
         "head": turned(models.head(top)),
+        **{name: ready(w, False) for name, w in top.items() if name.startswith("per_layer_")},
         "layers": [layer(i, place) for i, place in table.layers],
     }
 
@@ -95,18 +96,22 @@ def prefill(weights, caches, token_PT, length_P, adapter_P, row_S, slot_S, count
     made: list[Any] = []
     x = module.embed(weights, token_PT, config, weights["embed"].dtype)
 
-    def attend(pattern, q_PTNH, k_PTKH, v_PTKV, sinks_N=None):
+    def attend(layer, q_PTNH, k_PTKH=None, v_PTKV=None, sinks_N=None):
+        if layer.source is not None:
+            k_PTKH, v_PTKV = reports[layer.source]["keys_values"]
         k_PKHT, v_PKTV = k_PTKH.transpose(0, 2, 3, 1), v_PTKV.transpose(0, 2, 1, 3)
         places = [place for place in caching.spans(caches[len(made)]) if place.start < T]
         made.append([(k_PKHT[..., place], v_PKTV[:, :, place]) for place in places])
         rows = q_PTNH, k_PTKH, v_PTKV, segment_PT, index_PT, sinks_N
-        return backends.causal(*rows, backend="auto", packing=False, pattern=pattern)
+        return backends.causal(*rows, backend="auto", packing=False, pattern=layer.pattern)
 
-    reports = []
-    for w, layer in zip(with_adapters(weights, adapter_P), config.records, strict=True):
+    reports: list[dict] = []
+    own = models.per_layer(module, weights, token_PT, x, config)
+    for i, (w, layer) in enumerate(zip(with_adapters(weights, adapter_P), config.records, strict=True)):
         mix: AnyMixer
+        w = w | {name: each[i] for name, each in own.items()}
         if isinstance(layer, Attention):
-            mix = mixer(layer, functools.partial(attend, layer.pattern))
+            mix = mixer(layer, functools.partial(attend, layer))
         else:
             made.append({})
             mix = states.after_prompts(layer, length_P, segment_PT, made[-1])
@@ -208,19 +213,23 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     reports = []
     mix: AnyMixer
 
-    def attend(cache, pattern, q_S1NH, k_S1KH, v_S1KV, sinks_N=None):
-        k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
-        cache = [
-            caching.write(keys_SKHL, values_SKLV, k_SKH, v_SKV, position_S - place.start)
-            for (keys_SKHL, values_SKLV), place in zip(cache, caching.spans(cache), strict=True)
-        ]
+    def attend(cache, layer, q_S1NH, k_S1KH=None, v_S1KV=None, sinks_N=None):
+        if layer.source is None:
+            k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
+            cache = [
+                caching.write(keys_SKHL, values_SKLV, k_SKH, v_SKV, position_S - place.start)
+                for (keys_SKHL, values_SKLV), place in zip(cache, caching.spans(cache), strict=True)
+            ]
         filled.append(cache)
+        pattern, cache = layer.pattern, cache if layer.source is None else filled[layer.source]
         first = jnp.maximum(pattern.first(shortest), 0)
         return attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
 
-    for w, cache, layer in zip(weights["layers"], caches, config.records, strict=True):
+    own = models.per_layer(module, weights, token_S[:, None], x, config)
+    for i, (w, cache, layer) in enumerate(zip(weights["layers"], caches, config.records, strict=True)):
+        w = w | {name: each[i] for name, each in own.items()}
         if isinstance(layer, Attention):
-            mix = mixer(layer, functools.partial(attend, cache, layer.pattern))
+            mix = mixer(layer, functools.partial(attend, cache, layer))
         else:
             filled.append({})
             mix = states.step(layer, cache, active_S, filled[-1])
