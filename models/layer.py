@@ -38,6 +38,7 @@ class Attention:
       rope_dim: size of what is rotated as a whole, `key_dim` but in multi-head latent attention.
       pattern: which keys a query attends to, and how scores are computed.
       growth: of queries with their position; None = none.
+      latent: size of the latent vectors from which keys and values are made, which decoding caches; None = none.
     """
 
     heads: int
@@ -48,6 +49,14 @@ class Attention:
     rope_dim: int
     pattern: Pattern = PLAIN
     growth: Growth | None = None
+    latent: int | None = None
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Number of heads and sizes of a key and a value that decoding caches for a token."""
+        if self.latent is not None:
+            return 1, self.latent + self.rope_dim, self.latent
+        return self.kv_heads, self.key_dim, self.value_dim
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, rope, pattern: Pattern, growth=None) -> Attention:
@@ -77,7 +86,8 @@ class Mixer:
       layer: the layer's record.
       rotate: `rotate(x_BTNH) -> x_BTNH` applies the layer's rotary embedding.
       grow: `grow(q_BTNH) -> q_BTNH` applies the layer's `Growth`.
-      attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None) -> out_BTNV` applies the mask, or the KV cache in decoding.
+      attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None, latent=None) -> out_BTNV` applies the mask, or the KV cache
+        in decoding: with `latent`, a `latent.Latent`, one of latent vectors.
     """
 
     layer: Attention

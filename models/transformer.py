@@ -106,7 +106,7 @@ def backbone(
     x_BTD = module.embed(params, token_BT, config, run.dtype or params["embed"].dtype)
     mixer = mixers(config.records, position_BT)
 
-    def attend(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N=None):
+    def attend(pattern, q_BTNH, k_BTKH, v_BTKV, sinks_N=None, latent=None):
         how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
         rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N

@@ -31,7 +31,7 @@ def empty(config, slots: int, context: int, dtype):
 
     def one(layer):
         if isinstance(layer, Attention):
-            K, H, V = layer.kv_heads, layer.key_dim, layer.value_dim
+            K, H, V = layer.cached
             return [(jnp.zeros((slots, K, H, L), dtype), jnp.zeros((slots, K, L, V), dtype)) for L in lengths]
         return {name: jnp.zeros((slots, *shape), jnp.float32) for name, shape in layer.state}
 
