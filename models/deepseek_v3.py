@@ -16,6 +16,7 @@ from .attention.pattern import Pattern
 from .dense import embed as embed
 from .layer import Attention, Mixer
 from .layers import moe, rope
+from .layers.latent import Latent
 from .layers.linear import linear
 from .layers.norm import rms_norm
 
@@ -72,9 +73,9 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     factor = rope.yarn_scale(turns.factor, turns.mscale_all_dim) ** 2 if turns.mscale_all_dim else 1.0
     base = dense.config(
         hf, family, head_dim=turned, ropes=[turns] * (hf.get("num_hidden_layers") or 0),
-        patterns=Pattern(scale=factor / math.sqrt(still + turned) if factor > 1 else None),
+        patterns=Pattern(scale=factor / math.sqrt(still + turned)),
     )  # fmt: skip
-    sizes = dict(kv_heads=heads, key_dim=still + turned, value_dim=hf["v_head_dim"])
+    sizes = dict(kv_heads=heads, key_dim=still + turned, value_dim=hf["v_head_dim"], latent=hf["kv_lora_rank"])
     records = tuple(dataclasses.replace(record, **sizes) for record in base.records if isinstance(record, Attention))
     plain = mixture.sparse(
         dataclasses.replace(base, records=records), hf, router, experts="n_routed_experts",
@@ -163,13 +164,17 @@ def attention(h_BTD, w, mixer: Mixer, config: Config):
         q_BTNH = heads(product(rms_norm(product(h_BTD, "q_down"), w["q_latent_norm"], NORM_EPS), "q_up"))
     else:
         q_BTNH = heads(product(h_BTD, "q"))
-    latent_BTL, turned_BTR = jnp.split(product(h_BTD, "kv_down"), [config.kv_rank], -1)
-    kv_BTNS = heads(product(rms_norm(latent_BTL, w["kv_latent_norm"], NORM_EPS), "kv_up"))
+    latent_BTR, turned_BTP = jnp.split(product(h_BTD, "kv_down"), [config.kv_rank], -1)
+    latent_BTR = rms_norm(latent_BTR, w["kv_latent_norm"], NORM_EPS)
+    turned_BT1P = mixer.rotate(turned_BTP[:, :, None])
     q_still, q_turned = jnp.split(q_BTNH, [still], -1)
-    k_still, v_BTNV = jnp.split(kv_BTNS, [still], -1)
-    k_turned = jnp.broadcast_to(mixer.rotate(turned_BTR[:, :, None]), (B, T, layer.heads, layer.rope_dim))
+    k_still, v_BTNV = jnp.split(heads(product(latent_BTR, "kv_up")), [still], -1)
+    k_turned = jnp.broadcast_to(turned_BT1P, (B, T, layer.heads, layer.rope_dim))
     q_BTNH = jnp.concatenate([q_still, mixer.rotate(q_turned)], -1)
-    return mixer.attend(q_BTNH, jnp.concatenate([k_still, k_turned], -1), v_BTNV)
+    k_BTNH = jnp.concatenate([k_still, k_turned], -1)
+    kept_BT1L = jnp.concatenate([latent_BTR[:, :, None], turned_BT1P], -1)
+    latent = Latent(kept_BT1L, w["kv_up"], layer.heads, still, config.kv_rank)
+    return mixer.attend(q_BTNH, k_BTNH, v_BTNV, latent=latent)
 
 
 def block(x_BTD, w, mixer: Mixer, config: Config, routing=None):

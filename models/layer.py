@@ -40,6 +40,7 @@ class Attention:
       growth: of queries with their position; None = none.
       source: index of the layer whose keys and values are used; None = the layer's own.
       kept: later layers use this layer's keys and values; its block reports them as "keys_values".
+      latent: size of the latent vectors from which keys and values are made, which decoding caches; None = none.
     """
 
     heads: int
@@ -52,6 +53,14 @@ class Attention:
     growth: Growth | None = None
     source: int | None = None
     kept: bool = False
+    latent: int | None = None
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Number of heads and sizes of a key and a value that decoding caches for a token."""
+        if self.latent is not None:
+            return 1, self.latent + self.rope_dim, self.latent
+        return self.kv_heads, self.key_dim, self.value_dim
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, rope, pattern: Pattern, growth=None) -> Attention:
@@ -81,8 +90,9 @@ class Mixer:
       layer: the layer's record.
       rotate: `rotate(x_BTNH) -> x_BTNH` applies the layer's rotary embedding.
       grow: `grow(q_BTNH) -> q_BTNH` applies the layer's `Growth`.
-      attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None) -> out_BTNV` applies the mask, or the KV cache in decoding;
-        `attend(q_BTNH)` if the keys and values are those of another layer.
+      attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None, latent=None) -> out_BTNV` applies the mask, or the KV cache
+        in decoding: with `latent`, a `latent.Latent`, one of latent vectors. `attend(q_BTNH)` if keys and values are
+        those of another layer.
     """
 
     layer: Attention

@@ -108,7 +108,7 @@ def backbone(
     inputs = per_layer(module, params, token_BT, x_BTD, config)
     shared: dict[int, Any] = {}  # keys and values that later layers use, by layer
 
-    def attend(pattern, found, q_BTNH, k_BTKH=None, v_BTKV=None, sinks_N=None):
+    def attend(pattern, found, q_BTNH, k_BTKH=None, v_BTKV=None, sinks_N=None, latent=None):
         k_BTKH, v_BTKV = found or (k_BTKH, v_BTKV)
         how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)

@@ -224,6 +224,12 @@ def test_samples_do_not_depend_on_neighbours(served):
         assert engine_results(served[2], [request]) == [beside]
 
 
+def test_latent_attention_caches_one_vector_for_all_heads():
+    config, _ = model("deepseek_v3")
+    for layer in caches.empty(config, 2, 64, jnp.float32):
+        assert [(keys.shape[:3], values.shape[1::2]) for keys, values in layer] == [((2, 1, 18 + 6), (1, 18))]
+
+
 def engine_results(engine, asked):
     return [(done.tokens, done.logp) for done in engine.generate(asked)]
 

@@ -33,7 +33,7 @@ def empty(config, slots: int, context: int, dtype):
         if isinstance(layer, Attention) and layer.source is not None:
             return []  # those of another layer
         if isinstance(layer, Attention):
-            K, H, V = layer.kv_heads, layer.key_dim, layer.value_dim
+            K, H, V = layer.cached
             return [(jnp.zeros((slots, K, H, L), dtype), jnp.zeros((slots, K, L, V), dtype)) for L in lengths]
         return {name: jnp.zeros((slots, *shape), jnp.float32) for name, shape in layer.state}
 

@@ -96,10 +96,11 @@ def prefill(weights, caches, token_PT, length_P, adapter_P, row_S, slot_S, count
     made: list[Any] = []
     x = module.embed(weights, token_PT, config, weights["embed"].dtype)
 
-    def attend(layer, q_PTNH, k_PTKH=None, v_PTKV=None, sinks_N=None):
+    def attend(layer, q_PTNH, k_PTKH=None, v_PTKV=None, sinks_N=None, latent=None):
         if layer.source is not None:
             k_PTKH, v_PTKV = reports[layer.source]["keys_values"]
-        k_PKHT, v_PKTV = k_PTKH.transpose(0, 2, 3, 1), v_PTKV.transpose(0, 2, 1, 3)
+        kept_k, kept_v = latent.cached if latent else (k_PTKH, v_PTKV)
+        k_PKHT, v_PKTV = kept_k.transpose(0, 2, 3, 1), kept_v.transpose(0, 2, 1, 3)
         places = [place for place in caching.spans(caches[len(made)]) if place.start < T]
         made.append([(k_PKHT[..., place], v_PKTV[:, :, place]) for place in places])
         rows = q_PTNH, k_PTKH, v_PTKV, segment_PT, index_PT, sinks_N
@@ -213,7 +214,9 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     reports = []
     mix: AnyMixer
 
-    def attend(cache, layer, q_S1NH, k_S1KH=None, v_S1KV=None, sinks_N=None):
+    def attend(cache, layer, q_S1NH, k_S1KH=None, v_S1KV=None, sinks_N=None, latent=None):
+        if latent:
+            q_S1NH, (k_S1KH, v_S1KV) = latent.queries(q_S1NH), latent.cached
         if layer.source is None:
             k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
             cache = [
@@ -223,7 +226,8 @@ def forward(weights, caches, token_S, position_S, active_S, config):
         filled.append(cache)
         pattern, cache = layer.pattern, cache if layer.source is None else filled[layer.source]
         first = jnp.maximum(pattern.first(shortest), 0)
-        return attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
+        out_S1NV = attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
+        return latent.outputs(out_S1NV) if latent else out_S1NV
 
     own = models.per_layer(module, weights, token_S[:, None], x, config)
     for i, (w, cache, layer) in enumerate(zip(weights["layers"], caches, config.records, strict=True)):
