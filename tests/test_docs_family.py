@@ -87,3 +87,9 @@ def test_the_family_of_the_guide_equals_transformers(family, tmp_path):
     with jax.set_mesh(on):
         there = jax.jit(lambda p: models.forward(p, token, config=config))(spread)
     np.testing.assert_allclose(there, got, atol=1e-5)
+
+
+def test_the_page_of_models_lists_every_family():
+    page = (GUIDE.parent / "models.md").read_text()
+    listed = [name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(models.FAMILIES)
