@@ -84,7 +84,7 @@ def by_hand(x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def table(config) -> Table:
-    plain, block = dense.table(config, qk_norm=False), layer()
+    plain, block = dense.table(config), layer()
     dims = {"expert_embed": D, "expert_ffn": F, "experts": E, **plain.dims}
     return Table(plain.top, (Stack((0,), block), Stack((1, 2), block)), dims)
 

@@ -484,7 +484,7 @@ OPTIONS = [  # of config.json, and what is wrong with it
         ("initializer_range", None), ("initializer_range", float("nan")),
     )],
     *[(name, 1.5, "must be true, false or null") for name in ("tie_word_embeddings", "attention_bias")],
-    ("model_type", [], "must be one of llama, "),
+    ("model_type", [], "must be one of deepseek_v2, "),
     ("architectures", 3, "must be a list of texts, or null"),
     ("layer_types", [[]], "must be a list of texts, or null"),
     *[("eos_token_id", value, "must be a token's id, a list of them, or null") for value in ({}, [[1]], "x", -1)],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areax import models
 from areax.adapters import hf
-from areax.core import packing
+from areax.core import packing, param
 from areax.rollout.engine import caches, decode, request_parsing, sglang_api
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
@@ -158,7 +158,8 @@ def prompts(seed, lengths):
 def test_matrices_are_turned_for_decoding_but_biases_of_experts_are_not():
     stack = {"router": np.ones((2, 3, 4), np.float32), "expert_up_bias": np.ones((2, 3, 5), np.float32)}
     top = {"embed": np.ones((6, 4), np.float32), "norm": np.ones(4, np.float32)}
-    layers = decode.stage({**top, "stacks": [stack]}, jax.devices()[0])["layers"]
+    table = param.Table({}, (param.Stack((0, 1), {}),), {})
+    layers = decode.stage({**top, "stacks": [stack]}, table, jax.devices()[0])["layers"]
     assert [layer["router"].weight.shape for layer in layers] == [(4, 3)] * 2
     assert [layer["expert_up_bias"].shape for layer in layers] == [(3, 5)] * 2
 
