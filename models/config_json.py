@@ -37,12 +37,12 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number above 0", _size, (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
         "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step",
-        "sliding_window_pattern",
+        "sliding_window_pattern", "vocab_size_per_layer_input",
     )),
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
-        "num_key_value_heads", "head_dim", "moe_intermediate_size", "top_k_experts", "vocab_size_per_layer_input",
+        "num_key_value_heads", "head_dim", "moe_intermediate_size", "top_k_experts",
         "num_global_key_value_heads",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (

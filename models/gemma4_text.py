@@ -46,6 +46,7 @@ class Config(qwen3_moe.Config):
       wide_ffn: width of MLPs in layers without keys and values of their own.
     """
 
+    records: tuple[Attention, ...] = ()
     keys_as_values: bool = False
     per_layer: int = 0
     per_layer_vocab: int = 0
@@ -64,7 +65,8 @@ def config(hf: dict) -> Config:
     constants = gemma2.constants(hf | {"use_bidirectional_attention": None} if vision else hf) | {"norm_offset": 0.0}
     layers = dense.by_type(kinds, patterns, rope.by_layer_type(hf, ROPES))
     base = dense.config(hf, "gemma4_text", **layers, **constants)
-    base = replace(base, records=with_sources(with_sizes(base.records, hf, kinds), hf, kinds))
+    records = [record for record in base.records if isinstance(record, Attention)]  # all of them
+    base = replace(base, records=with_sources(with_sizes(records, hf, kinds), hf, kinds))
     own = dict(
         keys_as_values=hf.get("attention_k_eq_v") or False,
         per_layer=hf["hidden_size_per_layer_input"] or 0,
@@ -78,7 +80,7 @@ def config(hf: dict) -> Config:
     return replace(qwen3_moe.sparse(Config, base, sizes, moe.Router(normalise=True)), **own)
 
 
-def with_sizes(records: tuple[Attention, ...], hf: Mapping, kinds: list[str]) -> list[Attention]:
+def with_sizes(records: list[Attention], hf: Mapping, kinds: list[str]) -> list[Attention]:
     """The records with the sizes of heads that layers of full attention have: `per_layer_config` as transformers 5
     writes it, else global_head_dim and num_global_key_value_heads.
 
@@ -89,11 +91,14 @@ def with_sizes(records: tuple[Attention, ...], hf: Mapping, kinds: list[str]) ->
     if hf.get("attention_k_eq_v") and hf.get("num_global_key_value_heads"):
         sizes["num_key_value_heads"] = hf["num_global_key_value_heads"]
     if (given := hf.get("per_layer_config")) is not None:
-        one = {int(layer): own for layer, own in given.items() if own}
-        sizes = next(iter(one.values()), {})
-        if one != {i: sizes for i, kind in enumerate(kinds) if kind == FULL and sizes} or set(sizes) - {
-            "head_dim", "num_key_value_heads"
-        }:  # fmt: skip
+        own = (
+            {layer.lstrip("0") or "0": one for layer, one in given.items() if one}
+            if isinstance(given, dict)
+            else {"": {}}
+        )
+        sizes = next(iter(own.values()), {})
+        wanted = {str(i): sizes for i, kind in enumerate(kinds) if kind == FULL and sizes}
+        if own != wanted or set(sizes) - {"head_dim", "num_key_value_heads"}:
             raise ValueError(
                 "config.json: per_layer_config must have the same head_dim and num_key_value_heads for each layer of "
                 f"{FULL} and nothing for others, got {given!r:.200}"
@@ -101,16 +106,13 @@ def with_sizes(records: tuple[Attention, ...], hf: Mapping, kinds: list[str]) ->
 
     def sized(record: Attention) -> Attention:
         size, count = sizes.get("head_dim", record.key_dim), sizes.get("num_key_value_heads", record.kv_heads)
-        for name, value, fits in (
-            ("global_head_dim", size, type(size) is int and size > 1 and size % 2 == 0),
-            ("num_global_key_value_heads", count, type(count) is int and count > 0 and record.heads % count == 0),
-        ):
-            if not fits:
-                raise ValueError(
-                    f"config.json: {name} must be even, and divide num_attention_heads {record.heads}, got {value!r:.80}"
-                    if name != "global_head_dim"
-                    else f"config.json: {name} must be even and above 0, got {value!r:.80}"
-                )
+        if type(size) is not int or size < 2 or size % 2:
+            raise ValueError(f"config.json: global_head_dim must be even and above 0, got {size!r:.80}")
+        if type(count) is not int or count < 1 or record.heads % count:
+            raise ValueError(
+                f"config.json: num_attention_heads {record.heads} must be a multiple of num_global_key_value_heads, "
+                f"got {count!r:.80}"
+            )
         return replace(record, kv_heads=count, key_dim=size, value_dim=size, rope_dim=size)
 
     return [sized(record) if kind == FULL else record for record, kind in zip(records, kinds, strict=True)]
@@ -175,7 +177,7 @@ def table(config: Config) -> Table:
         for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
         if record.source is not None
     )
-    return Table(top, stacks, plain.dims | dims, unused)
+    return Table(top, stacks, {**plain.dims, **dims}, unused)
 
 
 def is_wide(record: Attention, config: Config) -> bool:
