@@ -56,6 +56,24 @@ FAMILIES = {
         attn_logit_softcapping=6.0,
         final_logit_softcapping=8.0,
     ),
+    "qwen3_5_text": COMMON
+    | dict(
+        model_type="qwen3_5_text",
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=12,
+        linear_value_head_dim=10,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    ),
+    "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
     "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
 }
 LAYOUTS = {

@@ -62,6 +62,29 @@ CASES = {
         hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "qwen3_5_text": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=14,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                         "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    ),
+    "olmo3": dict(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, sliding_window=11,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "granite": dict(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, embedding_multiplier=1.7,
+        attention_multiplier=0.21, residual_multiplier=0.6, logits_scaling=0.8,
+    ),
+    "ministral3": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
+    "smollm3": dict(num_attention_heads=4, num_key_value_heads=2, no_rope_layers=[0, 1], pad_token_id=None),
     "qwen2": dict(num_attention_heads=3, num_key_value_heads=3, tie_word_embeddings=False, rope_theta=1e6),
     "llama": dict(
         num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=False, attention_bias=True,

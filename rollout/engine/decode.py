@@ -22,6 +22,7 @@ from ...models.layers.linear import MultiLoRAWeight, Transposed
 from . import caches as caching
 from . import sampling, states
 
+KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
 PREFILL_TOKENS, ON_CPUS = 4096, 256  # tokens per prefill: one long prompt or several short ones
 
 
@@ -49,7 +50,7 @@ def stage(params, table: param.Table, device):
     here = lambda w: w if isinstance(w, hf.Mapped) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
     ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
     turned = lambda w: Transposed(ready(w, True))
-    one = lambda name, w: turned(w) if w.ndim == 2 and not name.endswith("_bias") else ready(w, False)
+    one = lambda name, w: turned(w) if w.ndim == 2 and not name.endswith(KEPT) else ready(w, False)
     top = {name: here(w) for name, w in params.items() if name != "stacks"}
     stacks = [jax.tree.map(here, stack) for stack in params["stacks"]]
     layer = lambda i, place: {name: one(name, w[place]) for name, w in stacks[i].items()}
