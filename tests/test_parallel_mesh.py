@@ -74,6 +74,23 @@ FAMILIES = {
         },
     ),
     "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
+    "gemma4_text": COMMON
+    | dict(
+        model_type="gemma4_text",
+        head_dim=4,
+        global_head_dim=8,
+        sliding_window=7,
+        hidden_size_per_layer_input=12,
+        vocab_size_per_layer_input=72,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
     "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
 }
 LAYOUTS = {
@@ -183,6 +200,8 @@ def cases():
             layouts, objectives = ["fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], ("sft",)
         elif family == "gemma2":  # norms, windows by layer type, and soft caps in attention and in the split vocabulary
             layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("grpo",)
+        elif family == "gemma4_text":  # keys and values of other layers, an input for each layer, experts beside MLPs
+            layouts, objectives = ["dp2 cp2 tp2 ring", "cp2 ep2 tp2", "fsdp2 tp4"], ("sft",)
         elif family == "qwen3 window":  # where positions are not split a window is a mask like others
             layouts = [layout for layout in LAYOUTS if LAYOUTS[layout].cp > 1]
         for (j, layout), (k, objective) in itertools.product(enumerate(layouts), enumerate(objectives)):
