@@ -77,6 +77,7 @@ FAMILIES = {
     "gemma4_text": COMMON
     | dict(
         model_type="gemma4_text",
+        rms_norm_eps=1e-2,  # small heads are small at times, and their norms would multiply rounding
         head_dim=4,
         global_head_dim=8,
         sliding_window=7,
@@ -167,7 +168,7 @@ def one_device(family, objective, count):
     return sgd_steps(family, OBJECTIVES[objective], "one", count)
 
 
-def compare(got, wanted, start):
+def compare(got, wanted, start, steps=1):
     """Metrics, and the change of every weight, within 1e-5 of the largest change of its leaf."""
     (report, params), (expected, reference) = got, wanted
     assert report.keys() == expected.keys()
@@ -182,8 +183,8 @@ def compare(got, wanted, start):
     ):
         scale = float(np.abs(b - x).max())
         assert scale > 0, jax.tree_util.keystr(path)
-        # a weight of size 1 is rounded to 6e-8 when its change is added to it
-        assert float(np.abs(a - b).max()) <= 1e-5 * scale + 2e-7, jax.tree_util.keystr(path)
+        # a weight of size 1 is rounded to 6e-8 whenever a step's change is added to it
+        assert float(np.abs(a - b).max()) <= 1e-5 * scale + steps * 2e-7, jax.tree_util.keystr(path)
 
 
 def cases():
@@ -234,8 +235,8 @@ def test_sequence_statistics_are_summed_over_devices(layout):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_equal_one_device(family, layout):
     got, wanted = sgd_steps(family, losses.SFT(), layout, 3), one_device(family, "sft", 3)
-    for a, b in zip(got, wanted, strict=True):
-        compare(a, b, model(family)[2])
+    for steps, (a, b) in enumerate(zip(got, wanted, strict=True), 1):
+        compare(a, b, model(family)[2], steps)
 
 
 @pytest.mark.mesh
