@@ -33,6 +33,19 @@ CASES = {
     "phi3": COMMON | dict(pad_token_id=None),
     "qwen3_moe": COMMON | EXPERTS | dict(head_dim=12),
     "qwen2_moe": COMMON | EXPERTS | dict(shared_expert_intermediate_size=28),
+    "gemma4_text": COMMON
+    | dict(
+        head_dim=6,
+        global_head_dim=10,
+        rms_norm_eps=1e-2,
+        hidden_size_per_layer_input=12,
+        pad_token_id=None,
+        vocab_size_per_layer_input=61,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
     "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
 }
 ALL = ("*",)  # routers too
