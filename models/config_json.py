@@ -33,6 +33,10 @@ def _list_of(one: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(one, value))
 
 
+def _options(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
+
+
 KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number above 0", _size, (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
@@ -72,6 +76,7 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), (
         "mlp_only_layers", "moe_layers", "attn_type_list",
     )),
+    ("options by layer, or null", lambda value: value is None or _options(value), ("per_layer_config",)),
     ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
         "eos_token_id",
     )),

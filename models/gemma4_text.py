@@ -91,11 +91,7 @@ def with_sizes(records: list[Attention], hf: Mapping, kinds: list[str]) -> list[
     if hf.get("attention_k_eq_v") and hf.get("num_global_key_value_heads"):
         sizes["num_key_value_heads"] = hf["num_global_key_value_heads"]
     if (given := hf.get("per_layer_config")) is not None:
-        own = (
-            {layer.lstrip("0") or "0": one for layer, one in given.items() if one}
-            if isinstance(given, dict)
-            else {"": {}}
-        )
+        own = {layer.lstrip("0") or "0": one for layer, one in given.items() if one}
         sizes = next(iter(own.values()), {})
         wanted = {str(i): sizes for i, kind in enumerate(kinds) if kind == FULL and sizes}
         if own != wanted or set(sizes) - {"head_dim", "num_key_value_heads"}:

@@ -694,6 +694,47 @@ def test_options_of_gemma3_that_are_not_implemented_are_refused():
         models.config_from_hf({name: value for name, value in least.items() if name != "hidden_size"})
 
 
+SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", *["full_attention"] * 2]}
+SIZES = "per_layer_config must have the same head_dim and num_key_value_heads for each layer of full_attention"
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'silu'"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be false, got 'all'"),
+        ({"sliding_window": None}, "gemma4_text needs sliding_window, got None"),
+        ({"global_head_dim": 7}, "global_head_dim must be even and above 0, got 7"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_attention_heads 4 must be a multiple of num_global_key_value_heads, got 3",
+        ),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers must leave a layer of each type .* got 3 of 3 layers"),
+        (SHARED, "num_kv_shared_layers must leave a layer of each type .* with no full_attention"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, SIZES),
+        ({"per_layer_config": {"2": {"num_attention_heads": 8}}}, SIZES),
+        ({"per_layer_config": [8]}, "per_layer_config must be options by layer, or null"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "gemma4_text needs moe_intermediate_size"),
+    ],
+)
+def test_impossible_options_of_gemma4_are_refused(option, words):
+    with pytest.raises(ValueError, match=f"config.json: {words}"):
+        models.config_from_hf(dict(TINY, model_type="gemma4_text", num_attention_heads=4) | option)
+
+
+def test_keys_of_layers_that_use_those_of_others_are_not_read(tmp_path):
+    """Checkpoints have them; other tensors that the model lacks are refused as ever."""
+    reference("gemma4_text small").save_pretrained(tmp_path)
+    config, params = hf.load(tmp_path)
+    stored = {name: np.array(x) for name, x in safetensors.read(tmp_path).items()}
+    at = "model.layers.6.self_attn."
+    one = np.ones(3, np.float32)
+    _, again = hf.from_tensors(config, stored | {f"{at}k_proj.weight": one, f"{at}k_norm.weight": one}, "here")
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
+    with pytest.raises(ValueError, match="here: .*model.layers.2.self_attn.k_proj.bias"):
+        hf.from_tensors(config, stored | {"model.layers.2.self_attn.k_proj.bias": one}, "here")
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
 def test_gemmas_scale_of_embeddings_is_rounded_to_the_compute_dtype(name):
     model = reference(name).bfloat16()

@@ -58,7 +58,7 @@ CASES = {
         sliding_window=21, max_window_layers=1,
     ),
     "qwen3_5_text": dict(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, num_hidden_layers=3,
+        rms_norm_eps=1e-2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, num_hidden_layers=3,
         layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=14,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
