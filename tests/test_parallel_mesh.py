@@ -83,7 +83,7 @@ FAMILIES = {
     "qwen3_5_text": COMMON
     | dict(
         model_type="qwen3_5_text",
-        rms_norm_eps=1e-2,
+        rms_norm_eps=1e-2,  # as in gemma4_text
         num_hidden_layers=3,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         linear_num_key_heads=8,
@@ -269,6 +269,12 @@ def cases():
             layouts, objectives = ["cp8 ulysses", "dp2 cp2 tp2 ring", "fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], ("sft",)
         elif family == "minimax_m2":  # norms over heads of all devices
             layouts, objectives = ["fsdp2 tp4", "cp2 ep2 tp2"], ("sft",)
+        elif (
+            family == "qwen3_5_text"
+        ):  # channels and heads of delta nets are split over tp and cp, their rows over neither
+            layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("sft",)
+        elif family == "olmo2":
+            layouts, objectives = ["dp2 cp2 tp2"], ("grpo",)
         elif family == "gemma2":  # norms, windows by layer type, and soft caps in attention and in the split vocabulary
             layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("grpo",)
         elif family == "gemma4_text":  # keys and values of other layers, an input for each layer, experts beside MLPs

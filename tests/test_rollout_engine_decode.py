@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from areax import models
 from areax.adapters import hf
 from areax.core import packing, param
+from areax.models.layer import Recurrent
 from areax.rollout.engine import caches, decode, request_parsing, sglang_api
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
@@ -58,7 +59,8 @@ CASES = {
         sliding_window=21, max_window_layers=1,
     ),
     "qwen3_5_text": dict(
-        rms_norm_eps=1e-2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, num_hidden_layers=3,
+        rms_norm_eps=1e-2,
         layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_key_heads=2,
         linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=14,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
@@ -198,17 +200,19 @@ def test_logprobs_equal_those_of_a_teacher_forced_forward_pass(served):
         token_BT[row, : len(prompt) + 40] = [*prompt, *progress.tokens]
     logits_BTV = forward(params, token_BT, config)
     assert float(jnp.std(logits_BTV)) > 1
+    # A change of the weights by their rounding moves log-probabilities of delta nets by 4e-5.
+    atol = 4e-5 if any(isinstance(layer, Recurrent) for layer in config.records) else 1e-5
     for row, (prompt, progress) in enumerate(zip(asked, done, strict=True)):
         n = len(prompt)
 
         def check(logp, top, start, temperature, row=row):
             logp_TV = np.asarray(jax.nn.log_softmax(logits_BTV[row] / temperature))
             at = np.arange(start, start + len(logp))
-            np.testing.assert_allclose(logp, logp_TV[at - 1, token_BT[row, at]], atol=1e-5)
+            np.testing.assert_allclose(logp, logp_TV[at - 1, token_BT[row, at]], atol=atol)
             for t, pairs in zip(at, top, strict=True):
                 best = np.argsort(-logp_TV[t - 1])[:3]
                 assert [i for _, i in pairs] == best.tolist()
-                np.testing.assert_allclose([x for x, _ in pairs], logp_TV[t - 1, best], atol=1e-5)
+                np.testing.assert_allclose([x for x, _ in pairs], logp_TV[t - 1, best], atol=atol)
 
         check(progress.logp, progress.top, n, 0.8)
         assert progress.input_logp[0] is None and progress.input_top[0] is None
