@@ -1,7 +1,8 @@
 """Loads and saves Hugging Face checkpoints of every family, driven by the families' parameter tables.
 
 Weights keep Hugging Face's orientation, so loading stacks the tensors of layers into leaves and saving splits them
-again. Leaves are processed one at a time; there is never a second copy of a model.
+again; leaves may also be parts of fused tensors (`core.parts`). Leaves are read, and tensors written, one at a time;
+there is never a second copy of a model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .. import models
 from ..core import param
+from ..core.parts import Part
 from ..models import config_json
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
@@ -39,6 +41,8 @@ TOKENIZER_FILES = (
 HEADS = ("head", "score")  # leaves missing in checkpoints of backbones or of models with another head
 # Buffers in old checkpoints that are derived from config.json.
 BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Layers, with their index.
+LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
@@ -139,17 +143,19 @@ def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
+class Mapped:
     """A leaf as lazily read tensors of its layers.
 
     Attributes:
       tensors: tensors by their index along the leading axes.
       dtype: dtype of the layers that `leaf[i]` returns.
+      part: the part of each tensor that the leaf has; None = all of it.
     """
 
     tensors: Mapping[tuple[int, ...], np.ndarray]
     shape: tuple[int, ...]
     dtype: np.dtype
+    part: Part | None = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -157,22 +163,27 @@ class Parts:
     def __getitem__(self, i: int) -> np.ndarray:
         """Layer i, a view of the file if possible."""
         if (i,) in self.tensors:
-            return self.tensors[i,].astype(self.dtype, copy=False)
-        return np.stack([x for at, x in self.tensors.items() if at[0] == i]).reshape(self.shape[1:]).astype(self.dtype)
+            return self.at((i,)).astype(self.dtype, copy=False)
+        return np.stack([self.at(at) for at in self.tensors if at[0] == i]).reshape(self.shape[1:]).astype(self.dtype)
+
+    def at(self, index: tuple[int, ...]) -> np.ndarray:
+        """The leaf's entries of one tensor, as stored."""
+        return self.part.take(self.tensors[index]) if self.part else self.tensors[index]
 
 
 def mapped(path: str | os.PathLike, dtype="float32"):
     """(config, params, verify) of a checkpoint, as strict as `load`, for reading each weight once: files are memory-
-    mapped, stacked leaves are `Parts`, others numpy arrays. `verify()` is the function `verify` on the mapped bytes."""
+    mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on those bytes."""
     config, stored = read_config(path), safetensors.read(path)
     config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
 
     def view(leaf):
-        parts = [tensors[key] for key in keys[leaf.path]]
-        wanted = np.dtype(leaf.param.dtype or dtype or _common_dtype(parts))
-        if not leaf.unstacked_shape:
-            return parts[0].astype(wanted, copy=False)
-        return Parts(dict(zip(np.ndindex(*leaf.unstacked_shape), parts, strict=True)), leaf.shape, wanted)
+        held = [tensors[key] for key in keys[leaf.path]]
+        wanted = np.dtype(leaf.param.dtype or dtype or _common_dtype(held))
+        lazy = Mapped(
+            dict(zip(np.ndindex(*leaf.unstacked_shape), held, strict=True)), leaf.shape, wanted, leaf.param.part
+        )
+        return lazy if leaf.unstacked_shape else lazy.at(()).astype(wanted, copy=False)
 
     params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
     return config, params, functools.partial(_verified, Path(path), stored)
@@ -197,18 +208,21 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     """(config, leaves of its table, tensors, keys of each leaf, leaves to initialise); ValueError on mismatch."""
     if not set(init_missing) <= set(HEADS):
         raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
-    tensors = _split_experts(tensors)
     prefix = "" if any(key.startswith(("embed_tokens.", "layers.")) for key in tensors) else "model."
     scored = config.value_head or "score.weight" in tensors or "score" in init_missing
     config = dataclasses.replace(config, prefix=prefix, value_head=scored)
     table = models.table(config)
     tree = param.leaves(table)
+    spelt_out = [spelt for leaf in param.leaf_list(table) for spelt in leaf.keys(prefix).values()]
+    tensors = _split_experts(tensors, {key for spelt in spelt_out for key in spelt})
     there = lambda spelt: next((key for key in spelt if key in tensors), spelt[0])
     keys = {leaf.path: [there(spelt) for spelt in leaf.keys(prefix).values()] for leaf in param.leaf_list(table)}
     drawn = {name for name in init_missing if name in table.top and keys[name][0] not in tensors}
-    missing = [key for path, found in keys.items() for key in found if key not in tensors and path not in drawn]
+    needed = dict.fromkeys(key for path, found in keys.items() if path not in drawn for key in found)
+    missing = [key for key in needed if key not in tensors]
     used = {key for found in keys.values() for key in found}
-    unexpected = [key for key in tensors if key not in used and not BUFFERS.search(key)]
+    known = used.union(table.unused)
+    unexpected = [key for key in tensors if key not in known and not (BUFFERS.search(key) or _predicts(key, config))]
     if config.tied and "lm_head.weight" in unexpected and not missing:
         _check_tied(tensors["lm_head.weight"], tensors[keys["embed"][0]], where)
         unexpected.remove("lm_head.weight")
@@ -222,28 +236,35 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     return config, tree, tensors, keys, drawn
 
 
+def _predicts(key: str, config) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens (DeepSeek-V3, GLM-4.5): these have indices behind the
+    model's own. They are for speculative decoding alone; areax neither trains nor writes them."""
+    layer, more = LAYER.search(key), json.loads(config.source).get("num_nextn_predict_layers") or 0
+    return layer is not None and config.layers <= int(layer[1]) < config.layers + more
+
+
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
     """Assembles a leaf's array from its tensors, in the order of its keys; each device reads only its shard."""
-    parts = dict(zip(np.ndindex(*leaf.unstacked_shape), tensors, strict=True))
+    stored = dict(zip(np.ndindex(*leaf.unstacked_shape), tensors, strict=True))
     wanted = leaf.param.dtype or dtype or _common_dtype(tensors)
-    unstacked = len(leaf.unstacked_shape)
+    unstacked, part = len(leaf.unstacked_shape), leaf.param.part
 
     @functools.cache  # shared by devices that hold the same shard
-    def part(*index):
+    def shard(*index):
         cut = tuple(slice(*bounds) for bounds in index)
         shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
         # Misaligned by one entry: JAX would otherwise alias numpy's memory, which cannot be donated to a step.
         host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
         for at in np.ndindex(*shape[:unstacked]):
-            tensor = parts[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
-            host[at] = tensor[cut[unstacked:]]
+            tensor = stored[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
+            host[at] = part.take(tensor, cut[unstacked:]) if part else tensor[cut[unstacked:]]
             safetensors.forget(tensor)
         return host
 
     if sharding is None:
-        return jax.device_put(part(*[(0, size) for size in leaf.shape])).block_until_ready()
+        return jax.device_put(shard(*[(0, size) for size in leaf.shape])).block_until_ready()
     bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: part(*bounds(index))).block_until_ready()
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: shard(*bounds(index))).block_until_ready()
 
 
 def _common_dtype(tensors: Sequence[np.ndarray]) -> np.dtype:
@@ -409,7 +430,7 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
 
 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
-    """`to_tensors` for any table."""
+    """`to_tensors` for any table; zeros where no leaf has a part of a tensor."""
     leaves = param.leaf_list(table)
     arrays = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.LoRAWeight))
     found = {keystr(path, simple=True, separator="."): x for path, x in arrays}
@@ -417,13 +438,24 @@ def tensors_of(table: param.Table, prefix: str, params, dtype):
     missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
     if missing or unexpected:
         raise ValueError(f"save: the parameters must match the config, got {complaint(missing, unexpected)}")
-    specs = {}
     for leaf in leaves:
         if tuple(found[leaf.path].shape) != leaf.shape:
             raise ValueError(f"save: {leaf.path} must be {list(leaf.shape)}, got {list(found[leaf.path].shape)}")
-        for spelt in leaf.keys(prefix).values():
-            specs[spelt[0]] = jax.ShapeDtypeStruct(leaf.shape[len(leaf.unstacked_shape) :], leaf.param.dtype or dtype)
-    return specs, (row for leaf in leaves for row in _rows(leaf, found[leaf.path], dtype))
+    shared = param.by_tensor(table)
+    spec = lambda leaf: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.param.dtype or dtype)
+    specs = {spelt[0]: spec(leaf) for leaf, *_ in shared for spelt in leaf.keys(prefix).values()}
+    return specs, (x for parts in shared for x in _wholes(parts, [found[leaf.path] for leaf in parts], dtype))
+
+
+def _wholes(leaves: Sequence[param.Leaf], arrays: Sequence, dtype) -> Iterator[np.ndarray]:
+    """The tensors that these leaves are the parts of, on the host, one at a time in the order of their keys."""
+    rows = zip(*(_rows(leaf, x, dtype) for leaf, x in zip(leaves, arrays, strict=True)), strict=True)
+    for row in rows:
+        whole = np.zeros(leaves[0].stored_shape, row[0].dtype) if leaves[0].param.part else row[0]
+        for leaf, x in zip(leaves, row, strict=True):
+            if leaf.param.part:
+                leaf.param.part.put(whole, x)
+        yield whole
 
 
 def save_dtype(config, params, dtype=None) -> np.dtype:
@@ -445,12 +477,12 @@ def on_host(x) -> bool:
 
 
 def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
-    """The leaf's tensors on the host, in the order of its keys; views if it is already there."""
+    """The leaf's entries of each tensor on the host, in the order of its keys; views if it is already there."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     indices = list(np.ndindex(*leaf.unstacked_shape))
     x = param.merged(x) if isinstance(x, param.LoRAWeight) else x
-    if isinstance(x, Parts):
-        yield from (x.tensors[index].astype(wanted, copy=False) for index in indices)
+    if isinstance(x, Mapped):
+        yield from (x.at(index).astype(wanted, copy=False) for index in indices)
         return
     if on_host(x):
         host = np.asarray(x)
@@ -517,13 +549,13 @@ def _check_tied(head: np.ndarray, embed: np.ndarray, where: str) -> None:
         )
 
 
-def _split_experts(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) -> Mapping[str, np.ndarray]:
     """Splits fused experts into one tensor per expert, as views of `experts.gate_up_proj` [E, 2 F, D] and
-    `experts.down_proj` [E, D, F]."""
+    `experts.down_proj` [E, D, F], except keys that the family reads in this form, `fused`."""
     out = {}
     for key, tensor in tensors.items():
         stem, _, name = key.rpartition(".")
-        if not stem.endswith(".experts"):
+        if not stem.endswith(".experts") or key in fused:
             out[key] = tensor
             continue
         names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
@@ -534,9 +566,8 @@ def _split_experts(tensors: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray
 
 
 def check_tensor(key: str, tensor: np.ndarray, leaf: param.Leaf, where: str) -> None:
-    shape = leaf.shape[len(leaf.unstacked_shape) :]
-    if tensor.shape != shape:
-        raise ValueError(f"{where}: {key} must be {list(shape)} by config.json, got {list(tensor.shape)}")
+    if tensor.shape != leaf.stored_shape:
+        raise ValueError(f"{where}: {key} must be {list(leaf.stored_shape)} by config.json, got {list(tensor.shape)}")
     if tensor.dtype not in FLOATS:
         raise ValueError(f"{where}: {key} must have a float dtype, got {tensor.dtype}; quantised weights not supported")
 

@@ -3,6 +3,9 @@
 PEFT on transformers 5 fuses a layer's experts into two weights, `gate_up_proj` and `down_proj`. Expert adapters are
 written per expert, and PEFT fuses them when loading: gate and up become one adapter of twice the rank. Both forms can
 be read.
+
+A fused module (`qkv_proj`) has one adapter in PEFT, where its parts have one each here. They are written as one of the
+sum of their ranks, with a block-diagonal B; of any other B each part gets its rows, and all of A.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,16 +25,17 @@ import xxhash
 
 from .. import models
 from ..core import param
+from ..core.parts import Part
 from ..models import lora
 from ..parallel import rules
 from . import hf, safetensors
 from .atomic_dir import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-FUSED = r".*\.gate_up_proj"  # key of the fused gate and up projections in PEFT's rank_pattern
+LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
 # Names that PEFT takes for experts and routers anywhere in an MoE model.
-AMBIGUOUS = {"gate_proj", "up_proj", "down_proj", "gate"}
+AMBIGUOUS = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
 # Options that do not change what the tensors compute, or only say where they belong, which the keys do too.
 FREE = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -65,8 +70,8 @@ def write_published(
 
     Its manifest.json is `{version, base, bytes, config, tensors: {name: {dtype, shape, xxh3_128}}}`: `base` is the
     label of the published base and `config` the xxh3-128 of adapter_config.json, so a label derived from the manifest's
-    hash covers base, adapters and scale. The scale is always written as alpha / rank, also for rslora: servers support
-    no other.
+    hash covers base, adapters and scale. The scale is always written as alpha / rank, also for rslora, and all modules
+    have the same rank (`exported_rank`), padded with zeros: servers support no other.
 
     Args:
       base: the published directory of the base, loaded by servers.
@@ -79,9 +84,8 @@ def write_published(
 
 
 def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | None = None) -> Path:
-    table = models.table(config)
-    adapter_config = _config_json(config, table, spec, base)
-    specs, arrays = hf.tensors_of(lora.table(table, spec), config.prefix, adapters, "float32")
+    adapter_config = _config_json(config, spec, base, uniform=manifest is not None)
+    specs, arrays = _fused(config, adapters, spec, uniform=manifest is not None)
     if jax.process_index() > 0:
         for _ in arrays:
             pass
@@ -96,6 +100,110 @@ def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | 
             manifest |= {"bytes": sizes, "config": xxhash.xxh3_128_hexdigest(text), "tensors": written}
             safetensors.write_bytes(directory / hf.MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
     return Path(path)
+
+
+def _fused(config, adapters, spec: lora.Lora, uniform: bool):
+    """`hf.tensors_of` in PEFT's form: B of a fused module is block-diagonal; with `uniform` all have the same rank."""
+    table = lora.table(models.table(config), spec)
+    modules = _modules(table, config.prefix)
+    most = exported_rank(config, spec) if uniform else 0
+
+    def whole(key, x):
+        x = _block_diagonal(x, modules[key].parts.values()) if key in modules and key.endswith(LORA_B) else x
+        return _padded(key, x, most) if uniform else x
+
+    def described(key, spec):
+        (out, into), count = spec.shape, len(modules[key].parts) if key in modules else 1
+        shape = (most or out, into) if key.endswith(LORA_A) else (out, most or into * count)
+        return jax.ShapeDtypeStruct(shape, spec.dtype)
+
+    specs, arrays = hf.tensors_of(table, config.prefix, adapters, "float32")
+    pairs = zip(specs, arrays, strict=True)
+    return {key: described(key, spec) for key, spec in specs.items()}, (whole(key, x) for key, x in pairs)
+
+
+class Fused(NamedTuple):
+    """A matrix whose parts are leaves: its shape, and the parts by the leaves' names, in their order."""
+
+    shape: tuple[int, ...]
+    parts: dict[str, Part]
+
+
+def _modules(table: param.Table, prefix: str) -> dict[str, Fused]:
+    """The fused matrices of the layers by key."""
+    found: dict[str, Fused] = {}
+    for leaves in param.by_tensor(table):
+        parts = {_name(leaf): leaf.param.part for leaf in leaves if leaf.param.part}
+        if parts and len(leaves[0].stored_shape) == 2:
+            fused = Fused(leaves[0].stored_shape, dict(sorted(parts.items(), key=lambda item: item[1].start)))
+            found |= dict.fromkeys((key for key, *_ in leaves[0].keys(prefix).values()), fused)
+    return found
+
+
+def _block_diagonal(rows: np.ndarray, parts: Collection[Part]) -> np.ndarray:
+    """B of a fused module: each part's rows of `rows` [out, rank] in columns of its own, [out, rank x parts]."""
+    rank = rows.shape[1]
+    whole = np.zeros((len(rows), rank * len(parts)), rows.dtype)
+    for i, part in enumerate(parts):
+        part.put(whole[:, i * rank : (i + 1) * rank], part.take(rows))
+    return whole
+
+
+def _blocks(b: np.ndarray, parts: Mapping[str, Part], rank: int) -> tuple[str, ...]:
+    """Names of the parts whose adapters are the blocks of a B, in turn; () if it is not block-diagonal."""
+    count = b.shape[1] // rank
+    held = {name: part for name, part in parts.items() if count == len(parts) or part.take(b).any()}
+    if b.shape[1] != rank * len(held):
+        return ()
+    rows = np.zeros((len(b), rank), b.dtype)
+    for i, part in enumerate(held.values()):
+        part.put(rows, part.take(b[:, i * rank : (i + 1) * rank]))
+    return tuple(held) if np.array_equal(_block_diagonal(rows, held.values()), b) else ()
+
+
+def _split_parts(tensors: Mapping[str, np.ndarray], base: param.Table, prefix: str, rank: int, where: str):
+    """Splits adapters of fused modules into those of their parts, as views if possible, with the keys of `_apart`."""
+    out = dict(tensors)
+    stems = {f"base_model.model.{key.removesuffix('weight')}": of for key, of in _modules(base, prefix).items()}
+    stems = {stem: of for stem, of in stems.items() if {f"{stem}{LORA_A}", f"{stem}{LORA_B}"} & out.keys()}
+    blocks: dict[str, set[tuple[str, ...]]] = {}  # by module name, those of any layer
+    for stem, (shape, parts) in stems.items():
+        if missing := [key for key in (f"{stem}{LORA_A}", f"{stem}{LORA_B}") if key not in out]:
+            raise ValueError(f"{where}: adapters must cover their targets in full, got {hf.complaint(missing, [])}")
+        a, b = out[f"{stem}{LORA_A}"], out[f"{stem}{LORA_B}"]
+        if (len(b), a.shape[1]) != shape or len(a) != b.shape[1]:
+            raise ValueError(
+                f"{where}: {stem}{LORA_A} and {LORA_B} must be [rank, {shape[1]}] and [{shape[0]}, rank] by "
+                f"config.json, got {list(a.shape)} and {list(b.shape)}"
+            )
+        blocks.setdefault(stem.split(".")[-2], set()).add(_blocks(b, parts, rank))
+    for stem, (_, parts) in stems.items():
+        a, b = out.pop(f"{stem}{LORA_A}"), out.pop(f"{stem}{LORA_B}")
+        held, *others = blocks[stem.split(".")[-2]]
+        alike = held and not others
+        for name, part in parts.items():
+            if alike and name not in held:
+                continue
+            cut = slice(held.index(name) * rank, (held.index(name) + 1) * rank) if alike else slice(None)
+            out |= {f"{stem}{LORA_A} ({name})": a[cut], f"{stem}{LORA_B} ({name})": part.take(b[:, cut])}
+    return out
+
+
+def _apart(table: param.Table) -> param.Table:
+    """The table of adapters with those of each part of a fused module as tensors of their own, "... (q)"."""
+
+    def each(name, p):
+        keys = tuple(f"{key} ({name[:-2]})" for key in p.keys)
+        return dataclasses.replace(p, part=None, keys=keys) if p.part else p
+
+    stacks = (param.Stack(stack.layers, {n: each(n, p) for n, p in stack.params.items()}) for stack in table.stacks)
+    return dataclasses.replace(table, stacks=tuple(stacks))
+
+
+def exported_rank(config, spec: lora.Lora) -> int:
+    """The largest rank of a module in PEFT's form: that of a fused one is the sum over its parts."""
+    modules = _modules(lora.table(models.table(config), spec), config.prefix)
+    return spec.rank * max((len(fused.parts) for fused in modules.values()), default=1)
 
 
 def verify(path: str | os.PathLike) -> dict | None:
@@ -131,27 +239,29 @@ def load(path: str | os.PathLike, config, mesh=None):
     """
     path = _complete(path)
     options = hf.read_json(path / CONFIG)
-    _check_options(options, f"{path / CONFIG}")
     base = models.table(config)
+    fused = {"gate_up_proj", *(key.split(".")[-2] for key in _modules(base, config.prefix))}
+    _check_options(options, f"{path / CONFIG}", set(map(_pattern, fused)))
     stored = safetensors.read(path / WEIGHTS)
     for key, tensor in stored.items():
         if tensor.ndim != 2:
             raise ValueError(f"{path}: {key} must be a matrix, got {list(tensor.shape)}; copy the adapters again")
         if bad := safetensors.count_nonfinite(tensor):
             raise ValueError(f"{path}: {bad} of the {tensor.size} numbers of {key} are not finite; use other adapters")
-    tensors = _split_experts(stored, base.dims)
     rslora, rank, alpha = bool(options.get("use_rslora")), options["r"], float(options["lora_alpha"])
-    if options.get("rank_pattern") and max(map(_rank, tensors.items())) == 2 * rank:  # fused and saved by PEFT
-        rank, alpha = 2 * rank, _doubled(alpha, rslora)
+    tensors = _split_parts(_split_experts(stored, base.dims), base, config.prefix, rank, str(path))
+    most = max(map(_rank, tensors.items()), default=rank)
+    if options.get("rank_pattern") and most > rank and most % rank == 0:  # fused and saved by PEFT
+        rank, alpha = most, _raised(alpha, most // rank, rslora)
         tensors = {key: _padded(key, x, rank) for key, x in tensors.items()}
     spec = lora.Lora(rank, alpha, ("*",), rslora)
     present = lambda leaf: any(key in tensors for (key, *_) in leaf.keys(config.prefix).values())
-    found = {_name(leaf)[:-2] for leaf in param.leaf_list(lora.table(base, spec)) if present(leaf)}
+    found = {_name(leaf)[:-2] for leaf in param.leaf_list(_apart(lora.table(base, spec))) if present(leaf)}
     names = tuple(name for name in lora.targets(base, spec) if name in found)
     if not names:
         raise ValueError(f"{path / WEIGHTS}: must hold adapters of a {config.family}, got {', '.join([*tensors][:3])}")
     spec = dataclasses.replace(spec, targets=names)
-    table = lora.table(base, spec)
+    table = _apart(lora.table(base, spec))
     keys = {leaf.path: [key for (key, *_) in leaf.keys(config.prefix).values()] for leaf in param.leaf_list(table)}
     used = [key for of_leaf in keys.values() for key in of_leaf]
     missing, unexpected = [key for key in used if key not in tensors], sorted(tensors.keys() - set(used))
@@ -170,6 +280,11 @@ def modules(config, spec: lora.Lora) -> list[str]:
     return _targets(config, models.table(config), spec)[0]
 
 
+def _pattern(module: str) -> str:
+    """The key of a module in PEFT's rank_pattern."""
+    return rf".*\.{module}"
+
+
 def _complete(path: str | os.PathLike) -> Path:
     path = Path(path)
     for name in (WEIGHTS, CONFIG):
@@ -186,8 +301,16 @@ def _holds_adapters(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def _config_json(config, table: param.Table, spec: lora.Lora, base: str) -> dict:
-    modules, parameters, ranks = _targets(config, table, spec)
+def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:
+    table = models.table(config)
+    modules, parameters, experts = _targets(config, table, spec)
+    times = {_pattern("gate_up_proj"): 2} if experts else {}  # rank of a module, in ranks of a weight
+    if uniform:
+        most = exported_rank(config, spec)
+        spec = dataclasses.replace(spec, rank=most, alpha=_raised(spec.alpha, most // spec.rank, spec.rslora))
+    else:
+        fused = _modules(lora.table(table, spec), config.prefix).items()
+        times |= {_pattern(key.split(".")[-3]): len(of.parts) for key, of in fused if len(of.parts) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if config.prefix and not config.value_head else None,
@@ -198,8 +321,8 @@ def _config_json(config, table: param.Table, spec: lora.Lora, base: str) -> dict
         "lora_dropout": 0.0,
         "target_modules": modules,
         "target_parameters": parameters or None,
-        "rank_pattern": {FUSED: 2 * spec.rank} if ranks else {},
-        "alpha_pattern": {FUSED: _doubled(spec.alpha, spec.rslora)} if ranks else {},
+        "rank_pattern": {pattern: n * spec.rank for pattern, n in times.items()},
+        "alpha_pattern": {pattern: _raised(spec.alpha, n, spec.rslora) for pattern, n in times.items()},
         "bias": "none",
         "fan_in_fan_out": False,
         "modules_to_save": None,
@@ -219,14 +342,19 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
         )
     mixture = "experts" in table.dims
     modules, parameters = set(), set()
-    for leaf in param.leaf_list(table):
-        if leaf.layers is None or _name(leaf) not in names:
-            continue
-        for key, *_ in leaf.keys(config.prefix).values():
+    leaves = [leaf for leaf in param.leaf_list(table) if leaf.layers is not None and _name(leaf) in names]
+    rearranged = lambda leaf: leaf.param.part and (leaf.param.part.transposed or len(leaf.stored_shape) != 2)
+    if bad := sorted({_name(leaf) for leaf in leaves if rearranged(leaf)}):
+        raise ValueError(
+            f"peft: lora.targets must be matrices [out, in] in checkpoints, got {', '.join(bad)}, which "
+            f"{config.family} stores fused or transposed; leave them out"
+        )
+    for leaf in leaves:
+        for *_, key in leaf.keys(config.prefix).values():  # the last is the name in transformers' module
             within = key.removesuffix(".weight").partition("layers.")[2].partition(".")[2]
             last = within.rpartition(".")[2]
             if _name(leaf) in EXPERTS:
-                parameters.add(f"mlp.experts.{'down_proj' if last == 'down_proj' else 'gate_up_proj'}")
+                parameters.add(f"mlp.experts.{'down_proj' if _name(leaf) == 'expert_down' else 'gate_up_proj'}")
             elif mixture and last in AMBIGUOUS:
                 parameters.add(f"{within}.weight")
             else:
@@ -234,7 +362,8 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
     return sorted(modules), sorted(parameters), experts == EXPERTS
 
 
-def _check_options(options: Mapping, where: str) -> None:
+def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None:
+    """Checks an adapter_config.json; modules that match the patterns `fused` may have a multiple of the rank."""
     if options.get("peft_type") != "LORA":
         raise ValueError(f"{where}: peft_type must be LORA, got {options.get('peft_type')!r}")
     rank, alpha, rslora = options.get("r"), options.get("lora_alpha"), options.get("use_rslora")
@@ -252,12 +381,14 @@ def _check_options(options: Mapping, where: str) -> None:
             f"{where}: init_lora_weights must be true, false or 'gaussian', got {options['init_lora_weights']!r}; "
             "others may change the base; merge these adapters with PEFT"
         )
-    patterns = options.get("rank_pattern") or {}, options.get("alpha_pattern") or {}
-    fused = {FUSED: 2 * rank}, {FUSED: _doubled(alpha, bool(rslora))}
-    if patterns not in (({}, {}), fused):
+    ranks, alphas = options.get("rank_pattern") or {}, options.get("alpha_pattern") or {}
+    known = isinstance(ranks, dict) and all(
+        name in fused and type(n) is int and n > 0 and n % rank == 0 for name, n in ranks.items()
+    )
+    if not known or alphas != {name: _raised(alpha, n // rank, bool(rslora)) for name, n in ranks.items()}:
         raise ValueError(
-            f"{where}: all weights must have the same rank and alpha, got rank_pattern {patterns[0]} and alpha_pattern "
-            f"{patterns[1]}; merge these adapters with PEFT"
+            f"{where}: all weights must have the same rank and alpha, got rank_pattern {ranks} and alpha_pattern "
+            f"{alphas}; merge these adapters with PEFT"
         )
 
 
@@ -285,15 +416,15 @@ def _split_experts(tensors: Mapping[str, np.ndarray], dims: Mapping[str, int]) -
 
 def _rank(item: tuple[str, np.ndarray]) -> int:
     """Rank of an adapter, given (key, tensor)."""
-    return item[1].shape[0 if item[0].endswith("lora_A.weight") else -1]
+    return item[1].shape[0 if LORA_A in item[0] else -1]
 
 
 def _padded(key: str, x: np.ndarray, rank: int) -> np.ndarray:
     """Zero-pads an adapter to a larger rank, which does not change its product."""
     more = rank - _rank((key, x))
-    return np.pad(x, ((0, more), (0, 0)) if key.endswith("lora_A.weight") else ((0, 0), (0, more)))
+    return np.pad(x, ((0, more), (0, 0)) if LORA_A in key else ((0, 0), (0, more)))
 
 
-def _doubled(alpha: float, rslora: bool) -> float:
-    """The alpha that gives the same scale at twice the rank."""
-    return alpha * (math.sqrt(2) if rslora else 2)
+def _raised(alpha: float, times: int, rslora: bool) -> float:
+    """The alpha that gives the same scale at `times` the rank."""
+    return alpha * (math.sqrt(times) if rslora else times)

@@ -23,14 +23,19 @@ def to_state_dict(config, params) -> dict[str, Tensor]:
     """{checkpoint key: tensor} of the parameters, in their dtype; includes a tied head, as torch modules do.
 
     Parameters on one CPU device are not copied: the tensors share their memory, so clone before changing them in place
-    (`load_state_dict` copies). Those on accelerators or several devices are copied to the host.
+    (`load_state_dict` copies). Those on accelerators or several devices, and parts of fused tensors, are copied.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
 
     def add(leaf, x):
-        tensor = _to_torch(x)
+        tensor, part = _to_torch(x), leaf.param.part
         for index, spelt in leaf.keys(config.prefix).items():
-            found[spelt[0]] = tensor[index]
+            if part:
+                if spelt[0] not in found:
+                    found[spelt[0]] = tensor.new_empty(leaf.stored_shape)
+                part.put(found[spelt[0]], tensor[index])
+            else:
+                found[spelt[0]] = tensor[index]
 
     param.tree_map(add, models.table(config), params)
     if config.tied:

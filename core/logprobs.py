@@ -100,8 +100,9 @@ _project.defvjp(lambda *given: (_project(*given), given), _project_backward)
 
 @shaped
 def from_hidden(
-    hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, beside=None, others=(), axis=None
-):
+    hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, beside=None, others=(), logits=(),
+    axis=None,
+):  # fmt: skip
     """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
     The backward pass recomputes each chunk, unless `chunk` and `per_chunk` are None and there are at most `KEPT`
@@ -115,6 +116,8 @@ def from_hidden(
       beside: pytree of [A, ...], passed to `per_chunk` in slices.
       others: pairs (hidden_AE, head_VE) of other models over the same vocabulary, whose logits are passed to
         `per_chunk`, not divided by any temperature.
+      logits: for the model and each of the others a function of single products of hidden state and head, applied
+        before the temperature: a scale or a soft cap; none = the products are the logits.
       axis: mesh axis over which the heads' rows are sharded, as in `from_logits`; `per_chunk` still gets whole rows.
 
     Returns:
@@ -130,11 +133,14 @@ def from_hidden(
     others_AE = [hidden_AE for hidden_AE, _ in others]
     heads = [(head, jax.lax.stop_gradient(head).astype(h.dtype)) for h, head in ((hidden_AD, head_VD), *others)]
 
+    made = logits or [lambda product_CV: product_CV] * len(heads)
+
     def one(h_CD, target_C, temperature_C, given, others_CE):
-        logits_CV = _project(h_CD, *heads[0]) / temperature_C[:, None]
+        project = lambda i, h_CD: made[i](_project(h_CD, *heads[i]))
+        logits_CV = project(0, h_CD) / temperature_C[:, None]
         extra = None
         if per_chunk:
-            rows = [logits_CV, *(_project(h_CE, *head) for h_CE, head in zip(others_CE, heads[1:], strict=True))]
+            rows = [logits_CV, *(project(i, h_CE) for i, h_CE in enumerate(others_CE, 1))]
             if axis is not None:
                 rows = [jax.lax.all_gather(x_CV, axis, axis=1, tiled=True) for x_CV in rows]
             extra = per_chunk(rows[0], target_C, given, *rows[1:])

@@ -116,9 +116,8 @@ def schedule(spec: Optimizer) -> optax.Schedule:
 
 def kind(p: param.Param) -> Kind:
     """The kind of a weight for `Optimizer.decay`, from its axes; a vector is a bias if its checkpoint key says so."""
-    axes = p.axes.split()
-    if len(axes) > 1:
-        return "embedding" if "vocab" in axes else "matrix"
+    if p.matrix:
+        return "embedding" if p.axes.split()[0].endswith("vocab") else "matrix"
     return "bias" if p.keys[0].endswith("bias") else "norm"
 
 

@@ -7,12 +7,14 @@ identical layers stacked along a leading axis. Weights keep Hugging Face's orien
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from .parts import Part
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,14 @@ class Param:
 
     Attributes:
       axes: logical axes, e.g. "heads embed"; their sizes are in the table's dims.
-      keys: checkpoint keys ({prefix}, {layer} and {expert} are filled in); any is read, the first is written. With
-        {expert}, each index of the first axis is a separate tensor in the checkpoint.
+      keys: checkpoint keys ({prefix}, {layer} and {expert} are filled in); any is read, the first is written, the last
+        is the name in transformers' module. With {expert}, each index of the first axis is a separate tensor in the
+        checkpoint.
       init: `init(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
       dtype: dtype of the stored weight; None = what the caller requests.
       trainable: False excludes the weight from the optimiser.
+      part: the part of a checkpoint tensor that the weight is; None = all of it. Weights with the same keys share the
+        tensor, and together have all of it (`check_parts`).
     """
 
     axes: str
@@ -33,23 +38,73 @@ class Param:
     init: Callable
     dtype: str | None = None
     trainable: bool = True
+    part: Part | None = None
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it is a matrix, or one for each expert, rather than a vector."""
+        return len([axis for axis in self.axes.split() if axis != "experts"]) > 1
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A run of identical layers: `layers` are their indices in the checkpoint, `params` the weights of each."""
+    """Identical layers: `layers` are their indices in the checkpoint, evenly spaced, `params` the weights of each."""
 
     layers: tuple[int, ...]
     params: Mapping[str, Param]
 
 
+def stacks(kinds: Sequence[Hashable]) -> list[tuple[int, ...]]:
+    """The layers of each stack of a model whose layer i is of kind kinds[i]; equal kinds may be stacked.
+
+    Layers that alternate periodically give a stack for each place in the period: [a, b, a, b] gives (0, 2) and (1, 3).
+    """
+    found, at = [], 0
+    while at < len(kinds):
+        repeats = [_repeats(kinds[at:], period) for period in range(1, len(kinds) - at + 1)]
+        # Single layers do not repeat; a longer period has to cover more.
+        covered = [period * count if count > 1 else period == 1 for period, count in enumerate(repeats, 1)]
+        period = covered.index(max(covered)) + 1
+        count = repeats[period - 1]
+        found += [tuple(range(at + place, at + period * count, period)) for place in range(period)]
+        at += period * count
+    return found
+
+
+def _repeats(kinds: Sequence[Hashable], period: int) -> int:
+    """How often the first `period` kinds are there, one after the other."""
+    same = itertools.takewhile(lambda i: kinds[i] == kinds[i % period], range(len(kinds)))
+    return sum(1 for _ in same) // period
+
+
 @dataclass(frozen=True)
 class Table:
-    """All weights of a model: `top` by name, `stacks` in order, `dims` the size of each logical axis."""
+    """All weights of a model: `top` by name, `stacks` in order of their first layers, `dims` the size of each logical
+    axis; `unused` are keys of tensors that checkpoints may have and the model does not read."""
 
     top: Mapping[str, Param]
     stacks: tuple[Stack, ...]
     dims: Mapping[str, int]
+    unused: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """(stack, place in it) of each layer, in order."""
+        places = (
+            (layer, (i, place)) for i, stack in enumerate(self.stacks) for place, layer in enumerate(stack.layers)
+        )
+        return [where for _, where in sorted(places)]
+
+    @property
+    def rounds(self) -> list[tuple[int, ...]]:
+        """Indices of the stacks whose layers alternate: a scan goes through them together, a layer of each in turn."""
+        found: list[tuple[int, ...]] = []
+        for i, stack in enumerate(self.stacks):
+            if found and stack.layers[0] < self.stacks[found[-1][0]].layers[-1]:
+                found[-1] += (i,)
+            else:
+                found.append((i,))
+        return found
 
 
 @dataclass(frozen=True)
@@ -69,6 +124,12 @@ class Leaf:
     def unstacked_shape(self) -> tuple[int, ...]:
         """Sizes of the leading axes that checkpoints store as separate tensors: layers, and experts if in the keys."""
         return self.shape[: (self.layers is not None) + ("{expert}" in self.param.keys[0])]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of each checkpoint tensor that this leaf is read from."""
+        one = self.shape[len(self.unstacked_shape) :]
+        return self.param.part.whole(one) if self.param.part else one
 
     def keys(self, prefix: str) -> dict[tuple[int, ...], tuple[str, ...]]:
         """For each checkpoint tensor of this leaf: its index along the unstacked axes -> its possible keys."""
@@ -136,6 +197,36 @@ def leaves(table: Table) -> dict:
 def leaf_list(table: Table) -> list[Leaf]:
     """The leaves in the order of `jax.tree.leaves` of the parameters."""
     return jax.tree.leaves(leaves(table))
+
+
+def by_tensor(table: Table) -> list[list[Leaf]]:
+    """The leaves, those together that are parts of the same checkpoint tensors, in the order of each first one."""
+    together: dict[tuple[str, str], list[Leaf]] = {}
+    for leaf in leaf_list(table):
+        together.setdefault((leaf.path.rpartition(".")[0], leaf.param.keys[0]), []).append(leaf)
+    return list(together.values())
+
+
+def check_parts(table: Table) -> None:
+    """Checks that leaves which share a checkpoint tensor have all of it between them, each entry once.
+
+    Raises:
+      ValueError: they do not; names the tensor and the leaves.
+    """
+    for shared in by_tensor(table):
+        if len(shared) == 1 and shared[0].param.part is None:
+            continue
+        parts = [leaf.param.part for leaf in shared if leaf.param.part]
+        alike = {(leaf.param.keys, leaf.param.dtype, leaf.stored_shape) for leaf in shared}
+        frames = {(part.width, part.axis, part.transposed, part.dropped) for part in parts}
+        spans = sorted((part.start, part.stop) for part in parts)
+        width = max((part.width for part in parts), default=0)
+        tiled = [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), width]
+        if len(parts) < len(shared) or len(alike) > 1 or len(frames) > 1 or not tiled:
+            raise ValueError(
+                f"{shared[0].param.keys[0]}: {', '.join(leaf.path for leaf in shared)} must be parts of one tensor "
+                f"and have all of it, each entry once, got {parts}"
+            )
 
 
 def tree_map(fn: Callable, table: Table, *trees):

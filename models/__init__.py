@@ -1,5 +1,6 @@
 """Model families, one module each (`config`, `to_hf`, `table`, `embed`, `block`), and functions for all of them."""
 
+from ..core import param
 from ..parallel import rules
 from . import config_json
 from .families import FAMILIES
@@ -26,7 +27,9 @@ def config_to_hf(config) -> dict:
 
 def table(config):
     """The Param table of a Config."""
-    return FAMILIES[config.family].table(config)
+    made = FAMILIES[config.family].table(config)
+    param.check_parts(made)
+    return made
 
 
 def explain(config, mesh, dtype="float32") -> str:

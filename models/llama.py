@@ -9,6 +9,7 @@ from .dense import embed as embed
 
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
+    hf = {"max_position_embeddings": 2048} | hf
     bias = hf.get("attention_bias", False)
     return dense.config(hf, "llama", qkv_bias=bias, out_bias=bias, mlp_bias=hf.get("mlp_bias", False))
 
@@ -24,4 +25,4 @@ def to_hf(config: Config) -> dict:
 
 def table(config: Config) -> Table:
     """The weights."""
-    return dense.table(config, qk_norm=False)
+    return dense.table(config)

@@ -7,12 +7,13 @@ optimiser and checkpoints are derived as for any model. There is no dropout.
 
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
 
 from ..core.param import LoRAWeight, Param, Stack, Table, factors, merged
+from ..core.parts import Part
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Lora:
       rank: rank of LoRA adapters (PEFT's r; 0 = no LoRA): with 0 all weights are trained.
       alpha: adapters are scaled by alpha / rank (PEFT's lora_alpha).
       targets: names of the layers' matrices in the family's table, or patterns ("expert_*") (PEFT's target_modules);
-        the default is all projections of attention and MLPs, including routed and shared experts, but not routers.
+        the default is all projections of attention and MLPs that the family has, including routed and shared experts,
+        but not routers.
       rslora: scales by alpha / sqrt(rank) instead (arXiv:2312.03732).
     """
 
@@ -51,9 +53,9 @@ def targets(base: Table, spec: Lora) -> tuple[str, ...]:
     Raises:
       ValueError: a target matches no matrix of the layers, or there are no targets.
     """
-    matrices = dict.fromkeys(name for stack in base.stacks for name, p in stack.params.items() if " " in p.axes)
+    matrices = dict.fromkeys(name for stack in base.stacks for name, p in stack.params.items() if p.matrix)
     for pattern in spec.targets or ("",):
-        if not fnmatch.filter(matrices, pattern):
+        if not fnmatch.filter(matrices, pattern) and spec.targets != Lora.targets:
             raise ValueError(
                 f"lora.targets: each must name matrices of the layers ({', '.join(matrices)}), got {pattern!r}; "
                 "embeddings, heads, norms and biases get no adapters"
@@ -65,7 +67,8 @@ def table(base: Table, spec: Lora) -> Table:
     """The table of the adapters: "q_a" and "q_b" for a base weight "q", stacked like the base, one per expert.
 
     Checkpoint keys are PEFT's. As in PEFT, A is initialised uniformly in +-in^-1/2 and B with 0, so the model starts
-    equal to its base.
+    equal to its base. Adapters of weights that are parts of one tensor share its keys: their A are its rows in turn,
+    their B have the rows of B that the weights have of the tensor.
 
     Raises:
       ValueError: rank is below 1; as `targets`.
@@ -74,16 +77,28 @@ def table(base: Table, spec: Lora) -> Table:
         raise ValueError(f"lora.rank: must be at least 1 for adapters, got {spec.rank}")
     names = targets(base, spec)
 
-    def pair(name: str, p: Param) -> dict[str, Param]:
+    def pair(name: str, p: Param, places: list[str]) -> dict[str, Param]:
         a, b = (" ".join(axes) for axes in factors(tuple(p.axes.split()), "rank"))
         keys = lambda part: tuple(f"base_model.model.{key.removesuffix('weight')}lora_{part}.weight" for key in p.keys)
-        return {f"{name}_a": Param(a, keys("A"), _uniform), f"{name}_b": Param(b, keys("B"), jax.nn.initializers.zeros)}
+        start = places.index(name) * spec.rank
+        rows = Part(len(places) * spec.rank, start, start + spec.rank) if p.part else None
+        return {
+            f"{name}_a": Param(a, keys("A"), _uniform, part=rows),
+            f"{name}_b": Param(b, keys("B"), jax.nn.initializers.zeros, part=p.part),
+        }
 
     def stack(full: Stack) -> Stack:
-        pairs = [pair(name, p) for name, p in full.params.items() if name in names]
+        adapted = {name: p for name, p in full.params.items() if name in names}
+        sharing = lambda p: [name for name, other in in_order(adapted).items() if other.keys == p.keys]
+        pairs = [pair(name, p, sharing(p)) for name, p in adapted.items()]
         return Stack(full.layers, {name: p for both in pairs for name, p in both.items()})
 
     return Table({}, tuple(map(stack, base.stacks)), {**base.dims, "rank": spec.rank})
+
+
+def in_order(weights: Mapping[str, Param]) -> dict[str, Param]:
+    """Weights in the order that parts of the same tensor have in it."""
+    return dict(sorted(weights.items(), key=lambda item: item[1].part.start if item[1].part else 0))
 
 
 def _uniform(key, shape, dtype):

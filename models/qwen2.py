@@ -9,14 +9,14 @@ from .dense import embed as embed
 
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
-    return dense.config(hf, "qwen2", qkv_bias=True, **dense.windows(hf))
+    return dense.config(hf, "qwen2", qkv_bias=True, patterns=dense.windows(hf))
 
 
 def to_hf(config: Config) -> dict:
     """The config.json."""
-    return dense.to_hf(config) | {"architectures": ["Qwen2ForCausalLM"]}
+    return dense.to_hf(config) | dense.windows_to_hf(config) | {"architectures": ["Qwen2ForCausalLM"]}
 
 
 def table(config: Config) -> Table:
     """The weights."""
-    return dense.table(config, qk_norm=False)
+    return dense.table(config)

@@ -1,43 +1,34 @@
 """Qwen1.5-MoE and Qwen2-MoE (arXiv:2407.10671): routed experts plus a gated shared expert."""
 
-from dataclasses import dataclass
-
 from ..core.param import Param, Table
-from . import dense, qwen3_moe
+from . import dense, mixture
 from .dense import embed as embed
-from .qwen3_moe import block as block
+from .mixture import Config as Config
+from .mixture import block as block
 
-
-@dataclass(frozen=True)
-class Config(qwen3_moe.Config):
-    """`qwen3_moe.Config` plus the width of the shared expert."""
-
-    shared_ffn: int = 0
+SHARED = "shared_expert_intermediate_size"
 
 
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
     base = dense.config(hf, "qwen2_moe", qkv_bias=hf.get("qkv_bias", True))
-    return qwen3_moe.sparse(Config, base, hf, shared_ffn="shared_expert_intermediate_size")
+    if SHARED not in hf:
+        raise ValueError(f"config.json: qwen2_moe needs {SHARED}, got none")
+    router, without = mixture.softmax_router(hf), mixture.every_nth(hf)
+    return mixture.sparse(base, hf, router, dense_layers=without, shared_ffn=hf[SHARED])
 
 
 def to_hf(config: Config) -> dict:
     """The config.json."""
-    return dense.to_hf(config) | qwen3_moe.experts_to_hf(config) | {
+    return dense.to_hf(config) | mixture.qwen_to_hf(config) | {
         "architectures": ["Qwen2MoeForCausalLM"],
         "qkv_bias": config.qkv_bias,
-        "shared_expert_intermediate_size": config.shared_ffn,
+        SHARED: config.shared_ffn,
     }  # fmt: skip
 
 
 def table(config: Config) -> Table:
     """The weights, one stack per run of layers with or without experts."""
-    std, out = dense.inits(config)
-    at = f"{dense.AT}mlp.shared_expert"
-    shared = {
-        "shared_gate": Param("shared_ffn embed", (f"{at}.gate_proj.weight",), std),
-        "shared_up": Param("shared_ffn embed", (f"{at}.up_proj.weight",), std),
-        "shared_down": Param("embed shared_ffn", (f"{at}.down_proj.weight",), out),
-        "shared_router": Param("one embed", (f"{at}_gate.weight",), std),
-    }
-    return qwen3_moe.with_experts(config, dense.table(config, qk_norm=False), shared, shared_ffn=config.shared_ffn)
+    gate = Param("one embed", (f"{dense.AT}mlp.shared_expert_gate.weight",), dense.inits(config)[0])
+    shared = mixture.shared(config, "shared_expert") | {"shared_router": gate}
+    return mixture.with_experts(config, dense.table(config), mixture.routed(config) | shared)

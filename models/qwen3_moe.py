@@ -1,121 +1,32 @@
 """Qwen3-MoE (arXiv:2505.09388): Qwen3 with mixtures of experts instead of MLPs in all or some layers."""
 
-import dataclasses
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-
-from ..core.param import Param, Stack, Table
-from . import dense, qwen3
+from ..core.param import Table
+from . import dense, mixture, qwen3
 from .dense import embed as embed
-from .layers import moe
-
-
-@dataclass(frozen=True)
-class Config(dense.Config):
-    """`dense.Config` plus experts; `ffn` is the width of layers without them.
-
-    Attributes:
-      experts, top_k: experts per layer, and experts per token.
-      expert_ffn: hidden width of an expert.
-      norm_top_k: normalises the weights of a token's experts to sum 1.
-      dense_layers: indices of layers with an ordinary MLP.
-    """
-
-    experts: int = 0
-    top_k: int = 0
-    expert_ffn: int = 0
-    norm_top_k: bool = False
-    dense_layers: tuple[int, ...] = ()
+from .mixture import Config as Config
+from .mixture import block as block
 
 
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
     bias = hf.get("attention_bias", False)
-    base = dense.config(hf, "qwen3_moe", qkv_bias=bias, out_bias=bias, **dense.windows(hf))
-    if base.window and len(base.window_layers) < base.layers and {"layer_types", "max_window_layers"} & hf.keys():
+    patterns = dense.windows({"max_window_layers": 0} | hf)
+    sliding = [i for i, pattern in enumerate(patterns) if pattern.window]
+    wanted = hf.get("use_sliding_window") and hf.get("sliding_window", 4096) is not None
+    if wanted and len(sliding) < len(patterns):
         raise ValueError(
-            f"config.json: the sliding window of qwen3_moe must apply to all layers, got layers {base.window_layers}; "
+            f"config.json: the sliding window of qwen3_moe must apply to all layers, got layers {sliding}; "
             "remove layer_types and max_window_layers"
         )
-    everywhere = tuple(range(base.layers)) if base.window else ()
-    return sparse(Config, dataclasses.replace(base, window_layers=everywhere), hf)
-
-
-def sparse(kind: type[Config], base: dense.Config, hf: dict, **sizes: str):
-    """Builds a Config of class `kind` from the dense model's and the MoE options; `sizes` maps fields to options."""
-    sizes = dict(experts="num_experts", top_k="num_experts_per_tok", expert_ffn="moe_intermediate_size", **sizes)
-    hf = {"num_experts": hf.get("num_local_experts")} | hf
-    for name in sizes.values():
-        if not hf.get(name):
-            raise ValueError(f"config.json: {base.family} needs {name}, got {hf.get(name)}")
-    if hf["num_experts_per_tok"] > hf["num_experts"]:
-        raise ValueError(
-            f"config.json: num_experts_per_tok must be at most num_experts {hf['num_experts']}, got "
-            f"{hf['num_experts_per_tok']}"
-        )
-    step, only = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    if not step >= 1:
-        raise ValueError(f"config.json: decoder_sparse_step must be at least 1, got {step}")
-    return kind(
-        **{f.name: getattr(base, f.name) for f in dataclasses.fields(base)},
-        **{field: hf[name] for field, name in sizes.items()},
-        norm_top_k=hf.get("norm_topk_prob", False),
-        dense_layers=tuple(i for i in range(base.layers) if i in only or (i + 1) % step),
-    )
+    base = dense.config(hf, "qwen3_moe", qkv_bias=bias, out_bias=bias, patterns=patterns)
+    return mixture.sparse(base, hf, mixture.softmax_router(hf), dense_layers=mixture.every_nth(hf))
 
 
 def to_hf(config: Config) -> dict:
     """The config.json."""
-    return qwen3.to_hf(config) | experts_to_hf(config) | {"architectures": ["Qwen3MoeForCausalLM"]}
-
-
-def experts_to_hf(config: Config) -> dict:
-    """The MoE options of a config.json."""
-    return {
-        "num_experts": config.experts,
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.top_k,
-        "moe_intermediate_size": config.expert_ffn,
-        "norm_topk_prob": config.norm_top_k,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(config.dense_layers),
-    }
+    return qwen3.to_hf(config) | mixture.qwen_to_hf(config) | {"architectures": ["Qwen3MoeForCausalLM"]}
 
 
 def table(config: Config) -> Table:
     """The weights, one stack per run of layers with or without experts."""
-    return with_experts(config, dense.table(config, qk_norm=True))
-
-
-def with_experts(config: Config, plain: Table, extra: Mapping[str, Param] = {}, **dims: int) -> Table:
-    """Replaces MLPs by experts in a dense model's table, except in `config.dense_layers`.
-
-    Args:
-      extra: further weights of the MoE layers; `dims` has the sizes of their axes.
-    """
-    std, out = dense.inits(config)
-    one = f"{dense.AT}mlp.experts.{{expert}}."
-    without = {name: p for name, p in plain.stacks[0].params.items() if name not in ("gate", "up", "down")}
-    sparse = without | {
-        "router": Param("router embed", (f"{dense.AT}mlp.gate.weight",), std),
-        "expert_gate": Param("experts expert_ffn expert_embed", (f"{one}gate_proj.weight",), std),
-        "expert_up": Param("experts expert_ffn expert_embed", (f"{one}up_proj.weight",), std),
-        "expert_down": Param("experts expert_embed expert_ffn", (f"{one}down_proj.weight",), out),
-        **extra,
-    }
-    runs = itertools.groupby(range(config.layers), lambda i: i in config.dense_layers)
-    stacks = tuple(Stack(tuple(run), plain.stacks[0].params if bare else sparse) for bare, run in runs)
-    dims = {
-        **plain.dims, **dims,
-        "router": config.experts, "experts": config.experts, "expert_embed": config.embed,
-        "expert_ffn": config.expert_ffn,
-    }  # fmt: skip
-    return Table(plain.top, stacks, dims)
-
-
-def block(x_BTD, w, cos_BTP, sin_BTP, attend, config: Config, routing=None):
-    """One layer, as `dense.block`; MoE layers report the statistics of `moe.mlp`."""
-    mlp = partial(moe.mlp, top_k=config.top_k, norm_top_k=config.norm_top_k) if "router" in w else dense.mlp
-    return dense.block(x_BTD, w, cos_BTP, sin_BTP, attend, config, routing, mlp)
+    return mixture.with_experts(config, dense.table(config, dense.BEFORE | dense.QK_HEAD), mixture.routed(config))

@@ -8,6 +8,7 @@ pass (arXiv:1604.06174).
 - attention: output of attention, and the log-sum-exp of its scores
 - attention_out: output of attention's output projection
 - mlp_gate_up: both halves of the gated MLP's hidden layer before the activation, also in experts
+- states: a recurrent layer's states at the starts of chunks
 """
 
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from typing import Literal, get_args
 import jax
 
 from .attention import chunked
+from .layers import recurrence
 
-Name = Literal["layer_input", "qkv", "attention", "attention_out", "mlp_gate_up"]
+Name = Literal["layer_input", "qkv", "attention", "attention_out", "mlp_gate_up", "states"]
 Preset = Literal["full", "dots", "none", "offload"]
 Place = Literal["save", "offload"]
 Named = tuple[tuple[Name, Place], ...]
@@ -27,7 +29,7 @@ Keep = Preset | Named
 OFFLOAD: Named = tuple((name, "offload") for name in get_args(Name))
 DOTS = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(chunked.OUTPUT, "mlp_gate_up"),
+    jax.checkpoint_policies.save_only_these_names(chunked.OUTPUT, "mlp_gate_up", recurrence.STATES),
 )
 
 

@@ -1,6 +1,5 @@
 """Forward passes of every family: hidden states, logits, scores and values."""
 
-import itertools
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +16,8 @@ from ..parallel import context, experts, rules, vocab
 from . import remat
 from .attention import backends
 from .families import FAMILIES
-from .layers import grouped, moe, rope
+from .layer import AnyMixer, Attention, mixers, over_rows
+from .layers import grouped, moe
 from .layers.linear import linear
 from .layers.norm import rms_norm
 from .remat import Keep
@@ -66,8 +66,8 @@ class Scores:
     Attributes:
       value_BT: output of the scalar head; None without one.
       extra: what `per_chunk` returned, [B, T, ...].
-      aux: layer statistics by name, summed over the batch's tokens and stacked over the layers that report them: those
-        of `moe.statistics` with experts. They add up over microbatches.
+      aux: layer statistics by name, summed over the batch's tokens and stacked over the layers that report them, stack
+        by stack: those of `moe.statistics` with experts. They add up over microbatches.
     """
 
     logp_BT: Any
@@ -102,58 +102,96 @@ def backbone(
     """
     module = family(config)
     table = module.table(config)
-    sparse = ["router" in stack.params for stack in table.stacks]
-    chosen = _by_stack(chosen_BTLK, sparse, table, config)
-    reports = []
-    x_BTD = module.embed(params, token_BT, run.dtype or params["embed"].dtype)
-    cos_BTP, sin_BTP = rope.tables(position_BT, config.rope, config.head_dim)
+    chosen = _by_stack(chosen_BTLK, table, config)
+    x_BTD = module.embed(params, token_BT, config, run.dtype or params["embed"].dtype)
+    mixer = mixers(config.records, position_BT)
+    inputs = per_layer(module, params, token_BT, x_BTD, config)
+    shared: dict[int, Any] = {}  # keys and values that later layers use, by layer
 
-    def attend(window, q_BTNH, k_BTKH, v_BTKH):
-        how = dict(backend=run.attention, window=window, chunk=run.query_chunk)
+    def attend(pattern, found, q_BTNH, k_BTKH=None, v_BTKV=None, sinks_N=None, latent=None):
+        k_BTKH, v_BTKV = found or (k_BTKH, v_BTKV)
+        how: dict[str, Any] = dict(backend=run.attention, pattern=pattern, query_chunk=run.query_chunk)
         causal, ring = partial(backends.causal, packing=packing, **how), partial(backends.ring, axis="cp", **how)
-        rows = q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT
-        return context.attention(causal, ring, *rows, method=run.cp, window=window)
+        rows = q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
+        return context.attention(causal, ring, *rows, method=run.cp, pattern=pattern)
 
-    for weights, stack, chosen_LBTK in zip(params["stacks"], table.stacks, chosen, strict=True):
-        within = partial(attend, config.windows[stack.layers[0]])
+    def layer(stack, x_BTD, each):
+        w, chosen_BTK, beside = each
+        record = config.records[stack.layers[0]]
+        x_BTD = checkpoint_name(x_BTD, "layer_input")
+        w = rules.gather(w, stack.params) | beside
+        routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
+        mix: AnyMixer
+        if isinstance(record, Attention):
+            found = () if record.source is None else shared[record.source]
+            mix = mixer(record, partial(attend, record.pattern, found))
+        else:
+            mix = over_rows(record, segment_BT, run.cp)
+        x_BTD, report = module.block(x_BTD, w, mix, config, routing)
+        sums = {name: x for name, x in report.items() if name != "experts"}
+        return rules.constrain(x_BTD, "batch seq hidden"), sums
 
-        def layer(x_BTD, each, stack=stack, within=within):
-            w, chosen_BTK = each
-            x_BTD = checkpoint_name(x_BTD, "layer_input")
-            w = rules.gather(w, stack.params)
-            routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
-            x_BTD, report = module.block(x_BTD, w, cos_BTP, sin_BTP, within, config, routing)
-            sums = {name: x for name, x in report.items() if name != "experts"}
-            return rules.constrain(x_BTD, "batch seq hidden"), sums
+    reports: list[dict] = []
+    for turn in table.rounds:
+        steps = [remat.checkpoint(run.remat)(partial(layer, table.stacks[i])) for i in turn]
 
-        x_BTD, sums = jax.lax.scan(remat.checkpoint(run.remat)(layer), x_BTD, (weights, chosen_LBTK))
-        reports += [sums] if sums else []
+        def one_of_each(x_BTD, each, steps=steps):
+            sums = []
+            for step, weights in zip(steps, each, strict=True):
+                x_BTD, new = step(x_BTD, weights)
+                sums.append(new)
+            return x_BTD, sums
+
+        beside = [{name: x[np.array(table.stacks[i].layers)] for name, x in inputs.items()} for i in turn]
+        each = list(zip([params["stacks"][i] for i in turn], [chosen[i] for i in turn], beside, strict=True))
+        x_BTD, sums = jax.lax.scan(one_of_each, x_BTD, each)
+        for i, new in zip(turn, sums, strict=True):
+            if "keys_values" in new:  # of a stack of one layer, since no other has its record
+                shared[table.stacks[i].layers[0]] = jax.tree.map(lambda x: x[0], new.pop("keys_values"))
+        reports += [new for new in sums if new]
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports) if reports else {}
-    return rms_norm(x_BTD, params["norm"], config.norm_eps), aux
+    return last_norm(x_BTD, params, config), aux
 
 
-def _by_stack(chosen_BTLK, sparse, table, config):
+def per_layer(module, params, token_BT, x_BTD, config) -> dict:
+    """What layers read beside the residual stream, {name: [layers, B, T, ...]}; nothing in most families."""
+    made = module.per_layer(params, token_BT, x_BTD, config) if hasattr(module, "per_layer") else None
+    return {} if made is None else {"per_layer_input": made}
+
+
+def last_norm(x_BTD, params, config):
+    """The norm behind the last layer."""
+    return rms_norm(x_BTD, params["norm"], config.norm_eps, config.norm_offset)
+
+
+def _by_stack(chosen_BTLK, table, config):
     """Each stack's slice of the chosen experts, [L, B, T, K]; None for stacks without experts."""
+    sparse = ["router" in stack.params for stack in table.stacks]
     if chosen_BTLK is None:
         return [None] * len(sparse)
-    counts = [len(stack.layers) * has for stack, has in zip(table.stacks, sparse, strict=True)]
-    wanted = sum(counts), getattr(config, "top_k", 0)
-    if chosen_BTLK.shape[2] == config.layers != wanted[0]:  # recorded for all layers, as servers do
-        layers = [i for stack, has in zip(table.stacks, sparse, strict=True) if has for i in stack.layers]
-        chosen_BTLK = chosen_BTLK[:, :, np.array(layers, int)]
-    if chosen_BTLK.shape[2:] != wanted:
+    layers = sorted(i for stack, has in zip(table.stacks, sparse, strict=True) if has for i in stack.layers)
+    recorded = range(config.layers) if chosen_BTLK.shape[2] == config.layers else layers  # servers record all
+    wanted = len(layers), getattr(config, "top_k", 0)
+    if chosen_BTLK.shape[2:] != (len(recorded), wanted[1]):
         raise ValueError(
             f"routed_experts: must be [..., {wanted[0]} layers with experts, {wanted[1]} experts per token], "
             f"got {list(chosen_BTLK.shape[2:])}; were they recorded with another model?"
         )
-    starts = itertools.accumulate(counts, initial=0)
-    part = lambda start, count: jnp.moveaxis(chosen_BTLK[:, :, start : start + count], 2, 0) if count else None
-    return [part(start, count) for start, count in zip(starts, counts, strict=False)]
+    place = {i: at for at, i in enumerate(recorded)}
+    part = lambda stack: jnp.moveaxis(chosen_BTLK[:, :, np.array([place[i] for i in stack.layers])], 2, 0)
+    return [part(stack) if has else None for stack, has in zip(table.stacks, sparse, strict=True)]
 
 
 def head(params):
     """The output matrix [V, D]; the embedding if tied."""
     return params.get("head", params["embed"])
+
+
+def logits(product, config):
+    """The logits, given the products of hidden states with the head: scaled, then softly capped, if the model does."""
+    scaled = product if config.logit_scale == 1 else product * config.logit_scale
+    cap = config.logit_softcap
+    return scaled if cap is None else cap * jnp.tanh(scaled / cap)
 
 
 def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run: Run = Run()):
@@ -172,7 +210,7 @@ def forward(params, token_BT, *, config, position_BT=None, segment_BT=None, run:
     hidden_BTD = back(backbone(params, *rows, config=config, run=run, packing=packing)[0])
     wide = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
     w = head(params).astype(hidden_BTD.dtype)
-    return jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide)
+    return logits(jnp.einsum("BTD,VD->BTV", hidden_BTD, w, preferred_element_type=wide), config)
 
 
 def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, per_chunk=None, beside=None, others=()):
@@ -199,6 +237,7 @@ def score(params, batch: Batch, *, config, run: Run = Run(), temperature=1.0, pe
         hidden_BTD, head(params), into(batch.target_BT),
         temperature_BT=into(temperature_BT), chunk=run.head_chunk, per_chunk=per_chunk,
         beside=jax.tree.map(into, beside), others=tuple(frozen),
+        logits=tuple(partial(logits, config=each) for each in (config, *(other for _, other in others))),
     )  # fmt: skip
     logp, entropy, lse, extra = jax.tree.map(back, made)
     value = _value(params, hidden_BTD, back) if "score" in params else None

@@ -6,6 +6,7 @@ values around, so that no device holds a whole row; it needs positions in the or
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from . import mesh as meshes
 from . import ring as rings
-from .rules import constrain, spec
+from .rules import RULES, constrain, spec
 from .shard_map import island, rows
 
 Method = Literal["gather", "ulysses", "ring"]
@@ -28,21 +29,46 @@ def arrange(method: Method, length: int):
     return put(order), put(order.argsort())
 
 
-def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, method: Method = "gather", window=None):
+def whole_rows(method: Method, length: int):
+    """(into, back) for layers that read a row from its start: from positions [B, T, C, ...] sharded over cp to whole
+    rows in their own order with C sharded over tp and cp, and back. By all-to-all (arXiv:2309.14509).
+
+    Raises:
+      ValueError: C cannot be split over tp x cp, when called.
+    """
+    if meshes.size("cp") == 1:
+        return (lambda x: x,) * 2
+    order = rings.order(length, meshes.size("cp")) if method == "ring" else None
+
+    def into(x):
+        x = constrain(x, "batch row channels" if x.ndim > 2 else "batch row")
+        return x if order is None else x[:, order.argsort()]
+
+    def back(x):
+        x = x if order is None else x[:, order]
+        return constrain(x, "batch seq query_heads")
+
+    return into, back
+
+
+def attention(
+    causal, ring, q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N=None, *, method: Method = "gather", pattern=None
+):
     """Runs `causal` in a shard_map over the ambient mesh, or `ring` if that is the method and cp > 1.
 
     kv heads are repeated until they are divisible by the devices that share them.
 
     Args:
-      causal: f(q, k, v, segment, index, key_segment_BS=None, key_index_BS=None) -> out_BTNH.
+      causal: f(q, k, v, segment, index, sinks, key_segment_BS=None, key_index_BS=None) -> out_BTNV; the sinks, or None,
+        are those of the heads it gets.
       ring: the same for positions sharded over cp, in the order of `arrange`.
-      window: sliding window of `causal` and `ring`, in tokens; "gather" then fetches only keys within reach.
+      pattern: that of `causal` and `ring`; "gather" fetches only the keys within its `span`. None = no limit.
 
     Raises:
       ValueError: query heads are not divisible by tp, or with "ulysses" by tp x cp.
     """
     if meshes.one_device():
-        return causal(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
+        return causal(q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N)
     cp = meshes.size("cp")
     N, K, sharing = q_BTNH.shape[2], k_BTKH.shape[2], meshes.size("tp") * (cp if method == "ulysses" else 1)
     if N % sharing:
@@ -52,29 +78,34 @@ def attention(causal, ring, q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, met
         )
     copies = math.lcm(K, sharing) // K
     if copies > 1:
-        k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
+        k_BTKH, v_BTKV = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKV))
+    span = None if pattern is None else pattern.span
     full_row = lambda x: jax.lax.all_gather(x, "cp", axis=1, tiled=True)
 
     def reach(x):
-        """The part of the row within the window: the device's positions and those of devices before it, else all."""
-        before = cp if window is None else -(-(window - 1) // x.shape[1])
+        """The part of the row within the span: the device's positions and those of devices before it, else all."""
+        before = cp if span is None else -(-(span - 1) // x.shape[1])
         if before >= cp - 1:
             return full_row(x)
         # Positions that wrap around to the first devices come later in the row and are masked by causality.
         ahead = lambda by: [(i, (i + by) % cp) for i in range(cp)]
         return jnp.concatenate([*(jax.lax.ppermute(x, "cp", ahead(by)) for by in range(before, 0, -1)), x], 1)
 
-    def gather(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):
+    def gather(q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N):
         return causal(
-            q_BTNH, reach(k_BTKH), reach(v_BTKH), segment_BT, index_BT,
+            q_BTNH, reach(k_BTKH), reach(v_BTKV), segment_BT, index_BT, sinks_N,
             key_segment_BS=reach(segment_BT), key_index_BS=reach(index_BT),
         )  # fmt: skip
 
-    def ulysses(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT):
+    def ulysses(q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N):
         swap = lambda x, split, concat: jax.lax.all_to_all(x, "cp", split, concat, tiled=True)
-        q, k, v = (swap(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-        return swap(causal(q, k, v, full_row(segment_BT), full_row(index_BT)), 1, 2)
+        q, k, v = (swap(x, 2, 1) for x in (q_BTNH, k_BTKH, v_BTKV))
+        return swap(causal(q, k, v, full_row(segment_BT), full_row(index_BT), sinks_N), 1, 2)
 
     local = {"gather": gather, "ulysses": ulysses, "ring": ring}[method] if cp > 1 else causal
     heads, each = spec(("batch", "seq", "query_heads")), rows()
-    return island(local, (heads, heads, heads, each, each), heads)(q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT)
+    # "ulysses" splits the heads of each tp device over cp.
+    sinks = spec(("query_heads",), replace(RULES, query_heads=("tp", "cp")) if method == "ulysses" else RULES)
+    return island(local, (heads, heads, heads, each, each, sinks), heads)(
+        q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N
+    )

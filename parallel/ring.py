@@ -23,20 +23,23 @@ def order(length: int, devices: int) -> np.ndarray:
 
 
 def attention(forward, backward, keep, axis: str):
-    """Returns a function of each device's `q_BKGTH, k_BKTH, v_BKTH, where` that attends over the whole ring.
+    """Returns a function of each device's `q_BKGTH, k_BKTH, v_BKTV, where` that attends over the whole ring.
+
+    It returns (out_BKGTV, lse_BKGT1): the log-sum-exp is that of all scores of a query, and has a gradient.
 
     Gradients of keys and values are passed along with them, so memory is linear in one device's positions.
 
     Args:
-      forward: one block, `(q, k, v, here, there, aligned=) -> (out_BKGTH, lse_BKGT1)`, where `here` and `there` are
+      forward: one block, `(q, k, v, here, there, aligned=) -> (out_BKGTV, lse_BKGT1)`, where `here` and `there` are
         (segment_BT, index_BT) of queries and keys.
-      backward: one block, `(q, k, v, here, there, lse, inner, dout, aligned=) -> (dq, dk, dv)`.
+      backward: one block, `(q, k, v, here, there, lse, inner, dout, aligned=) -> (dq, dk, dv)`; inner is the sum over V
+        of dout * out, less the gradient of lse.
       keep: names the backward pass's residuals for rematerialisation policies.
     """
 
     @jax.custom_vjp
-    def ring(q_BKGTH, k_BKTH, v_BKTH, where):
-        return run(q_BKGTH, k_BKTH, v_BKTH, where)[0]
+    def ring(q_BKGTH, k_BKTH, v_BKTV, where):
+        return run(q_BKGTH, k_BKTH, v_BKTV, where)[0]
 
     def run(q, k, v, where):
         def lower(k, v, there):
@@ -56,11 +59,12 @@ def attention(forward, backward, keep, axis: str):
         start = (k, v, where), *wide(forward(q, k, v, where, where, aligned=True))
         _, out, lse = jax.lax.fori_loop(1, jax.lax.axis_size(axis), turn, start)
         out, lse = keep(out.astype(q.dtype)), keep(lse)
-        return out, (q, k, v, where, out, lse)
+        return (out, lse), (q, k, v, where, out, lse)
 
-    def gradients(kept, dout):
+    def gradients(kept, given):
         q, k, v, where, out, lse = kept
-        inner = jnp.sum(dout.astype(lse.dtype) * out, -1, keepdims=True)
+        dout, dlse = given
+        inner = jnp.sum(dout.astype(lse.dtype) * out, -1, keepdims=True) - dlse
 
         def lower(k, v, there):
             block = q, first(k, 2), first(v, 2), where, first(there, 1)

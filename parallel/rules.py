@@ -30,7 +30,26 @@ class ShardingRules:
     shared_ffn: Axes = "tp"
     heads: Axes = "tp"
     kv_heads: Axes = "tp"
+    key_channels: Axes = "tp"
+    value_channels: Axes = "tp"
+    value_heads: Axes = "tp"
+    taps: Axes = None
+    value_dim: Axes = None
     head: Axes = None
+    keys_values: Axes = "tp"
+    values: Axes = "tp"
+    q_latent: Axes = None
+    q_rank: Axes = ("fsdp", "ep")
+    kv_latent: Axes = None
+    kv_rank: Axes = ("fsdp", "ep")
+    wide_heads: Axes = "tp"
+    wide_kv_heads: Axes = "tp"
+    wide_head: Axes = None
+    wide_ffn: Axes = "tp"
+    per_layer: Axes = None
+    per_layers: Axes = None
+    per_layer_vocab: Axes = "tp"
+    per_layer_columns: Axes = ("fsdp", "ep")
     one: Axes = None
     router: Axes = None
     experts: Axes = "ep"
@@ -40,12 +59,16 @@ class ShardingRules:
 
     batch: Axes = meshes.BATCH
     seq: Axes = "cp"
+    row: Axes = None
+    channels: Axes = ("tp", "cp")
     query_heads: Axes = "tp"
     hidden: Axes = None
 
 
 RULES = ShardingRules()
-GATHERED = dataclasses.replace(RULES, embed=None, expert_embed=None)  # rules for weights while in use
+GATHERED = dataclasses.replace(
+    RULES, embed=None, expert_embed=None, q_rank=None, kv_rank=None
+)  # rules for weights while in use
 
 
 def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = "", shape=None, mesh=None):

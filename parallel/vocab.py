@@ -30,13 +30,16 @@ def take(table_VD, token_BT):
 
 
 @shaped
-def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chunk=None, beside=None, others=()):
+def score(
+    hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chunk=None, beside=None, others=(), logits=()
+):
     """`core.logprobs.from_hidden` for rows of tokens: (logp, entropy, logsumexp), each f32[B, T], and extras.
 
     Args:
       per_chunk: gets full rows of logits, one chunk at a time.
       beside: pytree of [B, T, ...], passed to `per_chunk` in slices.
       others: pairs (hidden_BTE, head_VE).
+      logits: as in `from_hidden`.
     """
 
     def local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others, axis=None):
@@ -45,7 +48,7 @@ def score(hidden_BTD, head_VD, target_BT, *, temperature_BT, chunk=None, per_chu
         out = logprobs.from_hidden(
             flat(hidden_BTD), head_VD, flat(target_BT), temperature=flat(temperature_BT), chunk=chunk,
             per_chunk=per_chunk, beside=jax.tree.map(flat, beside),
-            others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], axis=axis,
+            others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], logits=logits, axis=axis,
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 

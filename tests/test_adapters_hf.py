@@ -104,6 +104,26 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(saved):
     assert equal(hf.load(saved)[1], params)
 
 
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
+    """As many as config.json says, behind the model's own; others are a mistake."""
+    config, params = made(
+        model_type="glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        num_nextn_predict_layers=1,
+    )  # fmt: skip
+    path, zeros = hf.save(tmp_path / "model", config, params), np.zeros((2, 2), np.float32)
+    more = ("eh_proj.weight", "shared_head.norm.weight", "mlp.experts.0.up_proj.weight")
+    rewritten(path, lambda tensors: tensors | {f"model.layers.3.{name}": zeros for name in more})
+    again, loaded = hf.load(path)
+    assert equal(params, loaded)
+    low = hf.load(path, "bfloat16")[1]["stacks"][1]
+    assert low["router"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(low["router_bias"], params["stacks"][1]["router_bias"])  # fp32: it decides choices
+    hf.save(tmp_path / "again", again, loaded)
+    assert not any(name.startswith("model.layers.3.") for name in safetensors.read(tmp_path / "again"))
+    rewritten(path, lambda tensors: tensors | {"model.layers.4.eh_proj.weight": zeros})
+    refused(path, "unexpected model.layers.4.eh_proj.weight")
+
+
 def test_a_stored_head_must_equal_tied_embeddings(tmp_path):
     config, params = made(tie_word_embeddings=True)
     path = hf.save(tmp_path / "model", config, params)

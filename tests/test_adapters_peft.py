@@ -30,10 +30,44 @@ COMMON = dict(
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[0])
 CASES = {
     "qwen2": COMMON,
+    "phi3": COMMON | dict(pad_token_id=None),
     "qwen3_moe": COMMON | EXPERTS | dict(head_dim=12),
     "qwen2_moe": COMMON | EXPERTS | dict(shared_expert_intermediate_size=28),
+    "deepseek_v3": COMMON
+    | dict(
+        num_key_value_heads=2,
+        q_lora_rank=14,
+        kv_lora_rank=18,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=8,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        first_k_dense_replace=1,
+    ),
+    "gemma4_text": COMMON
+    | dict(
+        head_dim=6,
+        global_head_dim=10,
+        rms_norm_eps=1e-2,
+        hidden_size_per_layer_input=12,
+        pad_token_id=None,
+        vocab_size_per_layer_input=61,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": COMMON | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, pad_token_id=None),
+    "minimax_m2": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
+    "gpt_oss": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
 }
 ALL = ("*",)  # routers too
+TARGETS = {"gpt_oss": ("q", "k", "v", "o", "router")}  # its experts are fused
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 13))
 
 
@@ -87,7 +121,7 @@ def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, t
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
 
     config, params = base(family)
-    spec = lora.Lora(rank=3, alpha=5, targets=ALL, rslora=family == "qwen3_moe")
+    spec = lora.Lora(rank=3, alpha=5, targets=TARGETS.get(family, ALL), rslora=family == "qwen3_moe")
     adapters = drawn(config, spec)
     joined = lora.join(params, adapters, spec)
     logits = ours(config, joined)
@@ -101,7 +135,7 @@ def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, t
     for x, y in zip(*map(jax.tree.leaves, (copies, lora.merge(params, adapters, spec))), strict=True):
         np.testing.assert_array_equal(x, y)
     again, read = adapters_in_files.load(tmp_path / "adapter", config)
-    assert dataclasses.replace(again, targets=ALL) == spec
+    assert dataclasses.replace(again, targets=spec.targets) == spec
     for x, y in zip(*map(jax.tree.leaves, (read, adapters)), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -110,6 +144,7 @@ PROJECTIONS = ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
 MADE = {  # what users pass to PEFT
     "qwen2": ("qwen2", dict(target_modules=PROJECTIONS, use_rslora=True)),
     "qwen2 one": ("qwen2", dict(target_modules=["o_proj"])),
+    "phi3": ("phi3", dict(target_modules=["qkv_proj", "gate_up_proj", "down_proj"], use_rslora=True)),
     "qwen3_moe, fused by PEFT": ("qwen3_moe", dict(target_modules=PROJECTIONS)),
     "qwen3_moe, as parameters": (
         "qwen3_moe",
@@ -146,7 +181,7 @@ def test_adapters_saved_by_peft_give_the_same_outputs(name, base, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "phi3"])
 def test_gradients_equal_those_of_torch(family, base, tmp_path):
     import peft
 
@@ -177,8 +212,14 @@ def test_gradients_equal_those_of_torch(family, base, tmp_path):
 
 
 def one_by_one(name, x, rank, E=4, F=20):
-    """PEFT's fused gradient of all experts, split by hand; gate and up are fused in the inner adapter."""
+    """PEFT's fused gradients, split by hand: of all experts, where gate and up are fused in the inner adapter, and of
+    fused modules, of whose B only the blocks are trained."""
     stem, factor, _ = name.rsplit(".", 2)
+    module = stem.rpartition(".")[2]
+    if module in PARTS and factor == "lora_B":
+        starts = np.cumsum([0, *PARTS[module]])
+        blocks = [x[starts[i] : starts[i + 1], i * rank : (i + 1) * rank] for i in range(len(PARTS[module]))]
+        return {name: np.concatenate(blocks)}
     if ".experts" not in stem:
         return {name: x}
     inner = stem.endswith(".base_layer")
@@ -194,6 +235,127 @@ def one_by_one(name, x, rank, E=4, F=20):
                 part = whole[rows, i * rank : (i + 1) * rank]
             out[f"{stem}.{e}.{each}.{factor}.weight"] = part
     return out
+
+
+PARTS = {"qkv_proj": (24, 12, 12), "gate_up_proj": (32, 32)}  # rows of q, k, v and of gate, up in phi3
+
+
+def saved(path):
+    """(adapter_config.json, tensors) of adapters."""
+    tensors = safetensors.read(path / "adapter_model.safetensors")
+    return json.loads((path / "adapter_config.json").read_text()), {name: np.array(x) for name, x in tensors.items()}
+
+
+def rewrite(path, tensors):
+    entries = {name: safetensors.describe(name, x) for name, x in tensors.items()}
+    safetensors.write_file(path / "adapter_model.safetensors", entries, tensors.values())
+
+
+@pytest.mark.parametrize("targets", [("q", "v", "up"), ("k",), ("gate", "up", "o")], ids=str)
+def test_some_parts_of_fused_modules_have_adapters(targets, base, tmp_path):
+    """The others add nothing; the file is as in the form by hand, and read back as it was."""
+    import peft
+
+    config, params = base("phi3")
+    spec = lora.Lora(rank=2, alpha=3, targets=targets, rslora="up" in targets)
+    adapters = drawn(config, spec)
+    adapters_in_files.save(tmp_path, config, adapters, spec)
+    about, tensors = saved(tmp_path)
+    parts = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
+    held = {module: [name for name in names if name in targets] for module, names in parts.items()}
+    modules = {module: names for module, names in held.items() if names}
+    assert about["target_modules"] == sorted([*modules, *(["o_proj"] if "o" in targets else [])])
+    assert about["target_modules"] == adapters_in_files.modules(config, spec)
+    ranks = {rf".*\.{module}": 2 * len(names) for module, names in modules.items() if len(names) > 1}
+    assert about["rank_pattern"] == ranks and about["r"] == 2
+    for module, names in modules.items():
+        a, b = (tensors[f"base_model.model.model.layers.1.{at(module)}.lora_{factor}.weight"] for factor in "AB")
+        stack = adapters["stacks"][0]
+        np.testing.assert_array_equal(a, np.concatenate([stack[f"{name}_a"][1] for name in names]))
+        wanted, starts = np.zeros(b.shape), np.cumsum([0, *PARTS[module]])
+        for i, name in enumerate(names):
+            place = parts[module].index(name)
+            wanted[starts[place] : starts[place + 1], 2 * i : 2 * i + 2] = stack[f"{name}_b"][1]
+        np.testing.assert_array_equal(b, wanted)
+    logits = ours(config, lora.join(params, adapters, spec))
+    same(theirs(peft.PeftModel.from_pretrained(torch_model("phi3"), tmp_path)), logits)
+    again, read = adapters_in_files.load(tmp_path, config)
+    assert dataclasses.replace(again, targets=()) == dataclasses.replace(spec, targets=())
+    assert set(again.targets) == set(targets)
+    for x, y in zip(*map(jax.tree.leaves, (read, adapters)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def at(module):
+    return f"{'self_attn' if module == 'qkv_proj' else 'mlp'}.{module}"
+
+
+def test_fused_adapters_that_were_trained_on_elsewhere(base, tmp_path):
+    """Once PEFT has trained the zeros of B, each part needs all of A: ranks differ, and are padded."""
+    import peft
+
+    config, params = base("phi3")
+    spec = lora.Lora(rank=2, alpha=3)
+    adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
+    _, tensors = saved(tmp_path)
+    key = f"base_model.model.model.layers.0.{at('qkv_proj')}.lora_B.weight"
+    tensors[key] += np.float32(0.1)
+    rewrite(tmp_path, tensors)
+    again, adapters = adapters_in_files.load(tmp_path, config)
+    assert (again.rank, again.alpha) == (6, 9)
+    logits = ours(config, lora.join(params, adapters, again))
+    same(theirs(peft.PeftModel.from_pretrained(torch_model("phi3"), tmp_path)), logits)
+
+
+def test_published_adapters_of_fused_modules_have_one_rank(base, tmp_path):
+    """Servers have no ranks by module; the adapters are still the same function, in PEFT and here."""
+    import peft
+
+    config, params = base("phi3")
+    spec = lora.Lora(rank=2, alpha=3, rslora=True)
+    adapters = drawn(config, spec)
+    assert adapters_in_files.exported_rank(config, spec) == 6
+    path = adapters_in_files.write_published(tmp_path, 4, config, adapters, spec, "base", "v0-label")
+    about, tensors = saved(path)
+    assert (about["r"], about["rank_pattern"], about["alpha_pattern"], about["use_rslora"]) == (6, {}, {}, False)
+    assert about["target_modules"] == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+    assert {x.shape[0 if "lora_A" in name else 1] for name, x in tensors.items()} == {6}
+    assert adapters_in_files.verify(path)["base"] == "v0-label"
+    logits = ours(config, lora.join(params, adapters, spec))
+    same(theirs(peft.PeftModel.from_pretrained(torch_model("phi3"), path)), logits)
+    again, read = adapters_in_files.load(path, config)
+    same(ours(config, lora.join(params, read, again)), logits)
+
+
+def test_bad_adapters_of_fused_modules_give_a_one_line_error(base, tmp_path):
+    config, _ = base("phi3")
+    spec = lora.Lora(rank=2, alpha=4, targets=("q", "k", "v", "up"))
+    adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
+    about, tensors = saved(tmp_path)
+    a, b = (f"base_model.model.model.layers.1.{at('qkv_proj')}.lora_{factor}.weight" for factor in "AB")
+    for changed, said in (
+        ({name: x for name, x in tensors.items() if name != b}, f"missing {b}$"),
+        (
+            {name: x for name, x in tensors.items() if "layers.1" not in name},
+            r"missing .*layers.1.*lora_A.weight \(k\)",
+        ),
+        (
+            tensors | {b: tensors[b][1:]},
+            rf"{a} and lora_B.weight must be \[rank, 24\] and \[48, rank\].* and \[47, 6\]",
+        ),
+        (tensors | {a: tensors[a][1:]}, r"got \[5, 24\] and \[48, 6\]"),
+    ):
+        rewrite(tmp_path, changed)
+        with pytest.raises(ValueError, match=said):
+            adapters_in_files.load(tmp_path, config)
+    rewrite(tmp_path, tensors)
+    qkv = r".*\.qkv_proj"
+    for patterns in (({qkv: 6}, {}), ({qkv: 6}, {qkv: 8.0}), ({qkv: 5}, {qkv: 10.0}), ({qkv: 0}, {qkv: 0}),
+                     ({r".*\.o_proj": 6}, {r".*\.o_proj": 12.0}), ([6], [12])):  # fmt: skip
+        options = about | dict(zip(("rank_pattern", "alpha_pattern"), patterns, strict=True))
+        (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+        with pytest.raises(ValueError, match="must have the same rank and alpha, got rank_pattern"):
+            adapters_in_files.load(tmp_path, config)
 
 
 @pytest.mark.slow
@@ -214,6 +376,9 @@ def test_adapters_that_peft_cannot_represent_are_refused(base, tmp_path):
     spec = lora.Lora(rank=2, targets=("expert_gate",))
     with pytest.raises(ValueError, match="must be of expert_down, expert_gate, expert_up, or only of expert_down"):
         adapters_in_files.save(tmp_path / "no", config, drawn(config, spec), spec)
+    oss, _ = base("gpt_oss")
+    with pytest.raises(ValueError, match="got expert_down, expert_gate, expert_up, which gpt_oss stores fused"):
+        adapters_in_files.modules(oss, lora.Lora(rank=2))
     assert not (tmp_path / "no").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("")
@@ -251,7 +416,7 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
             adapters_in_files.load(tmp_path, config)
     (tmp_path / "adapter_config.json").write_text(json.dumps(about | dict(lora_dropout=0.1)))
     assert adapters_in_files.load(tmp_path, config)[0] == spec  # used in training only
-    tensors = {name: np.array(x) for name, x in safetensors.read(tmp_path / "adapter_model.safetensors").items()}
+    tensors = saved(tmp_path)[1]
     first = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     for changed, said in (
         ({k: x for k, x in tensors.items() if k != first}, f"missing {first}"),
@@ -261,7 +426,6 @@ def test_bad_adapters_give_a_one_line_error(base, tmp_path):
         (tensors | {first: tensors[first].reshape(-1)}, f"{first} must be a matrix, got"),
         (tensors | {first: tensors[first] * np.float32("nan")}, f"numbers of {first} are not finite"),
     ):
-        entries = {name: safetensors.describe(name, x) for name, x in changed.items()}
-        safetensors.write_file(tmp_path / "adapter_model.safetensors", entries, changed.values())
+        rewrite(tmp_path, changed)
         with pytest.raises(ValueError, match=said):
             adapters_in_files.load(tmp_path, config)

@@ -126,7 +126,16 @@ def test_committed_rows_are_of_known_cases(benchmark_modules):
     run = benchmark_modules("run")
     rows = json.loads((BENCHMARKS / "results.json").read_text())
     assert len({run.name(r) for r in rows}) == len(rows)
-    assert {r["case"] for r in rows} <= {*run.CASES, "async", "delta", "pause", "long_rows", "borders", "learning"}
+    assert {r["case"] for r in rows} <= {
+        *run.CASES,
+        "async",
+        "delta",
+        "pause",
+        "long_rows",
+        "borders",
+        "learning",
+        "recurrent",
+    }
 
 
 @pytest.mark.parametrize(

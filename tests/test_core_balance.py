@@ -1,5 +1,6 @@
 """Statistics of experts, the terms that balance them, and the bias that does without a gradient."""
 
+import dataclasses
 import functools
 from functools import partial
 
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 import torch
-from mixture import HF, PARAMS, SCORE, SCORES, E, K, L
+from mixture import CONFIG, HF, PARAMS, SCORE, SCORES, TABLE, E, K, L
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from areax import models
-from areax.core import balance, losses, metrics, packing, param, step
+from areax.adapters import hf
+from areax.core import balance, losses, metrics, optim, packing, param, step
 from areax.models.layers import moe
 from areax.rollout.types import supervised
 
@@ -55,7 +58,7 @@ def test_routing_statistics_ignore_padding(kept):
     logits_BTE = rng.normal(size=(2, 9, E)).astype(np.float32) * 3
     real_BT = rng.random((2, 9)) < kept
     prob_BTE = jax.nn.softmax(logits_BTE)
-    index_BTK = moe.choose(prob_BTE, K)
+    index_BTK = moe.choose(prob_BTE, moe.Router(K))
     got = jax.jit(moe.statistics)(logits_BTE, prob_BTE, index_BTK, real_BT)
     logits_AE = logits_BTE[real_BT].astype(np.float64)
     chosen_AK = np.argsort(-logits_AE, -1)[:, :K]
@@ -140,9 +143,10 @@ def test_the_router_bias_affects_only_which_experts_are_chosen():
     rng = np.random.default_rng(0)
     prob_BTE = jax.nn.softmax(jnp.asarray(rng.normal(size=(2, 7, E)), jnp.float32))
     bias_E = jnp.asarray([0, 0, 2.0, 0, 0, 0])
-    index_BTK = moe.choose(prob_BTE, K, bias_E)
+    router = moe.Router(K)
+    index_BTK = moe.choose(prob_BTE, router, bias_E)
     assert (np.asarray(index_BTK) == 2).any(-1).all()
-    weight_BTK = moe.weigh(prob_BTE, index_BTK, False)
+    weight_BTK = moe.weigh(prob_BTE, index_BTK, router)
     np.testing.assert_array_equal(weight_BTK, np.take_along_axis(np.asarray(prob_BTE), np.asarray(index_BTK), -1))
     np.testing.assert_allclose(
         balance.update_bias(jnp.asarray([[0.1, 0.2, 0.3]]), jnp.asarray([[7.0, 4.0, 1.0]]), 0.01), [[0.09, 0.2, 0.31]],
@@ -167,3 +171,34 @@ def test_router_bias_updates_balance_the_load():
     assert all(np.abs(b).max() > 0 for b in biases)
     with pytest.raises(ValueError, match="needs a layer with router_bias, got none"):
         balance.update_biases(PARAMS, {"load": jnp.zeros((L, E))}, 0.1)
+
+
+def test_a_router_bias_in_a_table():
+    """As a family declares it: fp32 in a model of any dtype and in its files, without moments, moved by the load
+    alone."""
+    key = "{prefix}layers.{layer}.mlp.gate.e_score_correction_bias"
+    bias = param.Param("router", (key,), jax.nn.initializers.zeros, "float32", trainable=False)
+    more = lambda stack: {**stack.params, "router_bias": bias} if "router" in stack.params else stack.params
+    table = dataclasses.replace(TABLE, stacks=tuple(param.Stack(s.layers, more(s)) for s in TABLE.stacks))
+    optimizer, objective = (
+        optim.make_optimizer(optim.Optimizer(lr=0.1, warmup=0, weight_decay=0.5), table),
+        losses.SFT(),
+    )
+    params = tiny.weights(table, 0.4)
+    before = jax.tree.map(np.asarray, params)
+    state = step.init(params, optimizer)
+    named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    assert any("router'" in name for name in named(state.opt_state))
+    assert not any("router_bias" in name for name in named(state.opt_state))
+    batch = objective.prepare(packing.pack(rows(40), 32, rows=8))
+    state, _ = step.make_step(SCORE, objective, optimizer, adjust=partial(balance.update_biases, rate=0.01))(
+        state, batch
+    )
+    for name, x in named(state.params).items():
+        moved = np.abs(np.asarray(x) - named(before)[name])
+        assert (moved > 0).any(), name
+        if "router_bias" in name:
+            assert np.all((np.abs(moved - 0.01) < 1e-6) | (moved == 0)), name
+    specs, tensors = hf.tensors_of(table, CONFIG.prefix, state.params, "bfloat16")
+    for (name, spec), x in zip(specs.items(), tensors, strict=True):
+        assert spec.dtype == x.dtype == ("float32" if "bias" in name else "bfloat16"), name

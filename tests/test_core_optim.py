@@ -47,6 +47,13 @@ WEIGHTS, GRADS = draw(TABLE, 0), [draw(TABLE, seed) for seed in (1, 2, 3)]
 LEAVES = param.leaf_list(TABLE)
 
 
+def test_kinds():
+    """A bias of each expert is no matrix, which Muon would orthogonalise and decay would shrink."""
+    kinds = {"embed": "norm", "vocab embed": "embedding", "embed heads": "matrix", "experts expert_ffn embed": "matrix"}
+    assert {axes: optim.kind(weight(axes)) for axes in kinds} == kinds
+    assert optim.kind(weight("heads", "q.bias")) == optim.kind(weight("experts expert_ffn", "up_bias")) == "bias"
+
+
 def spec(name, **changes):
     """Rates 1, 2/3 and 1/3 of LR, all that a step does but clipping."""
     usual = dict(lr=LR, schedule="linear", steps=3, weight_decay=DECAY, clip=0)

@@ -198,10 +198,17 @@ def test_a_mesh_keeps_the_shardings_and_the_numbers():
         state = step.init(copies, optim.adamw(TABLE), shardings)
         batch = SUM.prepare(batches.batch(packing.pack(data, 40, rows=8), on))
         gradient = step.no_gradient(state.params)
-        accumulate = step.make_accumulate(SCORE, SUM, shardings)
-        for _ in range(2):
-            gradient, _ = accumulate(state.params, gradient, batch)
-        assert accumulate._cache_size() == 1
+        traced = []
+
+        def score(*given):
+            traced.append(given)
+            return SCORE(*given)
+
+        accumulate = step.make_accumulate(score, SUM, shardings)
+        gradient, _ = accumulate(state.params, gradient, batch)
+        once = len(traced)
+        gradient, _ = accumulate(state.params, gradient, batch)
+        assert len(traced) == once > 0  # compiled once
         state, report = step.make_apply(partial(optim.adamw, TABLE), shardings)(state, gradient, hyper)
     assert metrics.numbers(report)["skipped"] == 0
     for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):

@@ -20,7 +20,7 @@ from areax.rollout.engine.request import Request, Sampling
 GUIDE = Path(__file__).parents[1] / "docs" / "add-a-family.md"
 SIZES = dict(
     vocab_size=66, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, initializer_range=0.3, attention_bias=True, max_position_embeddings=64,
+    num_key_value_heads=2, initializer_range=0.3, attention_bias=True, mlp_bias=True, max_position_embeddings=64,
     eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 T = 19
@@ -30,17 +30,17 @@ T = 19
 def family(monkeypatch, tmp_path):
     """Registers the guide's file as a family by its entry in the dictionary."""
     [text] = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
-    path = tmp_path / "olmo2.py"
+    path = tmp_path / "arcee.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location("areax.models.olmo2", path)
+    spec = importlib.util.spec_from_file_location("areax.models.arcee", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(models.FAMILIES, "olmo2", module)
+    monkeypatch.setitem(models.FAMILIES, "arcee", module)
 
 
 def reference():
     torch.manual_seed(0)
-    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).eval()
+    model = transformers.ArceeForCausalLM(transformers.ArceeConfig(**SIZES)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
@@ -87,3 +87,9 @@ def test_the_family_of_the_guide_equals_transformers(family, tmp_path):
     with jax.set_mesh(on):
         there = jax.jit(lambda p: models.forward(p, token, config=config))(spread)
     np.testing.assert_allclose(there, got, atol=1e-5)
+
+
+def test_the_page_of_models_lists_every_family():
+    page = (GUIDE.parent / "models.md").read_text()
+    listed = [name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(models.FAMILIES)

@@ -15,6 +15,7 @@ from areax.core import param
 from areax.core.segments import segment_index
 from areax.models import remat
 from areax.models.attention import backends, chunked, cudnn, splash, triton
+from areax.models.attention.pattern import PLAIN, Pattern
 from areax.parallel import context, mesh
 
 B, T, N, K = 2, 256, 4, 2
@@ -34,29 +35,34 @@ def segments(length=T):
 
 
 @cache
-def arrays(H, dtype="float32", N=N, T=T):
+def arrays(H, dtype="float32", N=N, T=T, V=None):
+    """q, k, v, dout; values have V = H entries."""
     rng = np.random.default_rng(H)
-    return tuple(jnp.asarray(rng.normal(size=(B, T, heads, H)), dtype) for heads in (N, K, K, N))
+    sizes = (N, H), (K, H), (K, V or H), (N, V or H)
+    return tuple(jnp.asarray(rng.normal(size=(B, T, *each)), dtype) for each in sizes)
 
 
-def passes(causal, H, dtype="float32", **sizes):
-    """(out, dq, dk, dv) of what is no padding: what padding gives is not said, and nothing comes back from it."""
+def passes(causal, H, dtype="float32", sinks=False, **sizes):
+    """(out, dq, dk, dv) of what is no padding: what padding gives is not said, and nothing comes back from it. With
+    sinks, `causal` gets them as a fourth argument, and dsinks follows."""
     q, k, v, dout = arrays(H, dtype, **sizes)
     real_BT11 = segments(q.shape[1])[..., None, None] > 0
+    sinks_N = (jnp.linspace(-1, 3, q.shape[2], dtype=jnp.float32),) if sinks else ()
 
     @jax.jit
-    def run(q, k, v):
-        out, back = jax.vjp(causal, q, k, v)
+    def run(*inputs):
+        out, back = jax.vjp(causal, *inputs)
         return out * real_BT11, *back(dout * real_BT11)
 
-    return run(q, k, v)
+    return run(q, k, v, *sinks_N)
 
 
 @cache
-def reference(H, window, dtype="float32", **sizes):
+def reference(H, pattern=PLAIN, dtype="float32", sinks=False, **sizes):
     segment_BT = segments(sizes.get("T", T))
     where = segment_BT, segment_index(jnp.asarray(segment_BT))
-    return passes(lambda q, k, v: chunked.causal(q, k, v, *where, window=window), H, dtype, **sizes)
+    causal = lambda q, k, v, *sinks: chunked.causal(q, k, v, *where, *sinks, pattern=pattern)
+    return passes(causal, H, dtype, sinks, **sizes)
 
 
 @pytest.mark.kernel
@@ -64,18 +70,51 @@ def reference(H, window, dtype="float32", **sizes):
 @pytest.mark.parametrize("name, window", [(name, window) for name, case in CASES.items() for window in case[1]])
 def test_kernels_match_the_reference(name, window, H):
     kernel, _, (atol, atol_of_gradients) = CASES[name]
-    more = {} if window is None else {"window": window}
-    got = passes(lambda q, k, v: kernel(q, k, v, segments(), **more), H)
-    for what, a, b in zip(("out", "dq", "dk", "dv"), got, reference(H, window), strict=True):
+    pattern = Pattern(window=window)
+    got = passes(lambda q, k, v: kernel(q, k, v, segments(), pattern=pattern), H)
+    for what, a, b in zip(("out", "dq", "dk", "dv"), got, reference(H, pattern), strict=True):
         np.testing.assert_allclose(a, b, atol=atol if what == "out" else atol_of_gradients, err_msg=what)
+
+
+PATTERNS = {
+    "scale": Pattern(scale=0.15),
+    "softcap": Pattern(softcap=2.0),
+    "chunk": Pattern(chunk=37),
+    "chunk of a block": Pattern(chunk=64),
+    "all": Pattern(chunk=100, window=70, scale=0.3, softcap=3.0),
+    "all but chunks": Pattern(window=70, scale=0.3, softcap=3.0),
+}
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("V, sinks", [(None, False), (48, True)])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        (name, kind)
+        for name in CASES
+        for kind, pattern in PATTERNS.items()
+        if backends.BACKENDS[name].chunk or pattern.chunk is None
+    ],
+)
+def test_kernels_match_the_reference_in_every_pattern(name, kind, V, sinks):
+    """That they support; with sinks, and values of another size than keys."""
+    kernel, _, (atol, atol_of_gradients) = CASES[name]
+    pattern = PATTERNS[kind]
+    got = passes(lambda q, k, v, *sinks: kernel(q, k, v, segments(), *sinks, pattern=pattern), 80, sinks=sinks, V=V)
+    for what, a, b in zip(
+        ("out", "dq", "dk", "dv", "dsinks")[: 4 + sinks], got, reference(80, pattern, sinks=sinks, V=V), strict=True
+    ):
+        scale = 10 if what == "dsinks" else 1  # a sum over the rows' tokens
+        np.testing.assert_allclose(a, b, atol=scale * (atol if what == "out" else atol_of_gradients), err_msg=what)
 
 
 @pytest.mark.kernel
 def test_triton_fills_rows_and_heads():
     """Up to whole blocks, and 3 query heads to one of keys."""
-    kernel = lambda q, k, v: triton.causal(q, k, v, segments(200), window=37, interpret=True)
+    kernel = lambda q, k, v: triton.causal(q, k, v, segments(200), pattern=Pattern(window=37), interpret=True)
     sizes = {"N": 3 * K, "T": 200}
-    for a, b in zip(passes(kernel, 8, **sizes), reference(8, 37, **sizes), strict=True):
+    for a, b in zip(passes(kernel, 8, **sizes), reference(8, Pattern(window=37), **sizes), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -83,20 +122,34 @@ def test_triton_fills_rows_and_heads():
 @pytest.mark.parametrize("N, T, window", [(K, T, None), (3 * K, 200, 37)])
 @pytest.mark.parametrize("H", [8, 64, 72, 128, 256])
 def test_triton_matches_the_reference_on_a_gpu(H, N, T, window):
-    kernel = lambda q, k, v: triton.causal(q, k, v, segments(T), window=window)
+    pattern = Pattern(window=window)
+    kernel = lambda q, k, v: triton.causal(q, k, v, segments(T), pattern=pattern)
     with jax.default_matmul_precision("highest"):
-        both = passes(kernel, H, N=N, T=T), reference(H, window, N=N, T=T)
+        both = passes(kernel, H, N=N, T=T), reference(H, pattern, N=N, T=T)
     for a, b in zip(*both, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 37])
-def test_cudnn_matches_the_reference_on_a_gpu(window):
+@pytest.mark.parametrize("H, V", [(64, 64), (192, 128)])
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_triton_matches_the_reference_in_every_pattern_on_a_gpu(kind, H, V):
+    pattern = PATTERNS[kind]
+    kernel = lambda q, k, v, sinks: triton.causal(q, k, v, segments(), sinks, pattern=pattern)
+    with jax.default_matmul_precision("highest"):
+        both = passes(kernel, H, sinks=True, V=V), reference(H, pattern, sinks=True, V=V)
+    for a, b in zip(*both, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window, scale", [(None, None), (37, None), (37, 0.3)])
+def test_cudnn_matches_the_reference_on_a_gpu(window, scale):
     """In rows that hold one sequence each."""
     one = np.ones((B, T), np.int32)
-    causal = lambda q, k, v: chunked.causal(q, k, v, one, segment_index(jnp.asarray(one)), window=window)
-    kernel = lambda q, k, v: cudnn.causal(q, k, v, one, window=window)
+    pattern = Pattern(window=window, scale=scale)
+    causal = lambda q, k, v: chunked.causal(q, k, v, one, segment_index(jnp.asarray(one)), pattern=pattern)
+    kernel = lambda q, k, v: cudnn.causal(q, k, v, one, pattern=pattern)
     for a, b in zip(passes(kernel, 64, "bfloat16"), passes(causal, 64, "bfloat16"), strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
         a, b = (np.asarray(x, np.float32) for x in (a, b))
@@ -107,8 +160,19 @@ def test_cudnn_matches_the_reference_on_a_gpu(window):
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_in_bfloat16(name):
     got = passes(lambda q, k, v: CASES[name][0](q, k, v, segments()), 32, "bfloat16")
-    for a, b in zip(got, reference(32, None, "bfloat16"), strict=True):
+    for a, b in zip(got, reference(32, dtype="bfloat16"), strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_of_float32_sinks_beside_bfloat16_is_float32(name):
+    kernel = lambda q, k, v, sinks: CASES[name][0](q, k, v, segments(), sinks)
+    got, wanted = passes(kernel, 32, "bfloat16", True), reference(32, dtype="bfloat16", sinks=True)
+    assert got[-1].dtype == wanted[-1].dtype == jnp.float32
+    for a, b in zip(got, wanted, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()
 
@@ -119,12 +183,12 @@ def test_kernels_work_on_whole_rows_that_ulysses_brings_together(name):
     """Positions over cp, heads over tp, as islands."""
     q, k, v, _ = arrays(32)
     segment_BT = jnp.asarray(segments())
-    kernel = lambda q, k, v, segment_BT, index_BT: CASES[name][0](q, k, v, segment_BT)
+    kernel = lambda q, k, v, segment_BT, index_BT, sinks_N: CASES[name][0](q, k, v, segment_BT, sinks_N)
     attend = partial(context.attention, kernel, None, method="ulysses")
     with jax.set_mesh(mesh.make(mesh.Layout(dp=2, cp=2, tp=2))):
-        got = jax.jit(attend)(q, k, v, segment_BT, segment_index(segment_BT))
+        got = jax.jit(attend)(q, k, v, segment_BT, segment_index(segment_BT), jnp.linspace(-1, 3, N))
     real_BT11 = segments()[..., None, None] > 0
-    np.testing.assert_allclose(got * real_BT11, reference(32, None)[0], atol=2e-6)
+    np.testing.assert_allclose(got * real_BT11, reference(32, sinks=True)[0], atol=2e-6)
 
 
 def live_kernels(program):
@@ -152,29 +216,52 @@ def test_remat_saves_the_output_of_a_kernel(name):
     assert counts == [2, 1]
 
 
-def lowered(causal, platform, H=128, dtype=jnp.bfloat16, length=1024):
-    """Names of the custom calls of the forward and backward pass."""
-    shape = lambda heads: jax.ShapeDtypeStruct((1, length, heads, H), dtype)
+def program(causal, platform, H=128, dtype=jnp.bfloat16, length=1024, V=None):
+    """The lowered forward and backward pass, as text."""
+    shape = lambda heads, H=H: jax.ShapeDtypeStruct((1, length, heads, H), dtype)
 
     def run(q, k, v, segment_BT):
         out, back = jax.vjp(lambda q, k, v: causal(q, k, v, segment_BT), q, k, v)
         return out, *back(out)
 
-    args = shape(N), shape(K), shape(K), jax.ShapeDtypeStruct((1, length), jnp.int32)
-    text = jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-    return sorted(re.findall(r"custom_call @([\w.$]+)", text))
+    args = shape(N), shape(K), shape(K, V or H), jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("H", [64, 128])
-@pytest.mark.parametrize("window", [None, 300])
-def test_splash_lowers_for_tpus(window, H):
-    assert lowered(partial(splash.causal, window=window), "tpu", H) == ["tpu_custom_call"] * 3
+def lowered(causal, platform, H=128, dtype=jnp.bfloat16, length=1024, V=None):
+    """Names of the custom calls of the forward and backward pass."""
+    return sorted(re.findall(r"custom_call @([\w.$]+)", program(causal, platform, H, dtype, length, V)))
 
 
-@pytest.mark.parametrize("H, dtype, window", [(64, "bfloat16", 300), (128, "float32", None), (72, "float16", None)])
-def test_triton_lowers_for_gpus(H, dtype, window, monkeypatch):
+MOST = Pattern(window=300, scale=0.3, softcap=20.0)
+SINKS = np.zeros(N, np.float32)
+
+
+@pytest.mark.parametrize(
+    "H, V, pattern, sinks_N",
+    [
+        *((H, H, Pattern(window=window), None) for H in (64, 128) for window in (None, 300)),
+        (192, 128, MOST, SINKS),
+    ],
+)
+def test_splash_lowers_for_tpus(H, V, pattern, sinks_N):
+    causal = partial(splash.causal, sinks_N=sinks_N, pattern=pattern)
+    assert lowered(causal, "tpu", H, V=V) == ["tpu_custom_call"] * 3
+
+
+@pytest.mark.parametrize(
+    "H, V, dtype, pattern, sinks_N",
+    [
+        (64, 64, "bfloat16", Pattern(window=300), None),
+        (128, 128, "float32", PLAIN, None),
+        (72, 72, "float16", PLAIN, None),
+        (192, 128, "bfloat16", MOST, SINKS),
+        (64, 64, "float32", Pattern(chunk=300), SINKS),
+    ],
+)
+def test_triton_lowers_for_gpus(H, V, dtype, pattern, sinks_N, monkeypatch):
     verified = triton_ir.verify(monkeypatch)
-    calls = lowered(partial(triton.causal, window=window), "cuda", H, dtype, length=1000)
+    calls = lowered(partial(triton.causal, sinks_N=sinks_N, pattern=pattern), "cuda", H, dtype, length=1000, V=V)
     assert calls == ["__gpu$xla.gpu.triton"] * 3 and len(verified) == 3
 
 
@@ -184,8 +271,9 @@ def test_cudnn_lowers_for_gpus(window, monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    calls = lowered(partial(cudnn.causal, window=window), "cuda")
-    assert calls == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    causal = partial(cudnn.causal, pattern=Pattern(window=window, scale=0.3))
+    assert lowered(causal, "cuda") == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    assert re.findall(r"fmha_scale\\22: ([\d.]+)", program(causal, "cuda")) == ["0.3"] * 2
 
 
 def needs(platform="gpu", dtype="bfloat16", length=4096, head_dim=128, **more):
@@ -198,18 +286,20 @@ def needs(platform="gpu", dtype="bfloat16", length=4096, head_dim=128, **more):
         ("splash", needs("gpu"), "attention splash: platform gpu not supported; use triton or chunked"),
         ("splash", needs("tpu", length=200), "attention splash: length 200 not supported; use chunked"),
         ("splash", needs("tpu", other_keys=True), "splash: other_keys True .*; use chunked"),
-        ("splash", needs("tpu", softcap=50.0), "splash: softcap 50.0 .*; no backend supports this"),
-        ("splash", needs("tpu", sinks=True), "splash: sinks True .*; no backend supports this"),
+        ("splash", needs("tpu", chunk=8192), "splash: chunk 8192 .*; use chunked"),
         ("triton", needs(other_keys=True), "attention triton: other_keys True not supported; use chunked"),
         ("triton", needs("tpu", packing=False), "triton: platform tpu .*; use splash or chunked"),
         ("triton", needs(head_dim=512), "triton: head_dim 512 .*; use chunked"),
+        ("triton", needs(value_dim=512), "triton: value_dim 512 .*; use chunked"),
         ("triton", needs(dtype="float64"), "triton: dtype float64 .*; use chunked"),
         ("cudnn", needs(), "attention cudnn: packing True not supported; use triton or chunked"),
         ("cudnn", needs("cpu", packing=False, head_dim=256), "cudnn: platform cpu and head_dim 256 .*; use chunked"),
         ("cudnn", needs(packing=False, head_dim=60), "cudnn: head_dim 60 .*; use triton or chunked"),
-        ("triton", needs(chunk=128), "attention triton: chunk 128 not supported; use chunked"),
-        ("chunked", needs(softcap=30.0), "chunked: softcap 30.0 .*; no backend supports this"),
-        ("auto", needs(sinks=True), "chunked: sinks True .*; no backend supports this"),
+        ("triton", needs(query_chunk=128), "attention triton: query_chunk 128 not supported; use chunked"),
+        ("cudnn", needs(packing=False, softcap=30.0), "cudnn: softcap 30.0 not supported; use triton or chunked"),
+        ("cudnn", needs(packing=False, sinks=True), "cudnn: sinks True not supported; use triton or chunked"),
+        ("cudnn", needs(packing=False, chunk=8), "cudnn: chunk 8 not supported; use triton or chunked"),
+        ("cudnn", needs(packing=False, value_dim=64), "cudnn: value_dim 64 not supported; use triton or chunked"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(name, asked, words):
@@ -227,8 +317,13 @@ def test_unsupported_options_are_refused_by_name(name, asked, words):
         (needs("tpu", other_keys=True), "chunked"),
         (needs(), "triton"),
         (needs(window=8), "triton"),
-        (needs(chunk=128), "chunked"),
+        (needs(query_chunk=128), "chunked"),
         (needs(packing=False, window=8), "cudnn"),
+        (needs(packing=False, scale=1.0, value_dim=128), "cudnn"),
+        (needs(packing=False, sinks=True), "triton"),
+        (needs(head_dim=192, value_dim=128, chunk=8, scale=1.0, softcap=50.0, sinks=True), "triton"),
+        (needs("tpu", head_dim=192, value_dim=128, scale=1.0, softcap=50.0, sinks=True), "splash"),
+        (needs("tpu", chunk=8), "chunked"),
         (needs(dtype="float32", length=100, head_dim=72), "triton"),
         (needs(dtype="float64"), "chunked"),
     ],
@@ -263,3 +358,20 @@ def test_a_run_says_which():
             forward("triton", "ring")
         with pytest.raises(ValueError, match="attention cudnn: .*other_keys True not supported; use chunked"):
             forward("cudnn", "gather")
+
+
+@pytest.mark.parametrize(
+    "pattern, sinks_N, V, words",
+    [
+        (Pattern(window=3, chunk=5, scale=0.5, softcap=2.0), None, 8, "chunk 5 and softcap 2.0"),
+        (PLAIN, jnp.zeros(N), 8, "sinks True"),
+        (PLAIN, None, 4, "value_dim 4"),
+    ],
+)
+def test_a_call_says_all_that_it_needs(pattern, sinks_N, V, words):
+    """None of it is dropped on the way to a kernel."""
+    q, k, v, _ = arrays(8, T=8, V=V)
+    segment_BT = jnp.ones((B, 8), jnp.int32)
+    with pytest.raises(ValueError, match=f"cudnn: platform cpu and dtype float32 and {words} not supported"):
+        how = dict(backend="cudnn", packing=False, pattern=pattern)
+        backends.causal(q, k, v, segment_BT, segment_index(segment_BT), sinks_N, **how)

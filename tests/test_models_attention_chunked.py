@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import attention_oracle
 import jax
 import numpy as np
 import pytest
@@ -10,40 +11,27 @@ from hypothesis import strategies as st
 
 from areax.core.segments import segment_index
 from areax.models.attention import chunked
+from areax.models.attention.pattern import PLAIN, Pattern
 
 T, N, K, H, CHUNK = 48, 4, 2, 8, 4
+NAMES = "out", "dq", "dk", "dv", "dsinks"
+KINDS = {
+    "scale": dict(scale=0.7),
+    "softcap": dict(softcap=2.0),
+    "chunk": dict(chunk=7),
+    "chunk of one token": dict(chunk=1),
+    "chunk and window": dict(chunk=11, window=5),
+    "all": dict(chunk=13, window=10, scale=0.9, softcap=3.0),
+}
 
 
-def alone(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH, window=None):
-    """(out, dq, dk, dv): softmax(q k^T / sqrt(H)) v over the triangle, or band, of each sequence, and its gradients."""
-    q, k, v, dout = (np.float64(x) for x in (q_BTNH, k_BTKH, v_BTKH, dout_BTNH))
-    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
-    for b, segment_T in enumerate(segment_BT):
-        for s in np.unique(segment_T):
-            own = np.flatnonzero(segment_T == s)
-            for n in range(N):
-                g = n // (N // K)
-                score = q[b, own, n] @ k[b, own, g].T / np.sqrt(H)
-                score[np.triu_indices(len(own), 1)] = -np.inf
-                score[np.tril_indices(len(own), -(window or T))] = -np.inf
-                p = np.exp(score - score.max(-1, keepdims=True))
-                p /= p.sum(-1, keepdims=True)
-                out[b, own, n] = p @ v[b, own, g]
-                dp = dout[b, own, n] @ v[b, own, g].T
-                ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(H)
-                dq[b, own, n] = ds @ k[b, own, g]
-                dk[b, own, g] += ds.T @ q[b, own, n]
-                dv[b, own, g] += p.T @ dout[b, own, n]
-    return out, dq, dk, dv
-
-
-@partial(jax.jit, static_argnames=("window", "elsewhere"))
-def packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, dout_BTNH, window=None, elsewhere=False):
+@partial(jax.jit, static_argnames=("pattern", "elsewhere"))
+def packed(q_BTNH, k_BTKH, v_BTKV, segment_BT, dout_BTNV, sinks_N=None, pattern=PLAIN, elsewhere=False):
     where = segment_BT, segment_index(segment_BT)
     keys = dict(zip(("key_segment_BS", "key_index_BS"), where, strict=True)) if elsewhere else {}
-    causal = lambda q, k, v: chunked.causal(q, k, v, *where, window=window, chunk=CHUNK, **keys)
-    out, back = jax.vjp(causal, q_BTNH, k_BTKH, v_BTKH)
-    return out, *back(dout_BTNH)
+    causal = lambda q, k, v, sinks: chunked.causal(q, k, v, *where, sinks, pattern=pattern, query_chunk=CHUNK, **keys)
+    out, back = jax.vjp(causal, q_BTNH, k_BTKH, v_BTKV, sinks_N)
+    return out, *back(dout_BTNV)
 
 
 def rows(*lengths_of_rows):
@@ -56,15 +44,20 @@ def rows(*lengths_of_rows):
     return segment
 
 
-def check(segment_BT, window=None, elsewhere=False):
-    B = len(segment_BT)
+def arrays(B, V=H, sinks=False):
+    """q, k, v, dout, sinks or None."""
     rng = np.random.default_rng(B)
-    q, k, v, dout = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
-    for name, ours, theirs in zip(
-        ("out", "dq", "dk", "dv"),
-        packed(q, k, v, segment_BT, dout, window, elsewhere), alone(q, k, v, segment_BT, dout, window), strict=True,
-    ):  # fmt: skip
-        np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    return draw(B, T, N, H), draw(B, T, K, H), draw(B, T, K, V), draw(B, T, N, V), draw(N) * 2 if sinks else None
+
+
+def check(segment_BT, elsewhere=False, V=H, sinks=False, **pattern):
+    q, k, v, dout, sinks_N = arrays(len(segment_BT), V, sinks)
+    got = packed(q, k, v, segment_BT, dout, sinks_N, Pattern(**pattern), elsewhere)
+    wanted = attention_oracle.alone(q, k, v, segment_BT, dout, sinks_N, **pattern)
+    for name, ours, theirs in zip(NAMES, got, wanted, strict=True):
+        if theirs is not None:
+            np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -81,9 +74,9 @@ def test_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, window, elsew
     monkeypatch.setattr(chunked, "NEAR", near)
     assert [each.stop - each.start for each, _ in chunked._runs(T - 1, T - 1, None, 4, True)] == [16, 16, 12, 3]
     packed.clear_cache()  # it would not see other constants
-    check(rows([48], [7, 20, 15]), window, elsewhere)  # the row from its beginning
-    check(rows([20, 20, 8], [7, 21, 15]), window, elsewhere)  # 16 before each chunk of the last run
-    check(rows([9] * 5, [3, 8, 5, 2] * 2), window, elsewhere)  # 8 before each chunk of the last two
+    check(rows([48], [7, 20, 15]), elsewhere, window=window)  # the row from its beginning
+    check(rows([20, 20, 8], [7, 21, 15]), elsewhere, window=window)  # 16 before each chunk of the last run
+    check(rows([9] * 5, [3, 8, 5, 2] * 2), elsewhere, window=window)  # 8 before each chunk of the last two
     packed.clear_cache()
 
 
@@ -116,19 +109,89 @@ def test_runs_of_keys_at_their_limits(lengths):
     [(1, False), (CHUNK, False), (11, False), (T, False), pytest.param(11, True, id="11-given keys")],
 )
 def test_a_window_is_the_token_and_those_just_before_it(window, elsewhere):
-    check(rows([T], [9, 1, 30]), window, elsewhere)
-    check(rows([CHUNK] * 12, [5, 13, 27]), window, elsewhere)
+    check(rows([T], [9, 1, 30]), elsewhere, window=window)
+    check(rows([CHUNK] * 12, [5, 13, 27]), elsewhere, window=window)
 
 
 def test_a_window_reads_only_keys_inside_it():
-    """The work grows with the window, not with the row: each chunk reads its own places and 3 before them."""
+    """The work grows with the window or chunk, not with the row: each chunk reads its own places and 3 before them."""
     shape = lambda heads, length: jax.ShapeDtypeStruct((1, length, heads, H), np.float32)
     place = lambda length: jax.ShapeDtypeStruct((1, length), np.int32)
 
-    def flops(length, window):
+    def flops(length, **limits):
         args = shape(N, length), shape(K, length), shape(K, length), place(length), place(length)
-        fn = partial(chunked.causal, window=window, chunk=4)
+        fn = partial(chunked.causal, pattern=Pattern(**limits), query_chunk=4)
         return jax.jit(fn).lower(*args).cost_analysis()["flops"]
 
-    assert flops(64, 4) < 2.2 * flops(32, 4)
-    assert flops(64, None) > 3 * flops(32, None)
+    assert flops(64, window=4) < 2.2 * flops(32, window=4)
+    assert flops(64, chunk=4) < 2.2 * flops(32, chunk=4)
+    assert flops(64) > 3 * flops(32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patterns(kind):
+    """On whole rows, one-token sequences, padding; with values of the keys' size."""
+    check(rows([T], [9, 1, 1, 30]), **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", ["none", "all"])
+def test_sinks_and_values_of_their_own_size(kind):
+    pattern = KINDS.get(kind, {})
+    check(rows([T], [9, 1, 1, 30]), V=5, sinks=True, **pattern)
+    check(rows([T], [9, 1, 1, 30]), elsewhere=True, V=12, sinks=True, **pattern)
+
+
+@pytest.mark.parametrize("kind", ["chunk", "all"])
+@pytest.mark.parametrize("near", [(2, 4), ()])
+def test_patterns_in_rows_of_more_chunks_than_are_compiled_singly(monkeypatch, near, kind):
+    monkeypatch.setattr(chunked, "RUNS", 3)
+    monkeypatch.setattr(chunked, "NEAR", near)
+    packed.clear_cache()  # it would not see other constants
+    for lengths in ([48], [7, 20, 15]), ([20, 20, 8], [7, 21, 1, 15]), ([9] * 5, [3, 8, 5, 2] * 2):
+        check(rows(*lengths), V=5, sinks=True, **KINDS[kind])
+    packed.clear_cache()
+
+
+def test_sinks_far_from_the_scores():
+    """A sink far below changes nothing, one far above takes all; neither gives a NaN."""
+    q, k, v, dout, _ = arrays(1)
+    segment_BT = rows([20, 28])
+    without = packed(q, k, v, segment_BT, dout)
+    below = packed(q, k, v, segment_BT, dout, np.full(N, -1e30, np.float32))
+    above = packed(q, k, v, segment_BT, dout, np.full(N, 1e30, np.float32))
+    for name, a, b, c in zip(NAMES, below, without, above, strict=True):
+        np.testing.assert_array_equal(a, 0 if b is None else b, err_msg=name)
+        np.testing.assert_array_equal(c, 0, err_msg=name)
+
+
+def test_the_oracle_differentiates_itself():
+    """Its gradients along a random direction are its own finite differences."""
+    q, k, v, dout, sinks = (np.float64(x) for x in arrays(1, 5, True))
+    rng = np.random.default_rng(1)
+    inputs, segment_BT = (q, k, v, sinks), rows([9, 1, 30])
+    steps = [rng.normal(size=x.shape) * 1e-6 for x in inputs]
+
+    def run(sign):
+        *heads, sinks = (x + sign * step for x, step in zip(inputs, steps, strict=True))
+        return attention_oracle.alone(*heads, segment_BT, dout, sinks, **KINDS["all"])
+
+    _, *grads = run(0)
+    slope = sum(np.vdot(grad, step) for grad, step in zip(grads, steps, strict=True))
+    np.testing.assert_allclose(np.vdot(run(1)[0] - run(-1)[0], dout) / 2, slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (dict(window=0), "window must be a whole number of at least 1, or None, got 0"),
+        (dict(chunk=8192.0), "chunk must be a whole number of at least 1, or None, got 8192.0"),
+        (dict(window=True), "window must be .* got True"),
+        (dict(softcap=0.0), "softcap must be a finite number above 0, or None, got 0.0"),
+        (dict(scale=float("nan")), "scale must be .* got nan"),
+        (dict(scale="1"), "scale must be .* got '1'"),
+    ],
+    ids=str,
+)
+def test_a_pattern_refuses_what_is_none(bad, words):
+    with pytest.raises(ValueError, match=f"attention: {words}"):
+        Pattern(**bad)

@@ -1,19 +1,21 @@
 """A mixture of experts against loops in float64, whatever the tokens choose."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 import triton_ir
 from hypothesis import given
 from hypothesis import strategies as st
-from mixture import E, K, mix
+from mixture import E, K
 
-from areax.models.layers import grouped, grouped_triton, moe
+from areax.core.param import LoRAWeight, merged
+from areax.models.layers import grouped, grouped_triton, mlp, moe
 
-D, F = 12, 20
+D, W = 12, 20
 compute, plan_of = jax.jit(moe.compute), jax.jit(grouped.plan, static_argnums=1)
 
 
@@ -26,24 +28,50 @@ def choices(kind, rng, A=40):
     return np.where(index_AK == 1, -1, index_AK) if kind == "some are elsewhere" else index_AK
 
 
-def by_loops(x_AD, index_AK, weight_AK, gate_EFD, up_EFD, down_EDF):
-    """float64, one token and one expert at a time."""
-    x_AD, weight_AK, *matrices = (np.asarray(x, np.float64) for x in (x_AD, weight_AK, gate_EFD, up_EFD, down_EDF))
-    each = zip(x_AD, np.asarray(index_AK), np.where(index_AK < 0, 0, weight_AK), strict=True)
-    return np.stack([mix(x, index, weight, *matrices) for x, index, weight in each])
+def gelu(x):
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
-def alone(x_AD, weight_AK, matrices, index_AK):
-    """On one device."""
-    return moe.compute(x_AD, index_AK, weight_AK, matrices, 0)
+def clamped(gate, up):
+    gate = gate.clamp(max=2.0)
+    return (up.clamp(-2.0, 2.0) + 1) * gate * torch.sigmoid(1.3 * gate)
 
 
-def dense(x_AD, weight_AK, matrices, index_AK):
-    """The same by computing every expert for every token, to be differentiated."""
-    gate, up = (jnp.einsum("AD,EFD->AEF", x_AD, m) for m in matrices[:2])
-    out_AED = jnp.einsum("AEF,EDF->AED", jax.nn.silu(gate) * up, matrices[2])
-    weight_AE = jnp.sum(jax.nn.one_hot(index_AK, E) * weight_AK[..., None], 1)
-    return jnp.einsum("AED,AE->AD", out_AED, weight_AE)
+# The hidden layer of experts of each kind, in torch; whether they have a gate, and biases.
+KINDS = {
+    "silu": (mlp.SILU, lambda gate, up: torch.nn.functional.silu(gate) * up, True, False),
+    "gelu with biases": (mlp.Activation("gelu_tanh"), lambda gate, up: gelu(gate) * up, True, True),
+    "relu2 without a gate": (mlp.Activation("relu2"), lambda up: torch.relu(up) ** 2, False, False),
+    "silu without a gate, with biases": (mlp.SILU, torch.nn.functional.silu, False, True),
+    "clamped with biases": (mlp.Activation("clamped", 2.0, 1.3), clamped, True, True),
+}
+
+
+def weights(kind, rng):
+    _, _, gated, biased = KINDS[kind]
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    w = {name: draw(E, W, D) for name in ("gate", "up") if name == "up" or gated} | {"down": draw(E, D, W)}
+    return w | {f"{name}_bias": draw(E, W) for name in ("gate", "up") if name in w and biased}
+
+
+def by_torch(kind, cotangent, args, index_AK):
+    """The output and the gradients in float64, one token and one expert at a time."""
+    x_AD, weight_AK, w = jax.tree.map(lambda x: torch.tensor(x, dtype=torch.float64, requires_grad=True), args)
+    out = [torch.zeros(D, dtype=torch.float64)] * len(x_AD)
+    for (a, k), e in np.ndenumerate(index_AK):
+        halves = [w[name][e] @ x_AD[a] + w.get(f"{name}_bias", [0] * E)[e] for name in ("gate", "up") if name in w]
+        if e >= 0:
+            out[a] = out[a] + weight_AK[a, k] * (w["down"][e] @ KINDS[kind][1](*halves))
+    given = (torch.stack(out) * torch.from_numpy(cotangent)).sum()
+    leaves, structure = jax.tree.flatten((x_AD, weight_AK, w))
+    grads = torch.autograd.grad(given, leaves)
+    return torch.stack(out).detach().numpy(), jax.tree.unflatten(structure, [g.numpy() for g in grads])
+
+
+@cache
+def alone(kind):
+    """f(x_AD, weight_AK, w, index_AK): the experts on one device."""
+    return lambda x_AD, weight_AK, w, index_AK: moe.compute(x_AD, index_AK, weight_AK, w, 0, activation=KINDS[kind][0])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -53,20 +81,18 @@ def with_gradients(fn, cotangent, args, more):
     return out, back(cotangent)
 
 
-@pytest.mark.parametrize("kind", ["any", "all choose one", "one gets none", "some are elsewhere"])
-def test_values_and_gradients(kind):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chosen", ["any", "all choose one", "one gets none", "some are elsewhere"])
+def test_values_and_gradients(chosen, kind):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    index_AK = choices(kind, rng)
-    x, weight, matrices = draw(40, D), draw(40, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F))
-    cotangent = draw(40, D)
-    runs = [with_gradients(fn, cotangent, (x, weight, matrices), index_AK) for fn in (alone, dense)]
-    wanted = by_loops(x, index_AK, weight, *matrices)
-    np.testing.assert_allclose(runs[0][0], wanted, atol=1e-5 * np.abs(wanted).max())
-    for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
+    index_AK = choices(chosen, rng)
+    args, cotangent = (draw(40, D), draw(40, K), weights(kind, rng)), draw(40, D)
+    got, wanted = with_gradients(alone(kind), cotangent, args, index_AK), by_torch(kind, cotangent, args, index_AK)
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
-    if kind == "one gets none":
-        assert not np.any(runs[0][1][2][0][2])
+    if chosen == "one gets none":
+        assert not np.any(got[1][2]["up"][2])
 
 
 def test_outputs_of_expert_shards_add_up():
@@ -74,9 +100,9 @@ def test_outputs_of_expert_shards_add_up():
     rng = np.random.default_rng(1)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     index_AK = choices("any", rng)
-    x, weight, matrices = draw(40, D), draw(40, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F))
-    whole = compute(x, index_AK, weight, matrices, 0)
-    parts = [compute(x, index_AK, weight, tuple(m[i : i + 2] for m in matrices), i) for i in (0, 2, 4)]
+    x, weight, w = draw(40, D), draw(40, K), weights("silu", rng)
+    whole = compute(x, index_AK, weight, w, 0)
+    parts = [compute(x, index_AK, weight, {name: m[i : i + 2] for name, m in w.items()}, i) for i in (0, 2, 4)]
     np.testing.assert_allclose(sum(parts), whole, atol=1e-5 * float(np.abs(whole).max()))
 
 
@@ -122,7 +148,7 @@ def test_other_kernels_equal_blocked(other, kind):
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     R = len(plan.pair_R)
     x_RD = np.where((np.asarray(plan.pair_R) < len(expert_P))[:, None], draw(R, D), 0)
-    w_EFD, dy_RF = draw(E - 1, F, D), draw(R, F)
+    w_EFD, dy_RF = draw(E - 1, W, D), draw(R, W)
     dy_RF = np.where((np.arange(R) < np.sum(plan.rows_E))[:, None], dy_RF, 0)
     got, wanted = (jax.tree.leaves(with_gradients(fn, dy_RF, (x_RD, w_EFD), plan)) for fn in (other, blocked))
     for a, b in zip(got, wanted, strict=True):
@@ -152,19 +178,32 @@ def test_the_kernel_for_gpus_equals_blocked(kind, D, F, interpret):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
-def test_separate_matmuls_equal_the_fused_blockwise_mixture(monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_separate_matmuls_equal_the_fused_blockwise_mixture(kind, monkeypatch):
     """As kernels compute it, with the gradients of all that goes in."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    args = draw(40, D), draw(40, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F))
+    args = draw(40, D), draw(40, K), weights(kind, rng)
     index_AK, cotangent = choices("some are elsewhere", rng), draw(40, D)
-    wanted = with_gradients(alone, cotangent, args, index_AK)
+    wanted = with_gradients(alone(kind), cotangent, args, index_AK)
     monkeypatch.setattr(grouped, "choose", lambda kernel, plan, w_EFD: "ragged_dot")
-    by_products = lambda *args: alone(*args)
+    by_products = lambda *args: alone(kind)(*args)
     for a, b in zip(
         jax.tree.leaves(with_gradients(by_products, cotangent, args, index_AK)), jax.tree.leaves(wanted), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+@pytest.mark.parametrize("kind", ["relu2 without a gate", "clamped with biases"])
+def test_adapted_experts_equal_merged_ones(kind):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    w, index_AK, x_AD, weight_AK = weights(kind, rng), choices("any", rng), draw(40, D), draw(40, K)
+    pair = lambda w: LoRAWeight(w, draw(E, 3, w.shape[2]), draw(E, w.shape[1], 3), 0.5)
+    adapted = {name: x if name.endswith("bias") else pair(x) for name, x in w.items()}
+    both = {name: merged(x) if isinstance(x, LoRAWeight) else x for name, x in adapted.items()}
+    got, wanted = (jax.jit(alone(kind))(x_AD, weight_AK, each, index_AK) for each in (adapted, both))
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * float(np.abs(wanted).max()))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,22 @@
-"""Layers with experts: shared experts and replayed choices, against float64 loops from the definitions."""
+"""Layers with experts: against transformers' own, and with replayed choices against float64 loops."""
 
+import importlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from mixture import CONFIG, PARAMS, SCORE, SCORES, E, K, L, mix, mlp
 
 from areax import models
 from areax.core import losses, packing
 from areax.models.attention import chunked
-from areax.models.layers import moe, rope
+from areax.models.layer import mixers
+from areax.models.layers import mlp as mlps
+from areax.models.layers import moe
 from areax.rollout.types import supervised
 
 D, F = 12, 20
@@ -46,7 +51,7 @@ def by_loops(x_BTD, w, index_BTK=None, norm=True):
 @partial(jax.jit, static_argnames="norm")
 def ours(x_BTD, w, chosen_BTK, norm=True):
     routing = moe.Routing(chosen_BTK=chosen_BTK)
-    return moe.mlp(x_BTD, w, top_k=K, norm_top_k=norm, routing=routing)[0]
+    return moe.mlp(x_BTD, w, moe.Router(K, normalise=norm), routing=routing)[0]
 
 
 @pytest.mark.parametrize("shared", ["", "plain", "gated"])
@@ -82,6 +87,132 @@ def test_replayed_choices():
     assert np.isnan(ours(x_BTD, w, np.full_like(index_BTK, E))).all()  # experts that there are not
 
 
+V3 = partial(moe.Router, 3, "sigmoid", normalise=True, eps=1e-20, scale=2.5, fp32=True)
+GROUPS, SHARED = dict(n_group=3, topk_group=2), dict(n_shared_experts=2, routed_scaling_factor=2.5)
+# transformers' layer, its options, ours, the activation
+LAYERS: dict[str, tuple] = {
+    "mixtral": ("MixtralSparseMoeBlock", {}, moe.Router(3, normalise=True), mlps.SILU),
+    "deepseek_v2": ("DeepseekV2Moe", SHARED, moe.Router(3, scale=2.5, fp32=True), mlps.SILU),
+    "deepseek_v2 groups": (
+        "DeepseekV2Moe", SHARED | GROUPS | {"topk_method": "group_limited_greedy"},
+        moe.Router(3, groups=3, kept_groups=2, group_score="max", scale=2.5, fp32=True), mlps.SILU,
+    ),
+    "deepseek_v3": ("DeepseekV3MoE", SHARED | GROUPS, V3(groups=3, kept_groups=2), mlps.SILU),
+    "deepseek_v3 not normalised": (
+        "DeepseekV3MoE", SHARED | GROUPS | {"norm_topk_prob": False}, V3(groups=3, kept_groups=2, normalise=False),
+        mlps.SILU,
+    ),
+    "glm4_moe": ("Glm4MoeMoE", SHARED | {"n_group": 1, "topk_group": 1}, V3(), mlps.SILU),
+    "minimax_m2": ("MiniMaxM2SparseMoeBlock", {}, moe.Router(3, "sigmoid", normalise=True), mlps.SILU),
+    "gpt_oss": (
+        "GptOssMLP", {"swiglu_limit": 2.0, "swiglu_alpha": 1.3}, moe.Router(3, normalise=True),
+        mlps.Activation("clamped", 2.0, 1.3),
+    ),
+    "llama4_text": ("Llama4TextMoe", {}, moe.Router(3, "sigmoid", scaled_input=True), mlps.SILU),
+    "nemotron_h": (
+        "NemotronHMoE", SHARED | GROUPS | {"moe_shared_expert_intermediate_size": 28}, V3(groups=3, kept_groups=2),
+        mlps.Activation("relu2"),
+    ),
+    "nemotron_h latent": (
+        "NemotronHMoE", SHARED | {"moe_shared_expert_intermediate_size": 28, "moe_latent_size": 7}, V3(),
+        mlps.Activation("relu2"),
+    ),
+}  # fmt: skip
+
+
+def layer_of_transformers(name, dtype=torch.float32):
+    """With all weights and buffers away from where they start."""
+    sizes = dict(hidden_size=D, num_attention_heads=2, num_experts_per_tok=3, num_local_experts=12, n_routed_experts=12)
+    widths = dict(intermediate_size=F, moe_intermediate_size=F)
+    kind, options, _, _ = LAYERS[name]
+    config = transformers.AutoConfig.for_model(name.split()[0], **sizes, **widths, **options)
+    modeling = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    layer, generator = getattr(modeling, kind)(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in (*layer.parameters(), *layer.buffers()):
+            x.copy_(0.5 * torch.randn(x.shape, generator=generator))
+    return layer.to(dtype)
+
+
+OURS = {
+    "gate.weight": "router", "router.weight": "router", "router.bias": "router_logit_bias",
+    "fc1_latent_proj.weight": "latent_down", "fc2_latent_proj.weight": "latent_up",
+}  # fmt: skip
+
+
+def translated(name, named):
+    """Weights or gradients of transformers' layer by our names."""
+    out, turned = {}, name in ("gpt_oss", "llama4_text")
+    for key, x in named.items():
+        x = x.detach().numpy()
+        head, _, last = key.removesuffix(".weight").rpartition(".")
+        x = x.swapaxes(1, 2) if head == "experts" and turned and x.ndim == 3 else x
+        if last.startswith("gate_up_proj"):
+            halves = (x[:, ::2], x[:, 1::2]) if name == "gpt_oss" else np.split(x, 2, 1)
+            out |= {f"expert_{half}{last[12:]}": x for half, x in zip(("gate", "up"), halves, strict=True)}
+        elif head.endswith(("experts", "expert")):
+            out[f"{'shared' if 'shared' in head else 'expert'}_{last.replace('_proj', '')}"] = x
+        else:
+            out[OURS.get(key, "router_bias")] = x
+    return out
+
+
+@partial(jax.jit, static_argnames=("router", "activation"))
+def with_gradients(x_BTD, w, chosen_BTK, cotangent_BTD, router, activation):
+    def total(x_BTD, w):
+        out_BTD, report = moe.mlp(x_BTD, w, router, activation, routing=moe.Routing(chosen_BTK=chosen_BTK))
+        return jnp.sum(out_BTD * cotangent_BTD), (out_BTD, report)
+
+    grads, (out_BTD, report) = jax.grad(total, (0, 1), has_aux=True)(x_BTD, w)
+    return out_BTD, *grads, report
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_transformers(name):
+    """Values, gradients and statistics; and the same again with the experts that were chosen replayed."""
+    layer, (_, _, router, activation) = layer_of_transformers(name), LAYERS[name]
+    rng = np.random.default_rng(0)
+    x_BTD, cotangent_BTD = rng.normal(size=(2, 2, 25, D)).astype(np.float32)
+    theirs = torch.tensor(x_BTD, requires_grad=True)
+    out = layer(theirs)
+    out = (out[0] if isinstance(out, tuple) else out).reshape(theirs.shape)
+    (out * torch.from_numpy(cotangent_BTD)).sum().backward()
+    w = translated(name, layer.state_dict())
+    wanted = {"out": out.detach().numpy(), "x": theirs.grad.numpy()}
+    wanted |= translated(name, {key: x.grad for key, x in layer.named_parameters()})
+    chosen_BTK = np.full((2, 25, 3), -1, np.int32)
+    for _ in range(2):
+        got, dx_BTD, dw, report = with_gradients(x_BTD, w, chosen_BTK, cotangent_BTD, router, activation)
+        for key, x in wanted.items():
+            ours = {"out": got, "x": dx_BTD, **dw}[key]
+            np.testing.assert_allclose(ours, x, atol=1e-5 * np.abs(x).max(), err_msg=key)
+        assert dw.keys() - wanted.keys() <= {"router_bias"} and not np.any(dw.get("router_bias", 0))
+        chosen_BTK = np.asarray(report["experts"])[..., ::-1]
+    np.testing.assert_array_equal(report["load"], np.bincount(chosen_BTK.reshape(-1), minlength=12))
+    np.testing.assert_allclose(np.sum(report["prob"]), 50, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minimax_m2"])
+def test_routers_in_bfloat16(name):
+    """What is rounded: DeepSeek computes the logits in fp32, MiniMax rounds them as it does any product."""
+    layer, router = layer_of_transformers(name, torch.bfloat16), LAYERS[name][2]
+    x_BTD = np.random.default_rng(0).normal(size=(1, 40, D)).astype(np.float32)
+    bias = [layer.e_score_correction_bias] if name == "minimax_m2" else []
+    with torch.no_grad():
+        wanted = layer.gate(torch.tensor(x_BTD, dtype=torch.bfloat16), *bias)[0]
+    w = {"router": jnp.asarray(layer.gate.weight.float().detach().numpy(), jnp.bfloat16)}
+    logits_BTE, score_BTE = jax.jit(partial(moe.scores, router=router))(jnp.asarray(x_BTD, jnp.bfloat16), w)
+    assert logits_BTE.dtype == score_BTE.dtype == jnp.float32
+    rounded = jnp.array_equal(logits_BTE, logits_BTE.astype(jnp.bfloat16).astype(jnp.float32))
+    assert rounded == (wanted.dtype == torch.bfloat16) == (not router.fp32)
+    np.testing.assert_allclose(logits_BTE[0], wanted.float(), atol=1e-6 if router.fp32 else 2**-6)
+
+
+def test_impossible_groups_are_refused():
+    with pytest.raises(ValueError, match="kept_groups must be 1 to 3, the groups, got 4"):
+        moe.Router(2, groups=3, kept_groups=4)
+
+
 def samples(choose=None):
     rng = np.random.default_rng(0)
     draw = lambda k: rng.integers(0, 61, k)
@@ -94,12 +225,12 @@ def chosen_alone(params, token_T):
     """What each layer with experts chose for one sequence on its own, [T, L, K]."""
     T = len(token_T)
     index_BT, seen = jnp.arange(T)[None], []
-    x = models.transformer.family(CONFIG).embed(params, token_T[None], "float32")
-    cos, sin = rope.tables(index_BT, CONFIG.rope, CONFIG.head_dim)
+    x = models.transformer.family(CONFIG).embed(params, token_T[None], CONFIG, "float32")
+    mixer = mixers(CONFIG.records, index_BT)
     attend = lambda q, k, v: chunked.causal(q, k, v, jnp.ones((1, T), jnp.int32), index_BT)
     for stack in params["stacks"]:
         w = jax.tree.map(lambda a: a[0], stack)
-        x, report = models.transformer.family(CONFIG).block(x, w, cos, sin, attend, CONFIG)
+        x, report = models.transformer.family(CONFIG).block(x, w, mixer(CONFIG.records[0], attend), CONFIG)
         seen += [report["experts"][0]] if report else []
     return jnp.stack(seen, 1)
 

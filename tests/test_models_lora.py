@@ -218,6 +218,19 @@ def test_saved_and_restored(tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
+def test_default_targets_are_those_that_a_family_has():
+    """Latent attention has no k and v, and q only without a rank of its own."""
+    sizes = dict(
+        model_type="deepseek_v3", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=2,
+    )  # fmt: skip
+    of = lambda rank: lora.targets(
+        models.table(models.config_from_hf(sizes | {"q_lora_rank": rank})), lora.Lora(rank=1)
+    )
+    assert set(of(4)) == {"q_down", "q_up", "kv_down", "kv_up", "o", "gate", "up", "down"}
+    assert set(of(None)) == {"q", "kv_down", "kv_up", "o", "gate", "up", "down"}
+
+
 def test_targets_are_matrices_of_layers():
     whole = models.table(model("qwen2_moe")[0])
     assert lora.targets(whole, lora.Lora(rank=1, targets=("v", "q"))) == ("q", "v")
@@ -227,6 +240,11 @@ def test_targets_are_matrices_of_layers():
     for bad in ("embed", "norm1", "q_bias", "head", "nothing*"):
         with pytest.raises(ValueError, match=rf"lora.targets: each must name matrices .*, got '{re.escape(bad)}'"):
             lora.table(whole, lora.Lora(rank=1, targets=("q", bad)))
+    biased = param.Table(
+        {}, (param.Stack((0,), {"expert_up_bias": param.Param("experts expert_ffn", ("b",), None)}),), {}
+    )
+    with pytest.raises(ValueError, match="each must name matrices"):
+        lora.targets(biased, lora.Lora(rank=1, targets=("expert_*",)))
     with pytest.raises(ValueError, match="lora.targets: each must name matrices"):
         lora.table(whole, lora.Lora(rank=1, targets=()))
     with pytest.raises(ValueError, match="lora.rank: must be at least 1 for adapters, got 0"):

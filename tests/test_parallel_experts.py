@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from areax.models.layers import moe
+from areax.models.layers import mlp, moe
 from areax.parallel import experts, mesh
 from areax.parallel.exchange import exchange
 from areax.parallel.shard_map import island
@@ -33,16 +33,17 @@ def choices(kind):
 def inputs():
     rng = np.random.default_rng(1)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    return draw(B, T, D), draw(B, T, K), (draw(E, F, D), draw(E, F, D), draw(E, D, F)), draw(B, T, D)
+    w = {"gate": draw(E, F, D), "up": draw(E, F, D), "down": draw(E, D, F)}
+    return draw(B, T, D), draw(B, T, K), w, draw(B, T, D)
 
 
 @partial(jax.jit, static_argnames=("method", "on"))
 def mixture(index_BTK, method, on):
-    """The output, and gradients for tokens, weights and matrices; `on` tells compiled functions of two meshes apart."""
+    """The output, and gradients for tokens, weights and experts; `on` tells compiled functions of two meshes apart."""
     *arguments, cotangent_BTD = inputs()
 
-    def total(x_BTD, weight_BTK, matrices):
-        out_BTD = experts.dispatch(moe.compute, x_BTD, index_BTK, weight_BTK, matrices, method)
+    def total(x_BTD, weight_BTK, w):
+        out_BTD = experts.dispatch(moe.compute, x_BTD, index_BTK, weight_BTK, w, method)
         return jnp.sum(out_BTD * cotangent_BTD), out_BTD
 
     grads, out_BTD = jax.grad(total, (0, 1, 2), has_aux=True)(*arguments)
@@ -64,6 +65,49 @@ def test_dispatch_equals_one_device(layout, method):
             got = mixture(choices(kind), method, on)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one_device(kind)), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()), err_msg=kind)
+
+
+# What a layer may be, besides the one above: its router, its activation, names of weights that it lacks.
+LAYERS = {
+    "gpt_oss": (moe.Router(K, normalise=True), mlp.Activation("clamped", 2.0), ("router_bias", "shared_up")),
+    "nemotron_h": (
+        moe.Router(K, "sigmoid", groups=4, kept_groups=2, normalise=True, scale=2.5, fp32=True),
+        mlp.Activation("relu2"), ("expert_gate", "expert_gate_bias", "shared_gate"),
+    ),
+    "llama4": (moe.Router(K, "sigmoid", scaled_input=True), mlp.SILU, ("router_bias",)),
+}  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("kind", "method", "on"))
+def layer(kind, method, on):
+    """The output, statistics, and gradients for tokens and weights."""
+    rng, (router, activation, lacks) = np.random.default_rng(2), LAYERS[kind]
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    x_BTD, cotangent_BTD = draw(B, T, D), draw(B, T, D)
+    w = {
+        "router": draw(E, D), "router_logit_bias": draw(E), "router_bias": draw(E),
+        "expert_gate": draw(E, F, D), "expert_up": draw(E, F, D), "expert_down": draw(E, D, F),
+        "expert_gate_bias": draw(E, F), "expert_up_bias": draw(E, F), "expert_down_bias": draw(E, D),
+        "shared_gate": draw(F, D), "shared_up": draw(F, D), "shared_down": draw(D, F),
+    }  # fmt: skip
+
+    def total(x_BTD, w):
+        out_BTD, report = moe.mlp(x_BTD, w, router, activation, routing=moe.Routing(dispatch=method))
+        return jnp.sum(out_BTD * cotangent_BTD), (out_BTD, report)
+
+    return jax.grad(total, (0, 1), has_aux=True)(x_BTD, {name: x for name, x in w.items() if name not in lacks})
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("method", ["gather", "all_to_all"])
+def test_layers_equal_those_of_one_device(kind, method):
+    """With biases, groups, experts without a gate, scaled inputs, over all axes that split something."""
+    on = mesh.make(mesh.Layout(cp=2, ep=2, tp=2))
+    with jax.set_mesh(on):
+        got = layer(kind, method, on)
+    for a, b in zip(*map(jax.tree.leaves, (got, layer(kind, "gather", None))), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
 def exchanged(x_PD, count_NN, R, how):
@@ -103,10 +147,10 @@ def test_received_rows_are_in_the_order_of_their_senders():
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
 def test_each_platform_gets_its_own_exchange(platform):
     """Forward and backward, lowered here for machines that are not at hand."""
-    x_BTD, weight_BTK, matrices, _ = inputs()
-    loss = lambda x, m: jnp.sum(experts.dispatch(moe.compute, x, choices("any"), weight_BTK, m, "all_to_all"))
+    x_BTD, weight_BTK, w, _ = inputs()
+    loss = lambda x, w: jnp.sum(experts.dispatch(moe.compute, x, choices("any"), weight_BTK, w, "all_to_all"))
     with jax.set_mesh(mesh.make(mesh.Layout(ep=8))):
-        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x_BTD, matrices)
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(x_BTD, w)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("ragged_all_to_all" in text) == (platform != "cpu")
     assert ("stablehlo.all_to_all" in text) == (platform == "cpu")
@@ -117,6 +161,9 @@ def test_routing_needs_no_communication():
     score_BTE = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
     with jax.set_mesh(on):
         put = jax.device_put(score_BTE, jax.NamedSharding(on, jax.P(("fsdp", "ep"), "cp")))
-        program = jax.jit(lambda x: experts.top(x, 3)).lower(put).compile()
-    assert "all-gather" not in program.as_text()
-    np.testing.assert_array_equal(program(put), np.argsort(-score_BTE, -1)[..., :3])
+        plain, grouped = (
+            jax.jit(lambda x, router=router: moe.choose(x, router)).lower(put).compile()
+            for router in (moe.Router(3), moe.Router(3, groups=4, kept_groups=2))
+        )
+    assert "all-gather" not in plain.as_text() + grouped.as_text()
+    np.testing.assert_array_equal(plain(put), np.argsort(-score_BTE, -1)[..., :3])

@@ -484,7 +484,7 @@ OPTIONS = [  # of config.json, and what is wrong with it
         ("initializer_range", None), ("initializer_range", float("nan")),
     )],
     *[(name, 1.5, "must be true, false or null") for name in ("tie_word_embeddings", "attention_bias")],
-    ("model_type", [], "must be one of llama, "),
+    ("model_type", [], "must be one of deepseek_v2, "),
     ("architectures", 3, "must be a list of texts, or null"),
     ("layer_types", [[]], "must be a list of texts, or null"),
     *[("eos_token_id", value, "must be a token's id, a list of them, or null") for value in ({}, [[1]], "x", -1)],
@@ -504,10 +504,12 @@ def test_a_model_with_an_impossible_option_is_one_line(capsys, place, tmp_path, 
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": ["linear"]}, "rope_type must be default, linear or llama3, got ['linear']"),
+        ({"rope_type": ["linear"]}, "longrope or proportional, got ['linear'], which is not implemented"),
+        ({"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
+         "short_factor must be 8 numbers, half of the 16 entries of a head that turn, got 1"),
         ({"rope_type": "linear", "factor": 10**400}, "factor of rope_type linear must be a number above 0"),
     ],
-)
+)  # fmt: skip
 def test_impossible_rope_scaling_is_one_line(capsys, place, tmp_path, scaling, message):
     source = json.loads((place / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**source, "rope_scaling": scaling, "rope_parameters": None}))

@@ -253,6 +253,14 @@ def test_adapters_train_over_frozen_weights(place):
         sft.main(replace(adapting, out=str(place / "halves"), lora=replace(spec, rank=2)))
 
 
+def test_adapters_that_could_not_be_written_are_refused_before_training(place):
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    tiny.model(place / "gates", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+    with pytest.raises(ValueError, match="adapters of experts must be of expert_down, expert_gate, expert_up"):
+        sft.main(config(place, "gated", model=str(place / "gates"), lora=Lora(rank=2, targets=("expert_gate",))))
+    assert not (place / "gated/state").exists()
+
+
 def test_ctrl_c_leaves_a_checkpoint_to_resume_from(place):
     out = place / "stopped"
     command = [

@@ -1,6 +1,7 @@
 """LoRA adapters by name in the engine: each request uses its own, whichever its neighbours in the batch use."""
 
 import dataclasses
+import json
 import threading
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areax import models
+from areax.adapters import peft
 from areax.models import lora
 from areax.rollout.engine import adapters
 from areax.rollout.engine.engine import Engine
@@ -104,6 +106,42 @@ def test_each_request_uses_its_own_adapter_over_the_current_base(alone):
         done = engine.generate([ask("5", "a")])[0]
         check(done, "a", OTHER)
         assert done.versions == [("1", 0, 12)]
+
+
+def test_published_adapters_of_fused_modules_are_served(tmp_path):
+    """Phi 3's parts of qkv_proj and gate_up_proj, from a directory in PEFT's form."""
+    config = models.config_from_hf(json.loads(CONFIG.source) | dict(model_type="phi3", tie_word_embeddings=False))
+    base = tiny.weights(models.table(config), 0.3)
+    drawn = tiny.weights(lora.table(models.table(config), SPEC), 0.2, 1)
+    path = peft.write_published(tmp_path, 3, config, drawn, SPEC, "base", "label")
+    with Engine(config, base, slots=2, context=128, steps=4) as engine:
+        engine.load_adapter("a", *peft.load(path, config))
+        done = engine.generate([ask("1", "a")])[0]
+    logits_TV = models.forward(lora.join(base, drawn, SPEC), np.array([[5, 17, 42, *done.tokens]]), config=config)[0]
+    logp_TV = jax.nn.log_softmax(logits_TV[2:-1])
+    np.testing.assert_allclose(done.logp, logp_TV[np.arange(12), np.array(done.tokens)], atol=1e-4)
+
+
+def test_adapters_of_latent_attention_are_absorbed_as_its_weights_are():
+    """Decoding applies the part of an adapter that makes keys to queries, and the part that makes values to outputs."""
+    config = models.config_from_hf(
+        dict(
+            model_type="deepseek_v3", vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=3, q_lora_rank=14, kv_lora_rank=18, qk_nope_head_dim=10, qk_rope_head_dim=6,
+            v_head_dim=12, first_k_dense_replace=2, max_position_embeddings=256,
+        )
+    )  # fmt: skip
+    spec = lora.Lora(rank=3, alpha=5, targets=("kv_up",))
+    base = tiny.weights(models.table(config), 0.3)
+    drawn = tiny.weights(lora.table(models.table(config), spec), 0.4, 1)
+    with Engine(config, base, slots=2, context=128, steps=4) as engine:
+        engine.load_adapter("a", spec, drawn)
+        plain, adapted = engine.generate([ask("1"), ask("2", "a")])
+    assert plain.tokens != adapted.tokens
+    for done, params in ((plain, base), (adapted, lora.join(base, drawn, spec))):
+        logits_TV = models.forward(params, np.array([[5, 17, 42, *done.tokens]]), config=config)[0]
+        logp_TV = jax.nn.log_softmax(logits_TV[2:-1])
+        np.testing.assert_allclose(done.logp, logp_TV[np.arange(12), np.array(done.tokens)], atol=1e-4)
 
 
 def test_loading_and_unloading_do_not_affect_running_requests():

@@ -27,9 +27,10 @@ def model(path: Path, seed: int = 0, **changes) -> Path:
 
 
 def weights(table: param.Table, std: float, seed: int = 0) -> dict:
-    """Normally distributed weights, around 1 in norms; `param.init` would take seconds to compile."""
+    """Normally distributed weights, around 1 in norms and scalars; `param.init` would take seconds to compile."""
     rng = np.random.default_rng(seed)
-    draw = lambda leaf: jnp.asarray(std * rng.normal(size=leaf.shape) + ("norm" in leaf.path), jnp.float32)
+    one = lambda leaf: "norm" in leaf.path or leaf.param.axes == "one"
+    draw = lambda leaf: jnp.asarray(std * rng.normal(size=leaf.shape) + one(leaf), jnp.float32)
     return param.tree_map(draw, table)
 
 

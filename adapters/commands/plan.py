@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from ... import models
 from ...core import losses, packing, param
 from ...core.optim import Optimizer
+from ...models.attention.pattern import PLAIN
+from ...models.layer import Attention
 from ...parallel.planner import memory
 from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
@@ -110,13 +112,29 @@ def plan(config: Any, options: Options = Options()) -> dict:
     }  # fmt: skip
 
 
+PLANNED = {  # weights, biases of the same names included, that the formulas of parallel/planner count
+    "embed", "head", "score", "norm", "norm1", "norm2", "q", "k", "v", "o", "q_norm", "k_norm", "gate", "up", "down",
+    "router", "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down", "shared_router",
+}  # fmt: skip
+
+
 def _refuse(config, settings) -> None:
     """Raises ValueError for options that the formulas do not cover."""
     balance, rank = getattr(config, "balance", None), getattr(getattr(config, "lora", None), "rank", 0)
     objective = _objective(config)
     policy = isinstance(objective, losses.Policy)
+    table = models.table(settings)
+    names = {name for stack in table.stacks for name in stack.params} | table.top.keys()
+    others = sorted(name for name in names if name.removesuffix("_bias") not in PLANNED)
+    # the same heads in each layer, whose scores are those of Llama
+    attention = [layer for layer in settings.records if isinstance(layer, Attention) and layer.latent is None]
+    kinds = {(a.cached, a.pattern.chunk, a.pattern.scale, a.pattern.softcap) for a in attention}
+    alike = len(attention) == len(settings.records) and {kind[1:] for kind in kinds} == {(None,) * 3}
+    windows = [i for i, layer in enumerate(settings.records) if getattr(layer, "pattern", PLAIN).window is not None]
     for known, what in (
-        (not any(settings.windows), f"sliding windows (layers {list(settings.window_layers)})"),
+        (not windows, f"sliding windows (layers {windows})"),
+        (not others, f"{settings.family}, with the weights {', '.join(others[:3])}"),
+        (alike and len(kinds) == 1, f"{settings.family}, whose layers attend in ways of their own"),
         (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
         (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
         (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),

@@ -1,12 +1,13 @@
 """Attention backends: chooses the chunked reference or a platform's kernel by what a call needs."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import jax
 
 from . import chunked
+from .pattern import PLAIN, Pattern
 
 Name = Literal["auto", "chunked", "splash", "cudnn", "triton"]
 
@@ -19,23 +20,26 @@ class Needs:
       platform: "cpu", "gpu" or "tpu".
       dtype: dtype of queries, keys and values.
       length: positions of a row on one device.
-      head_dim: size of a head.
+      head_dim: size of queries and keys.
+      value_dim: size of values; None = head_dim.
       packing: rows may hold several sequences, or padding.
       other_keys: keys differ from the queries' tokens, as when rows are gathered over cp.
-      window: sliding window: a token attends to at most this many tokens; None = no limit.
-      chunk: queries per chunk, if a chunk size is requested.
-      softcap: scores are cap x tanh(score / cap) (arXiv:2408.00118); None = off.
-      sinks: each head has a learnt logit without a value (attention sinks, arXiv:2309.17453).
+      query_chunk: queries per chunk, if a chunk size is requested.
+      window, chunk, scale, softcap: those of the `Pattern`.
+      sinks: each head has a learnt logit without a value (attention sinks, arXiv:2508.10925).
     """
 
     platform: str
     dtype: str
     length: int
     head_dim: int
+    value_dim: int | None = None
     packing: bool = True
     other_keys: bool = False
+    query_chunk: int | None = None
     window: int | None = None
     chunk: int | None = None
+    scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
 
@@ -48,7 +52,8 @@ class Supports:
       platforms, dtypes: None = any.
       length: row length must be a multiple of it.
       head_dim: head size must be a multiple of it.
-      most_head_dim: maximum head size.
+      most_head_dim: maximum head size, of keys and of values.
+      value_dim: values may be of another size than keys.
     """
 
     platforms: tuple[str, ...] | None = None
@@ -56,10 +61,13 @@ class Supports:
     length: int = 1
     head_dim: int = 1
     most_head_dim: int | None = None
+    value_dim: bool = False
     packing: bool = False
     other_keys: bool = False
+    query_chunk: bool = False
     window: bool = False
     chunk: bool = False
+    scale: bool = False
     softcap: bool = False
     sinks: bool = False
 
@@ -68,25 +76,37 @@ HALF = "bfloat16", "float16"
 FLOAT = *HALF, "float32"
 # Keyed by file name in this folder, in the order in which "auto" tries them.
 BACKENDS: dict[str, Supports] = {
-    "splash": Supports(("tpu",), length=128, packing=True, window=True),
-    "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True),
-    "triton": Supports(("gpu",), FLOAT, most_head_dim=256, packing=True, window=True),
-    "chunked": Supports(packing=True, other_keys=True, window=True, chunk=True),
-}
+    "splash": Supports(
+        ("tpu",), length=128, value_dim=True, packing=True, window=True, scale=True, softcap=True, sinks=True
+    ),
+    "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True, scale=True),
+    "triton": Supports(
+        ("gpu",), FLOAT, most_head_dim=256, value_dim=True, packing=True, window=True, chunk=True, scale=True,
+        softcap=True, sinks=True,
+    ),
+    "chunked": Supports(
+        value_dim=True, packing=True, other_keys=True, query_chunk=True, window=True, chunk=True, scale=True,
+        softcap=True, sinks=True,
+    ),
+}  # fmt: skip
 
 
 def refusals(name: str, needs: Needs) -> list[str]:
     """Features with their values that the backend does not support; empty if it supports all needs."""
     has = BACKENDS[name]
+    value_dim = needs.head_dim if needs.value_dim is None else needs.value_dim
     supported = {
         "platform": has.platforms is None or needs.platform in has.platforms,
         "dtype": has.dtypes is None or needs.dtype in has.dtypes,
         "length": needs.length % has.length == 0,
         "head_dim": needs.head_dim % has.head_dim == 0 and needs.head_dim <= (has.most_head_dim or needs.head_dim),
+        "value_dim": value_dim == needs.head_dim or (has.value_dim and value_dim <= (has.most_head_dim or value_dim)),
         "packing": has.packing or not needs.packing,
         "other_keys": has.other_keys or not needs.other_keys,
+        "query_chunk": has.query_chunk or needs.query_chunk is None,
         "window": has.window or needs.window is None,
         "chunk": has.chunk or needs.chunk is None,
+        "scale": has.scale or needs.scale is None,
         "softcap": has.softcap or needs.softcap is None,
         "sinks": has.sinks or not needs.sinks,
     }
@@ -112,8 +132,8 @@ def choose(name: Name, needs: Needs) -> str:
 
 
 def causal(
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, *, backend: Name, packing: bool = True, window: int | None = None,
-    chunk: int | None = None, key_segment_BS=None, key_index_BS=None,
+    q_BTNH, k_BSKH, v_BSKV, segment_BT, index_BT, sinks_N=None, *, backend: Name, packing: bool = True,
+    pattern: Pattern = PLAIN, query_chunk: int | None = None, key_segment_BS=None, key_index_BS=None,
 ):  # fmt: skip
     """`chunked.causal`, computed by a backend. Raises as `choose`.
 
@@ -121,16 +141,16 @@ def causal(
       packing: False = each row is one sequence without padding.
     """
     needs = Needs(
-        jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], packing,
-        other_keys=key_index_BS is not None, window=window, chunk=chunk,
+        jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BSKV.shape[3], packing,
+        other_keys=key_index_BS is not None, query_chunk=query_chunk, sinks=sinks_N is not None, **asdict(pattern),
     )  # fmt: skip
     name = choose(backend, needs)
     if name == "chunked":
-        keys = dict(key_segment_BS=key_segment_BS, key_index_BS=key_index_BS)
-        return chunked.causal(q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, window=window, chunk=chunk, **keys)
+        more = dict(query_chunk=query_chunk, key_segment_BS=key_segment_BS, key_index_BS=key_index_BS)
+        return chunked.causal(q_BTNH, k_BSKH, v_BSKV, segment_BT, index_BT, sinks_N, pattern=pattern, **more)
     kernel = importlib.import_module(f".{name}", __package__)  # lazy: kernels import platform libraries
-    more = {} if window is None else {"window": window}
-    return kernel.causal(q_BTNH, k_BSKH, v_BSKH, segment_BT, **more)
+    sinks = () if sinks_N is None else (sinks_N,)
+    return kernel.causal(q_BTNH, k_BSKH, v_BSKV, segment_BT, *sinks, pattern=pattern)
 
 
 def ring(*rows, backend: Name, **more):

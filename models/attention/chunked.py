@@ -8,6 +8,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ...core.shapes import shaped
 from ...parallel import ring as rings
+from . import sinks
+from .pattern import PLAIN, Pattern
 
 OUTPUT = "attention"  # checkpoint name of the residuals of the backward pass, for rematerialisation policies
 CHUNK = 64, 128  # min and max queries per chunk; between them a quarter of the row
@@ -23,85 +25,90 @@ FITS = 1 << 19  # scores: 2 MB in fp32
 
 @shaped
 def causal(
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, index_BT, *, key_segment_BS=None, key_index_BS=None,
-    window: int | None = None, chunk: int | None = None,
+    q_BTNH, k_BSKH, v_BSKV, segment_BT, index_BT, sinks_N=None, *, key_segment_BS=None, key_index_BS=None,
+    pattern: Pattern = PLAIN, query_chunk: int | None = None,
 ):  # fmt: skip
     """Causal grouped-query attention within segments.
 
     The tokens of a segment are contiguous and in order, so a chunk of queries needs no key after it or before the start
     of its first query's sequence. Memory is linear in T: the backward pass recomputes the scores of a chunk from the
     log-sum-exp of each row (FlashAttention-2, arXiv:2307.08691). Padding (segment 0) attends to padding. Softmax in
-    fp32 or wider; scores are scaled by H^-1/2. Differentiable once, in reverse mode.
+    fp32 or wider. Differentiable once, in reverse mode.
 
     Args:
+      sinks_N: a logit per head that takes part in the softmax without a value, see `sinks`; None = none.
       key_segment_BS, key_index_BS: segments and indices of the keys if they differ from the queries'; must include
         every query's own token.
-      window: sliding window: a token attends to itself and the window - 1 tokens before it; None = no limit
-        (arXiv:2004.05150).
-      chunk: queries per chunk; None = 64 to 128 on a CPU, 512 elsewhere.
+      pattern: which keys a query attends to, and how scores are made.
+      query_chunk: queries per chunk; None = 64 to 128 on a CPU, 512 elsewhere.
 
     Returns:
-      out_BTNH, in q's dtype.
+      out_BTNV, in v's dtype.
     """
     here = segment_BT, index_BT
     there = here if key_index_BS is None else (key_segment_BS, key_index_BS)
-    out_BKGTH = _causal(*_heads_first(q_BTNH, k_BSKH, v_BSKH), here, there, window, chunk, key_index_BS is None)
-    return _heads_last(out_BKGTH)
+    heads = _heads_first(q_BTNH, k_BSKH, v_BSKV, pattern)
+    out_BKGTV, lse_BKGT1 = _causal(*heads, here, there, pattern, query_chunk, key_index_BS is None)
+    return sinks.add(_heads_last(out_BKGTV), _heads_last(lse_BKGT1)[..., 0], sinks_N)
 
 
 @shaped
 def ring(
-    q_BTNH, k_BTKH, v_BTKH, segment_BT, index_BT, *, axis: str, window: int | None = None, chunk: int | None = None
-):
+    q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N=None, *, axis: str, pattern: Pattern = PLAIN,
+    query_chunk: int | None = None,
+):  # fmt: skip
     """`causal` over rows whose positions are sharded over a mesh axis, in the order of `ring.order`."""
     keep = partial(checkpoint_name, name=OUTPUT)
-    how = dict(window=window, chunk=chunk)
+    how = dict(pattern=pattern, query_chunk=query_chunk)
     attend = rings.attention(partial(forward, **how), partial(backward, **how), keep, axis)
-    return _heads_last(attend(*_heads_first(q_BTNH, k_BTKH, v_BTKH), (segment_BT, index_BT)))
+    out_BKGTV, lse_BKGT1 = attend(*_heads_first(q_BTNH, k_BTKH, v_BTKV, pattern), (segment_BT, index_BT))
+    return sinks.add(_heads_last(out_BKGTV), _heads_last(lse_BKGT1)[..., 0], sinks_N)
 
 
-def _heads_first(q_BTNH, k_BSKH, v_BSKH):
+def _heads_first(q_BTNH, k_BSKH, v_BSKV, pattern):
     """Transposes to (batch, head)-major for plain batched matmuls, and scales the queries."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * H**-0.5
-    return q_BKGTH, k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * pattern.factor(H)
+    return q_BKGTH, k_BSKH.transpose(0, 2, 1, 3), v_BSKV.transpose(0, 2, 1, 3)
 
 
-def _heads_last(out_BKGTH):
-    B, K, G, T, H = out_BKGTH.shape
-    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
+def _heads_last(out_BKGTV):
+    B, K, G, T, V = out_BKGTV.shape
+    return out_BKGTV.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, V)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _causal(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned):
-    return _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned)[0]
+def _causal(q_BKGTH, k_BKSH, v_BKSV, here, there, pattern, query_chunk, aligned):
+    return _causal_forward(q_BKGTH, k_BKSH, v_BKSV, here, there, pattern, query_chunk, aligned)[0]
 
 
-def _causal_forward(q_BKGTH, k_BKSH, v_BKSH, here, there, window, chunk, aligned):
-    block = q_BKGTH, k_BKSH, v_BKSH, here, there
-    made = _by_rows(partial(forward, window=window, chunk=chunk, aligned=aligned), chunk, *block)
-    out_BKGTH, lse_BKGT1 = (checkpoint_name(x, OUTPUT) for x in made)
-    return out_BKGTH, (*block, out_BKGTH, lse_BKGT1)
+def _causal_forward(q_BKGTH, k_BKSH, v_BKSV, here, there, pattern, query_chunk, aligned):
+    block = q_BKGTH, k_BKSH, v_BKSV, here, there
+    fn = partial(forward, pattern=pattern, query_chunk=query_chunk, aligned=aligned)
+    out_BKGTV, lse_BKGT1 = (checkpoint_name(x, OUTPUT) for x in _by_rows(fn, query_chunk, *block))
+    return (out_BKGTV, lse_BKGT1), (*block, out_BKGTV, lse_BKGT1)
 
 
-def _causal_backward(window, chunk, aligned, kept, dout_BKGTH):
-    q_BKGTH, k_BKSH, v_BKSH, here, there, out_BKGTH, lse_BKGT1 = kept
-    inner_BKGT1 = jnp.sum(dout_BKGTH.astype(lse_BKGT1.dtype) * out_BKGTH, -1, keepdims=True)
-    block = q_BKGTH, k_BKSH, v_BKSH, here, there
-    more = lse_BKGT1, inner_BKGT1, dout_BKGTH
-    grads = _by_rows(partial(backward, window=window, chunk=chunk, aligned=aligned), chunk, *block, *more)
+def _causal_backward(pattern, query_chunk, aligned, kept, given):
+    q_BKGTH, k_BKSH, v_BKSV, here, there, out_BKGTV, lse_BKGT1 = kept
+    dout_BKGTV, dlse_BKGT1 = given
+    inner_BKGT1 = jnp.sum(dout_BKGTV.astype(lse_BKGT1.dtype) * out_BKGTV, -1, keepdims=True) - dlse_BKGT1
+    block = q_BKGTH, k_BKSH, v_BKSV, here, there
+    more = lse_BKGT1, inner_BKGT1, dout_BKGTV
+    fn = partial(backward, pattern=pattern, query_chunk=query_chunk, aligned=aligned)
+    grads = _by_rows(fn, query_chunk, *block, *more)
     return *(dx.astype(x.dtype) for dx, x in zip(grads, kept, strict=False)), None, None
 
 
 _causal.defvjp(_causal_forward, _causal_backward)
 
 
-def _by_rows(fn, chunk, *block):
+def _by_rows(fn, query_chunk, *block):
     """fn(*block), on a CPU a few rows at a time, so that a chunk's scores stay in the core's cache and the keys to read
     depend on these rows only."""
     (B, K, G, T, _), S = block[0].shape, block[1].shape[2]
-    limit = FITS // (K * G * _size(T, chunk) * S) if jax.default_backend() == "cpu" else B
+    limit = FITS // (K * G * _size(T, query_chunk) * S) if jax.default_backend() == "cpu" else B
     rows = max(n for n in range(1, B + 1) if B % n == 0 and n <= max(limit, 1))
     if rows == B:
         return fn(*block)
@@ -110,69 +117,74 @@ def _by_rows(fn, chunk, *block):
     return jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), made)
 
 
-def forward(q_BKGTH, k_BKSH, v_BKSH, here, there, *, window, chunk, aligned):
-    """One block: (out_BKGTH, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
+def forward(q_BKGTH, k_BKSH, v_BKSV, here, there, *, pattern, query_chunk, aligned):
+    """One block: (out_BKGTV, lse_BKGT1) of queries at `here` over keys at `there`, each (segment, index).
 
     Args:
-      aligned: queries and keys are the same tokens, in order, so a chunk needs no key after it or before the window or
-        the sequence of its first query. Indices may have gaps between adjacent slots.
+      aligned: queries and keys are the same tokens, in order, so a chunk needs no key after it, before the first
+        that the pattern lets its first query see, or before that query's sequence. Indices may have gaps between
+        adjacent slots.
     """
-    size = _size(q_BKGTH.shape[3], chunk)
+    size = _size(q_BKGTH.shape[3], query_chunk)
 
     def run(queries, keys, reach):
         q_BKGQH, places = q_BKGTH[:, :, :, queries], [x[:, queries] for x in here]
-        k_BKXH, v_BKXH, there_BX = k_BKSH[:, :, keys], v_BKSH[:, :, keys], [x[:, keys] for x in there]
+        k_BKXH, v_BKXV, there_BX = k_BKSH[:, :, keys], v_BKSV[:, :, keys], [x[:, keys] for x in there]
 
         def attend(cut, look):
             places_BC, there_BY = [cut(x, 1) for x in places], [look(x, 1) for x in there_BX]
-            score_BKGCY = _scores(cut(q_BKGQH, 3), look(k_BKXH, 2), places_BC, there_BY, window)
+            score_BKGCY, _ = _scores(cut(q_BKGQH, 3), look(k_BKXH, 2), places_BC, there_BY, pattern)
             top_BKGC1 = score_BKGCY.max(-1, keepdims=True)
             weight_BKGCY = jnp.exp(score_BKGCY - top_BKGC1)
             sum_BKGC1 = weight_BKGCY.sum(-1, keepdims=True)
-            mean_BKRH = _rows(weight_BKGCY).astype(v_BKXH.dtype) @ look(v_BKXH, 2)
-            out_BKGCH = (mean_BKRH.reshape(*score_BKGCY.shape[:-1], -1) / sum_BKGC1).astype(v_BKXH.dtype)
-            return (), (out_BKGCH, top_BKGC1 + jnp.log(sum_BKGC1))
+            mean_BKRV = _rows(weight_BKGCY).astype(v_BKXV.dtype) @ look(v_BKXV, 2)
+            out_BKGCV = (mean_BKRV.reshape(*score_BKGCY.shape[:-1], -1) / sum_BKGC1).astype(v_BKXV.dtype)
+            return (), (out_BKGCV, top_BKGC1 + jnp.log(sum_BKGC1))
 
         return _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)[1]
 
     made = [
         _with_fewest_keys(partial(run, queries), ways, queries, here, size)
-        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], window, size, aligned)
+        for queries, ways in _runs(q_BKGTH.shape[3], k_BKSH.shape[2], pattern.span, size, aligned)
     ]
     return tuple(jnp.concatenate(x, 3) for x in zip(*made, strict=True))
 
 
-def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTH, *, window, chunk, aligned):
+def backward(
+    q_BKGTH, k_BKSH, v_BKSV, here, there, lse_BKGT1, inner_BKGT1, dout_BKGTV, *, pattern, query_chunk, aligned
+):
     """Gradients (dq, dk, dv) of one block, in fp32 or wider.
 
     Args:
       lse_BKGT1: log-sum-exp of each query's scores over all its keys, those of other blocks included.
-      inner_BKGT1: sum over H of dout * out.
+      inner_BKGT1: sum over V of dout * out, less the gradient of lse: a score's gradient is its probability times
+        (dout v - inner).
     """
     wide, narrow = lse_BKGT1.dtype, q_BKGTH.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
-    size = _size(q_BKGTH.shape[3], chunk)
+    size = _size(q_BKGTH.shape[3], query_chunk)
 
     # Sums over queries are [head, key]: matmuls without transposed operands are twice as fast on CPUs.
-    q_BKHGT, dout_BKHGT = (x_BKGTH.transpose(0, 1, 4, 2, 3) for x_BKGTH in (q_BKGTH, dout_BKGTH))
+    q_BKHGT, dout_BKVGT = (x_BKGTH.transpose(0, 1, 4, 2, 3) for x_BKGTH in (q_BKGTH, dout_BKGTV))
 
     def run(queries, seen, keys, reach):
-        of_queries = q_BKGTH, dout_BKGTH, lse_BKGT1, inner_BKGT1
-        q_BKGQH, dout_BKGQH, lse_BKGQ1, inner_BKGQ1 = (x[:, :, :, queries] for x in of_queries)
-        q_BKHGQ, dout_BKHGQ, places = q_BKHGT[..., queries], dout_BKHGT[..., queries], [x[:, queries] for x in here]
-        k_BKXH, v_BKXH, there_BX = k_BKSH[:, :, keys], v_BKSH[:, :, keys], [x[:, keys] for x in there]
+        of_queries = q_BKGTH, dout_BKGTV, lse_BKGT1, inner_BKGT1
+        q_BKGQH, dout_BKGQV, lse_BKGQ1, inner_BKGQ1 = (x[:, :, :, queries] for x in of_queries)
+        q_BKHGQ, dout_BKVGQ, places = q_BKHGT[..., queries], dout_BKVGT[..., queries], [x[:, queries] for x in here]
+        k_BKXH, v_BKXV, there_BX = k_BKSH[:, :, keys], v_BKSV[:, :, keys], [x[:, keys] for x in there]
 
         def attend(cut, look):
-            k_BKYH, v_BKYH, there_BY = look(k_BKXH, 2), look(v_BKXH, 2), [look(x, 1) for x in there_BX]
-            score_BKGCY = _scores(cut(q_BKGQH, 3), k_BKYH, [cut(x, 1) for x in places], there_BY, window)
+            k_BKYH, v_BKYV, there_BY = look(k_BKXH, 2), look(v_BKXV, 2), [look(x, 1) for x in there_BX]
+            score_BKGCY, slope_BKGCY = _scores(cut(q_BKGQH, 3), k_BKYH, [cut(x, 1) for x in places], there_BY, pattern)
             prob_BKRY = _rows(jnp.exp(score_BKGCY - cut(lse_BKGQ1, 3)))
-            dprob_BKRY = product("BKRH,BKYH->BKRY", _rows(cut(dout_BKGQH, 3)), v_BKYH)
-            dscore_BKRY = (prob_BKRY * (dprob_BKRY - _rows(cut(inner_BKGQ1, 3)))).astype(narrow)
-            q_BKHR, dout_BKHR = (cut(x, 4).reshape(*x.shape[:3], -1) for x in (q_BKHGQ, dout_BKHGQ))
-            dv_BKHY = product("BKHR,BKRY->BKHY", dout_BKHR, prob_BKRY.astype(narrow))
+            dprob_BKRY = product("BKRV,BKYV->BKRY", _rows(cut(dout_BKGQV, 3)), v_BKYV)
+            dscore_BKRY = prob_BKRY * (dprob_BKRY - _rows(cut(inner_BKGQ1, 3)))
+            dscore_BKRY = (dscore_BKRY if slope_BKGCY is None else dscore_BKRY * _rows(slope_BKGCY)).astype(narrow)
+            q_BKHR, dout_BKVR = (cut(x, 4).reshape(*x.shape[:3], -1) for x in (q_BKHGQ, dout_BKVGQ))
+            dv_BKVY = product("BKVR,BKRY->BKVY", dout_BKVR, prob_BKRY.astype(narrow))
             dk_BKHY = product("BKHR,BKRY->BKHY", q_BKHR, dscore_BKRY)
             dq_BKRH = product("BKRY,BKYH->BKRH", dscore_BKRY, k_BKYH)
-            return (dk_BKHY, dv_BKHY), (dq_BKRH.reshape(*score_BKGCY.shape[:-1], -1),)
+            return (dk_BKHY, dv_BKVY), (dq_BKRH.reshape(*score_BKGCY.shape[:-1], -1),)
 
         sums, (dq_BKGQH,) = _by_chunks(attend, q_BKGQH.shape[3], size, k_BKXH.shape[2], reach)
         before = (0, 0), (0, 0), (0, 0), (keys.start - seen.start, 0)
@@ -180,19 +192,19 @@ def backward(q_BKGTH, k_BKSH, v_BKSH, here, there, lse_BKGT1, inner_BKGT1, dout_
 
     dq = []
     B, K, S, H = k_BKSH.shape
-    dk_BKHS, dv_BKHS = jnp.zeros((2, B, K, H, S), wide)
-    for queries, ways in _runs(q_BKGTH.shape[3], S, window, size, aligned):
+    dk_BKHS, dv_BKVS = (jnp.zeros((B, K, each, S), wide) for each in (H, v_BKSV.shape[3]))
+    for queries, ways in _runs(q_BKGTH.shape[3], S, pattern.span, size, aligned):
         seen = ways[0][0]
         dq_BKGQH, *more = _with_fewest_keys(partial(run, queries, seen), ways, queries, here, size)
-        dk_BKHS, dv_BKHS = (x.at[..., seen].add(new) for x, new in zip((dk_BKHS, dv_BKHS), more, strict=True))
+        dk_BKHS, dv_BKVS = (x.at[..., seen].add(new) for x, new in zip((dk_BKHS, dv_BKVS), more, strict=True))
         dq.append(dq_BKGQH)
-    return jnp.concatenate(dq, 3), dk_BKHS.swapaxes(2, 3), dv_BKHS.swapaxes(2, 3)
+    return jnp.concatenate(dq, 3), dk_BKHS.swapaxes(2, 3), dv_BKVS.swapaxes(2, 3)
 
 
-def _size(T, chunk):
+def _size(T, query_chunk):
     """Queries per chunk."""
     (low, high), _, _ = _platform_sizes()
-    return min(chunk or max(low, min(high, T // 4)), T)
+    return min(query_chunk or max(low, min(high, T // 4)), T)
 
 
 def _platform_sizes():
@@ -200,7 +212,7 @@ def _platform_sizes():
     return (CHUNK, RUNS, NEAR) if jax.default_backend() == "cpu" else ELSEWHERE
 
 
-def _runs(T, S, window, size, aligned):
+def _runs(T, S, span, size, aligned):
     """(queries, ways) of each run of full chunks, and of the remainder.
 
     Ways are (keys, reach), most keys first: each chunk of the run attends to its own keys and the `reach` keys before
@@ -212,7 +224,7 @@ def _runs(T, S, window, size, aligned):
     queries = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
     if not aligned:
         return [(each, [(slice(0, S), None)]) for each in queries]
-    limit = T if window is None else window - 1
+    limit = T if span is None else span - 1
     reaches = sorted((near * max(size, T // 32) for near in nears), reverse=True)
 
     def ways(each):
@@ -260,14 +272,18 @@ def _rows(x_BKGCX):
     return x_BKGCX.reshape(B, K, G * C, X)
 
 
-def _scores(q_BKGCH, k_BKXH, here, there, window):
-    """Scores of a chunk of queries over its keys, with -1e30 added where masked."""
+def _scores(q_BKGCH, k_BKXH, here, there, pattern):
+    """(scores of a chunk of queries over its keys, with -1e30 added where masked; the softcap's derivative or None)."""
     wide = jnp.promote_types(q_BKGCH.dtype, jnp.float32)
     segment_BC1, index_BC1 = (x[:, :, None] for x in here)
     segment_B1X, index_B1X = (x[:, None, :] for x in there)
     sees_BCX = (segment_BC1 == segment_B1X) & (index_BC1 >= index_B1X)
-    if window is not None:
-        sees_BCX &= index_BC1 - index_B1X < window
+    if pattern.span is not None:
+        sees_BCX &= index_B1X >= pattern.first(index_BC1)
     mask_BCX = jnp.where(sees_BCX, 0, wide.type(-1e30))
     score_BKRX = jnp.einsum("BKRH,BKXH->BKRX", _rows(q_BKGCH), k_BKXH, preferred_element_type=wide)
-    return score_BKRX.reshape(*q_BKGCH.shape[:-1], -1) + mask_BCX[:, None, None]
+    score_BKGCX, slope_BKGCX = score_BKRX.reshape(*q_BKGCH.shape[:-1], -1), None
+    if pattern.softcap is not None:
+        bent_BKGCX = jnp.tanh(score_BKGCX / pattern.softcap)
+        score_BKGCX, slope_BKGCX = pattern.softcap * bent_BKGCX, 1 - bent_BKGCX**2
+    return score_BKGCX + mask_BCX[:, None, None], slope_BKGCX

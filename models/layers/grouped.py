@@ -151,6 +151,14 @@ def matmul(x_RD, w_EFD, plan: Plan, kernel: Kernel = "blocked"):
     return ragged_dot(x_RD, w_EFD, plan.rows_E)
 
 
+def biased(y_RF, bias_EF, plan: Plan):
+    """y + bias[expert of the row]; y without a bias."""
+    if bias_EF is None:
+        return y_RF
+    y_SCF = y_RF.reshape(len(plan.expert_S), -1, y_RF.shape[1])
+    return (y_SCF + bias_EF.astype(y_RF.dtype)[plan.expert_S][:, None]).reshape(y_RF.shape)
+
+
 def megablox(x_RD, w_EFD, rows_E, *, interpret: bool = False):
     """The grouped matmul by JAX's TPU kernel; with `interpret` on any platform."""
     from jax.experimental.pallas.ops.tpu.megablox import ops

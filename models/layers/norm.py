@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-def rms_norm(x, weight, eps: float):
-    """x / rms(x) * weight over the last axis (arXiv:1910.07467), in fp32 or wider, returned in x's dtype."""
+def rms_norm(x, weight, eps: float, offset: float = 0.0):
+    """x / rms(x) * (offset + weight) over the last axis (arXiv:1910.07467), in fp32 or wider, returned in x's dtype.
+
+    Without a weight (None) it is x / rms(x).
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if weight is None:
+        return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)).astype(x.dtype)
+    weight = weight.astype(wide.dtype) + offset if offset else weight
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
     return (wide * scale * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)

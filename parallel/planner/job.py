@@ -195,7 +195,7 @@ def nested(leaf: param.Leaf) -> bool:
 
 
 def matrix(leaf: param.Leaf) -> bool:
-    return len(leaf.param.axes.split()) > 1
+    return leaf.param.matrix
 
 
 def expert(leaf: param.Leaf) -> bool:

@@ -103,7 +103,7 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     tokens, tp, item, D = job.local_tokens, job.layout.tp, job.itemsize, job.embed
     heads, kv_heads = job.heads / tp, job.kv_heads * job.kv_copies / tp
     seen = job.layout.cp if job.cp == "gather" else 1  # keys of whole rows
-    matrices = [axes for leaf in stack.values() if len(axes := leaf.param.axes.split()) == 2]
+    matrices = [axes for leaf in stack.values() if len(axes := leaf.param.axes.split()) == 2 and matrix(leaf)]
     width = lambda axis: job.table.dims[axis] / (tp if getattr(rules.RULES, axis) == "tp" else 1)
     norms = {"norm1": (D, 1), "norm2": (D, 1)} | {
         f"{name}_norm": (width(axis), width(axis) / job.head_dim) for name, axis in (("q", "heads"), ("k", "kv_heads"))
@@ -112,7 +112,8 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     if "router" in stack:  # room for all pairs of the ep group, for any routing
         ep = job.layout.ep
         pairs = tokens * ep * job.top_k
-        halves = 2 * math.prod(experts.blocks(pairs, job.table.dims["experts"] // ep, ep)) * width("expert_ffn") * item
+        rows = math.prod(experts.blocks(pairs, job.table.dims["experts"] // ep, ep))
+        halves = (1 + ("expert_gate" in stack)) * rows * width("expert_ffn") * item
         mixture = halves + tokens * (ep * D * item + 2 * width("router") * WIDE) + 4 * pairs * WIDE
     as_stored = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))

@@ -54,10 +54,14 @@ def make(
       frozen: weights that are used but not trained, such as a teacher's.
       plain: replaces `score` in `scores`, without what only the loss needs.
       seed: random seed of new adapters.
+
+    Raises:
+      ValueError: PEFT's format has no adapters of these targets.
     """
     adapters = adapters if adapters and adapters.rank else None
     table = models.table(settings)
     if adapters:
+        peft.modules(settings, adapters)  # refuses what could not be exported once it is trained
         table, frozen = lora.table(table, adapters), (params, *frozen)
         score, params = lora.over_base(score, adapters), common.draw(table, seed, mesh)
         plain = lora.over_base(plain, adapters) if plain else None

@@ -168,7 +168,8 @@ async def by_name(policy: Learner, options: Serving) -> Lora | None:
         why = "servers that are offloaded, or get tensors, need the full model (--colocated, --push.way tensors)"
     else:
         modules = peft.modules(policy.settings, policy.adapters)
-        why = await named.refusal(options.servers, policy.adapters.rank, modules)
+        rank = peft.exported_rank(policy.settings, policy.adapters)
+        why = await named.refusal(options.servers, rank, modules)
     if why and wanted == "adapter":
         raise ValueError(f"--push.lora adapter: {why}; use --push.lora merged")
     if why:

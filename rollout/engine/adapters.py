@@ -53,14 +53,13 @@ def stage(spec: Lora, tree, base: Table, dtype, device) -> Factors:
             "targets, or load the merged weights"
         )
 
-    def layers(stack: dict[str, np.ndarray], depth: int) -> Factors:
-        a, b = ({name: stack[f"{name}_{part}"] for name in sorted(names) if f"{name}_a" in stack} for part in "ab")
-        one = lambda name, i: (a[name][i].astype(dtype), (b[name][i] * spec.scale).astype(dtype))
-        return [{name: one(name, i) for name in a} for i in range(depth)]
-
     stacks = jax.tree.map(np.asarray, tree["stacks"])  # a few large copies instead of many small computations
-    each = zip(stacks, base.stacks, strict=True)
-    return jax.device_put([layer for stack, like in each for layer in layers(stack, len(like.layers))], device)
+
+    def layer(stack: dict[str, np.ndarray], i: int):
+        pair = lambda name: (stack[f"{name}_a"][i].astype(dtype), (stack[f"{name}_b"][i] * spec.scale).astype(dtype))
+        return {name: pair(name) for name in sorted(names) if f"{name}_a" in stack}
+
+    return jax.device_put([layer(stacks[i], place) for i, place in base.layers], device)
 
 
 class Adapters:

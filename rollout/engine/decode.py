@@ -1,43 +1,34 @@
-"""The compiled programs of the engine: prefill into slots, copies between slots, fused decode steps, prompt scores.
+"""The compiled programs of the engine: prefill into slots, fused decode steps, prompt scores.
 
-A slot is a row of every layer's cache. Caches are divided into segments of positions, each twice as long as the one
-before, `keys [slot, kv_head, head, L]` and `values [slot, kv_head, L, head]`, so that attention reads whole arrays in
-place and few empty ones. The shapes computed for a sequence depend only on its own length bucket or on the number of
-slots, never on the other sequences in the batch: samples are bit-equal whatever their neighbours, slot or order of
-arrival.
+A slot is a row of every layer's cache, see `caches`. The shapes computed for a sequence depend only on its own length
+bucket or on the number of slots, never on the other sequences in the batch: samples are bit-equal whatever their
+neighbours, slot or order of arrival.
 """
 
 import functools
-import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...adapters import hf
-from ...core import logprobs
+from ...core import logprobs, param
 from ...models import transformer as models
-from ...models.attention import backends
-from ...models.layers import rope
+from ...models.attention import backends, sinks
+from ...models.attention.pattern import PLAIN, Pattern
+from ...models.layer import AnyMixer, Attention, mixers
 from ...models.layers.linear import MultiLoRAWeight, Transposed
-from ...models.layers.norm import rms_norm
-from . import sampling
+from . import caches as caching
+from . import sampling, states
 
+KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
 PREFILL_TOKENS, ON_CPUS = 4096, 256  # tokens per prefill: one long prompt or several short ones
-
-
-def segments(context: int) -> list[slice]:
-    """The positions of each cache segment: the first two span a sixteenth of the context each (64 to 1024), the next
-    ones double; the last ends at a multiple of the first's length."""
-    C = min(_power(context), max(64, min(1024, _power(context) // 16)))
-    end = -(-context // C) * C
-    starts = [0, *itertools.takewhile(lambda start: start < end, (C << i for i in itertools.count()))]
-    return [slice(start, min(max(C, 2 * start), end)) for start in starts]
 
 
 def bucket(length: int, context: int) -> int:
     """The padded length of a prefill of `length` tokens: a power of two of at least 16, at most the cache's length."""
-    return min(max(16, _power(length)), segments(context)[-1].stop)
+    return min(max(16, _power(length)), caching.segments(context)[-1].stop)
 
 
 def rows(bucket: int, slots: int) -> int:
@@ -50,24 +41,25 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def stage(params, device):
+def stage(params, table: param.Table, device):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too).
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays or
-    `hf.Parts`; those in host memory are read in place.
+    `hf.Mapped`; those in host memory are read in place.
     """
-    here = lambda w: w if isinstance(w, hf.Parts) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
+    here = lambda w: w if isinstance(w, hf.Mapped) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, device)
     ready = lambda w, turned: jax.block_until_ready(_copied(jax.device_put(w, device), turned=turned))
     turned = lambda w: Transposed(ready(w, True))
-    one = lambda w: turned(w) if w.ndim == 2 else ready(w, False)
+    one = lambda name, w: turned(w) if w.ndim == 2 and not name.endswith(KEPT) else ready(w, False)
     top = {name: here(w) for name, w in params.items() if name != "stacks"}
     stacks = [jax.tree.map(here, stack) for stack in params["stacks"]]
-    depth = lambda stack: len(jax.tree.leaves(stack)[0])
+    layer = lambda i, place: {name: one(name, w[place]) for name, w in stacks[i].items()}
     return {
         "embed": ready(top["embed"], False),
         "norm": ready(top["norm"], False),
         "head": turned(models.head(top)),
-        "layers": [jax.tree.map(lambda w, i=i: one(w[i]), stack) for stack in stacks for i in range(depth(stack))],
+        **{name: ready(w, False) for name, w in top.items() if name.startswith("per_layer_")},
+        "layers": [layer(i, place) for i, place in table.layers],
     }
 
 
@@ -87,42 +79,11 @@ def with_adapters(weights, index_B):
     return [{**layer, **choose(layer, factors)} for layer, factors in each]
 
 
-def caches(config, slots: int, context: int, dtype):
-    """Empty (keys, values) of each segment of each layer."""
-    K, H = config.kv_heads, config.head_dim
-    lengths = [part.stop - part.start for part in segments(context)]
-    zeros = lambda *shape: jnp.zeros((slots, K, *shape), dtype)
-    return [[(zeros(H, L), zeros(L, H)) for L in lengths] for _ in range(config.layers)]
-
-
-def spans(layer) -> list[slice]:
-    """The positions of each segment of a layer's caches."""
-    ends = list(itertools.accumulate(keys.shape[-1] for keys, _ in layer))
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-@functools.partial(jax.jit, donate_argnames=("caches",))
-def wipe(caches, filled):
-    """Zeroes the first `filled` positions of the cached values. Keys may stay: scores of masked positions are replaced,
-    but a non-finite value would survive a weight of 0."""
-
-    C = spans(caches[0])[0].stop  # all segment lengths are multiples of this
-
-    def clean(values_SKLH, start):
-        S, K, L, H = values_SKLH.shape
-        zero_SKCH = jnp.zeros((S, K, C, H), values_SKLH.dtype)
-        put = lambda i, values_SKLH: jax.lax.dynamic_update_slice(values_SKLH, zero_SKCH, (0, 0, i * C, 0))
-        return jax.lax.fori_loop(0, -(-jnp.clip(filled - start, 0, L) // C), put, values_SKLH)
-
-    both = lambda pair, place: (pair[0], clean(pair[1], place.start))
-    return [[both(pair, place) for pair, place in zip(layer, spans(layer), strict=True)] for layer in caches]
-
-
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("caches",))
-def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, config):
+def prefill(weights, caches, token_PT, length_P, adapter_P, row_S, slot_S, count, *, config):
     """Computes P sequences, each with its adapter, and writes row row_S[i] to slot slot_S[i], for i < count.
 
-    Sequences are padded on the right; the padding is never read.
+    Sequences of length_P tokens are padded on the right; the padding is never read.
 
     Returns:
       caches; hidden_PTD after the last norm; the `routed` experts.
@@ -131,31 +92,34 @@ def prefill(weights, caches, token_PT, adapter_P, row_S, slot_S, count, *, confi
     P, T = token_PT.shape
     index_PT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (P, T))
     segment_PT = jnp.ones((P, T), jnp.int32)
-    cos, sin = rope.tables(index_PT, config.rope, config.head_dim)
-    made = []
-    x = module.embed(weights, token_PT, weights["embed"].dtype)
-    places = [place for place in spans(caches[0]) if place.start < T]
+    mixer = mixers(config.records, index_PT)
+    made: list[Any] = []
+    x = module.embed(weights, token_PT, config, weights["embed"].dtype)
 
-    def attend(window, q_PTNH, k_PTKH, v_PTKH):
-        k_PKHT, v_PKTH = k_PTKH.transpose(0, 2, 3, 1), v_PTKH.transpose(0, 2, 1, 3)
-        made.append([(k_PKHT[..., place], v_PKTH[:, :, place]) for place in places])
-        rows = q_PTNH, k_PTKH, v_PTKH, segment_PT, index_PT
-        return backends.causal(*rows, backend="auto", packing=False, window=window)
+    def attend(layer, q_PTNH, k_PTKH=None, v_PTKV=None, sinks_N=None, latent=None):
+        if layer.source is not None:
+            k_PTKH, v_PTKV = reports[layer.source]["keys_values"]
+        kept_k, kept_v = latent.cached if latent else (k_PTKH, v_PTKV)
+        k_PKHT, v_PKTV = kept_k.transpose(0, 2, 3, 1), kept_v.transpose(0, 2, 1, 3)
+        places = [place for place in caching.spans(caches[len(made)]) if place.start < T]
+        made.append([(k_PKHT[..., place], v_PKTV[:, :, place]) for place in places])
+        rows = q_PTNH, k_PTKH, v_PTKV, segment_PT, index_PT, sinks_N
+        return backends.causal(*rows, backend="auto", packing=False, pattern=layer.pattern)
 
-    reports = []
-    for w, window in zip(with_adapters(weights, adapter_P), config.windows, strict=True):
-        x, report = module.block(x, w, cos, sin, functools.partial(attend, window), config)
+    reports: list[dict] = []
+    own = models.per_layer(module, weights, token_PT, x, config)
+    for i, (w, layer) in enumerate(zip(with_adapters(weights, adapter_P), config.records, strict=True)):
+        mix: AnyMixer
+        w = w | {name: each[i] for name, each in own.items()}
+        if isinstance(layer, Attention):
+            mix = mixer(layer, functools.partial(attend, layer))
+        else:
+            made.append({})
+            mix = states.after_prompts(layer, length_P, segment_PT, made[-1])
+        x, report = module.block(x, w, mix, config)
         reports.append(report)
-
-    def insert(i, caches):
-        row, slot = row_S[i], slot_S[i]
-        put = lambda x, cache: jax.lax.dynamic_update_slice(cache, x[row][None], (slot, 0, 0, 0))
-        within = [layer[: len(places)] for layer in caches]
-        filled = jax.tree.map(put, made, within)
-        return [new + old[len(places) :] for new, old in zip(filled, caches, strict=True)]
-
-    caches = jax.lax.fori_loop(0, count, insert, caches)
-    return caches, rms_norm(x, weights["norm"], config.norm_eps), routed(reports)
+    caches = caching.insert(caches, made, row_S, slot_S, count)
+    return caches, models.last_norm(x, weights, config), routed(reports)
 
 
 def routed(reports):
@@ -167,29 +131,14 @@ def routed(reports):
     return jnp.stack([jnp.full_like(like, -1) if x is None else x for x in found], 2)
 
 
-@functools.partial(jax.jit, static_argnames=("length",), donate_argnames=("caches",))
-def copy(caches, source_S, target_S, count, *, length: int):
-    """Copies the first `length` positions (a bucket) of slot source_S[i] to slot target_S[i], for i < count."""
-
-    def step(i, caches):
-        def move(cache, place, axis):
-            sizes = [1, *cache.shape[1:]]
-            sizes[axis] = min(place.stop, length) - place.start
-            part = jax.lax.dynamic_slice(cache, (source_S[i], 0, 0, 0), sizes)
-            return jax.lax.dynamic_update_slice(cache, part, (target_S[i], 0, 0, 0))
-
-        both = lambda pair, place: (move(pair[0], place, 3), move(pair[1], place, 2)) if place.start < length else pair
-        return [[both(pair, place) for pair, place in zip(layer, spans(layer), strict=True)] for layer in caches]
-
-    return jax.lax.fori_loop(0, count, step, caches)
-
-
-@functools.partial(jax.jit, static_argnames=("top",))
-def prompt_scores(weights, hidden_PTD, row, target_T, *, top: int):
+@functools.partial(jax.jit, static_argnames=("config", "top"))
+def prompt_scores(weights, hidden_PTD, row, target_T, *, config, top: int):
     """Log-probability (nats, temperature 1) of each target of one row, and the `top` likeliest (logp, id) or None."""
     likeliest = (lambda logits_CV, *_: jax.lax.top_k(logits_CV, min(top, logits_CV.shape[1]))) if top else None
     head_VD = weights["head"].weight.T
-    logp_T, _, lse_T, best = logprobs.from_hidden(hidden_PTD[row], head_VD, target_T, per_chunk=likeliest)
+    logits = (functools.partial(models.logits, config=config),)
+    made = logprobs.from_hidden(hidden_PTD[row], head_VD, target_T, per_chunk=likeliest, logits=logits)
+    logp_T, _, lse_T, best = made
     return logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])
 
 
@@ -257,74 +206,86 @@ def forward(weights, caches, token_S, position_S, active_S, config):
     """One decoding step: (logits f32[S, V] of the token after each slot's `token`, caches that include that token, its
     experts [S, layers, top_k] as `routed`)."""
     module = models.family(config)
-    cos, sin = rope.tables(position_S[:, None], config.rope, config.head_dim)
+    mixer = mixers(config.records, position_S[:, None])
     longest = jnp.max(jnp.where(active_S, position_S, 0))
     shortest = jnp.min(jnp.where(active_S, position_S, longest))
-    x = module.embed(weights, token_S[:, None], weights["embed"].dtype)
-    filled, reports = [], []
-    for w, layer, window in zip(weights["layers"], caches, config.windows, strict=True):
+    x = module.embed(weights, token_S[:, None], config, weights["embed"].dtype)
+    filled: list[Any] = []
+    reports = []
+    mix: AnyMixer
 
-        def attend(q_S1NH, k_S1KH, v_S1KH, layer=layer, window=window):
-            k_SKH, v_SKH = k_S1KH[:, 0], v_S1KH[:, 0]
-            layer = [
-                write(keys_SKHL, values_SKLH, k_SKH, v_SKH, position_S - place.start)
-                for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True)
+    def attend(cache, layer, q_S1NH, k_S1KH=None, v_S1KV=None, sinks_N=None, latent=None):
+        if latent:
+            q_S1NH, (k_S1KH, v_S1KV) = latent.queries(q_S1NH), latent.cached
+        if layer.source is None:
+            k_SKH, v_SKV = k_S1KH[:, 0], v_S1KV[:, 0]
+            cache = [
+                caching.write(keys_SKHL, values_SKLV, k_SKH, v_SKV, position_S - place.start)
+                for (keys_SKHL, values_SKLV), place in zip(cache, caching.spans(cache), strict=True)
             ]
-            filled.append(layer)
-            first = jnp.int32(0) if window is None else jnp.maximum(shortest - window + 1, 0)
-            return attend_segments(q_S1NH, layer, position_S, first, longest, window)
+        filled.append(cache)
+        pattern, cache = layer.pattern, cache if layer.source is None else filled[layer.source]
+        first = jnp.maximum(pattern.first(shortest), 0)
+        out_S1NV = attend_segments(q_S1NH, cache, position_S, first, longest, sinks_N, pattern=pattern)
+        return latent.outputs(out_S1NV) if latent else out_S1NV
 
-        x, report = module.block(x, w, cos, sin, attend, config)
+    own = models.per_layer(module, weights, token_S[:, None], x, config)
+    for i, (w, cache, layer) in enumerate(zip(weights["layers"], caches, config.records, strict=True)):
+        w = w | {name: each[i] for name, each in own.items()}
+        if isinstance(layer, Attention):
+            mix = mixer(layer, functools.partial(attend, cache, layer))
+        else:
+            filled.append({})
+            mix = states.step(layer, cache, active_S, filled[-1])
+        x, report = module.block(x, w, mix, config)
         reports.append(report)
-    x = rms_norm(x, weights["norm"], config.norm_eps)
-    logits_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
+    x = models.last_norm(x, weights, config)
+    product_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
     experts = routed(reports)
-    return logits_SV, filled, None if experts is None else experts[:, 0]
+    return models.logits(product_SV, config), filled, None if experts is None else experts[:, 0]
 
 
-def write(keys_SKHL, values_SKLH, k_SKH, v_SKH, at_S):
-    """Writes a key and a value at index at_S[s] of each slot of a segment; indices outside it are ignored."""
-    L, slot_S = keys_SKHL.shape[-1], jnp.arange(len(at_S))
-    at_S = jnp.where(at_S < 0, L, at_S)  # out of bounds is dropped, but a negative index would count from the end
-    keys_SKHL = keys_SKHL.at[slot_S, :, :, at_S].set(k_SKH, mode="drop")
-    return keys_SKHL, values_SKLH.at[slot_S, :, at_S].set(v_SKH, mode="drop")
-
-
-def attend_segments(q_S1NH, layer, position_S, first, last, window=None):
+def attend_segments(q_S1NH, layer, position_S, first, last, sinks_N=None, *, pattern: Pattern = PLAIN):
     """Attention of one query per slot over the segments with positions `first` to `last`, by online softmax.
 
-    A query attends to its own position and those before it, at most `window` in all. A fully masked segment adds exact
-    zeros, so the number of segments read changes no bit.
+    A query attends to its own position and, as far as the pattern allows, to those before it. A fully masked segment
+    adds exact zeros, so the number of segments read changes no bit.
+
+    Returns:
+      out_S1NV, in q's dtype.
     """
     S, _, N, H = q_S1NH.shape
-    K = layer[0][0].shape[1]
-    q_SKGH = (q_S1NH * H**-0.5).reshape(S, K, N // K, H)
+    K, V = layer[0][0].shape[1], layer[0][1].shape[3]
+    q_SKGH = (q_S1NH * pattern.factor(H)).reshape(S, K, N // K, H)
 
-    def add(keys_SKHL, values_SKLH, place, carry):
-        most_SKG1, sum_SKG1, out_SKGH = carry
+    def add(keys_SKHL, values_SKLV, place, carry):
+        most_SKG1, sum_SKG1, out_SKGV = carry
         at_1L = jnp.arange(place.start, place.stop, dtype=jnp.int32)[None]
         sees_SL = at_1L <= position_S[:, None]
-        if window is not None:
-            sees_SL &= at_1L > position_S[:, None] - window
+        if pattern.span is not None:
+            sees_SL &= at_1L >= pattern.first(position_S)[:, None]
         score_SKGL = jnp.einsum("SKGH,SKHL->SKGL", q_SKGH, keys_SKHL, preferred_element_type=jnp.float32)
+        if pattern.softcap is not None:
+            score_SKGL = pattern.softcap * jnp.tanh(score_SKGL / pattern.softcap)
         score_SKGL = jnp.where(sees_SL[:, None, None], score_SKGL, -1e30)
         new_SKG1 = jnp.maximum(most_SKG1, jnp.max(score_SKGL, -1, keepdims=True))
         keep_SKG1 = jnp.exp(most_SKG1 - new_SKG1)
         prob_SKGL = jnp.exp(score_SKGL - new_SKG1)
-        part_SKGH = jnp.einsum(
-            "SKGL,SKLH->SKGH", prob_SKGL.astype(values_SKLH.dtype), values_SKLH, preferred_element_type=jnp.float32
+        part_SKGV = jnp.einsum(
+            "SKGL,SKLV->SKGV", prob_SKGL.astype(values_SKLV.dtype), values_SKLV, preferred_element_type=jnp.float32
         )
         sum_SKG1 = sum_SKG1 * keep_SKG1 + jnp.sum(prob_SKGL, -1, keepdims=True)
-        return new_SKG1, sum_SKG1, out_SKGH * keep_SKG1 + part_SKGH
+        return new_SKG1, sum_SKG1, out_SKGV * keep_SKG1 + part_SKGV
 
     zero_SKG1 = jnp.zeros((S, K, N // K, 1), jnp.float32)
-    carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, H), jnp.float32)
-    for (keys_SKHL, values_SKLH), place in zip(layer, spans(layer), strict=True):
-        read = functools.partial(add, keys_SKHL, values_SKLH, place)
-        if place.start == 0 and window is None:
+    carry = zero_SKG1 - 1e30, zero_SKG1, jnp.zeros((S, K, N // K, V), jnp.float32)
+    for (keys_SKHL, values_SKLV), place in zip(layer, caching.spans(layer), strict=True):
+        read = functools.partial(add, keys_SKHL, values_SKLV, place)
+        if place.start == 0 and pattern.span is None:
             carry = read(carry)
         else:
             needed = (place.start <= last) & (place.stop > first)
             carry = jax.lax.cond(needed, read, lambda carry: carry, carry)
-    _, sum_SKG1, out_SKGH = carry
-    return (out_SKGH / sum_SKG1).reshape(S, 1, N, H).astype(q_S1NH.dtype)
+    most_SKG1, sum_SKG1, out_SKGV = carry
+    out_S1NV, lse_S1N = (out_SKGV / sum_SKG1).reshape(S, 1, N, V), (most_SKG1 + jnp.log(sum_SKG1)).reshape(S, 1, N)
+    return sinks.add(out_S1NV, lse_S1N, sinks_N).astype(q_S1NH.dtype)

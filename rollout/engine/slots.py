@@ -2,7 +2,8 @@
 
 A prompt is computed once for all requests that arrive together, and copied from a slot that has it for later ones,
 unless they need its log-probabilities or experts, which are known only while it is computed. Several samples of one
-prompt cost one prefill. Owned by one thread.
+prompt cost one prefill. Models with recurrent layers never copy: a slot that has decoded no longer has the state after
+its prompt. Owned by one thread.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import numpy as np
 
 from ... import models
 from ...core import param
+from ...models.layer import Attention
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from . import adapters
+from . import caches as caching
 from . import decode as programs
 from .adapters import Adapters, Factors, Loaded
 from .decode import COLUMNS, INTEGERS, REALS
@@ -87,6 +90,7 @@ class Slots:
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.counts: collections.Counter[str] = collections.Counter()
+        self._recurrent = not all(isinstance(layer, Attention) for layer in config.records)
         self._dtype, self._device = params["embed"].dtype, jax.local_devices()[0]
         self.weights: Any = self.stage(params)
         self.adapters = Adapters()
@@ -113,7 +117,7 @@ class Slots:
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
         with self._without_mesh():
-            return programs.stage(params, self._device)
+            return programs.stage(params, models.table(self.config), self._device)
 
     def release(self, *, weights: bool, caches: bool) -> None:
         """Frees device memory at once, while nothing runs. `clear` makes new caches; weights have to be set."""
@@ -147,9 +151,9 @@ class Slots:
         if not self.running:
             with self._without_mesh():
                 if self._caches is None:
-                    self._caches = programs.caches(self.config, self.count, self.context, self._dtype)
+                    self._caches = caching.empty(self.config, self.count, self.context, self._dtype)
                 else:
-                    self._caches = programs.wipe(self._caches, self._filled)
+                    self._caches = caching.wipe(self._caches, self._filled)
                 self._filled = 0
         self._forget()
 
@@ -181,6 +185,8 @@ class Slots:
             elif holder is None:
                 if prefix and (scored or routed or slot is not None):
                     rows[key] = Row(live.cached, scored, routed, [live])
+                elif self._recurrent and slot is not None:  # the states of the slot's last sequence have to go
+                    rows[key] = Row(live.cached, None, False, [live])
             elif slot is not None and slot != holder:
                 copies.setdefault(programs.bucket(len(prefix), self.context), []).append((holder, slot))
                 self._remember(live.cached, slot)
@@ -189,7 +195,7 @@ class Slots:
         # before it is read.
         for length, pairs in copies.items():
             source_S, target_S = (self._padded(slots) for slots in zip(*pairs, strict=True))
-            self._caches = programs.copy(self._caches, source_S, target_S, len(pairs), length=length)
+            self._caches = caching.copy(self._caches, source_S, target_S, len(pairs), length=length)
         for live in lives:
             if live.slot is not None:
                 self._write(live, self._state[live.slot])
@@ -254,6 +260,9 @@ class Slots:
         return slot
 
     def _remember(self, cached: Cached, slot: int) -> None:
+        """Notes that a slot's cache begins with this sequence; recurrent layers hold it only until they decode."""
+        if self._recurrent:
+            return
         self._slot_of[cached], self._cached_of[slot] = slot, cached
 
     def _padded(self, values: Sequence[int]) -> np.ndarray:
@@ -272,15 +281,17 @@ class Slots:
                 self._prefill_rows(group[start : start + P], np.zeros((P, T), np.int32))
 
     def _prefill_rows(self, rows: list[Row], token_PT: np.ndarray) -> None:
-        adapter_P = np.zeros(len(token_PT), np.int32)
+        length_P, adapter_P = np.zeros((2, len(token_PT)), np.int32)
         for i, row in enumerate(rows):
             token_PT[i, : len(row.prefix)] = row.prefix
+            length_P[i] = len(row.prefix)
             adapter_P[i] = row.cached[0].index if row.cached[0] else 0
         places = [(i, live.slot) for i, row in enumerate(rows) for live in row.lives if live.slot is not None]
         row_S, slot_S = (self._padded([place[j] for place in places]) for j in (0, 1))
         self._caches, hidden_PTD, routed_PTLK = programs.prefill(
-            self._with_adapters(), self._caches, token_PT, adapter_P, row_S, slot_S, len(places), config=self.config
-        )
+            self._with_adapters(), self._caches, token_PT, length_P, adapter_P, row_S, slot_S, len(places),
+            config=self.config,
+        )  # fmt: skip
         self._filled = max(self._filled, token_PT.shape[1])
         self.counts["prefills"] += 1
         self.counts["prefilled_tokens"] += sum(len(row.prefix) for row in rows)
@@ -299,7 +310,8 @@ class Slots:
         (last, top), n = scored, len(row.prefix)
         target_T = np.zeros(hidden_PTD.shape[1], np.int32)
         target_T[:n] = (*row.prefix[1:], last)
-        logp_T, best = jax.device_get(programs.prompt_scores(self.weights, hidden_PTD, i, target_T, top=top))
+        made = programs.prompt_scores(self.weights, hidden_PTD, i, target_T, config=self.config, top=top)
+        logp_T, best = jax.device_get(made)
         for live in row.lives:
             progress, k = live.progress, live.request.top_logprobs
             start = max(0, (live.request.input_logprobs_from or 0) - 1)  # hidden[t] predicts token t + 1

@@ -1,0 +1,161 @@
+"""What a layer's tokens see of each other: a record per layer, and the functions that a family's block gets for it.
+
+Training and decoding build a `Mixer` for each layer from its record, so that a block is written once: attention over
+packed rows and over a KV cache look the same to it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..parallel import context
+from .attention.pattern import PLAIN, Pattern
+from .layers import conv
+from .layers import rope as rotary
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Queries are multiplied by 1 + rate ln(1 + floor((position + shift) / length)), as scores flatten in long
+    sequences (Llama 4, Ministral 3)."""
+
+    rate: float
+    length: int
+    shift: int = 0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention.
+
+    Attributes:
+      heads, kv_heads: number of query heads, and of heads of keys and values.
+      key_dim, value_dim: size of a head of queries and keys, and of values.
+      rope: rotary embedding of queries and keys; None = no positions (NoPE, arXiv:2305.19466).
+      rope_dim: size of what is rotated as a whole, `key_dim` but in multi-head latent attention.
+      pattern: which keys a query attends to, and how scores are computed.
+      growth: of queries with their position; None = none.
+      source: index of the layer whose keys and values are used; None = the layer's own.
+      kept: later layers use this layer's keys and values; its block reports them as "keys_values".
+      latent: size of the latent vectors from which keys and values are made, which decoding caches; None = none.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    rope: rotary.Rope | None
+    rope_dim: int
+    pattern: Pattern = PLAIN
+    growth: Growth | None = None
+    source: int | None = None
+    kept: bool = False
+    latent: int | None = None
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Number of heads and sizes of a key and a value that decoding caches for a token."""
+        if self.latent is not None:
+            return 1, self.latent + self.rope_dim, self.latent
+        return self.kv_heads, self.key_dim, self.value_dim
+
+
+def attention(heads: int, kv_heads: int, head_dim: int, rope, pattern: Pattern, growth=None) -> Attention:
+    """The record of ordinary attention, whose keys and values have the same size."""
+    return Attention(heads, kv_heads, head_dim, head_dim, rope, head_dim, pattern, growth)
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """One layer that remembers the tokens before in a state of constant size, in place of keys and values.
+
+    Attributes:
+      state: name and shape of each array of a sequence's state, in fp32.
+    """
+
+    state: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+Layer = Attention | Recurrent
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What a block does with the tokens of a layer with attention.
+
+    Attributes:
+      layer: the layer's record.
+      rotate: `rotate(x_BTNH) -> x_BTNH` applies the layer's rotary embedding.
+      grow: `grow(q_BTNH) -> q_BTNH` applies the layer's `Growth`.
+      attend: `attend(q_BTNH, k_BTKH, v_BTKV, sinks_N=None, latent=None) -> out_BTNV` applies the mask, or the KV cache
+        in decoding: with `latent`, a `latent.Latent`, one of latent vectors. `attend(q_BTNH)` if keys and values are
+        those of another layer.
+    """
+
+    layer: Attention
+    rotate: Callable
+    grow: Callable
+    attend: Callable
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What a block does with the tokens of a recurrent layer; names are those of the layer's states.
+
+    Attributes:
+      layer: the layer's record.
+      convolve: `convolve(name, x_BTC, weight_CW, bias_C=None) -> y_BTC` over the last W tokens (`layers.conv`).
+      gate: `gate(x_BTN) -> x_BTN` prepares what decays or writes to a state: 0 in the padding behind a prompt.
+      recur: `recur(name, rule, *inputs) -> out_BTNV` by the functions of a module, `layers.delta` or `layers.mamba`.
+        Inputs with tokens come from `convolve` or `gate`: with positions sharded over cp, both return whole rows, of
+        which each device has some channels.
+    """
+
+    layer: Recurrent
+    convolve: Callable
+    gate: Callable
+    recur: Callable
+
+
+AnyMixer = Mixer | Recurrence
+
+
+def mixers(layers: Sequence[Layer], position_BT) -> Callable[[Attention, Callable], Mixer]:
+    """Returns `mixer(layer, attend)` for tokens at these positions.
+
+    cos and sin are computed here, once for each rotary embedding, so that a scan over layers does not repeat them.
+    """
+    tables: dict[Any, Any] = {}
+    for layer in layers:
+        if isinstance(layer, Attention) and layer.rope is not None and (layer.rope, layer.rope_dim) not in tables:
+            tables[layer.rope, layer.rope_dim] = rotary.tables(position_BT, layer.rope, layer.rope_dim)
+
+    def rotate(layer, x_BTNH):
+        if layer.rope is None:
+            return x_BTNH
+        return rotary.rotate(x_BTNH, *tables[layer.rope, layer.rope_dim], pairs=layer.rope.pairs)
+
+    def grow(layer, q_BTNH):
+        if (by := layer.growth) is None:
+            return q_BTNH
+        steps_BT = jnp.floor((position_BT + by.shift).astype(jnp.float32) / by.length)
+        return q_BTNH * (1 + by.rate * jnp.log1p(steps_BT)).astype(q_BTNH.dtype)[..., None, None]
+
+    return lambda layer, attend: Mixer(layer, partial(rotate, layer), partial(grow, layer), attend)
+
+
+def over_rows(layer: Recurrent, segment_BT, method: context.Method) -> Recurrence:
+    """The recurrence over packed rows, each sequence by itself; positions may be sharded over cp."""
+    into, back = context.whole_rows(method, segment_BT.shape[1])
+    segment_BT = into(segment_BT)
+
+    def convolve(name, x_BTC, weight_CW, bias_C=None):
+        return conv.convolve(into(x_BTC), weight_CW, segment_BT, bias_C)
+
+    def recur(name, rule, *inputs):
+        return back(rule.chunked(*inputs, segment_BT))
+
+    return Recurrence(layer, convolve, into, recur)

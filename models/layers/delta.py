@@ -1,0 +1,70 @@
+"""The gated delta rule (arXiv:2412.06464): whole rows in chunks, decoding by single tokens.
+
+A head's state S [K, V] is 0 before each sequence; g <= 0 is the log of a decay, beta the strength of a write:
+
+    S_t = e^(g_t) S_(t-1) + k_t (beta_t (v_t - e^(g_t) S_(t-1)^T k_t))^T,   out_t = S_t^T q_t
+
+Convolution, norms and the scale of queries are the caller's. States and sums are in fp32 or wider.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ...core.shapes import shaped
+from . import recurrence
+
+
+def l2_norm(x, eps: float = 1e-6):
+    """x / sqrt(sum of x^2 + eps) over the last axis, in fp32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), -1, keepdims=True) + eps)
+
+
+def chunked(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None):
+    """out_BTNV of `prefill`."""
+    return prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk)[0]
+
+
+@shaped
+def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None):
+    """The rule over packed rows, each sequence by itself; its tokens must be contiguous.
+
+    Tokens with beta = g = 0 leave the state as it is, so that of a prompt survives its padding, if that has the
+    prompt's segment.
+
+    Args:
+      q_BTGK, k_BTGK: heads [i N / G, (i + 1) N / G) share queries and keys i.
+      chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
+
+    Returns:
+      out_BTNV, in v's dtype; state_BNKV after each row.
+    """
+    inputs = q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN
+    out_BTNV, state_BNKV = recurrence.run(_prepare, inputs, segment_BT, chunk)
+    return out_BTNV.astype(v_BTNV.dtype), state_BNKV
+
+
+def _prepare(q, k, v, beta, g, segment_MBC, before_MB):
+    """The writes W of a chunk solve (I + A) W = beta (v - e^c k S), A_ij = beta_i e^(d_ij) k_i . k_j for j < i."""
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    q, k, v, beta, g = (x.astype(wide) for x in (q, k, v, beta[..., None], g))
+    pair, start, end, whole = recurrence.decays(g, segment_MBC, before_MB)
+    right = beta * jnp.concatenate([v, start[..., None] * k], -1)
+    solved = jax.lax.linalg.triangular_solve(
+        beta * pair * (k @ k.mT), right, left_side=True, lower=True, unit_diagonal=True
+    )
+    u, y = jnp.split(solved, [v.shape[-1]], -1)
+    return recurrence.Chunks(q, k, pair * (q @ k.mT), start, end, whole, u, y)
+
+
+@shaped
+def step(state_SNKV, q_SGK, k_SGK, v_SNV, beta_SN, g_SN):
+    """One token of each of S sequences. Returns (state_SNKV, out_SNV), the output in v's dtype."""
+    S, N, _, _ = state_SNKV.shape
+    wide = state_SNKV.dtype
+    heads = lambda x_SG: jnp.repeat(x_SG.astype(wide), N // x_SG.shape[1], 1)
+    q_SNK1, k_SNK1 = heads(q_SGK)[..., None], heads(k_SGK)[..., None]
+    decayed_SNKV = jnp.exp(g_SN.astype(wide))[..., None, None] * state_SNKV
+    change_SN1V = v_SNV.astype(wide)[:, :, None] - k_SNK1.mT @ decayed_SNKV
+    state_SNKV = decayed_SNKV + k_SNK1 * (beta_SN.astype(wide)[..., None, None] * change_SN1V)
+    return state_SNKV, (q_SNK1.mT @ state_SNKV)[:, :, 0].astype(v_SNV.dtype)

@@ -1,0 +1,160 @@
+"""Linear recurrences over packed rows whose state is a matrix per head, chunk by chunk: what the gated delta rule and
+Mamba 2 share.
+
+Within a chunk of C tokens all pairs are computed at once, for a block of chunks together; a scan carries the state
+S [K, V] from chunk to chunk. With c_i the sum of the log decays g from the chunk's start to token i, itself included,
+and d_ij that of the tokens after j up to i:
+
+    W = U - Y S
+    out_i = e^(c_i) q_i S + sum over j <= i of e^(d_ij) (q_i . k_j) W_j
+    S' = e^(c_C) S + sum over j of e^(d_Cj) k_j^T W_j
+
+Decays over the start of a sequence are 0, by masks: a large negative g there would spoil the sums. In shapes, L blocks
+have M chunks each, and G keys serve R heads each.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+STATES = "states"  # checkpoint name of the states at the starts of chunks, for rematerialisation policies
+# Tokens per chunk and, of all rows together, per block. A block's arrays should stay in a core's cache; elsewhere, many
+# matmuls at once keep a device busy.
+CPU, ELSEWHERE = (32, 128), (64, 4096)
+
+
+class Chunks(NamedTuple):
+    """The terms of the recurrence, in fp32 or wider.
+
+    Attributes:
+      q_MBGRCK, k_MBGRCK: queries and keys; R may be 1.
+      pair_MBGRCC: e^(d_ij) (q_i . k_j), 0 for j > i.
+      start_MBGRC: e^(c_i).
+      end_MBGRC: e^(d_Cj).
+      whole_MBGR: e^(c_C).
+      u_MBGRCV, y_MBGRCK: U and Y; None = no Y.
+    """
+
+    q_MBGRCK: Any
+    k_MBGRCK: Any
+    pair_MBGRCC: Any
+    start_MBGRC: Any
+    end_MBGRC: Any
+    whole_MBGR: Any
+    u_MBGRCV: Any
+    y_MBGRCK: Any = None
+
+
+def run(prepare, inputs, segment_BT, chunk: int | None):
+    """Runs a recurrence from S = 0 at the start of every sequence.
+
+    Memory is linear in T: the backward pass keeps the inputs and the state at each chunk's start, and prepares one
+    block of chunks at a time again. Differentiable once, in reverse mode.
+
+    Args:
+      prepare: prepare(*inputs, segment_MBC, before_MB) returns Chunks; the inputs of a block are [M, B, G, R, C, ...],
+        before_MB is the segment of the token before each chunk.
+      inputs: arrays [B, T, N, ...], N = G or G R; the first has G.
+      chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
+
+    Returns:
+      out_BTNV; state_BNKV after the last token of each row.
+    """
+    (B, T), G = segment_BT.shape, inputs[0].shape[2]
+    size, tokens = CPU if jax.default_backend() == "cpu" else ELSEWHERE
+    C = min(chunk or size, T)
+    blocks = -(-T // max(tokens // B, C))
+    fill = -T % (blocks * C)
+
+    def split(x_BT, mode):
+        x_BT = jnp.pad(x_BT, ((0, 0), (0, fill), *((0, 0),) * (x_BT.ndim - 2)), mode=mode)
+        return jnp.moveaxis(x_BT.reshape(B, blocks, -1, C, *x_BT.shape[2:]), 0, 2)
+
+    def heads_first(x_BTN):
+        x_BTGR = x_BTN.reshape(B, T, G, -1, *x_BTN.shape[3:])
+        return jnp.moveaxis(split(x_BTGR, "constant"), 3, 5)
+
+    segment_LMBC = split(segment_BT, "edge")
+    last_LMB = segment_LMBC[..., -1]
+    before_LMB = jnp.roll(last_LMB.reshape(-1, B), 1, 0).reshape(last_LMB.shape)  # the first of all meets S = 0
+    out_LMBGRCV, state_BGRKV = _run(prepare, tuple(map(heads_first, inputs)), (segment_LMBC, before_LMB))
+    out_BLMCGRV = jnp.moveaxis(out_LMBGRCV, (2, 5), (0, 3))
+    out_BTNV = out_BLMCGRV.reshape(B, T + fill, -1, out_LMBGRCV.shape[-1])[:, :T]
+    return out_BTNV, state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
+
+
+def decays(g_MBGRC, segment_MBC, before_MB):
+    """(e^(d_ij), 0 for j > i, [M, B, G, R, C, C], e^(c_i) [M, B, G, R, C], e^(d_Cj) likewise, e^(c_C) [M, B, G, R]).
+
+    Each d_ij is a sum of its own: differences of running sums cancel, and their error grows with the chunk and the
+    gates. A matmul with zeros and ones makes the sums.
+    """
+    C = g_MBGRC.shape[-1]
+    token, i, j = np.ogrid[:C, :C, :C]
+    between_CX = ((j < token) & (token <= i)).reshape(C, C * C).astype(g_MBGRC.dtype)
+    sum_MBGRX = jnp.tensordot(g_MBGRC, between_CX, 1, precision="highest")
+    sum_MBGRCC = sum_MBGRX.reshape(*g_MBGRC.shape, C)
+    sees_MBCC = (segment_MBC[..., None] == segment_MBC[..., None, :]) & np.tri(C, dtype=bool)[None, None]
+    continues_MBC = segment_MBC == before_MB[..., None]
+    pair_MBGRCC = jnp.where(sees_MBCC[:, :, None, None], jnp.exp(sum_MBGRCC), 0)
+    start_MBGRC = jnp.where(continues_MBC[:, :, None, None], jnp.exp(sum_MBGRCC[..., 0] + g_MBGRC[..., :1]), 0)
+    return pair_MBGRCC, start_MBGRC, pair_MBGRCC[..., -1, :], start_MBGRC[..., -1]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(prepare, inputs, where):
+    return _forward(prepare, inputs, where)[0]
+
+
+def _forward(prepare, inputs, where):
+    def block(state, given):
+        chunks = prepare(*given)
+        state, states = jax.lax.scan(lambda state, chunk: (_next(state, chunk), state), state, chunks)
+        return state, (_out(states, chunks), states)
+
+    given = *inputs, *where
+    one = jax.eval_shape(prepare, *(x[0] for x in given))
+    zero = jnp.zeros((*one.u_MBGRCV.shape[1:4], one.k_MBGRCK.shape[-1], one.u_MBGRCV.shape[-1]), one.u_MBGRCV.dtype)
+    last, (out, states) = jax.lax.scan(block, zero, given)
+    return (out, last), (inputs, where, checkpoint_name(states, STATES))
+
+
+def _backward(prepare, kept, grads):
+    def before(dnext, given):
+        dread, chunk = given
+        [dstate] = jax.vjp(lambda state: _next(state, chunk), jnp.zeros_like(dnext))[1](dnext)
+        return dread + dstate, dnext
+
+    def block(dnext, given):
+        inputs, where, states, dout = given
+        chunks, to_inputs = jax.vjp(lambda *inputs: prepare(*inputs, *where), *inputs)
+        [dread] = jax.vjp(lambda states: _out(states, chunks), states)[1](dout)
+        dfirst, dnexts = jax.lax.scan(before, dnext, (dread, chunks), reverse=True)
+        [dchunks] = jax.vjp(lambda chunks: (_out(states, chunks), _next(states, chunks)), chunks)[1]((dout, dnexts))
+        return dfirst, to_inputs(dchunks)
+
+    dout, dlast = grads
+    _, dinputs = jax.lax.scan(block, dlast, (*kept, dout), reverse=True)
+    return dinputs, None
+
+
+_run.defvjp(_forward, _backward)
+
+
+def _written(state, chunk: Chunks):
+    """W."""
+    return chunk.u_MBGRCV if chunk.y_MBGRCK is None else chunk.u_MBGRCV - chunk.y_MBGRCK @ state
+
+
+def _out(state, chunk: Chunks):
+    return chunk.start_MBGRC[..., None] * (chunk.q_MBGRCK @ state) + chunk.pair_MBGRCC @ _written(state, chunk)
+
+
+def _next(state, chunk: Chunks):
+    """S'."""
+    kept = chunk.end_MBGRC[..., None] * _written(state, chunk)
+    return chunk.whole_MBGR[..., None, None] * state + chunk.k_MBGRCK.mT @ kept
