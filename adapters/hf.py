@@ -27,12 +27,13 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .. import models
 from ..core import param
 from ..core.parts import Part
-from ..models import config_json
+from ..models import config_json, wrappers
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
 from . import safetensors
 from . import tokenizer as tokenizers
 from .atomic_dir import replacing
+from .runtime import passed
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -41,8 +42,6 @@ TOKENIZER_FILES = (
 HEADS = ("head", "score")  # leaves missing in checkpoints of backbones or of models with another head
 # Buffers in old checkpoints that are derived from config.json.
 BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-# Layers, with their index.
-LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
@@ -93,7 +92,8 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
     """Loads (config, params) of a checkpoint of any family; missing and unexpected tensors are errors.
 
     With tied embeddings, an `lm_head` is accepted if it equals them. A `score.weight` gives a value head. Keys may lack
-    the prefix "model." (backbones).
+    the prefix "model." (backbones). Of a wrapper this is the text model (`models/wrappers.py`). Tensors that the model
+    does not use are listed in the config and not read; `save` copies them from `path`.
 
     Args:
       dtype: dtype of the parameters; None = as stored, in a stack of layers the narrowest that holds all.
@@ -106,20 +106,25 @@ def load(path: str | os.PathLike, dtype="float32", mesh=None, init_missing: Sequ
         name.
     """
     config, stored = read_config(path), safetensors.read(path)
-    result = from_tensors(config, stored, str(path), dtype, mesh, init_missing)
-    check(path, stored)
-    return result
+    config, params = from_tensors(config, stored, str(path), dtype, mesh, init_missing)
+    check(path, stored, skip=config.rest.names if config.rest else ())
+    return passed.loaded(config, path), params
 
 
-def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) -> None:
+def check(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], skip: Collection[str] = ()) -> None:
     """Checks that a checkpoint's tensors match its manifest.json, if it has one, and are finite.
 
     In a job of several processes each checks its share of the tensors.
 
+    Args:
+      skip: names of tensors that are not read.
+
     Raises:
       ValueError: names the first tensor that does not match, or has numbers that are not finite, and how many.
     """
-    path, names = Path(path), list(tensors)[jax.process_index() :: jax.process_count()]
+    skipped = set(skip)
+    names = [name for name in tensors if name not in skipped][jax.process_index() :: jax.process_count()]
+    path = Path(path)
     manifest = read_json(path / MANIFEST) if (path / MANIFEST).is_file() else None
     if manifest is not None:
         _compare_names(path, manifest, tensors)
@@ -176,6 +181,7 @@ def mapped(path: str | os.PathLike, dtype="float32"):
     mapped, stacked leaves are `Mapped`, others numpy arrays. `verify()` is the function `verify` on those bytes."""
     config, stored = read_config(path), safetensors.read(path)
     config, tree, tensors, keys, _ = _matched(config, stored, str(path), ())
+    config = passed.loaded(config, path)
 
     def view(leaf):
         held = [tensors[key] for key in keys[leaf.path]]
@@ -208,10 +214,17 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     """(config, leaves of its table, tensors, keys of each leaf, leaves to initialise); ValueError on mismatch."""
     if not set(init_missing) <= set(HEADS):
         raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
-    prefix = "" if any(key.startswith(("embed_tokens.", "layers.")) for key in tensors) else "model."
+    spelt_as = wrappers.prefixes(config)
+    starts = lambda prefix: any(key.startswith((f"{prefix}embed_tokens.", f"{prefix}layers.")) for key in tensors)
+    prefix = next(filter(starts, spelt_as), spelt_as[0])
     scored = config.value_head or "score.weight" in tensors or "score" in init_missing
     config = dataclasses.replace(config, prefix=prefix, value_head=scored)
+    head, embed = wrappers.head(config), f"{prefix}embed_tokens.weight"
+    if not wrappers.states_tying(config) and {head, embed} <= tensors.keys():  # as in transformers, files decide
+        config = dataclasses.replace(config, tied=_equal(tensors[head], tensors[embed]))
     table = models.table(config)
+    rest = tuple(key for key in tensors if table.leaves_out(key))
+    tensors = {key: tensor for key, tensor in tensors.items() if not table.leaves_out(key)}
     tree = param.leaves(table)
     spelt_out = [spelt for leaf in param.leaf_list(table) for spelt in leaf.keys(prefix).values()]
     tensors = _split_experts(tensors, {key for spelt in spelt_out for key in spelt})
@@ -221,26 +234,22 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     needed = dict.fromkeys(key for path, found in keys.items() if path not in drawn for key in found)
     missing = [key for key in needed if key not in tensors]
     used = {key for found in keys.values() for key in found}
-    known = used.union(table.unused)
-    unexpected = [key for key in tensors if key not in known and not (BUFFERS.search(key) or _predicts(key, config))]
-    if config.tied and "lm_head.weight" in unexpected and not missing:
-        _check_tied(tensors["lm_head.weight"], tensors[keys["embed"][0]], where)
-        unexpected.remove("lm_head.weight")
+    unexpected = [key for key in tensors if key not in used and not BUFFERS.search(key)]
+    if config.tied and head in unexpected and not missing:
+        _check_tied(head, tensors[head], tensors[keys["embed"][0]], where)
+        unexpected.remove(head)
     if missing or unexpected:
         raise ValueError(f"{where}: {complaint(missing, unexpected)}")
     for leaf in param.leaf_list(table):
         for key in keys[leaf.path] if leaf.path not in drawn else ():
             check_tensor(key, tensors[key], leaf, where)
     if drawn or scored:  # a backbone with a head is saved with the prefix
-        config = dataclasses.replace(config, prefix="model.")
+        config = dataclasses.replace(config, prefix=config.prefix or "model.")
+    if scored:  # nothing reads images or speculates with a value
+        config = models.text_only(config)
+    elif rest or models.text_only(config) is not config:
+        config = dataclasses.replace(config, rest=wrappers.Rest("", rest))
     return config, tree, tensors, keys, drawn
-
-
-def _predicts(key: str, config) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens (DeepSeek-V3, GLM-4.5): these have indices behind the
-    model's own. They are for speculative decoding alone; areax neither trains nor writes them."""
-    layer, more = LAYER.search(key), json.loads(config.source).get("num_nextn_predict_layers") or 0
-    return layer is not None and config.layers <= int(layer[1]) < config.layers + more
 
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
@@ -319,9 +328,13 @@ def _compare_tensor(path: Path, manifest: Mapping, name: str, tensor: np.ndarray
 
 
 def save(
-    path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None
-) -> Path:
+    path: str | os.PathLike, config, params, dtype=None, base=None, tokenizer=None, version: int | None = None,
+    like: str | os.PathLike | None = None,
+) -> Path:  # fmt: skip
     """Writes a Hugging Face directory: weights, config.json, generation_config.json, tokenizer, manifest.json.
+
+    Tensors that the model does not use (`config.rest`) and a processor's files are copied from the checkpoint that the
+    config was loaded from, bit for bit, to files of their own; the manifest has the tensors' hashes, too.
 
     The directory is written atomically, by rename; an existing checkpoint is replaced, and kept if anything fails.
     config.json has rope and dtype in the spellings of transformers 4 and 5. manifest.json is `{version, base, bytes,
@@ -331,26 +344,31 @@ def save(
     Args:
       params: jax or numpy arrays (`host_copy`); each `param.LoRAWeight` is merged as it is written.
       dtype: dtype of the tensors; None = that of the checkpoint the model came from, else of the parameters.
-      base: a checkpoint directory from which tokenizer and generation settings are copied.
+      base: a checkpoint directory from which tokenizer and generation settings are copied, and the tensors of
+        `config.rest` if the one that they were in is gone.
       tokenizer: a transformers tokenizer to save instead.
       version: policy version, for published weights.
+      like: a directory on the same disk that was saved with the same `config.rest`: those files become hard links to
+        its files.
 
     If parameters are sharded over several processes, all must call it: they gather one tensor at a time, and process 0
     writes; the others return before the directory exists.
 
     Raises:
-      ValueError: the path is a file or another kind of directory, or the parameters do not match the config.
+      ValueError: the path is a file or another kind of directory, the parameters do not match the config, or the
+        checkpoint with the tensors of `config.rest` is gone.
     """
     if base is not None and not Path(base).is_dir():
         raise ValueError(f"save: base must be a checkpoint directory, got {base}")
-    dtype = save_dtype(config, params, dtype)
+    dtype, rest = save_dtype(config, params, dtype), passed.tensors(config, base)
     specs, arrays = to_tensors(config, params, dtype)
     if jax.process_index() > 0:
         for _ in arrays:
             pass
         return Path(path)
     with replacing(path, _is_checkpoint) as directory:
-        described = safetensors.write(directory, specs, arrays)
+        described = safetensors.write(directory, specs, arrays, apart=rest, like=_written(like) if rest else None)
+        passed.copy_files(config, base, directory)
         generation: dict = {}
         if base is not None:
             if (Path(base) / "generation_config.json").is_file():
@@ -364,7 +382,7 @@ def save(
             config = dataclasses.replace(config, eos=_stop_ids(config, generation, directory))
         hf = _config_json(config, dtype)
         if config.eos:
-            generation["eos_token_id"] = hf["eos_token_id"]
+            generation["eos_token_id"] = wrappers.text(hf)["eos_token_id"]
         manifest = _manifest(version, described)
         for name, value in (("generation_config.json", generation), ("config.json", hf), (MANIFEST, manifest)):
             safetensors.write_bytes(directory / name, json_bytes(value))
@@ -372,7 +390,7 @@ def save(
 
 
 def manifest(config, params, dtype=None, version: int | None = None) -> dict:
-    """The manifest.json that `save` would write for these parameters, without writing anything."""
+    """The manifest.json that `save` would write for these parameters alone, without writing anything."""
     specs, arrays = to_tensors(config, params, save_dtype(config, params, dtype))
     pairs = zip(specs.items(), arrays, strict=True)
     hashed = lambda name, spec, x: {**safetensors.describe(name, spec), "xxh3_128": safetensors.digest(x)}
@@ -390,12 +408,12 @@ def json_bytes(value: dict) -> bytes:
 
 
 def write_published(
-    root: str | os.PathLike, version: int, config, params, dtype=None, base=None, tokenizer=None
+    root: str | os.PathLike, version: int, config, params, dtype=None, base=None, tokenizer=None, like=None
 ) -> Path:
     """`save` to `root/{version}`, as a version of a policy."""
     if version < 0:
         raise ValueError(f"write_published: version must be at least 0, got {version}")
-    return save(Path(root) / str(version), config, params, dtype, base, tokenizer, version)
+    return save(Path(root) / str(version), config, params, dtype, base, tokenizer, version, like)
 
 
 def host_copy(config, params, dtype=None):
@@ -460,7 +478,7 @@ def _wholes(leaves: Sequence[param.Leaf], arrays: Sequence, dtype) -> Iterator[n
 
 def save_dtype(config, params, dtype=None) -> np.dtype:
     """The requested dtype, else that of the checkpoint the model came from, else of the parameters."""
-    source = json.loads(config.source)
+    source = wrappers.text(json.loads(config.source))
     name = dtype or source.get("dtype") or source.get("torch_dtype") or jax.tree.leaves(params)[0].dtype
     try:
         known = jax.numpy.dtype(name)
@@ -515,16 +533,24 @@ def _cut(mesh):
 
 def _config_json(config, dtype: np.dtype) -> dict:
     hf = models.config_to_hf(config)
+    dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
+    if models.text_only(config) is not config:
+        return hf | dtypes | {"text_config": hf["text_config"] | dtypes}
     causal = hf["architectures"][0]
     if config.value_head:
         hf |= {"architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")], "num_labels": 1}
         hf |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     elif not config.prefix:
         hf["architectures"] = [causal.replace("ForCausalLM", "Model")]
-    return hf | {"dtype": dtype.name, "torch_dtype": dtype.name}
+    return hf | dtypes
 
 
 # -- shared --------------------------------------------------------------------------------------
+
+
+def _written(like: str | os.PathLike | None) -> tuple[Path, dict] | None:
+    """(directory, tensors of its manifest) of `save`'s `like`."""
+    return None if like is None else (Path(like), read_json(Path(like) / MANIFEST)["tensors"])
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -541,12 +567,16 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def _check_tied(head: np.ndarray, embed: np.ndarray, where: str) -> None:
-    if head.dtype != embed.dtype or safetensors.digest(head) != safetensors.digest(embed):
+def _check_tied(name: str, head: np.ndarray, embed: np.ndarray, where: str) -> None:
+    if not _equal(head, embed):
         raise ValueError(
-            f"{where}: tie_word_embeddings is true, but lm_head.weight differs from the embeddings; "
+            f"{where}: tie_word_embeddings is true, but {name} differs from the embeddings; "
             "set it to false in config.json if the model has a separate head"
         )
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.dtype == other.dtype and safetensors.digest(one) == safetensors.digest(other)
 
 
 def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) -> Mapping[str, np.ndarray]:
@@ -576,7 +606,7 @@ def complaint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     parts = []
     if missing:
         parts.append(f"missing {_listed(missing)}")
-        heads = {"lm_head.weight": "head", "score.weight": "score"}
+        heads = {"lm_head.weight": "head", "language_model.lm_head.weight": "head", "score.weight": "score"}
         if set(missing) <= set(heads):
             parts[-1] += f" (init_missing={tuple(heads[key] for key in missing)} initialises missing heads randomly)"
     if unexpected:

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ import xxhash
 from .. import models
 from ..core import param
 from ..core.parts import Part
-from ..models import lora
+from ..models import lora, wrappers
 from ..parallel import rules
 from . import hf, safetensors
 from .atomic_dir import replacing
@@ -104,6 +105,7 @@ def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | 
 
 def _fused(config, adapters, spec: lora.Lora, uniform: bool):
     """`hf.tensors_of` in PEFT's form: B of a fused module is block-diagonal; with `uniform` all have the same rank."""
+    config = wrappers.in_module(config)
     table = lora.table(models.table(config), spec)
     modules = _modules(table, config.prefix)
     most = exported_rank(config, spec) if uniform else 0
@@ -202,6 +204,7 @@ def _apart(table: param.Table) -> param.Table:
 
 def exported_rank(config, spec: lora.Lora) -> int:
     """The largest rank of a module in PEFT's form: that of a fused one is the sum over its parts."""
+    config = wrappers.in_module(config)
     modules = _modules(lora.table(models.table(config), spec), config.prefix)
     return spec.rank * max((len(fused.parts) for fused in modules.values()), default=1)
 
@@ -237,7 +240,7 @@ def load(path: str | os.PathLike, config, mesh=None):
       ValueError: not a directory of adapters, options that are not implemented, ranks that differ between weights, or
         missing, unexpected or misshapen tensors, or numbers that are not finite, by name.
     """
-    path = _complete(path)
+    path, config = _complete(path), wrappers.in_module(config)
     options = hf.read_json(path / CONFIG)
     base = models.table(config)
     fused = {"gate_up_proj", *(key.split(".")[-2] for key in _modules(base, config.prefix))}
@@ -321,6 +324,7 @@ def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:
         "lora_dropout": 0.0,
         "target_modules": modules,
         "target_parameters": parameters or None,
+        **_only_in_text(config),
         "rank_pattern": {pattern: n * spec.rank for pattern, n in times.items()},
         "alpha_pattern": {pattern: _raised(spec.alpha, n, spec.rslora) for pattern, n in times.items()},
         "bias": "none",
@@ -329,6 +333,13 @@ def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _only_in_text(config) -> dict[str, str]:
+    """Keeps PEFT from giving adapters to modules of a wrapper's other parts, which have the same names."""
+    if models.text_only(config) is config:
+        return {}
+    return {"exclude_modules": rf"(?!{re.escape(wrappers.in_module(config).prefix)}layers\.).*"}
 
 
 def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], list[str], bool]:

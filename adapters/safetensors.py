@@ -7,12 +7,14 @@ checkpoint is a directory with `model.safetensors`, or with shards listed in `mo
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -45,12 +47,15 @@ EXPONENTS = {  # unsigned integers of the same size, and the bits that are all s
 }
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 CHUNK = 1 << 20  # bytes hashed and then written while still in the CPU cache
 
 
 def write(
-    directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *, shard_bytes: int = 5 * 10**9
-) -> dict[str, dict]:
+    directory: str | os.PathLike, specs: Mapping[str, Any], arrays: Iterable, *,
+    apart: Mapping[str, np.ndarray] = MappingProxyType({}), like: tuple[Path, Mapping[str, dict]] | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> dict[str, dict]:  # fmt: skip
     """Writes tensors to an empty directory, one at a time: one file, or shards of up to `shard_bytes` and an index.
 
     Each file is renamed to its name once complete and synced; the index is written last.
@@ -58,6 +63,9 @@ def write(
     Args:
       specs: {name: anything with `shape` and `dtype`}, in order, for headers, which are written before the tensors.
       arrays: the tensors in that order, each fetched when it is written; any memory layout.
+      apart: views of `read` that go to files of their own, the last; the memory that reading one takes is released.
+      like: (directory, its manifest's entries) that was written with the same tensors `apart`: their files become hard
+        links to its files, if the disk has those.
 
     Returns:
       {name: {"dtype", "shape", "xxh3_128"}}: the manifest's entries.
@@ -68,12 +76,17 @@ def write(
     """
     directory = Path(directory)
     shards = _shards({name: describe(name, spec) for name, spec in specs.items()}, shard_bytes)
+    own = len(shards)
+    shards += _shards({name: describe(name, x) for name, x in apart.items()}, shard_bytes) if apart else []
     n = len(shards)
     files = [FILE] if n == 1 else [f"model-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     described: dict[str, dict] = {}
     source = iter(arrays)
-    for file, entries in zip(files, shards, strict=True):
+    for file, entries in zip(files[:own], shards, strict=False):
         described |= write_file(directory / file, entries, source)
+    for file, entries in zip(files[own:], shards[own:], strict=True):
+        linked = _link(directory / file, entries, *like) if like else None
+        described |= linked or write_file(directory / file, entries, _streamed(apart[name] for name in entries))
     if next(source, None) is not None:
         raise ValueError(f"{directory}: must get as many arrays as specs, {len(specs)}, got more")
     if len(files) > 1:
@@ -101,6 +114,7 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
         raise ValueError(f"{path}: a checkpoint must be a directory or a safetensors file that exists")
     if not (path / INDEX).is_file():  # exists() would also find a pipe, whose reading never ends
         if not (path / FILE).is_file():
+            refuse_pickles(path)
             others = sorted(p.name for p in path.glob("*.safetensors"))
             found = f"only {', '.join(others)}, the index is missing; copy it again" if others else "neither"
             raise ValueError(f"{path}: a checkpoint needs {FILE} or {INDEX}, got {found}")
@@ -125,6 +139,18 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
                 f"{path / file}: holds {twice[0]}, which {INDEX} lists in {places[twice[0]]}; copy the checkpoint again"
             )
     return {name: held[file][name] for name, file in places.items()}
+
+
+def refuse_pickles(path: Path) -> None:
+    """Raises ValueError if a directory without safetensors has weights pickled by PyTorch."""
+    found = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
+    if found and not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path / found[0]}: weights must be in safetensors, got a pickle, which may run any program when it is "
+            'read; if you trust it, convert it with: python -c "import transformers as t; d = '
+            f"{str(path)!r}; getattr(t, t.AutoConfig.from_pretrained(d).architectures[0]).from_pretrained(d, "
+            "dtype='auto').save_pretrained('converted')\" and copy the tokenizer's files"
+        )
 
 
 def _shards_of(path: Path) -> dict[str, str]:
@@ -241,6 +267,28 @@ def write_file(path: Path, entries: Mapping[str, dict], arrays: Iterable) -> dic
     finally:
         temporary.unlink(missing_ok=True)
     return described
+
+
+def _link(path: Path, entries: Mapping[str, dict], like: Path, described: Mapping[str, dict]) -> dict | None:
+    """Makes a file a hard link to that of its name in the directory `like`, if that holds the same tensors; returns
+    their manifest's entries, None if nothing was done."""
+    found = {name: described.get(name, {}) for name in entries}
+    alike = all(entry.items() <= found[name].items() and "xxh3_128" in found[name] for name, entry in entries.items())
+    if not alike or not (like / path.name).is_file() or _read_file(like / path.name).keys() != entries.keys():
+        return None
+    try:
+        os.link(like / path.name, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK):
+            raise
+        return None
+    return found
+
+
+def _streamed(tensors: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    for tensor in tensors:
+        yield tensor
+        forget(tensor)
 
 
 def _next(source, name: str, path: Path):

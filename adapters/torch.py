@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import models
 from ..core import param
+from ..models import wrappers
 from . import hf
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def to_state_dict(config, params) -> dict[str, Tensor]:
 
     param.tree_map(add, models.table(config), params)
     if config.tied:
-        found["lm_head.weight"] = found[f"{config.prefix}embed_tokens.weight"]
+        found[wrappers.head(config)] = found[f"{config.prefix}embed_tokens.weight"]
     return found
 
 

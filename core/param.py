@@ -80,12 +80,17 @@ def _repeats(kinds: Sequence[Hashable], period: int) -> int:
 @dataclass(frozen=True)
 class Table:
     """All weights of a model: `top` by name, `stacks` in order of their first layers, `dims` the size of each logical
-    axis; `unused` are keys of tensors that checkpoints may have and the model does not read."""
+    axis; `unused` are keys of tensors that checkpoints may have and the model does not use, or, with a "." at their
+    end, what such keys begin with."""
 
     top: Mapping[str, Param]
     stacks: tuple[Stack, ...]
     dims: Mapping[str, int]
     unused: tuple[str, ...] = ()
+
+    def leaves_out(self, key: str) -> bool:
+        """Whether a checkpoint may have a tensor of this name that the model does not use."""
+        return key in self.unused or key.startswith(tuple(start for start in self.unused if start.endswith(".")))
 
     @property
     def layers(self) -> list[tuple[int, int]]:

@@ -2,32 +2,38 @@
 
 from ..core import param
 from ..parallel import rules
-from . import config_json
+from . import config_json, wrappers
 from .families import FAMILIES
 from .transformer import Run, Scores, backbone, forward, head, score, value
+from .wrappers import text_only
 
 
 def config_from_hf(hf: dict):
-    """Builds the Config of any supported family from a parsed config.json.
+    """Builds the Config of any supported family, or of a wrapper's text model, from a parsed config.json.
 
     Raises:
       ValueError: unsupported model_type, or an option of the wrong kind or that is not implemented.
     """
-    name = hf.get("model_type")
+    text = wrappers.text(hf)
+    name = text.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"config.json: model_type must be one of {', '.join(sorted(FAMILIES))}, got {name!r}")
-    config_json.check(hf, "config.json")
-    return FAMILIES[name].config(hf)
+        known = ", ".join(sorted({**FAMILIES, **wrappers.WRAPPERS}))
+        raise ValueError(f"config.json: model_type must be one of {known}, got {name!r}")
+    config_json.check(text, "config.json")
+    config_json.refuse_quantised(text)
+    return wrappers.wrapped(FAMILIES[name].config(text), hf)
 
 
 def config_to_hf(config) -> dict:
     """The config.json of a Config."""
-    return FAMILIES[config.family].to_hf(config)
+    text = wrappers.text_only(config)
+    made = FAMILIES[config.family].to_hf(text)
+    return made if text is config else wrappers.to_hf(config, made)
 
 
 def table(config):
     """The Param table of a Config."""
-    made = FAMILIES[config.family].table(config)
+    made = wrappers.with_rest(FAMILIES[config.family].table(config), config)
     param.check_parts(made)
     return made
 
@@ -39,5 +45,5 @@ def explain(config, mesh, dtype="float32") -> str:
 
 __all__ = [
     "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "explain", "forward", "head", "score",
-    "table", "value",
+    "table", "text_only", "value",
 ]  # fmt: skip

@@ -89,3 +89,15 @@ def check(options: Mapping[str, Any], file: str) -> None:
         for name in names:
             if name in options and not holds(options[name]):
                 raise ValueError(f"{file}: {name} must be {what}, got {options[name]!r:.80}")
+
+
+def refuse_quantised(hf: Mapping[str, Any]) -> None:
+    """Raises ValueError if a config.json states a method of quantisation from which there is no way back to the
+    weights; blocks of fp8 and MXFP4 are left to the families."""
+    options = hf.get("quantization_config")
+    method = options.get("quant_method") if isinstance(options, Mapping) else None
+    if method not in (None, "fp8", "mxfp4"):
+        raise ValueError(
+            f"config.json: a checkpoint quantised by {method!r:.80} (quant_method) cannot be trained: its weights were "
+            "rounded and packed for inference, and have no exact form as floats; use the checkpoint it was made from"
+        )

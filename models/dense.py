@@ -6,7 +6,7 @@ family is defined by its table, the records of its layers and a few constants.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -22,19 +22,20 @@ from .layers import rope as rotary
 from .layers.linear import linear
 from .layers.mlp import SILU, Activation, gated_mlp
 from .layers.norm import rms_norm
+from .wrappers import Rest
 
 ROPE = rotary.Rope()  # of families that state no other
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and constants of a model; `source` is the config.json that it was read from.
+    """Sizes and constants of a model; `source` is the config.json that it was read from, a wrapper's as a whole.
 
     Attributes:
       family: Hugging Face's model_type.
       context: maximum sequence length, in tokens.
       init_std: standard deviation of newly initialised matrices.
-      prefix: prefix of the checkpoint's keys, "model." except in bare backbones.
+      prefix: prefix of the checkpoint's keys, "model." except in bare backbones and wrappers.
       value_head: the model has a scalar head, `score.weight`.
       records: what each layer does with its tokens.
       activation: activation of MLPs and experts.
@@ -42,6 +43,8 @@ class Config:
       embed_scale, residual_scale, logit_scale: factors of the embeddings, of what each half of a layer adds to the
         residual stream, and of the logits.
       logit_softcap: logits are cap x tanh(logit / cap) (arXiv:2408.00118); None = off.
+      rest: tensors of the checkpoint that the model does not use, which exports get from it; None = there are none, or
+        no checkpoint was read.
     """
 
     family: str
@@ -70,6 +73,7 @@ class Config:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     source: str = "{}"
+    rest: Rest | None = field(default=None, compare=False)
 
     @property
     def rope(self) -> rotary.Rope:

@@ -140,7 +140,8 @@ def open_model(config: Config, tokens, mesh: jax.sharding.Mesh):
     if not isinstance(config.objective, losses.RewardModel):
         return common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     if config.init == "random":
-        settings = replace(hf.read_config(hub.folder(config.model)), value_head=True, tied=True)
+        settings = models.text_only(hf.read_config(hub.folder(config.model)))
+        settings = replace(settings, value_head=True, tied=True)
         params = common.draw(models.table(settings), config.seed, mesh)
     else:
         path = hub.folder(config.model, weights=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
+from ...models import wrappers
 from .. import hf, safetensors
 from .. import torch as torch_adapter
 from ..runtime import hub
@@ -61,10 +62,11 @@ def check(path: str | os.PathLike, against: Literal["torch"] | None = None, grad
 def _against_torch(path, config, params, gradients: bool) -> dict:
     try:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
         raise ValueError(f"check: against='torch' needs PyTorch ({error}); install areax[torch]") from error
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    auto = AutoModelForCausalLM if models.text_only(config) is config else AutoModelForImageTextToText
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     token_BT = np.random.default_rng(0).integers(0, config.vocab, (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
     with jax.default_matmul_precision("highest"):  # accelerators would round fp32 operands
@@ -79,9 +81,11 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
     if gradients:
         flat, target = theirs[:, :-1].flatten(0, 1), torch.from_numpy(token_BT[:, 1:]).flatten()
         torch.nn.functional.cross_entropy(flat, target).backward()
-        ours = torch_adapter.to_state_dict(config, gradient)
+        ours = torch_adapter.to_state_dict(wrappers.in_module(config), gradient)
         diffs = {}
         for name, weight in model.named_parameters():
+            if weight.grad is None and name not in ours:  # of another part of a wrapper
+                continue
             diffs[name] = _largest((ours[name] - weight.grad).numpy()) / max(_largest(weight.grad.numpy()), 1e-30)
         worst = max(diffs, key=lambda name: diffs[name])
         report |= {"max_gradient_diff": diffs[worst], "worst_gradient": worst}

@@ -335,8 +335,8 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
 def to_hf(rope: Rope, hf: Mapping[str, Any] | None = None) -> dict:
     """The rope options of a config.json, in both spellings; options of `hf` in the same places that rope does not know,
     like Ministral 3's llama_4_scaling_beta, are kept."""
-    kept = _kept((hf or {}).get("rope_parameters") or (hf or {}).get("rope_scaling"))
     options = _options(rope)
+    kept = _kept((hf or {}).get("rope_parameters") or (hf or {}).get("rope_scaling"), options)
     return {
         "rope_theta": rope.theta,
         **_partial(rope),
@@ -349,7 +349,7 @@ def to_hf_by_layer_type(ropes: Mapping[str, Rope], local: str | None = None, hf:
     """`to_hf` for `by_layer_type`; in the old spelling too where there is one (`local`) that can say it."""
     sources = (hf or {}).get("rope_parameters") or {}
     parameters = {
-        kind: {**_kept(sources.get(kind)), **_options(rope), **_partial(rope), "rope_theta": rope.theta}
+        kind: {**_kept(sources.get(kind), _options(rope)), **_options(rope), **_partial(rope), "rope_theta": rope.theta}
         for kind, rope in ropes.items()
     }
     old: dict[str, Any] = {}
@@ -383,7 +383,7 @@ def _partial(rope: Rope) -> dict:
     return {} if rope.partial is None else {PARTIAL: rope.partial}
 
 
-def _kept(source: Any) -> dict:
-    """The options of a config.json's rope_parameters that are no field of Rope."""
-    ours = {"rope_type", "type", "rope_theta", ORIGINAL, PARTIAL, *vars(Rope())}
+def _kept(source: Any, options: Mapping[str, Any]) -> dict:
+    """The options of a config.json's rope_parameters that are neither fields of Rope nor among `options`."""
+    ours = {"rope_type", "type", "rope_theta", ORIGINAL, PARTIAL, *vars(Rope()), *options}
     return {name: value for name, value in (source or {}).items() if name not in ours}

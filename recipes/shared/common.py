@@ -71,7 +71,7 @@ def open_model(
         check_weights(path)
         with terminal.loading(path):
             return hf.load(path, dtype=dtype, mesh=on)
-    config = hf.read_config(hub.folder(path))
+    config = models.text_only(hf.read_config(hub.folder(path)))  # nothing draws a wrapper's other parts
     with terminal.phase(f"drawing new weights for {path}"):
         return config, draw(models.table(config), seed, on)
 
@@ -80,6 +80,7 @@ def check_weights(path: str) -> None:
     """Raises ValueError if a model's directory has no weights, which --init random does not need."""
     place = Path(path)
     if place.is_dir() and not any(place.glob("*.safetensors*")):
+        safetensors.refuse_pickles(place)
         raise ValueError(
             f"--model {path}: needs weights, model.safetensors or {safetensors.INDEX}, got neither; or start from new "
             "ones with --init random"

@@ -13,6 +13,7 @@ import jax
 
 from areax import models
 from areax.adapters import hf, peft
+from areax.adapters.runtime import passed
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.recipes.shared import learner
@@ -143,7 +144,8 @@ def folder(published: str, policy: Learner, run: str, start: int) -> Iterator[Pa
       ValueError: the folder belongs to another run, or holds other files.
     """
     if not published:
-        size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy)))
+        held = (*jax.tree.leaves(learner.weights(policy)), *passed.tensors(policy.settings).values())
+        size = sum(x.nbytes for x in held)
         with folders.scratch(store.choose_root(size), "weights") as root:
             yield root
         return
@@ -194,6 +196,8 @@ def writer(
 ) -> Callable[[int, object], Path]:
     """Makes `write(v, host)`, which publishes a host copy as `root/v`, replacing what is there; returns the directory.
 
+    What the model does not use of its checkpoint is written once; further versions link to it.
+
     Args:
       written: directories that this process wrote already.
     """
@@ -205,6 +209,11 @@ def writer(
         )
         write = lambda v, host: once(v, adapters=host)
     else:
-        all_of_it = functools.partial(hf.write_published, root, config=policy.settings, tokenizer=tokens)
-        write = lambda v, host: all_of_it(v, params=host)
+        last = [*written][-1:]
+
+        def write(v, host):
+            like = next(filter(Path.is_dir, last), None)
+            last[:] = [hf.write_published(root, v, policy.settings, host, tokenizer=tokens, like=like)]
+            return last[0]
+
     return lambda v, host: root / str(v) if root / str(v) in written else write(v, host)

@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from ... import __version__
 from ...adapters import hf
+from ...models import wrappers
 from ..chat import fields
 from ..chat.api import logprobs
 from ..processes.http_limits import off_loop, read_json
@@ -347,11 +348,11 @@ class Service:
         file = Path(path) / "config.json"
         if file.is_file():
             check_file_size(file, CONFIG_BYTES)
-            layers = hf.read_json(file).get("num_hidden_layers")
+            layers = wrappers.text(hf.read_json(file)).get("num_hidden_layers")
             if layers != self.engine.config.layers:
                 problem = f"num_hidden_layers {fields.shown(layers)} instead of {self.engine.config.layers}"
                 raise ValueError(f"{path}: must contain the model that is served, but has {problem}")
-        self._same_model(hf.read_config(path), path, but=("source", "prefix", "value_head"))
+        self._same_model(hf.read_config(path), path, but=("source", "rest", "prefix", "value_head"))
 
     async def _update(self, body: dict) -> str:
         flush = fields.boolean({"flush_cache": True, **body}, "flush_cache")
@@ -365,7 +366,7 @@ class Service:
         self.path, self.checksums, self._staged = staged.path, staged.checksums, None
         return version
 
-    def _same_model(self, config, path: str, but: Sequence[str] = ("source",)) -> None:
+    def _same_model(self, config, path: str, but: Sequence[str] = ("source", "rest")) -> None:
         ours, theirs = dataclasses.asdict(self.engine.config), dataclasses.asdict(config)
         if other := [name for name in ours if name not in but and ours[name] != theirs.get(name)]:
             shown = ", ".join(f"{name} {fields.shown(theirs.get(name))} instead of {ours[name]!r}" for name in other)

@@ -75,6 +75,7 @@ def apply(path: Path, base: Path, out: Path, label: str) -> list[str]:
         for name, size in sizes:
             if Path(name).name != name or not (base / name).is_file() or (base / name).stat().st_size != size:
                 raise ValueError(f"{path}: {name!r} must be a file of {size} bytes in {base}")
+            (out / name).unlink(missing_ok=True)  # a link to another version's, from a transfer that was interrupted
             with open(out / name, "wb") as new:
                 cuts = zip(_cuts(size), _frames(file), strict=False)
                 work = ((base / name, new.fileno(), *cut, frame) for cut, frame in cuts)

@@ -1,9 +1,11 @@
 """Serves published versions over HTTP to stagers on machines without access to the trainer's files (stager.py).
 
-    GET /LABEL?base=LABEL -> {"files": {name: {"bytes", "xxh3_128"}}, "delta": null or {"name", "bytes", "xxh3_128"}}
+    GET /LABEL?held=LABEL&base=LABEL -> {
+        "files": {name: {"bytes", "xxh3_128"}}, "same": [name, ...], "delta": null or {"name", "bytes", "xxh3_128"}}
     GET /LABEL/NAME -> the bytes of a file, or of the delta in the listing; ranges are supported
 
-A delta from the caller's base is offered if it is small enough. Every request needs `Authorization: Bearer KEY`, with a
+"same" are the files that do not differ from those of `held`. A delta from `base` of the other tensors' files is offered
+if it is small enough. Every request needs `Authorization: Bearer KEY`, with a
 key that is generated for the run. Other statuses than 200 and 206 come with {"error": {"message", "code"}}.
 """
 
@@ -136,7 +138,7 @@ class FileServer:
 
     async def _listing(self, request: aiohttp.web.Request) -> aiohttp.web.Response:
         label = self._allowed(request)
-        base = request.query.get("base", "")
+        held, base = request.query.get("held", ""), request.query.get("base", "")
         async with self._working:  # concurrent requests share one computation
             try:
                 if label not in self._listings:
@@ -145,7 +147,11 @@ class FileServer:
                     self._deltas[label, base] = await asyncio.to_thread(self._difference, label, base)
             except FileNotFoundError as error:
                 raise aiohttp.web.HTTPNotFound(text=f"version {label} is being removed ({error})") from error
-        found: dict[str, Any] = {"files": self._listings[label], "delta": self._deltas.get((label, base))}
+        found = {
+            "files": self._listings[label],
+            "same": self._same(label, held),
+            "delta": self._deltas.get((label, base)),
+        }
         return aiohttp.web.json_response(found)
 
     async def _file(self, request: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
@@ -166,10 +172,16 @@ class FileServer:
             raise aiohttp.web.HTTPNotFound(text=f"no version {label} here")
         return label
 
+    def _same(self, label: str, other: str) -> list[str]:
+        """The files of a version that do not differ from those of another one, which was listed before."""
+        theirs = self._listings.get(other, {})
+        return [name for name, entry in self._listings[label].items() if theirs.get(name) == entry]
+
     def _difference(self, label: str, base: str) -> dict | None:
         """Makes a delta and returns its entry in the listing; None if there is none of a useful size."""
         new, old = self._versions[label], self._versions[base]
-        names = sorted(path.name for path in new.glob("*.safetensors"))
+        same = self._same(label, base)
+        names = sorted(path.name for path in new.glob("*.safetensors") if path.name not in same)
         name = f"{label}-from-{base}.delta"
         try:
             size = delta.write(self._folder / name, old, new, names, (base, label))

@@ -5,7 +5,8 @@
 POST /stage {"label", "source", "source_key"} -> {"path", "bytes", "resumed", "delta", "seconds"}, once version `label`
 of the file server at `source` (file_server.py) is in `path`, complete and verified. The generation server keeps running
 meanwhile. Interrupted transfers are resumed. If the file server has a delta from the newest version here, and
-deltas have been faster than whole versions, it is fetched instead of the tensors. The newest two versions are kept.
+deltas have been faster than whole versions, it is fetched instead of the tensors. Files that do not differ from those
+of the newest version here are not fetched at all. The newest two versions are kept.
 GET /versions -> {"versions"}: their labels. The key is sent as `Authorization: Bearer KEY`. GET /health answers anyone.
 """
 
@@ -135,9 +136,9 @@ async def fetch_version(
     begun = time.monotonic()
     report = {"path": str(root / label), "bytes": 0, "resumed": 0, "delta": False}
     if not (root / label).is_dir():
-        kept = [path.name for path in _kept(root)]
+        held = next((path.name for path in reversed(_kept(root))), "")
         speeds = {} if speeds is None else speeds
-        base = kept[-1] if kept and speeds.get("delta", math.inf) >= speeds.get("all", 0.0) else ""
+        base = held if speeds.get("delta", math.inf) >= speeds.get("all", 0.0) else ""
         part = root / f".{label}.part"
         part.mkdir(exist_ok=True)
         for other in root.glob(".*.part"):  # an abandoned version
@@ -148,11 +149,13 @@ async def fetch_version(
         try:
             async with aiohttp.ClientSession(headers=headers, timeout=timeout, auto_decompress=False) as http:
                 fetch = _Fetch(http, f"{source}/{label}", report)
-                listing = await fetch.listing(base)
+                listing = await fetch.listing({"held": held, "base": base})
                 files = _checked(listing, label)
                 made = await _from_delta(fetch, listing.get("delta"), root / base, part, files) if base else set()
+                same = set(listing.get("same") or ()) if held else set()
                 for name in files.keys() - made:
-                    await fetch.file(name, part / name, files[name])
+                    if name not in same or not await asyncio.to_thread(_linked, root / held, part, name, files[name]):
+                        await fetch.file(name, part / name, files[name])
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # frees the space of the incomplete version
                 await asyncio.to_thread(shutil.rmtree, part)
@@ -188,6 +191,20 @@ def _checked(listing: Any, label: str) -> dict[str, dict[str, Any]]:
     return files
 
 
+def _linked(held: Path, part: Path, name: str, wanted: dict[str, Any]) -> bool:
+    """Whether a file of the version in `held` is the wanted one; it is then linked to `part`."""
+    if not (held / name).is_file() or described(held / name) != wanted:
+        return False
+    (part / name).unlink(missing_ok=True)
+    try:
+        os.link(held / name, part / name)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK):  # not every disk has links
+            raise
+        return False
+    return True
+
+
 async def _from_delta(fetch: _Fetch, offered: dict | None, base: Path, part: Path, files: dict) -> set[str]:
     """Applies the offered delta; returns the files it made, none if there is no delta or a result has a wrong hash."""
     if not offered:
@@ -216,10 +233,10 @@ class _Fetch:
     def __init__(self, http: aiohttp.ClientSession, url: str, report: dict[str, Any]):
         self.http, self.url, self.report = http, url, report
 
-    async def listing(self, base: str) -> dict[str, Any]:
+    async def listing(self, versions: dict[str, str]) -> dict[str, Any]:
         async def once() -> dict[str, Any]:
             timeout = aiohttp.ClientTimeout(total=LISTING_S, sock_connect=10.0)
-            async with self.http.get(self.url, params={"base": base} if base else {}, timeout=timeout) as reply:
+            async with self.http.get(self.url, params=versions, timeout=timeout) as reply:
                 try:
                     return json.loads(await _agreed(self.url, reply))
                 except (json.JSONDecodeError, RecursionError) as error:

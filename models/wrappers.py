@@ -1,0 +1,184 @@
+"""Wrappers: models of several parts, such as a vision tower and a language model, of which areax trains the text model.
+
+A wrapper's config.json has the text model's as `text_config`, and its checkpoint the text model's weights under a
+prefix. The tensors of the other parts are not read, and copied to exports; so are those of layers that predict further
+tokens (MTP), in any family.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.param import Table
+
+IN_LANGUAGE_MODEL, HEAD = "language_model.model.", "lm_head.weight"
+# Families whose checkpoints have tensors "mtp.*"; others have layers behind the model's own (num_nextn_predict_layers).
+WITH_MTP = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+# What the whole states for the text model, too, unless that has its own.
+SHARED = (
+    "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "pad_token_id",
+    "quantization_config", "torch_dtype",
+)  # fmt: skip
+ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """One kind of wrapper.
+
+    Attributes:
+      texts: model_type of the text model -> the family that computes it, the first where config.json has none; none =
+        any family, under its own name.
+      prefix: prefix of the text model's keys in checkpoints.
+      module: that of its keys in transformers' module.
+      others: what the keys of other parts begin with, behind an optional "model.".
+      tied: tie_word_embeddings where config.json is silent.
+      defaults: what a text_config may leave out that the family requires.
+    """
+
+    texts: Mapping[str, str]
+    prefix: str
+    module: str
+    others: tuple[str, ...]
+    tied: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LLAVA = (IN_LANGUAGE_MODEL, "model.language_model.", ("vision_tower.", "multi_modal_projector."))
+_QWEN = ("model.language_model.", "model.language_model.", ("visual.",))
+WRAPPERS = {
+    "gemma3": Wrapper(
+        {"gemma3_text": "gemma3_text"}, *_LLAVA, tied=True,
+        defaults={
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+        },
+    ),
+    "gemma4": Wrapper(
+        {"gemma4_text": "gemma4_text"}, "model.language_model.", "model.language_model.",
+        ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."), tied=True,
+    ),
+    "internvl": Wrapper({}, *_LLAVA, tied=True),
+    "llama4": Wrapper(
+        {"llama4_text": "llama4_text"}, IN_LANGUAGE_MODEL, IN_LANGUAGE_MODEL,
+        ("vision_model.", "multi_modal_projector."),
+    ),
+    "llava": Wrapper({}, *_LLAVA),
+    "mistral3": Wrapper({"mistral": "mistral", "ministral3": "ministral3"}, *_LLAVA, tied=True),
+    "qwen2_5_vl": Wrapper({"qwen2_5_vl_text": "qwen2"}, "model.", "model.language_model.", ("visual.",)),
+    "qwen3_5": Wrapper({"qwen3_5_text": "qwen3_5_text"}, *_QWEN),
+    "qwen3_5_moe": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe_text"}, *_QWEN),
+    "qwen3_vl": Wrapper({"qwen3_vl_text": "qwen3"}, *_QWEN),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The tensors of a checkpoint that the model does not use: their names, and the folder that has them ("" where
+    they did not come from one)."""
+
+    folder: str
+    names: tuple[str, ...]
+
+
+def of(hf: Mapping) -> Wrapper | None:
+    """The kind of wrapper of a config.json; None for a text model."""
+    return WRAPPERS.get(hf["model_type"]) if isinstance(hf.get("model_type"), str) else None
+
+
+def text(hf: dict) -> dict:
+    """The text model's config.json: `hf` itself, or what a wrapper says about its text model.
+
+    Raises:
+      ValueError: a wrapper has no text_config, or one of another model.
+    """
+    wrapper = of(hf)
+    if wrapper is None:
+        return hf
+    inner = hf.get("text_config")
+    if not isinstance(inner, dict):
+        raise ValueError(f"config.json: {hf['model_type']} needs text_config, the text model's options, got {inner!r}")
+    name = inner.get("model_type", next(iter(wrapper.texts), None))
+    if wrapper.texts and name not in wrapper.texts:
+        raise ValueError(
+            f"config.json: model_type of the text_config of {hf['model_type']} must be "
+            f"{' or '.join(wrapper.texts)}, got {name!r}"
+        )
+    own = {key: value for key, value in inner.items() if value is not None or key not in SHARED}
+    shared = {key: hf[key] for key in SHARED if key in hf}
+    tied = {"tie_word_embeddings": hf.get("tie_word_embeddings", inner.get("tie_word_embeddings", wrapper.tied))}
+    found = {**wrapper.defaults, **shared, **own, **tied, "model_type": wrapper.texts.get(name, name)}
+    if wrapper.texts.get(name, name) != name:  # text has equal positions on all three axes, which is plain rope
+        for key in ("rope_parameters", "rope_scaling"):
+            if isinstance(found.get(key), dict):
+                plain = {k: v for k, v in found[key].items() if not k.startswith("mrope_")}
+                found[key] = {k: "default" if v == "mrope" else v for k, v in plain.items()}
+    return found
+
+
+def wrapped(config, hf: dict):
+    """The Config of a text model as part of the wrapper `hf`."""
+    wrapper = of(hf)
+    return config if wrapper is None else dataclasses.replace(config, prefix=wrapper.prefix, source=json.dumps(hf))
+
+
+def text_only(config):
+    """The Config of a wrapper's text model as a model of its own, whose exports have no other parts."""
+    source = json.loads(config.source)
+    if of(source) is None:
+        return config
+    return dataclasses.replace(config, prefix="model.", source=json.dumps(text(source)), rest=None)
+
+
+def to_hf(config, made: dict) -> dict:
+    """A wrapper's config.json with that of its text model, `made`, in it."""
+    hf = json.loads(config.source)
+    inner = hf["text_config"]
+    stated = {*inner, "eos_token_id"} - {"architectures"}
+    made = {key: value for key, value in made.items() if key not in SHARED or key in stated}
+    made["model_type"] = inner.get("model_type", made["model_type"])
+    if made["model_type"] != config.family:
+        made = {key: x for key, x in made.items() if key not in ROPE} | {
+            key: inner[key] for key in ROPE if key in inner
+        }
+    hf |= {"text_config": {**inner, **made}, "tie_word_embeddings": config.tied}
+    return hf | ({"eos_token_id": made["eos_token_id"]} if "eos_token_id" in hf else {})
+
+
+def states_tying(config) -> bool:
+    """Whether a config.json says if embeddings and head are tied; that of a wrapper may leave it to its class."""
+    hf = json.loads(config.source)
+    return of(hf) is None or any("tie_word_embeddings" in part for part in (hf, hf["text_config"]))
+
+
+def prefixes(config) -> tuple[str, ...]:
+    """What the keys of a checkpoint may begin with, the usual one first."""
+    wrapper = of(json.loads(config.source))
+    return ("model.", "") if wrapper is None else (wrapper.prefix, wrapper.module)
+
+
+def head(config) -> str:
+    """The key of the output head, which a wrapper may keep beside the text model."""
+    return f"language_model.{HEAD}" if config.prefix == IN_LANGUAGE_MODEL else HEAD
+
+
+def in_module(config):
+    """The Config with the prefix of keys in transformers' module."""
+    wrapper = of(json.loads(config.source))
+    return config if wrapper is None else dataclasses.replace(config, prefix=wrapper.module)
+
+
+def with_rest(table: Table, config) -> Table:
+    """A family's table for a checkpoint with this config: the head's key, and the keys that the model does not use."""
+    source = json.loads(config.source)
+    wrapper, top = of(source), dict(table.top)
+    more = text(source).get("num_nextn_predict_layers") or 0
+    rest = [f"{config.prefix}layers.{i}." for i in range(config.layers, config.layers + more)]
+    rest += ["mtp."] if config.family in WITH_MTP else []
+    if wrapper:
+        rest += [f"{start}{other}" for other in wrapper.others for start in ("", "model.")]
+        if "head" in top:
+            top["head"] = dataclasses.replace(top["head"], keys=(head(config),))
+    return dataclasses.replace(table, top=top, unused=(*table.unused, *rest))
