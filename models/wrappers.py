@@ -35,7 +35,7 @@ class Wrapper:
       module: that of its keys in transformers' module.
       others: what the keys of other parts begin with, behind an optional "model.".
       tied: tie_word_embeddings where config.json is silent.
-      defaults: what a text_config may leave out that the family requires.
+      defaults: of options of text_config that the family requires, or has other defaults of.
     """
 
     texts: Mapping[str, str]
@@ -67,10 +67,15 @@ WRAPPERS = {
     ),
     "llava": Wrapper({}, *_LLAVA),
     "mistral3": Wrapper({"mistral": "mistral", "ministral3": "ministral3"}, *_LLAVA, tied=True),
-    "qwen2_5_vl": Wrapper({"qwen2_5_vl_text": "qwen2"}, "model.", "model.language_model.", ("visual.",)),
+    "qwen2_5_vl": Wrapper(
+        {"qwen2_5_vl_text": "qwen2"}, "model.", "model.language_model.", ("visual.",),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
     "qwen3_5": Wrapper({"qwen3_5_text": "qwen3_5_text"}, *_QWEN),
     "qwen3_5_moe": Wrapper({"qwen3_5_moe_text": "qwen3_5_moe_text"}, *_QWEN),
-    "qwen3_vl": Wrapper({"qwen3_vl_text": "qwen3"}, *_QWEN),
+    "qwen3_vl": Wrapper(
+        {"qwen3_vl_text": "qwen3"}, *_QWEN, defaults={"max_position_embeddings": 128000, "rope_theta": 5e5}
+    ),
 }  # fmt: skip
 
 

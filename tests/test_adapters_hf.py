@@ -104,7 +104,7 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(saved):
     assert equal(hf.load(saved)[1], params)
 
 
-def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
+def test_layers_that_predict_further_tokens_are_passed_to_exports(tmp_path):
     """As many as config.json says, behind the model's own; others are a mistake."""
     config, params = made(
         model_type="glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
@@ -118,8 +118,10 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path):
     low = hf.load(path, "bfloat16")[1]["stacks"][1]
     assert low["router"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(low["router_bias"], params["stacks"][1]["router_bias"])  # fp32: it decides choices
+    assert again.rest.names == tuple(f"model.layers.3.{name}" for name in more)
     hf.save(tmp_path / "again", again, loaded)
-    assert not any(name.startswith("model.layers.3.") for name in safetensors.read(tmp_path / "again"))
+    old, new = safetensors.read(path), safetensors.read(tmp_path / "again")
+    assert old.keys() == new.keys() and all(np.array_equal(old[name], new[name]) for name in old)
     rewritten(path, lambda tensors: tensors | {"model.layers.4.eh_proj.weight": zeros})
     refused(path, "unexpected model.layers.4.eh_proj.weight")
 

@@ -29,7 +29,7 @@ import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areax import models
-from areax.adapters import cli, hf, peft, tokenizer
+from areax.adapters import cli, hf, peft, safetensors, tokenizer
 from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
@@ -328,6 +328,20 @@ def test_groups_with_equal_rewards_are_resampled(place):
     assert all(x["groups_that_teach"] == 4 and x["effective_samples"] == x["samples"] == 16 for x in lines)
     assert done["counts"]["refused"] == sum(x["refused"] for x in lines) > 0
     assert done["counts"]["accepted"] == 8 and 0 < done["counts"]["stopped"] <= 4 and done["counts"]["dropped"] == 0
+
+
+@pytest.mark.mesh
+def test_a_wrapper_is_trained_published_and_served(place, tmp_path):
+    """Each version is whole, so that a server can start from it; the vision tower is on the disk once."""
+    model, versions = tiny.wrapped(tiny.model(tmp_path / "model")), tmp_path / "versions"
+    own = config(place, "wrapper", model=str(model), servers=(), published=str(versions), steps=2)
+    assert grpo.main(own)["max_logp_diff"] <= 1e-4
+    names = hf.load(model)[0].rest.names
+    for path in (versions / "1", versions / "2", place / "wrapper/model"):
+        before, after = safetensors.read(model), safetensors.read(path)
+        assert before.keys() == after.keys() and hf.verify(path)
+        assert {name for name in before if np.array_equal(before[name], after[name])} == {*names}
+    assert len({(versions / v / "model-00002-of-00002.safetensors").stat().st_ino for v in "12"}) == 1
 
 
 @pytest.mark.mesh

@@ -19,7 +19,7 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from areax.adapters import cli, hf, orbax, peft, tokenizer
+from areax.adapters import cli, hf, orbax, peft, safetensors, tokenizer
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
 from areax.core.balance import Balance
@@ -48,6 +48,21 @@ def config(place, out, **changes):
         rows=4, optim=Optimizer(lr=1e-2),
     )  # fmt: skip
     return replace(base, **changes)
+
+
+def test_a_wrapper_is_trained_and_exported_whole(place, tmp_path):
+    """The text model alone moves."""
+    model = tiny.wrapped(tiny.model(tmp_path / "model"))
+    options = ["--data", f"{place}/rows.jsonl", "--steps", "1", "--batch", "8", "--rows", "4", "--length", "64"]
+    assert cli.main(["train", "sft", "--model", str(model), "--out", str(tmp_path / "out"), *options]) == 0
+    before, after = safetensors.read(model), safetensors.read(tmp_path / "out/model")
+    same = {name for name in before if np.array_equal(before[name], after[name])}
+    assert before.keys() == after.keys() and same == {*hf.load(model)[0].rest.names}
+    assert json.loads((tmp_path / "out/model/config.json").read_text())["model_type"] == "internvl"
+    assert (tmp_path / "out/model/processor_config.json").read_bytes() == (model / "processor_config.json").read_bytes()
+    random = tmp_path / "random"  # nothing draws a tower
+    assert cli.main(["train", "sft", "--model", str(model), "--out", str(random), *options, "--init", "random"]) == 0
+    assert json.loads((random / "model/config.json").read_text())["model_type"] == "qwen3"
 
 
 @pytest.mark.parametrize("recipe", [sft, distill, preference, eval, grpo, demo])

@@ -18,7 +18,7 @@ import tiny
 from scripted import answers, reply, run, serving
 
 from areax import models
-from areax.adapters import hf, peft
+from areax.adapters import hf, peft, safetensors
 from areax.models import lora
 from areax.recipes.shared import publishing
 from areax.rollout import client, loop
@@ -192,6 +192,31 @@ def test_a_version_of_a_former_process_is_replaced_by_the_trainers(tmp_path):
             loaded = hf.load(directory, dtype=None)[1]
             for x, y in zip(*map(jax.tree.leaves, (loaded, weights(0.2))), strict=True):
                 np.testing.assert_array_equal(x, y)
+
+
+def test_versions_of_a_wrapper_are_whole_and_share_what_is_passed_on(tmp_path):
+    """A server may start from any of them; a process writes the tensors that do not change once."""
+    config, params = hf.load(tiny.wrapped(tiny.model(tmp_path / "model")))
+
+    def writer():
+        policy = types.SimpleNamespace(settings=config)
+        return publishing.writer(policy, tmp_path / "versions", None, None, written=())
+
+    def own(v):
+        files = sorted((tmp_path / "versions" / str(v)).glob("model-*.safetensors"))
+        assert len(files) == 2 and set(safetensors.read(files[1])) == {*config.rest.names}
+        return [file.stat().st_ino for file in files]
+
+    write = writer()
+    for v in range(3):
+        write(v, jax.tree.map(lambda x, v=v: np.asarray(x) + v, params))
+    files = [own(v) for v in range(3)]
+    assert len({text for text, _ in files}) == 3 and len({rest for _, rest in files}) == 1
+    for v in (0, 1):
+        shutil.rmtree(tmp_path / "versions" / str(v))
+    assert hf.verify(tmp_path / "versions/2") and hf.load(tmp_path / "versions/2")[0].rest.names == config.rest.names
+    writer()(3, params)
+    assert own(3)[1] not in [rest for _, rest in files]
 
 
 def test_what_a_killed_process_left_in_the_folder_is_removed(tmp_path):

@@ -100,6 +100,28 @@ def test_deltas_are_not_used_over_a_connection_faster_than_applying_them(place, 
     run(main)
 
 
+@pytest.mark.parametrize("v, way", [(1, "delta"), (3, "whole")])
+def test_files_that_do_not_change_are_not_fetched_again(place, weights, v, way):
+    """Such as a vision tower's, between versions of its text model."""
+    tower = np.random.default_rng(9).bytes(5_000_000)
+
+    async def main():
+        async with file_server.serve("127.0.0.1") as here:
+            said = []
+            for at in (0, v, 2):
+                one = published(place / "trainer", at, weights[at])
+                (Path(one.directory) / "tower.safetensors").write_bytes(tower)
+                if at == 2:  # the copy here was damaged
+                    (Path(said[-1]["path"]) / "tower.safetensors").write_bytes(tower[:-1] + b"x")
+                here.offer(one)
+                said.append(await stager.fetch_version(place / "server", one.label, here.url, here.key))
+                assert contents(said[-1]["path"]) == contents(one.directory)
+            assert said[0]["bytes"] > 8_000_000 and said[1]["bytes"] < 4_000_000 and said[2]["bytes"] > 5_000_000
+            assert said[1]["delta"] == (way == "delta") == (said[1]["bytes"] < 300_000)
+
+    run(main)
+
+
 @contextlib.asynccontextmanager
 async def between(here, cut=(), damage=()):
     """A proxy of a file server that cuts answers off or flips a byte; yields its address and the requests so far.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from areax import models
-from areax.adapters import hf, tokenizer
+from areax.adapters import hf, safetensors, tokenizer
 from areax.core import param
 
 HF = {
@@ -24,6 +24,20 @@ def model(path: Path, seed: int = 0, **changes) -> Path:
     source = {**HF, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id, **changes}
     config = models.config_from_hf(source)
     return hf.save(path, config, weights(models.table(config), source["initializer_range"], seed), tokenizer=tokens)
+
+
+def wrapped(path: Path, tower: dict | None = None) -> Path:
+    """Makes an InternVL of a checkpoint of `model`, with a vision tower of these tensors."""
+    inner = json.loads((path / "config.json").read_text())
+    architectures = ["InternVLForConditionalGeneration"]
+    outer = {"model_type": "internvl", "architectures": architectures, "tie_word_embeddings": True, "dtype": "float32"}
+    (path / "config.json").write_text(json.dumps(outer | {"text_config": inner, "vision_config": {"depth": 3}}))
+    (path / "processor_config.json").write_text('{"processor_class": "any"}')
+    held = {f"language_model.{name}": np.array(x) for name, x in safetensors.read(path).items()}
+    held |= tower or {"vision_tower.cls": np.arange(6, dtype=np.int32), "multi_modal_projector.x": np.ones((2, 3))}
+    (path / "manifest.json").unlink()
+    safetensors.write(path, held, held.values())
+    return path
 
 
 def weights(table: param.Table, std: float, seed: int = 0) -> dict:

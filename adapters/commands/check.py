@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Literal
 
@@ -67,7 +68,7 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
         raise ValueError(f"check: against='torch' needs PyTorch ({error}); install areax[torch]") from error
     auto = AutoModelForCausalLM if models.text_only(config) is config else AutoModelForImageTextToText
     model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    token_BT = np.random.default_rng(0).integers(0, config.vocab, (2, min(64, config.context)))
+    token_BT = np.random.default_rng(0).choice(_text_tokens(config), (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
     with jax.default_matmul_precision("highest"):  # accelerators would round fp32 operands
         ours_BTV = np.asarray(jax.jit(models.forward, static_argnames="config")(params, token_BT, config=config))
@@ -90,6 +91,13 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
         worst = max(diffs, key=lambda name: diffs[name])
         report |= {"max_gradient_diff": diffs[worst], "worst_gradient": worst}
     return report
+
+
+def _text_tokens(config) -> list[int]:
+    """The vocabulary without the ids that stand for images and the like in a wrapper."""
+    options = json.loads(config.source) if models.text_only(config) is not config else {}
+    other = {value for name, value in options.items() if name.endswith(("_token_id", "_token_index"))}
+    return [id for id in range(config.vocab) if id not in other]
 
 
 def _loss(params, token_BT, config):
