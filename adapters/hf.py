@@ -247,7 +247,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
         config = dataclasses.replace(config, prefix=config.prefix or "model.")
     if scored:  # nothing reads images or speculates with a value
         config = models.text_only(config)
-    elif rest or models.text_only(config) is not config:
+    elif rest or wrappers.wraps(config):
         config = dataclasses.replace(config, rest=wrappers.Rest("", rest))
     return config, tree, tensors, keys, drawn
 
@@ -534,7 +534,7 @@ def _cut(mesh):
 def _config_json(config, dtype: np.dtype) -> dict:
     hf = models.config_to_hf(config)
     dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
-    if models.text_only(config) is not config:
+    if wrappers.wraps(config):
         return hf | dtypes | {"text_config": hf["text_config"] | dtypes}
     causal = hf["architectures"][0]
     if config.value_head:

@@ -337,7 +337,7 @@ def _config_json(config, spec: lora.Lora, base: str, uniform: bool) -> dict:
 
 def _only_in_text(config) -> dict[str, str]:
     """Keeps PEFT from giving adapters to modules of a wrapper's other parts, which have the same names."""
-    if models.text_only(config) is config:
+    if not wrappers.wraps(config):
         return {}
     return {"exclude_modules": rf"(?!{re.escape(wrappers.in_module(config).prefix)}layers\.).*"}
 

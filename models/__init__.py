@@ -26,9 +26,8 @@ def config_from_hf(hf: dict):
 
 def config_to_hf(config) -> dict:
     """The config.json of a Config."""
-    text = wrappers.text_only(config)
-    made = FAMILIES[config.family].to_hf(text)
-    return made if text is config else wrappers.to_hf(config, made)
+    made = FAMILIES[config.family].to_hf(text_only(config))
+    return wrappers.to_hf(config, made) if wrappers.wraps(config) else made
 
 
 def table(config):

@@ -123,6 +123,11 @@ def text(hf: dict) -> dict:
     return found
 
 
+def wraps(config) -> bool:
+    """Whether a Config is of a text model within a wrapper."""
+    return of(json.loads(config.source)) is not None
+
+
 def wrapped(config, hf: dict):
     """The Config of a text model as part of the wrapper `hf`."""
     wrapper = of(hf)

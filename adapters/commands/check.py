@@ -66,7 +66,7 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
         raise ValueError(f"check: against='torch' needs PyTorch ({error}); install areax[torch]") from error
-    auto = AutoModelForCausalLM if models.text_only(config) is config else AutoModelForImageTextToText
+    auto = AutoModelForImageTextToText if wrappers.wraps(config) else AutoModelForCausalLM
     model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     token_BT = np.random.default_rng(0).choice(_text_tokens(config), (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
@@ -95,7 +95,7 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
 
 def _text_tokens(config) -> list[int]:
     """The vocabulary without the ids that stand for images and the like in a wrapper."""
-    options = json.loads(config.source) if models.text_only(config) is not config else {}
+    options = json.loads(config.source) if wrappers.wraps(config) else {}
     other = {value for name, value in options.items() if name.endswith(("_token_id", "_token_index"))}
     return [id for id in range(config.vocab) if id not in other]
 
