@@ -535,7 +535,7 @@ def _config_json(config, dtype: np.dtype) -> dict:
     hf = models.config_to_hf(config)
     dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
     if wrappers.wraps(config):
-        return hf | dtypes | {"text_config": hf["text_config"] | dtypes}
+        return hf | dtypes | ({"text_config": hf["text_config"] | dtypes} if "text_config" in hf else {})
     causal = hf["architectures"][0]
     if config.value_head:
         hf |= {"architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")], "num_labels": 1}

@@ -16,7 +16,7 @@ from ..core.param import Table
 IN_LANGUAGE_MODEL, HEAD = "language_model.model.", "lm_head.weight"
 # Families whose checkpoints have tensors "mtp.*"; others have layers behind the model's own (num_nextn_predict_layers).
 WITH_MTP = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-# What the whole states for the text model, too, unless that has its own.
+# What the whole states for the text model, too, before that itself, as transformers resolves them.
 SHARED = (
     "architectures", "bos_token_id", "compression_config", "dtype", "eos_token_id", "pad_token_id",
     "quantization_config", "torch_dtype",
@@ -102,25 +102,31 @@ def text(hf: dict) -> dict:
     wrapper = of(hf)
     if wrapper is None:
         return hf
-    inner = hf.get("text_config")
+    inner = _inner(hf)
     if not isinstance(inner, dict):
         raise ValueError(f"config.json: {hf['model_type']} needs text_config, the text model's options, got {inner!r}")
     name = inner.get("model_type", next(iter(wrapper.texts), None))
-    if wrapper.texts and name not in wrapper.texts:
+    if not isinstance(name, str) or (wrapper.texts and name not in wrapper.texts):
         raise ValueError(
             f"config.json: model_type of the text_config of {hf['model_type']} must be "
-            f"{' or '.join(wrapper.texts)}, got {name!r}"
+            f"{' or '.join(wrapper.texts) or 'one of a text model'}, got {name!r:.80}"
         )
-    own = {key: value for key, value in inner.items() if value is not None or key not in SHARED}
-    shared = {key: hf[key] for key in SHARED if key in hf}
+    shared = {key: hf[key] for key in SHARED if hf.get(key) is not None}
     tied = {"tie_word_embeddings": hf.get("tie_word_embeddings", inner.get("tie_word_embeddings", wrapper.tied))}
-    found = {**wrapper.defaults, **shared, **own, **tied, "model_type": wrapper.texts.get(name, name)}
+    found = {**wrapper.defaults, **inner, **shared, **tied, "model_type": wrapper.texts.get(name, name)}
     if wrapper.texts.get(name, name) != name:  # text has equal positions on all three axes, which is plain rope
         for key in ("rope_parameters", "rope_scaling"):
             if isinstance(found.get(key), dict):
                 plain = {k: v for k, v in found[key].items() if not k.startswith("mrope_")}
                 found[key] = {k: "default" if v == "mrope" else v for k, v in plain.items()}
     return found
+
+
+def _inner(hf: Mapping) -> Any:
+    """The text_config of a wrapper; files of Qwen2.5-VL by transformers 4 have its options beside `vision_config`."""
+    if hf["model_type"] != "qwen2_5_vl" or "text_config" in hf:
+        return hf.get("text_config")
+    return {key: value for key, value in hf.items() if key not in ("model_type", "vision_config")}
 
 
 def wraps(config) -> bool:
@@ -145,22 +151,25 @@ def text_only(config):
 def to_hf(config, made: dict) -> dict:
     """A wrapper's config.json with that of its text model, `made`, in it."""
     hf = json.loads(config.source)
-    inner = hf["text_config"]
+    inner = _inner(hf)
     stated = {*inner, "eos_token_id"} - {"architectures"}
     made = {key: value for key, value in made.items() if key not in SHARED or key in stated}
-    made["model_type"] = inner.get("model_type", made["model_type"])
+    made["model_type"] = inner.get("model_type", next(iter(WRAPPERS[hf["model_type"]].texts), config.family))
     if made["model_type"] != config.family:
-        made = {key: x for key, x in made.items() if key not in ROPE} | {
-            key: inner[key] for key in ROPE if key in inner
-        }
-    hf |= {"text_config": {**inner, **made}, "tie_word_embeddings": config.tied}
-    return hf | ({"eos_token_id": made["eos_token_id"]} if "eos_token_id" in hf else {})
+        made = {key: value for key, value in made.items() if key not in ROPE}
+        made |= {key: inner[key] for key in ROPE if key in inner}
+    hf["tie_word_embeddings"] = config.tied
+    if "eos_token_id" in hf:
+        hf["eos_token_id"] = made["eos_token_id"]
+    if "text_config" not in hf:
+        return {**hf, **made, "model_type": hf["model_type"]}
+    return hf | {"text_config": {**inner, **made}}
 
 
 def states_tying(config) -> bool:
     """Whether a config.json says if embeddings and head are tied; that of a wrapper may leave it to its class."""
     hf = json.loads(config.source)
-    return of(hf) is None or any("tie_word_embeddings" in part for part in (hf, hf["text_config"]))
+    return of(hf) is None or any("tie_word_embeddings" in part for part in (hf, _inner(hf)))
 
 
 def prefixes(config) -> tuple[str, ...]:

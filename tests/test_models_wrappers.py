@@ -1,5 +1,6 @@
 """Text models within wrappers: what transformers computes, and exports that are whole again, to the bit."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -373,16 +374,63 @@ def test_what_a_wrapper_leaves_out_means_what_it_means_to_transformers(name):
     theirs = transformers.AutoConfig.for_model(name, text_config=dict(least)).to_dict()
     ignored = dict(source="", eos=(), prefix="")
     ours, theirs = (
-        models.dense.replace(models.config_from_hf(one), **ignored)
+        dataclasses.replace(models.config_from_hf(one), **ignored)
         for one in ({"model_type": name, "text_config": least}, theirs)
     )
     assert ours == theirs
+
+
+PUBLISHED = {  # as checkpoints on the hub are; sizes are smaller
+    "gemma3": dict(
+        eos_token_id=[1, 106],
+        text_config=dict(
+            hidden_size=64, intermediate_size=40, num_hidden_layers=7, model_type="gemma3_text", sliding_window=1024,
+            rope_scaling={"factor": 8.0, "rope_type": "linear"},
+        ),
+    ),
+    "qwen2_5_vl": dict(
+        attention_dropout=0.0, bos_token_id=3, eos_token_id=5, hidden_act="silu", hidden_size=64, intermediate_size=40,
+        max_position_embeddings=128000, max_window_layers=70, num_attention_heads=4, num_hidden_layers=2,
+        num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6, sliding_window=32768, tie_word_embeddings=True,
+        rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}, use_sliding_window=False, vocab_size=61,
+        vision_config=dict(depth=1, hidden_size=16),
+    ),
+    "qwen3_vl": dict(
+        tie_word_embeddings=True,
+        text_config=dict(
+            attention_bias=False, attention_dropout=0.0, bos_token_id=3, dtype="bfloat16", eos_token_id=5, head_dim=16,
+            hidden_act="silu", hidden_size=64, intermediate_size=40, max_position_embeddings=262144,
+            model_type="qwen3_vl_text", num_attention_heads=4, num_hidden_layers=2, num_key_value_heads=2,
+            rms_norm_eps=1e-6, rope_theta=5e6, tie_word_embeddings=True, vocab_size=61,
+            rope_scaling={"mrope_interleaved": True, "mrope_section": [2, 3, 3], "rope_type": "default"},
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_mean_what_they_mean_to_transformers(name):
+    """Ours, what transformers makes of them, and what we write of them."""
+
+    def theirs_of(hf_config):
+        options = json.loads(json.dumps(hf_config))  # it changes what it is given
+        return transformers.AutoConfig.for_model(**options).to_dict()
+
+    published = PUBLISHED[name] | {"model_type": name, "architectures": ["Any"]}
+    ours, theirs = models.config_from_hf(published), theirs_of(published)
+    written = models.config_to_hf(ours)
+    plain = lambda config: dataclasses.replace(config, source="")
+    assert plain(ours) == plain(models.config_from_hf(theirs)) == plain(models.config_from_hf(written))
+    assert models.config_to_hf(models.config_from_hf(written)) == written
+    assert theirs_of(written)["text_config"]["rope_parameters"] == theirs["text_config"]["rope_parameters"]
 
 
 @pytest.mark.parametrize("source, words", [
     (outer(text_config=None), "mistral3 needs text_config, the text model's options, got None"),
     (outer(text_config={"model_type": "llama"}), "text_config of mistral3 must be mistral or ministral3, got 'llama'"),
     ({"model_type": "llava", "text_config": {"model_type": "opt"}}, "model_type must be one of .*, got 'opt'"),
+    (outer(text_config={"model_type": ["mistral"]}), r"must be mistral or ministral3, got \['mistral'\]"),
+    ({"model_type": "llava", "text_config": {}}, "text_config of llava must be one of a text model, got None"),
     ({"model_type": "glm4v", "text_config": {}}, "model_type must be one of .*gemma3, .*, got 'glm4v'"),
     (outer(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised by 'gptq' .quant_method. cannot be"),
     ({**TEXT, "model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'"),
