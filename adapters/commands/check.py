@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
+from ...models import config_json
 from .. import hf, safetensors
 from .. import torch as torch_adapter
 from ..runtime import hub
@@ -64,7 +66,9 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(f"check: against='torch' needs PyTorch ({error}); install areax[torch]") from error
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    quantised = config_json.quantisation(json.loads(config.source)) is not None  # numbers are those of bfloat16
+    dtype = torch.bfloat16 if quantised else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").float().eval()
     token_BT = np.random.default_rng(0).integers(0, config.vocab, (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
     with jax.default_matmul_precision("highest"):  # accelerators would round fp32 operands
