@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -30,10 +31,10 @@ from ..core.parts import Part
 from ..models import config_json, wrappers
 from ..parallel import rules
 from ..rollout.servers.labels import MANIFEST as MANIFEST
-from . import safetensors
+from . import quantised, safetensors
 from . import tokenizer as tokenizers
-from .atomic_dir import replacing
 from .runtime import passed
+from .runtime.atomic_dir import replacing
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -42,6 +43,7 @@ TOKENIZER_FILES = (
 HEADS = ("head", "score")  # leaves missing in checkpoints of backbones or of models with another head
 # Buffers in old checkpoints that are derived from config.json.
 BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+PIECE, LARGE = 1 << 22, 1 << 25  # numbers that a thread reads at once, and that are on the host at once
 FLOATS = {np.dtype(t) for t in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)}
 
 
@@ -172,8 +174,8 @@ class Mapped:
         return np.stack([self.at(at) for at in self.tensors if at[0] == i]).reshape(self.shape[1:]).astype(self.dtype)
 
     def at(self, index: tuple[int, ...]) -> np.ndarray:
-        """The leaf's entries of one tensor, as stored."""
-        return self.part.take(self.tensors[index]) if self.part else self.tensors[index]
+        """The leaf's entries of one tensor, as stored, or dequantised."""
+        return self.part.take(self.tensors[index]) if self.part else self.tensors[index][...]
 
 
 def mapped(path: str | os.PathLike, dtype="float32"):
@@ -214,6 +216,7 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
     """(config, leaves of its table, tensors, keys of each leaf, leaves to initialise); ValueError on mismatch."""
     if not set(init_missing) <= set(HEADS):
         raise ValueError(f"{where}: init_missing may hold {' and '.join(HEADS)}, got {list(init_missing)}")
+    tensors = passed.opened(config, tensors, where)
     spelt_as = wrappers.prefixes(config)
     starts = lambda prefix: any(key.startswith((f"{prefix}embed_tokens.", f"{prefix}layers.")) for key in tensors)
     prefix = next(filter(starts, spelt_as), spelt_as[0])
@@ -253,27 +256,60 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
 
 
 def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None) -> jax.Array:
-    """Assembles a leaf's array from its tensors, in the order of its keys; each device reads only its shard."""
+    """Assembles a leaf's array from its tensors, in the order of its keys; each device reads only its shard, and
+    dequantises it piece by piece."""
     stored = dict(zip(np.ndindex(*leaf.unstacked_shape), tensors, strict=True))
     wanted = leaf.param.dtype or dtype or _common_dtype(tensors)
     unstacked, part = len(leaf.unstacked_shape), leaf.param.part
 
-    @functools.cache  # shared by devices that hold the same shard
-    def shard(*index):
-        cut = tuple(slice(*bounds) for bounds in index)
-        shape = [len(range(size)[one]) for size, one in zip(leaf.shape, cut, strict=True)]
+    def read(*cut: slice) -> np.ndarray:
+        shape = [one.stop - one.start for one in cut]
         # Misaligned by one entry: JAX would otherwise alias numpy's memory, which cannot be donated to a step.
         host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
-        for at in np.ndindex(*shape[:unstacked]):
+
+        def fill(at: tuple[int, ...], piece: tuple[slice, ...]) -> None:
             tensor = stored[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
-            host[at] = part.take(tensor, cut[unstacked:]) if part else tensor[cut[unstacked:]]
+            there = tuple(
+                slice(all_.start + one.start, all_.start + one.stop) for all_, one in zip(rest, piece, strict=True)
+            )
+            host[(*at, *piece)] = part.take(tensor, there) if part else tensor[there]
             safetensors.forget(tensor)
+
+        rest, pieces = cut[unstacked:], _pieces(shape[unstacked:], PIECE)
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda job: fill(*job), itertools.product(np.ndindex(*shape[:unstacked]), pieces)))
         return host
 
-    if sharding is None:
-        return jax.device_put(shard(*[(0, size) for size in leaf.shape])).block_until_ready()
-    bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: shard(*bounds(index))).block_until_ready()
+    if sharding is not None:
+        shard = functools.cache(lambda *bounds: read(*(slice(*one) for one in bounds)))  # devices may hold the same
+        bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
+        array = jax.make_array_from_callback(leaf.shape, sharding, lambda index: shard(*bounds(index)))
+        return array.block_until_ready()
+    first, *others = _pieces(leaf.shape, LARGE)
+    if not others:
+        return jax.device_put(read(*first)).block_until_ready()
+    # One piece at a time: on a CPU the parameters are in the memory that is read into, too.
+    array = jax.numpy.zeros(leaf.shape, wanted)
+    for piece in (first, *others):
+        host = read(*piece)
+        array = _insert(array.block_until_ready(), host, [one.start for one in piece])
+    return array.block_until_ready()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(array: jax.Array, piece: jax.Array, start: list[int]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(array, piece, start)
+
+
+def _pieces(shape: Sequence[int], most: int) -> list[tuple[slice, ...]]:
+    """Slices that divide an array along its first axes into pieces of up to `most` numbers, or of single rows."""
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    if row > most and len(shape) > 1:
+        return [(slice(i, i + 1), *rest) for i in range(shape[0]) for rest in _pieces(shape[1:], most)]
+    step, others = max(1, most // max(1, row)), [slice(0, size) for size in shape[1:]]
+    return [(slice(at, min(at + step, shape[0])), *others) for at in range(0, shape[0], step)]
 
 
 def _common_dtype(tensors: Sequence[np.ndarray]) -> np.dtype:
@@ -534,8 +570,12 @@ def _cut(mesh):
 def _config_json(config, dtype: np.dtype) -> dict:
     hf = models.config_to_hf(config)
     dtypes = {"dtype": dtype.name, "torch_dtype": dtype.name}
+    hf.pop("quantization_config", None)  # tensors are written as floats
+    if "text_config" in hf:
+        hf["text_config"] = hf["text_config"] | dtypes
+        hf["text_config"].pop("quantization_config", None)
     if wrappers.wraps(config):
-        return hf | dtypes | ({"text_config": hf["text_config"] | dtypes} if "text_config" in hf else {})
+        return hf | dtypes
     causal = hf["architectures"][0]
     if config.value_head:
         hf |= {"architectures": [causal.replace("ForCausalLM", "ForSequenceClassification")], "num_labels": 1}
@@ -585,13 +625,15 @@ def _split_experts(tensors: Mapping[str, np.ndarray], fused: Collection[str]) ->
     out = {}
     for key, tensor in tensors.items():
         stem, _, name = key.rpartition(".")
-        if not stem.endswith(".experts") or key in fused:
+        names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+        size, rest = divmod(tensor.shape[1], len(names)) if len(tensor.shape) == 3 else (0, 1)
+        if not stem.endswith(".experts") or key in fused or rest:
             out[key] = tensor
             continue
-        names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-        for e, expert in enumerate(tensor):
-            parts = zip(names, np.split(expert, len(names)), strict=True)
-            out |= {f"{stem}.{e}.{part}.weight": x for part, x in parts}
+        for e, (i, part) in itertools.product(range(len(tensor)), enumerate(names)):
+            rows = slice(i * size, (i + 1) * size)
+            one = tensor.expert(e, rows) if isinstance(tensor, quantised.Float8) else tensor[e, rows]
+            out[f"{stem}.{e}.{part}.weight"] = one
     return out
 
 

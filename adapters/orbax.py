@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 
 from ..core.step import State
 from . import hf, safetensors
-from .atomic_dir import sync_tree
+from .runtime.atomic_dir import sync_tree
 
 log = logging.getLogger(__name__)
 

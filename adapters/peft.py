@@ -30,7 +30,7 @@ from ..core.parts import Part
 from ..models import lora, wrappers
 from ..parallel import rules
 from . import hf, safetensors
-from .atomic_dir import replacing
+from .runtime.atomic_dir import replacing
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"

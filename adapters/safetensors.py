@@ -44,6 +44,8 @@ EXPONENTS = {  # unsigned integers of the same size, and the bits that are all s
     np.dtype(np.float32): (np.uint32, np.uint32(0x7F800000)),
     np.dtype(np.float16): (np.uint16, np.uint16(0x7C00)),
     np.dtype(ml_dtypes.bfloat16): (np.uint16, np.uint16(0x7F80)),
+    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, np.uint8(0x7F)),
+    np.dtype(ml_dtypes.float8_e5m2): (np.uint8, np.uint8(0x7C)),
 }
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -46,13 +46,15 @@ class Part:
         Args:
           cut: reads only these entries of the weight, one slice with bounds per axis.
         """
-        x, axis = self._stripes(tensor), self.axis
-        joined = lambda x: x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+        axis, size = self.axis, self.stop - self.start
         if cut is None:
-            return joined(x)
-        size, rows = self.stop - self.start, cut[axis]
+            return self._joined(tensor[...])
+        rows = cut[axis]
         first, end = rows.start // size, -(-rows.stop // size)
-        x = joined(x[*cut[:axis], first:end, :, *cut[axis + 1 :]])
+        if size == 1 or end - first == 1:  # a slice of the tensor
+            start, step = first * self.width + self.start + rows.start - first * size, self.width if size == 1 else 1
+            return self._turned(self._read(tensor, cut, slice(start, start + (rows.stop - rows.start) * step, step)))
+        x = self._joined(self._read(tensor, cut, slice(first * self.width, end * self.width)))
         return x[*[slice(None)] * axis, rows.start - first * size : rows.stop - first * size]
 
     def put(self, tensor, weight) -> None:
@@ -60,15 +62,30 @@ class Part:
         stripes = self._stripes(tensor)
         stripes[...] = weight.reshape(stripes.shape)
 
+    def _read(self, tensor, cut: tuple[slice, ...], groups: slice) -> Any:
+        """The entries of the tensor that a cut with this range of the axis needs; no others are read."""
+        there = [*cut]
+        there[self.axis] = groups
+        if self.transposed:
+            there[-2:] = reversed(there[-2:])
+        if self.dropped is not None:
+            there.insert(self.dropped, slice(None))
+        return tensor[tuple(there)]
+
+    def _turned(self, tensor) -> Any:
+        """The tensor in the order of the weight's axes."""
+        x = tensor if self.dropped is None else tensor.squeeze(self.dropped)
+        return x.swapaxes(-1, -2) if self.transposed else x
+
     def _stripes(self, tensor) -> Any:
         """The weight as a view of the tensor, its axis as two: [..., groups, stop - start, ...]."""
-        x, axis = tensor, self.axis
-        if self.dropped is not None:
-            x = x.squeeze(self.dropped)
-        if self.transposed:
-            x = x.swapaxes(-1, -2)
+        x, axis = self._turned(tensor), self.axis
         x = x.reshape(*x.shape[:axis], x.shape[axis] // self.width, self.width, *x.shape[axis + 1 :])
         return x[*[slice(None)] * (axis + 1), self.start : self.stop]
+
+    def _joined(self, tensor) -> Any:
+        x, axis = self._stripes(tensor), self.axis
+        return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def split(*sizes: int, axis: int = 0, transposed: bool = False, dropped: int | None = None) -> tuple[Part, ...]:

@@ -20,7 +20,6 @@ def config_from_hf(hf: dict):
         known = ", ".join(sorted({**FAMILIES, **wrappers.WRAPPERS}))
         raise ValueError(f"config.json: model_type must be one of {known}, got {name!r}")
     config_json.check(text, "config.json")
-    config_json.refuse_quantised(text)
     return wrappers.wrapped(FAMILIES[name].config(text), hf)
 
 

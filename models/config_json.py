@@ -1,7 +1,9 @@
-"""What the options of a config.json may be, checked first; those of rope are read and checked in layers/rope.py."""
+"""What the options of a config.json may be, checked first, and how its weights are quantised; the options of rope are
+read and checked in layers/rope.py."""
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -91,13 +93,50 @@ def check(options: Mapping[str, Any], file: str) -> None:
                 raise ValueError(f"{file}: {name} must be {what}, got {options[name]!r:.80}")
 
 
-def refuse_quantised(hf: Mapping[str, Any]) -> None:
-    """Raises ValueError if a config.json states a method of quantisation from which there is no way back to the
-    weights; blocks of fp8 and MXFP4 are left to the families."""
-    options = hf.get("quantization_config")
-    method = options.get("quant_method") if isinstance(options, Mapping) else None
-    if method not in (None, "fp8", "mxfp4"):
+@dataclass(frozen=True)
+class Quantisation:
+    """How quantised weights are stored.
+
+    Attributes:
+      method: "fp8", or "mxfp4" (OCP Microscaling Formats 1.0).
+      block: the rows and columns that share a scale in FP8; None = all of a matrix.
+    """
+
+    method: str
+    block: tuple[int, int] | None = None
+
+
+def quantisation(hf: Mapping[str, Any]) -> Quantisation | None:
+    """The Quantisation of a config.json, None if its weights are not quantised.
+
+    Raises:
+      ValueError: weights are stored in a way that is not implemented; names it.
+    """
+    found = hf.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    for name in ("compression_config", *(["quantization_config"] if method not in ("fp8", "mxfp4") else [])):
+        if hf.get(name):
+            raise ValueError(
+                f"config.json: weights must not be quantised, got {name} {hf[name]!r:.200}, by which they were rounded "
+                "and packed for inference, so that no exact ones are there to train; use the original checkpoint"
+            )
+    if method == "mxfp4" and hf.get("model_type") != "gpt_oss":
+        raise ValueError(f"config.json: weights in MXFP4 are read for gpt_oss alone, got {hf.get('model_type')!r:.80}")
+    return _fp8(found) if method == "fp8" else Quantisation(method) if method else None
+
+
+def _fp8(found: Mapping[str, Any]) -> Quantisation:
+    for name, only in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
+        if found.get(name, only) != only:
+            raise ValueError(
+                f"config.json: {name} of weights in FP8 must be {only!r}, got {found[name]!r:.80}; use the original "
+                "checkpoint"
+            )
+    block = found.get("weight_block_size", (128, 128))
+    if block is None:
+        return Quantisation("fp8")
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(map(_size, block))):
         raise ValueError(
-            f"config.json: a checkpoint quantised by {method!r:.80} (quant_method) cannot be trained: its weights were "
-            "rounded and packed for inference, and have no exact form as floats; use the checkpoint it was made from"
+            f"config.json: weight_block_size must be two whole numbers above 0, or null, got {block!r:.80}"
         )
+    return Quantisation("fp8", tuple(block))

@@ -16,6 +16,7 @@ from ..core import param
 from ..core.param import Param, Stack, Table
 from ..core.parts import Part, split
 from ..parallel import vocab
+from . import config_json
 from .attention.pattern import Pattern
 from .layer import Attention, Growth, Layer, Mixer, attention
 from .layers import rope as rotary
@@ -106,11 +107,7 @@ def config(
         refuse(hf, "hidden_act", "silu", default="silu")
     refuse(hf, "attention_dropout", 0.0, default=0.0)
     refuse(hf, "pretraining_tp", 1, default=1)
-    for name in ("quantization_config", "compression_config"):
-        if hf.get(name):
-            raise ValueError(
-                f"config.json: weights must not be quantised, got {name} {hf[name]!r:.200}; use the original checkpoint"
-            )
+    config_json.quantisation(hf)  # raises if it is not implemented
     kinds = hf.get("layer_types") or []
     if not patterns and (hf.get("use_sliding_window") or any(kind != FULL for kind in kinds)):
         raise ValueError(

@@ -24,12 +24,6 @@ ROPE = rope.Rope(1.5e5, "yarn", factor=32.0, original_context=4096, truncate=Fal
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
     hf = DEFAULTS | hf
-    quantised = hf.get("quantization_config")
-    if isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4":
-        raise ValueError(
-            "config.json: MXFP4 weights are not implemented, got quantization_config with quant_method mxfp4; use a "
-            "checkpoint in bfloat16, as transformers writes it of this one with Mxfp4Config(dequantize=True)"
-        )
     dense.refuse(hf, "hidden_act", "silu", default="silu")
     patterns = {FULL: Pattern(), SLIDING: Pattern(window=dense.window(hf))}
     kinds = dense.layer_types(hf, lambda i: FULL if i % 2 else SLIDING)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models import wrappers
+from ...models import config_json, wrappers
 from .. import hf, safetensors
 from .. import torch as torch_adapter
 from ..runtime import hub
@@ -66,8 +66,10 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
         raise ValueError(f"check: against='torch' needs PyTorch ({error}); install areax[torch]") from error
+    source = wrappers.text(json.loads(config.source))
+    dtype = torch.bfloat16 if config_json.quantisation(source) else torch.float32  # numbers are those of bfloat16
     auto = AutoModelForImageTextToText if wrappers.wraps(config) else AutoModelForCausalLM
-    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager").float().eval()
     token_BT = np.random.default_rng(0).choice(_text_tokens(config), (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
     with jax.default_matmul_precision("highest"):  # accelerators would round fp32 operands

@@ -6,8 +6,10 @@ import json
 import os
 from pathlib import Path
 
+from ...models import config_json
 from .. import hf, safetensors
 from ..runtime import hub
+from ..tracking import progress
 
 
 def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str | None = None) -> dict:
@@ -15,7 +17,8 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
 
     Args:
       destination: a directory that does not exist or is empty.
-      dtype: dtype of the written tensors; None = the source's.
+      dtype: dtype of the written tensors; None = the source's. Quantised ones are written as floats, of bfloat16 unless
+        config.json names another dtype; a line on stderr says so.
 
     Returns:
       {"source", "path", "family", "dtypes", "tensors", "bytes"}.
@@ -26,6 +29,8 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
     source = hub.folder(source, weights=True)
     config, params, _ = hf.mapped(source, dtype=None)
     hf.check(source, safetensors.read(source))
+    if stored := config_json.quantisation(json.loads(config.source)):
+        progress.say(f"{source}: in {stored.method}, written as floats without quantization_config")
     path = hf.save(destination, config, params, dtype, base=source)
     manifest = json.loads((path / hf.MANIFEST).read_bytes())
     return {

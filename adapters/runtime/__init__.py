@@ -1,1 +1,1 @@
-"""Process-wide JAX settings: compilation cache and memory allocator."""
+"""What belongs to the process and its machine: compilation cache, memory allocator, downloads, atomic directories."""

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from ...models import wrappers
-from .. import safetensors
+from ...models import config_json, wrappers
+from .. import quantised, safetensors
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
+
+def opened(config, tensors: Mapping[str, np.ndarray], where: str) -> dict:
+    """A checkpoint's tensors, quantised ones as `quantised.opened` gives them."""
+    source = wrappers.text(json.loads(config.source))
+    return quantised.opened(tensors, config_json.quantisation(source), where)
 
 
 def loaded(config, path: str | os.PathLike):
@@ -46,12 +54,13 @@ def folder(config, base: str | os.PathLike | None = None) -> Path | None:
     return found
 
 
-def tensors(config, base: str | os.PathLike | None = None) -> dict[str, np.ndarray]:
-    """The tensors of `config.rest`, as views of its checkpoint's files; raises as `folder`, and if some are missing."""
+def tensors(config, base: str | os.PathLike | None = None) -> dict:
+    """The tensors of `config.rest`, as views of its checkpoint's files, those that are quantised to be dequantised as
+    they are read; raises as `folder`, and if some are missing."""
     place = folder(config, base)
     if place is None or not config.rest.names:
         return {}
-    stored = safetensors.read(place)
+    stored = opened(config, safetensors.read(place), str(place))
     if missing := [name for name in config.rest.names if name not in stored]:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise ValueError(
@@ -59,6 +68,11 @@ def tensors(config, base: str | os.PathLike | None = None) -> dict[str, np.ndarr
             "tensor any more; put the checkpoint back"
         )
     return {name: stored[name] for name in config.rest.names}
+
+
+def size(config) -> int:
+    """Bytes of the tensors of `config.rest`."""
+    return sum(safetensors.size(safetensors.describe(name, x)) for name, x in tensors(config).items())
 
 
 def copy_files(config, base: str | os.PathLike | None, directory: Path) -> None:

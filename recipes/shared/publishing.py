@@ -144,8 +144,7 @@ def folder(published: str, policy: Learner, run: str, start: int) -> Iterator[Pa
       ValueError: the folder belongs to another run, or holds other files.
     """
     if not published:
-        held = (*jax.tree.leaves(learner.weights(policy)), *passed.tensors(policy.settings).values())
-        size = sum(x.nbytes for x in held)
+        size = sum(x.nbytes for x in jax.tree.leaves(learner.weights(policy))) + passed.size(policy.settings)
         with folders.scratch(store.choose_root(size), "weights") as root:
             yield root
         return

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areax.adapters import atomic_dir
+from areax.adapters.runtime import atomic_dir
 
 
 def contents(path):
