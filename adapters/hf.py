@@ -296,7 +296,7 @@ def _empty(shape: Sequence[int], dtype: np.dtype, alias: bool) -> np.ndarray:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _insert(array: jax.Array, piece: jax.Array, start: list[int]) -> jax.Array:
-    """Overwrites a piece of the array in place; as integers, because XLA copies floats of 16 bits one by one on a CPU."""
+    """Overwrites a piece of the array in place; as integers, because XLA copies 16-bit floats one by one on a CPU."""
     bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(bits(array), bits(piece), start), array.dtype)
 
