@@ -81,7 +81,7 @@ def qwen(pairs):
 # -- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [np.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("scale", [np.float32, BF16, np.float16], ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(300, 200), (128, 128), (1, 129), (2, 130, 40)])
 def test_fp8_is_the_product_of_code_and_scale(shape, scale):
     rng = np.random.default_rng(0)
@@ -296,10 +296,10 @@ INF = f"{SCALE} are not finite"  # said by what looks at the stored tensors firs
         (lambda t: t.pop(SCALE), f"{UP} is in FP8 and needs {SCALE}, which is missing; copy it again$"),
         (lambda t: t.pop(UP), f"{SCALE} is the scale of {UP}, which is missing; copy"),
         (lambda t: t.update({UP: np.zeros((72, 96), BF16)}), f"{SCALE} is the scale of {UP}, which is bfloat16"),
-        (lambda t: t.update({SCALE: t[SCALE][:2]}), rf"{SCALE} must be \[3, 6\] of float32 or bfloat16, for blocks of "
+        (lambda t: t.update({SCALE: t[SCALE][:2]}), rf"{SCALE} must be \[3, 6\] of float32 or bfloat16 or float16, for blocks of "
          r"\[24, 16\], got \[2, 6\] of float32$"),
         (lambda t: t.update({SCALE: t[SCALE].T}), r"must be \[3, 6\] .* got \[6, 3\] of float32"),
-        (lambda t: t.update({SCALE: t[SCALE].astype("float16")}), r"got \[3, 6\] of float16"),
+        (lambda t: t.update({SCALE: t[SCALE].astype("float64")}), r"got \[3, 6\] of float64"),
         (lambda t: t.update({SCALE: t[SCALE].astype(np.uint8)}), r"got \[3, 6\] of uint8"),
         (lambda t: t[SCALE].__setitem__((2, 5), np.nan), f"{UP}: scales .* at most 7.6e.35, got nan|{INF}"),
         (lambda t: t[SCALE].__setitem__((0, 0), np.inf), f"{UP}: scales must be finite .*, got inf; use another|{INF}"),
