@@ -262,10 +262,9 @@ def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None)
     wanted = leaf.param.dtype or dtype or _common_dtype(tensors)
     unstacked, part = len(leaf.unstacked_shape), leaf.param.part
 
-    def read(*cut: slice) -> np.ndarray:
+    def read(*cut: slice, alias: bool = False) -> np.ndarray:
         shape = [one.stop - one.start for one in cut]
-        # Misaligned by one entry: JAX would otherwise alias numpy's memory, which cannot be donated to a step.
-        host = np.empty(math.prod(shape) + 1, wanted)[1:].reshape(shape)
+        host = _empty(shape, np.dtype(wanted), alias)
 
         def fill(at: tuple[int, ...], piece: tuple[slice, ...]) -> None:
             tensor = stored[tuple(one.start + i for one, i in zip(cut, at, strict=False))]
@@ -291,14 +290,24 @@ def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None)
     # One piece at a time: on a CPU the parameters are in the memory that is read into, too.
     array = jax.numpy.zeros(leaf.shape, wanted)
     for piece in (first, *others):
-        host = read(*piece)
-        array = _insert(array.block_until_ready(), host, [one.start for one in piece])
+        array = _insert(array.block_until_ready(), read(*piece, alias=True), [one.start for one in piece])
     return array.block_until_ready()
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype, alias: bool) -> np.ndarray:
+    """Memory of numpy, aligned such that JAX may alias it, or such that it has to copy it: aliased memory cannot be
+    donated to a step."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 2 * 64, np.uint8)
+    start = -memory.ctypes.data % 64 + (0 if alias else dtype.itemsize)
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _insert(array: jax.Array, piece: jax.Array, start: list[int]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(array, piece, start)
+    """Overwrites a piece of the array in place; as integers, because XLA copies 16-bit floats one by one on a CPU."""
+    bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(bits(array), bits(piece), start), array.dtype)
 
 
 def _pieces(shape: Sequence[int], most: int) -> list[tuple[slice, ...]]:

@@ -133,6 +133,7 @@ def test_committed_rows_are_of_known_cases(benchmark_modules):
         "pause",
         "long_rows",
         "borders",
+        "quantised",
         "learning",
         "recurrent",
     }
