@@ -41,12 +41,12 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number above 0", _size, (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
         "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step", "kv_lora_rank",
-        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
+        "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
         "interleave_moe_layer_step", "no_rope_layer_interval", "sliding_window_pattern",
         "vocab_size_per_layer_input",
     )),
     # There are Python objects for each, made before a single weight is compared.
-    ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
+    ("a whole number of 1 to 10,000", _few, ("num_hidden_layers", "qk_rope_head_dim")),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
         "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank", "attention_chunk_size",
         "moe_intermediate_size", "top_k_experts", "num_global_key_value_heads",
@@ -58,7 +58,7 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number of at least 0, or null", lambda value: value is None or _count(value), (
         "num_nextn_predict_layers", "hidden_size_per_layer_input", "num_kv_shared_layers",
     )),
-    ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
+    ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window", "pad_token_id")),
     ("a finite number above 0", lambda value: _number(value) and value > 0, ("query_pre_attn_scalar",)),
     ("a finite number above 0, or null", lambda value: value is None or (_number(value) and value > 0), (
         "attn_logit_softcapping", "final_logit_softcapping",

@@ -24,6 +24,7 @@ from .layers.mlp import SILU, Activation, gated_mlp
 from .layers.norm import rms_norm
 
 ROPE = rotary.Rope()  # of families that state no other
+LARGEST_HEAD = 10_000  # there is a frequency for every second entry, made before a single weight is compared
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def config(
         refuse(hf, "hidden_act", "silu", default="silu")
     refuse(hf, "attention_dropout", 0.0, default=0.0)
     refuse(hf, "pretraining_tp", 1, default=1)
+    refuse(hf, "is_causal", True, default=True)
     for name in ("quantization_config", "compression_config"):
         if hf.get(name):
             raise ValueError(
@@ -116,6 +118,10 @@ def config(
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if name not in hf:
             raise ValueError(f"config.json: {family} needs {name}, got none")
+    if (hf.get("pad_token_id") or 0) >= hf["vocab_size"]:  # areax needs none, but transformers could not load an export
+        raise ValueError(
+            f"config.json: pad_token_id must be below vocab_size {hf['vocab_size']}, or null, got {hf['pad_token_id']}"
+        )
     heads = hf["num_attention_heads"]
     kv_heads = hf.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -142,8 +148,10 @@ def config(
         source=json.dumps(hf),
     )  # fmt: skip
     fields |= differences
-    if fields["head_dim"] < 2 or fields["head_dim"] % 2:
-        raise ValueError(f"config.json: head_dim must be even and above 0, got {fields['head_dim']}")
+    if not 2 <= fields["head_dim"] <= LARGEST_HEAD or fields["head_dim"] % 2:
+        raise ValueError(
+            f"config.json: head_dim must be even, above 0 and at most {LARGEST_HEAD}, got {fields['head_dim']}"
+        )
     patterns = patterns or Pattern()
     patterns = [patterns] * fields["layers"] if isinstance(patterns, Pattern) else patterns
     ropes = ropes or [rotary.from_hf(hf, rope)] * fields["layers"]

@@ -640,6 +640,7 @@ def test_impossible_windows_are_refused(family, options, words):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act .*gelu"),
         ({"attention_dropout": 0.1}, "attention_dropout .*0.1"),
+        ({"is_causal": False}, "is_causal must be True, got False"),
         ({"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"] * 999}},
          "weights must not be quantised, got quantization_config .{200}; use the original checkpoint$"),
         ({"compression_config": {"format": "pack-quantized"}}, "quantised, got compression_config .*pack-quantized"),
@@ -748,7 +749,7 @@ def test_gemmas_scale_of_embeddings_is_rounded_to_the_compute_dtype(name):
 LEAST = dict(
     vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=6, num_attention_heads=8,
     num_key_value_heads=2, num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
+    shared_expert_intermediate_size=8, pad_token_id=None,
 )  # fmt: skip
 
 
@@ -793,6 +794,7 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("deepseek_v3", {"topk_group": 4}, "topk_group must be at most n_group 3, got 4"),
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank must be a whole number above 0, got None"),
         ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even, got 5"),
+        ("deepseek_v3", {"qk_rope_head_dim": 2**31}, "qk_rope_head_dim must be a whole number of 1 to 10,000, got 21"),
         ("deepseek_v2", {"topk_method": "best"}, "topk_method must be greedy or group_limited_greedy, got 'best'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False, got True"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be False, got True"),
@@ -811,6 +813,7 @@ def test_options_of_large_mixtures_that_are_not_implemented_are_refused(name, op
 MIXTURES = dict(
     num_hidden_layers=4, hidden_size=48, vocab_size=61, tie_word_embeddings=False, attention_dropout=0.0,
     num_attention_heads=8, num_key_value_heads=2, num_experts_per_tok=2, head_dim=16, hidden_act="silu",
+    pad_token_id=None,
 )  # fmt: skip
 PUBLISHED: dict[str, dict] = {  # options as checkpoints on the hub spell them; sizes are smaller
     "glm4_moe": dict(
