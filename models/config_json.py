@@ -17,6 +17,10 @@ def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 40
 
 
+def _position(value: Any) -> bool:
+    return type(value) is int and value < 1 << 31
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
@@ -48,7 +52,7 @@ KINDS = (  # what an option must be, whether a value is that, the options
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers", "qk_rope_head_dim")),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
-        "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank", "attention_chunk_size",
+        "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank",
         "moe_intermediate_size", "top_k_experts", "num_global_key_value_heads",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
@@ -58,7 +62,12 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number of at least 0, or null", lambda value: value is None or _count(value), (
         "num_nextn_predict_layers", "hidden_size_per_layer_input", "num_kv_shared_layers",
     )),
-    ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window", "pad_token_id")),
+    ("a whole number or null", lambda value: value is None or type(value) is int, ("pad_token_id",)),
+    # Positions, which are i32, are compared with these two.
+    ("a whole number below 2^31, or null", lambda value: value is None or _position(value), ("sliding_window",)),
+    ("a whole number of 1 to 2^31 - 1, or null", lambda value: value is None or (_size(value) and _position(value)), (
+        "attention_chunk_size",
+    )),
     ("a finite number above 0", lambda value: _number(value) and value > 0, ("query_pre_attn_scalar",)),
     ("a finite number above 0, or null", lambda value: value is None or (_number(value) and value > 0), (
         "attn_logit_softcapping", "final_logit_softcapping",

@@ -64,7 +64,8 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     Args:
       pairs: of `rope.Rope`.
     """
-    heads, still, turned = hf.get("num_attention_heads"), hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    dense.need(hf, family)
+    heads, still, turned = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
     dense.refuse(hf, "num_key_value_heads", heads, default=heads)
     dense.refuse(hf, "moe_layer_freq", 1, default=1)
     if turned % 2:
@@ -72,7 +73,7 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     turns = rope.from_hf(hf, rope.Rope(pairs=pairs))
     factor = rope.yarn_scale(turns.factor, turns.mscale_all_dim) ** 2 if turns.mscale_all_dim else 1.0
     base = dense.config(
-        hf, family, head_dim=turned, ropes=[turns] * (hf.get("num_hidden_layers") or 0),
+        hf, family, head_dim=turned, ropes=[turns] * hf["num_hidden_layers"],
         patterns=Pattern(scale=factor / math.sqrt(still + turned)),
     )  # fmt: skip
     sizes = dict(kv_heads=heads, key_dim=still + turned, value_dim=hf["v_head_dim"], latent=hf["kv_lora_rank"])

@@ -115,9 +115,7 @@ def config(
             f"config.json: sliding windows are not implemented for {family}, got use_sliding_window "
             f"{hf.get('use_sliding_window')} and layer_types {sorted(set(kinds))}"
         )
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if name not in hf:
-            raise ValueError(f"config.json: {family} needs {name}, got none")
+    need(hf, family)
     if (hf.get("pad_token_id") or 0) >= hf["vocab_size"]:  # areax needs none, but transformers could not load an export
         raise ValueError(
             f"config.json: pad_token_id must be below vocab_size {hf['vocab_size']}, or null, got {hf['pad_token_id']}"
@@ -227,6 +225,13 @@ def windows_to_hf(config: Config) -> dict:
         "max_window_layers": first,
         "layer_types": [FULL if window is None else SLIDING for window in windows],
     }
+
+
+def need(hf: dict, family: str):
+    """Raises ValueError unless the sizes that no family has a default for are there."""
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if name not in hf:
+            raise ValueError(f"config.json: {family} needs {name}, got none")
 
 
 def refuse(hf: dict, name: str, only, *, default):

@@ -770,6 +770,14 @@ def test_a_family_has_the_defaults_of_transformers(family):
     assert dataclasses.replace(ours, **ignored) == dataclasses.replace(theirs, **ignored)
 
 
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_a_size_that_is_missing_is_named(family):
+    least = LEAST | LEAST_OF.get(family.replace("kimi_k2", "deepseek_v3"), {}) | {"model_type": family}
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        with pytest.raises(ValueError, match=f"config.json: .*{name}"):
+            models.config_from_hf({option: value for option, value in least.items() if option != name})
+
+
 def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path):
     """transformers knows no kimi_k2."""
     reference("deepseek_v3").save_pretrained(tmp_path / "a")
@@ -853,6 +861,15 @@ def test_published_configs_mean_what_they_mean_to_transformers(family):
     assert ours.rope.partial == (None if family == "gpt_oss" else 0.5)
 
 
+def test_queries_of_ministral3_grow_beyond_the_context_that_transformers_takes():
+    """The model's own original context comes before that of its rope, for both."""
+    options = TINY | CASES["ministral3"] | {"original_max_position_embeddings": 32}
+    ours = models.config_from_hf(options | {"model_type": "ministral3"})
+    theirs = models.config_from_hf(transformers.AutoConfig.for_model("ministral3", **options).to_dict())
+    assert ours.records == theirs.records
+    assert {record.growth.length for record in ours.records} == {32}
+
+
 MIXTURE = dict(TINY, model_type="mixtral", num_attention_heads=8, num_local_experts=4, num_experts_per_tok=2)
 
 
@@ -895,12 +912,21 @@ def test_the_names_of_mixtrals_module_are_read(tmp_path):
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0, got 8"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list must be 1, .*, got \[1, 0, 1\]"),
+        ("ministral3", {"rope_parameters": "yarn"}, "rope_parameters must be one set of options .*, got 'yarn'"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": float("inf")}},
+            "need numbers llama_4_scaling_beta and .*, got inf and 262144",
+        ),
+        ("mistral", {"sliding_window": 2**31}, "sliding_window must be a whole number below 2.31, or null"),
+        ("mixtral", {"sliding_window": 2**31}, "sliding_window must be a whole number below 2.31, or null"),
+        ("llama4_text", {"attention_chunk_size": 2**31}, "attention_chunk_size must be a whole number of 1 to 2.31"),
         ("minimax_m2", {"rotary_dim": 256}, "partial_rotary_factor must be .* at most 1, got 2.0"),
     ],
 )
 def test_options_of_one_family_that_are_not_implemented_are_refused(family, option, words):
     with pytest.raises(ValueError, match=f"config.json: .*{words}"):
-        models.config_from_hf(LEAST | dict(model_type=family) | LEAST_OF[family] | option)
+        models.config_from_hf(LEAST | dict(model_type=family) | LEAST_OF.get(family, {}) | option)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])

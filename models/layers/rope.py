@@ -28,6 +28,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # and those that it may have
     "longrope": ("attention_factor",),
     "proportional": ("factor",),
 }
+SCALED = "llama3", "yarn", "longrope"  # kinds that know the context before scaling
 ORIGINAL, PARTIAL, LONGEST = "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings"
 SLIDING = "sliding_attention"  # a layer type
 
@@ -307,7 +308,7 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
 
     theta = number("rope_theta", hf.get("rope_theta", default.theta), least=int(kind == "yarn"))  # yarn takes its log
     fields: dict[str, Any] = {}
-    if kind in ("llama3", "yarn", "longrope"):
+    if kind in SCALED:
         fields["original_context"] = math.ceil(number(ORIGINAL, scaling.get(LONGEST), least=int(kind != "llama3")))
     if kind == "longrope" and scaling.get("factor") is None:
         scaling["factor"] = number(LONGEST) / fields["original_context"]
@@ -368,7 +369,7 @@ def _options(rope: Rope) -> dict:
     for name in (*OPTIONAL.get(rope.kind, ()), "truncate"):
         if getattr(rope, name) != getattr(Rope, name):
             options[name] = getattr(rope, name)
-    if rope.kind in ("llama3", "yarn", "longrope"):
+    if rope.kind in SCALED:
         options[ORIGINAL] = rope.original_context
     if rope.kind == "longrope":
         options |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
