@@ -47,13 +47,14 @@ KINDS = (  # what an option must be, whether a value is that, the options
         "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step", "kv_lora_rank",
         "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
         "interleave_moe_layer_step", "no_rope_layer_interval", "sliding_window_pattern",
-        "vocab_size_per_layer_input",
+        "vocab_size_per_layer_input", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_conv_kernel_dim",
     )),
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers", "qk_rope_head_dim")),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
         "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank",
-        "moe_intermediate_size", "top_k_experts", "num_global_key_value_heads",
+        "moe_intermediate_size", "top_k_experts", "num_global_key_value_heads", "full_attention_interval",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
         "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",

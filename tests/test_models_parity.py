@@ -912,6 +912,10 @@ def test_the_names_of_mixtrals_module_are_read(tmp_path):
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0, got 8"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list must be 1, .*, got \[1, 0, 1\]"),
+        *[("qwen3_5_text", {f"linear_{name}": value}, f"linear_{name} must be a whole number above 0, got {value}")
+          for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+          for value in (0, None)],
+        ("qwen3_5_text", {"full_attention_interval": "4"}, "full_attention_interval must be a whole number above 0"),
         ("ministral3", {"rope_parameters": "yarn"}, "rope_parameters must be one set of options .*, got 'yarn'"),
         (
             "ministral3",
@@ -923,7 +927,7 @@ def test_the_names_of_mixtrals_module_are_read(tmp_path):
         ("llama4_text", {"attention_chunk_size": 2**31}, "attention_chunk_size must be a whole number of 1 to 2.31"),
         ("minimax_m2", {"rotary_dim": 256}, "partial_rotary_factor must be .* at most 1, got 2.0"),
     ],
-)
+)  # fmt: skip
 def test_options_of_one_family_that_are_not_implemented_are_refused(family, option, words):
     with pytest.raises(ValueError, match=f"config.json: .*{words}"):
         models.config_from_hf(LEAST | dict(model_type=family) | LEAST_OF.get(family, {}) | option)

@@ -6,7 +6,7 @@ A family states what its config.json leaves out as a `Rope`: theta, the part of 
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -205,7 +205,9 @@ def from_hf(hf: dict, default: Rope = Rope()) -> Rope:
       ValueError: a kind of scaling that is not implemented, parameters by layer type, an option that is missing or no
         number above 0, or spellings that disagree; names it.
     """
-    given = {name: _read(hf, name, hf[name], default) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    # A part that belongs to the family's kind is not that of options which state a kind themselves.
+    stated = replace(default, partial=None) if default.kind == "proportional" else default
+    given = {name: _read(hf, name, hf[name], stated) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise ValueError(
             f"config.json: rope_scaling and rope_parameters must agree, got {hf['rope_scaling']} (with rope_theta "
