@@ -705,6 +705,7 @@ SIZES = "per_layer_config must have the same head_dim and num_key_value_heads fo
         ({"hidden_activation": "silu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'silu'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be false, got 'all'"),
         ({"sliding_window": None}, "gemma4_text needs sliding_window, got None"),
+        ({"rope_theta": 20.0}, "rope_theta must be None, got 20.0"),
         ({"global_head_dim": 7}, "global_head_dim must be even and above 0, got 7"),
         (
             {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
