@@ -86,6 +86,7 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), (
         "mlp_only_layers", "moe_layers", "attn_type_list",
     )),
+    ("a list of 0 or 1, or null", lambda value: value is None or _list_of(_count)(value), ("no_rope_layers",)),
     ("options by layer, or null", lambda value: value is None or _options(value), ("per_layer_config",)),
     ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
         "eos_token_id",
