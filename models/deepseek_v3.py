@@ -70,6 +70,8 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     dense.refuse(hf, "moe_layer_freq", 1, default=1)
     if turned % 2:
         raise ValueError(f"config.json: qk_rope_head_dim must be even, got {turned}")
+    if hf.get("head_dim") is not None:  # transformers turns as many entries
+        dense.refuse(hf, "head_dim", turned, default=turned)
     turns = rope.from_hf(hf, rope.Rope(pairs=pairs))
     factor = rope.yarn_scale(turns.factor, turns.mscale_all_dim) ** 2 if turns.mscale_all_dim else 1.0
     base = dense.config(
@@ -81,7 +83,7 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     plain = mixture.sparse(
         dataclasses.replace(base, records=records), hf, router, experts="n_routed_experts",
         dense_layers=range(min(hf["first_k_dense_replace"], base.layers)),
-        shared_ffn=(hf["n_shared_experts"] or 0) * hf["moe_intermediate_size"],
+        shared_ffn=(hf["n_shared_experts"] or 0) * (hf["moe_intermediate_size"] or 0),
     )  # fmt: skip
     ranks = dict(q_rank=hf["q_lora_rank"], kv_rank=hf["kv_lora_rank"])
     return Config(**vars(plain), **ranks, attention_bias=hf.get("attention_bias") or False)

@@ -804,6 +804,8 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank must be a whole number above 0, got None"),
         ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even, got 5"),
         ("deepseek_v3", {"qk_rope_head_dim": 2**31}, "qk_rope_head_dim must be a whole number of 1 to 10,000, got 21"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim must be 6, got 8"),
+        ("deepseek_v3", {"moe_intermediate_size": None}, "deepseek_v3 needs moe_intermediate_size, got None"),
         ("deepseek_v2", {"topk_method": "best"}, "topk_method must be greedy or group_limited_greedy, got 'best'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False, got True"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be False, got True"),
