@@ -804,6 +804,8 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank must be a whole number above 0, got None"),
         ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even, got 5"),
         ("deepseek_v3", {"qk_rope_head_dim": 2**31}, "qk_rope_head_dim must be a whole number of 1 to 10,000, got 21"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+         "mscale_all_dim needs rope_type yarn, got linear"),
         ("deepseek_v3", {"head_dim": 8}, "head_dim must be 6, got 8"),
         ("deepseek_v3", {"moe_intermediate_size": None}, "deepseek_v3 needs moe_intermediate_size, got None"),
         ("deepseek_v2", {"topk_method": "best"}, "topk_method must be greedy or group_limited_greedy, got 'best'"),
@@ -815,7 +817,7 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "layer_types must be chunked_attention or full"),
         ("llama4_text", {"moe_layers": [3]}, "moe_layers must be among the 3 layers, got .3."),
     ],
-)
+)  # fmt: skip
 def test_options_of_large_mixtures_that_are_not_implemented_are_refused(name, option, words):
     with pytest.raises(ValueError, match=f"config.json: {words}"):
         models.config_from_hf(TINY | CASES[name] | {"model_type": name} | option)
