@@ -905,6 +905,7 @@ def test_the_names_of_mixtrals_module_are_read(tmp_path):
     [
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4 weights are not implemented.*bfloat16"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "weights must not be quantised.*fp8"),
+        ("gpt_oss", {"rope_parameters": {}}, "rope_parameters must have options, or be null, got {}"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ("gpt_oss", {"num_local_experts": None}, "gpt_oss needs num_local_experts, got None"),
         ("glm4_moe", {"n_shared_experts": None}, "n_shared_experts must be at least 1, got None"),

@@ -205,6 +205,9 @@ def from_hf(hf: dict, default: Rope = Rope()) -> Rope:
       ValueError: a kind of scaling that is not implemented, parameters by layer type, an option that is missing or no
         number above 0, or spellings that disagree; names it.
     """
+    for name in ("rope_parameters", "rope_scaling") if default.kind != "default" else ():
+        if hf.get(name) == {}:  # which is not null to transformers: it has no default then
+            raise ValueError(f"config.json: {name} must have options, or be null, got {{}}")
     # A part that belongs to the family's kind is not that of options which state a kind themselves.
     stated = replace(default, partial=None) if default.kind == "proportional" else default
     given = {name: _read(hf, name, hf[name], stated) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
