@@ -69,7 +69,10 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number of 1 to 2^31 - 1, or null", lambda value: value is None or (_size(value) and _position(value)), (
         "attention_chunk_size",
     )),
-    ("a finite number above 0", lambda value: _number(value) and value > 0, ("query_pre_attn_scalar",)),
+    ("a finite number above 0", lambda value: _number(value) and value > 0, (
+        "query_pre_attn_scalar", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+        "logits_scaling",
+    )),
     ("a finite number above 0, or null", lambda value: value is None or (_number(value) and value > 0), (
         "attn_logit_softcapping", "final_logit_softcapping",
     )),

@@ -924,6 +924,9 @@ def test_the_names_of_mixtrals_module_are_read(tmp_path):
         ("qwen3_5_text", {"full_attention_interval": "4"}, "full_attention_interval must be a whole number above 0"),
         *[(name, {"no_rope_layers": 1}, "no_rope_layers must be a list of 0 or 1, or null, got 1")
           for name in ("smollm3", "llama4_text")],
+        *[("granite", {name: value}, f"{name} must be a finite number above 0, got {value}")
+          for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+          for value in (0, None, float("nan"))],
         ("ministral3", {"rope_parameters": "yarn"}, "rope_parameters must be one set of options .*, got 'yarn'"),
         (
             "ministral3",
