@@ -927,6 +927,9 @@ def test_the_names_of_mixtrals_module_are_read(tmp_path):
         *[("granite", {name: value}, f"{name} must be a finite number above 0, got {value}")
           for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
           for value in (0, None, float("nan"))],
+        # transformers has these windows, but not with flash attention
+        *[("smollm3", {"layer_types": ["sliding_attention"] * 6, **options}, "needs use_sliding_window and a sliding")
+          for options in ({"sliding_window": 7}, {"use_sliding_window": True})],
         ("ministral3", {"rope_parameters": "yarn"}, "rope_parameters must be one set of options .*, got 'yarn'"),
         (
             "ministral3",
