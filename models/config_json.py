@@ -19,6 +19,10 @@ def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 40
 
 
+def _position(value: Any) -> bool:
+    return type(value) is int and value < 1 << 31
+
+
 def _number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= sys.float_info.max
 
@@ -43,15 +47,16 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number above 0", _size, (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings",
         "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step", "kv_lora_rank",
-        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
+        "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
         "interleave_moe_layer_step", "no_rope_layer_interval", "sliding_window_pattern",
-        "vocab_size_per_layer_input",
+        "vocab_size_per_layer_input", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_conv_kernel_dim",
     )),
     # There are Python objects for each, made before a single weight is compared.
-    ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
+    ("a whole number of 1 to 10,000", _few, ("num_hidden_layers", "qk_rope_head_dim")),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
-        "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank", "attention_chunk_size",
-        "moe_intermediate_size", "top_k_experts", "num_global_key_value_heads",
+        "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank",
+        "moe_intermediate_size", "top_k_experts", "num_global_key_value_heads", "full_attention_interval",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
         "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
@@ -60,8 +65,16 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a whole number of at least 0, or null", lambda value: value is None or _count(value), (
         "num_nextn_predict_layers", "hidden_size_per_layer_input", "num_kv_shared_layers",
     )),
-    ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
-    ("a finite number above 0", lambda value: _number(value) and value > 0, ("query_pre_attn_scalar",)),
+    ("a whole number or null", lambda value: value is None or type(value) is int, ("pad_token_id",)),
+    # Positions, which are i32, are compared with these two.
+    ("a whole number below 2^31, or null", lambda value: value is None or _position(value), ("sliding_window",)),
+    ("a whole number of 1 to 2^31 - 1, or null", lambda value: value is None or (_size(value) and _position(value)), (
+        "attention_chunk_size",
+    )),
+    ("a finite number above 0", lambda value: _number(value) and value > 0, (
+        "query_pre_attn_scalar", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+        "logits_scaling",
+    )),
     ("a finite number above 0, or null", lambda value: value is None or (_number(value) and value > 0), (
         "attn_logit_softcapping", "final_logit_softcapping",
     )),
@@ -78,6 +91,7 @@ KINDS = (  # what an option must be, whether a value is that, the options
     ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), (
         "mlp_only_layers", "moe_layers", "attn_type_list",
     )),
+    ("a list of 0 or 1, or null", lambda value: value is None or _list_of(_count)(value), ("no_rope_layers",)),
     ("options by layer, or null", lambda value: value is None or _options(value), ("per_layer_config",)),
     ("a token's id, a list of them, or null", lambda value: value is None or _count(value) or _list_of(_count)(value), (
         "eos_token_id",

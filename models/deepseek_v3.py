@@ -64,15 +64,21 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     Args:
       pairs: of `rope.Rope`.
     """
-    heads, still, turned = hf.get("num_attention_heads"), hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+    dense.need(hf, family)
+    heads, still, turned = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
     dense.refuse(hf, "num_key_value_heads", heads, default=heads)
     dense.refuse(hf, "moe_layer_freq", 1, default=1)
     if turned % 2:
         raise ValueError(f"config.json: qk_rope_head_dim must be even, got {turned}")
+    if hf.get("head_dim") is not None:  # transformers turns as many entries
+        dense.refuse(hf, "head_dim", turned, default=turned)
     turns = rope.from_hf(hf, rope.Rope(pairs=pairs))
+    options = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if turns.kind not in ("default", "yarn") and options.get("mscale_all_dim"):
+        raise ValueError(f"config.json: mscale_all_dim needs rope_type yarn, got {turns.kind}")
     factor = rope.yarn_scale(turns.factor, turns.mscale_all_dim) ** 2 if turns.mscale_all_dim else 1.0
     base = dense.config(
-        hf, family, head_dim=turned, ropes=[turns] * (hf.get("num_hidden_layers") or 0),
+        hf, family, head_dim=turned, ropes=[turns] * hf["num_hidden_layers"],
         patterns=Pattern(scale=factor / math.sqrt(still + turned)),
     )  # fmt: skip
     sizes = dict(kv_heads=heads, key_dim=still + turned, value_dim=hf["v_head_dim"], latent=hf["kv_lora_rank"])
@@ -80,7 +86,7 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
     plain = mixture.sparse(
         dataclasses.replace(base, records=records), hf, router, experts="n_routed_experts",
         dense_layers=range(min(hf["first_k_dense_replace"], base.layers)),
-        shared_ffn=(hf["n_shared_experts"] or 0) * hf["moe_intermediate_size"],
+        shared_ffn=(hf["n_shared_experts"] or 0) * (hf["moe_intermediate_size"] or 0),
     )  # fmt: skip
     ranks = dict(q_rank=hf["q_lora_rank"], kv_rank=hf["kv_lora_rank"])
     return Config(**vars(plain), **ranks, attention_bias=hf.get("attention_bias") or False)

@@ -26,6 +26,7 @@ from .layers.norm import rms_norm
 from .wrappers import Rest
 
 ROPE = rotary.Rope()  # of families that state no other
+LARGEST_HEAD = 10_000  # there is a frequency for every second entry, made before a single weight is compared
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def config(
         refuse(hf, "hidden_act", "silu", default="silu")
     refuse(hf, "attention_dropout", 0.0, default=0.0)
     refuse(hf, "pretraining_tp", 1, default=1)
+    refuse(hf, "is_causal", True, default=True)
     config_json.quantisation(hf)  # raises if it is not implemented
     kinds = hf.get("layer_types") or []
     if not patterns and (hf.get("use_sliding_window") or any(kind != FULL for kind in kinds)):
@@ -114,9 +116,11 @@ def config(
             f"config.json: sliding windows are not implemented for {family}, got use_sliding_window "
             f"{hf.get('use_sliding_window')} and layer_types {sorted(set(kinds))}"
         )
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if name not in hf:
-            raise ValueError(f"config.json: {family} needs {name}, got none")
+    need(hf, family)
+    if (hf.get("pad_token_id") or 0) >= hf["vocab_size"]:  # areax needs none, but transformers could not load an export
+        raise ValueError(
+            f"config.json: pad_token_id must be below vocab_size {hf['vocab_size']}, or null, got {hf['pad_token_id']}"
+        )
     heads = hf["num_attention_heads"]
     kv_heads = hf.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -143,8 +147,10 @@ def config(
         source=json.dumps(hf),
     )  # fmt: skip
     fields |= differences
-    if fields["head_dim"] < 2 or fields["head_dim"] % 2:
-        raise ValueError(f"config.json: head_dim must be even and above 0, got {fields['head_dim']}")
+    if not 2 <= fields["head_dim"] <= LARGEST_HEAD or fields["head_dim"] % 2:
+        raise ValueError(
+            f"config.json: head_dim must be even, above 0 and at most {LARGEST_HEAD}, got {fields['head_dim']}"
+        )
     patterns = patterns or Pattern()
     patterns = [patterns] * fields["layers"] if isinstance(patterns, Pattern) else patterns
     ropes = ropes or [rotary.from_hf(hf, rope)] * fields["layers"]
@@ -220,6 +226,13 @@ def windows_to_hf(config: Config) -> dict:
         "max_window_layers": first,
         "layer_types": [FULL if window is None else SLIDING for window in windows],
     }
+
+
+def need(hf: dict, family: str):
+    """Raises ValueError unless the sizes that no family has a default for are there."""
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if name not in hf:
+            raise ValueError(f"config.json: {family} needs {name}, got none")
 
 
 def refuse(hf: dict, name: str, only, *, default):

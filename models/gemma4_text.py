@@ -58,6 +58,8 @@ def config(hf: dict) -> Config:
     hf = DEFAULTS | hf
     if hf["sliding_window"] is None:
         raise ValueError("config.json: gemma4_text needs sliding_window, got None")
+    for name in ("rope_theta", "rope_scaling") if not hf.get("rope_parameters") else ():
+        dense.refuse(hf, name, None, default=None)  # there is no old spelling: transformers ignores them
     kinds = dense.layer_types(hf, lambda i: SLIDING if (i + 1) % 6 else FULL)
     kinds = [*kinds[:-1], FULL]  # as in transformers
     patterns = {FULL: Pattern(scale=1.0), SLIDING: Pattern(window=dense.window(hf), scale=1.0)}

@@ -1,5 +1,7 @@
 """Ministral 3 (Mistral): Mistral with yarn and queries that grow with their position."""
 
+import sys
+
 from ..core.param import Table
 from . import dense
 from .attention.pattern import Pattern
@@ -7,6 +9,7 @@ from .dense import Config as Config
 from .dense import block as block
 from .dense import embed as embed
 from .layer import Growth
+from .layers import rope
 
 DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
@@ -22,9 +25,12 @@ def config(hf: dict) -> Config:
     hf = DEFAULTS | hf
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
         hf["rope_parameters"] = ROPE
+    scaling = rope.from_hf(hf)
     options = hf.get("rope_parameters") or hf["rope_scaling"]
-    rate, length = options.get("llama_4_scaling_beta"), options.get("original_max_position_embeddings")
-    if not isinstance(rate, int | float) or not isinstance(length, int) or length < 1:
+    rate, length = options.get("llama_4_scaling_beta"), options.get(rope.ORIGINAL)
+    if scaling.kind in rope.SCALED:  # as in transformers, the model's own comes first
+        length = hf.get(rope.ORIGINAL, options.get(rope.ORIGINAL, hf[rope.LONGEST]))
+    if type(rate) not in (int, float) or not abs(rate) <= sys.float_info.max or type(length) is not int or length < 1:
         raise ValueError(
             "config.json: rope_parameters of ministral3 need numbers llama_4_scaling_beta and "
             f"original_max_position_embeddings, got {rate!r:.80} and {length!r:.80}"

@@ -22,6 +22,11 @@ def config(hf: dict) -> Config:
         raise ValueError(f"config.json: no_rope_layers must be 0 or 1 for each of {count} layers, got {rotary!r:.200}")
     window = dense.window(hf) if hf.get("use_sliding_window") else None
     kinds = dense.layer_types(hf, lambda i: FULL if rotary[i] or window is None else SLIDING)
+    if SLIDING in kinds and window is None:
+        raise ValueError(
+            f"config.json: {SLIDING} in layer_types needs use_sliding_window and a sliding_window, got "
+            f"{hf.get('use_sliding_window')} and {hf.get('sliding_window')}"
+        )
     shared, bias = rope.from_hf(hf, ROPE), hf.get("attention_bias", False)
     return dense.config(
         hf, "smollm3", qkv_bias=bias, out_bias=bias, mlp_bias=hf.get("mlp_bias", False),

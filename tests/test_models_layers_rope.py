@@ -209,6 +209,10 @@ def check_tables(family, ropes, hf):
         ("gemma4", {"global_head_dim": 24, "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 300.0},
             "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20.0}}}),
+        # The part that turns is not the family's where options are given.
+        *[("gemma4", {"global_head_dim": 24, "rope_parameters": {
+            "full_attention": {**kind, "rope_theta": 300.0}, "sliding_attention": {"rope_theta": 20.0}}})
+          for kind in ({"rope_type": "proportional"}, {"rope_type": "default"}, {})],
     ],
 )  # fmt: skip
 def test_tables_are_those_of_transformers(family, options):

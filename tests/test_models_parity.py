@@ -704,6 +704,7 @@ def test_impossible_windows_are_refused(family, options, words):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_act": "gelu"}, "hidden_act .*gelu"),
         ({"attention_dropout": 0.1}, "attention_dropout .*0.1"),
+        ({"is_causal": False}, "is_causal must be True, got False"),
         ({"quantization_config": {"quant_method": "gptq", "modules_to_not_convert": ["lm_head"] * 999}},
          "weights must not be quantised, got quantization_config .{200}, by which .*; use the original checkpoint$"),
         ({"compression_config": {"format": "pack-quantized"}}, "quantised, got compression_config .*pack-quantized"),
@@ -768,6 +769,7 @@ SIZES = "per_layer_config must have the same head_dim and num_key_value_heads fo
         ({"hidden_activation": "silu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'silu'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be false, got 'all'"),
         ({"sliding_window": None}, "gemma4_text needs sliding_window, got None"),
+        ({"rope_theta": 20.0}, "rope_theta must be None, got 20.0"),
         ({"global_head_dim": 7}, "global_head_dim must be even and above 0, got 7"),
         (
             {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
@@ -812,7 +814,7 @@ def test_gemmas_scale_of_embeddings_is_rounded_to_the_compute_dtype(name):
 LEAST = dict(
     vocab_size=61, hidden_size=48, intermediate_size=40, num_hidden_layers=6, num_attention_heads=8,
     num_key_value_heads=2, num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
+    shared_expert_intermediate_size=8, pad_token_id=None,
 )  # fmt: skip
 
 
@@ -831,6 +833,14 @@ def test_a_family_has_the_defaults_of_transformers(family):
     theirs = models.config_from_hf(transformers.AutoConfig.for_model(family, **least).to_dict())
     ignored = dict(source="", eos=(), prefix="")
     assert dataclasses.replace(ours, **ignored) == dataclasses.replace(theirs, **ignored)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_a_size_that_is_missing_is_named(family):
+    least = LEAST | LEAST_OF.get(family.replace("kimi_k2", "deepseek_v3"), {}) | {"model_type": family}
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        with pytest.raises(ValueError, match=f"config.json: .*{name}"):
+            models.config_from_hf({option: value for option, value in least.items() if option != name})
 
 
 def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path):
@@ -857,6 +867,11 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("deepseek_v3", {"topk_group": 4}, "topk_group must be at most n_group 3, got 4"),
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank must be a whole number above 0, got None"),
         ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim must be even, got 5"),
+        ("deepseek_v3", {"qk_rope_head_dim": 2**31}, "qk_rope_head_dim must be a whole number of 1 to 10,000, got 21"),
+        ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+         "mscale_all_dim needs rope_type yarn, got linear"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim must be 6, got 8"),
+        ("deepseek_v3", {"moe_intermediate_size": None}, "deepseek_v3 needs moe_intermediate_size, got None"),
         ("deepseek_v2", {"topk_method": "best"}, "topk_method must be greedy or group_limited_greedy, got 'best'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False, got True"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be False, got True"),
@@ -866,7 +881,7 @@ def test_kimi_k2_is_read_as_deepseek_v3_and_written_under_its_own_name(tmp_path)
         ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "layer_types must be chunked_attention or full"),
         ("llama4_text", {"moe_layers": [3]}, "moe_layers must be among the 3 layers, got .3."),
     ],
-)
+)  # fmt: skip
 def test_options_of_large_mixtures_that_are_not_implemented_are_refused(name, option, words):
     with pytest.raises(ValueError, match=f"config.json: {words}"):
         models.config_from_hf(TINY | CASES[name] | {"model_type": name} | option)
@@ -875,6 +890,7 @@ def test_options_of_large_mixtures_that_are_not_implemented_are_refused(name, op
 MIXTURES = dict(
     num_hidden_layers=4, hidden_size=48, vocab_size=61, tie_word_embeddings=False, attention_dropout=0.0,
     num_attention_heads=8, num_key_value_heads=2, num_experts_per_tok=2, head_dim=16, hidden_act="silu",
+    pad_token_id=None,
 )  # fmt: skip
 PUBLISHED: dict[str, dict] = {  # options as checkpoints on the hub spell them; sizes are smaller
     "glm4_moe": dict(
@@ -914,6 +930,15 @@ def test_published_configs_mean_what_they_mean_to_transformers(family):
     assert ours.rope.partial == (None if family == "gpt_oss" else 0.5)
 
 
+def test_queries_of_ministral3_grow_beyond_the_context_that_transformers_takes():
+    """The model's own original context comes before that of its rope, for both."""
+    options = TINY | CASES["ministral3"] | {"original_max_position_embeddings": 32}
+    ours = models.config_from_hf(options | {"model_type": "ministral3"})
+    theirs = models.config_from_hf(transformers.AutoConfig.for_model("ministral3", **options).to_dict())
+    assert ours.records == theirs.records
+    assert {record.growth.length for record in ours.records} == {32}
+
+
 MIXTURE = dict(TINY, model_type="mixtral", num_attention_heads=8, num_local_experts=4, num_experts_per_tok=2)
 
 
@@ -945,6 +970,7 @@ def test_the_names_of_modules_are_read(name, tmp_path):
 @pytest.mark.parametrize(
     "family, option, words",
     [
+        ("gpt_oss", {"rope_parameters": {}}, "rope_parameters must have options, or be null, got {}"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ("gpt_oss", {"num_local_experts": None}, "gpt_oss needs num_local_experts, got None"),
         ("glm4_moe", {"n_shared_experts": None}, "n_shared_experts must be at least 1, got None"),
@@ -957,12 +983,33 @@ def test_the_names_of_modules_are_read(name, tmp_path):
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
         ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size must be 0, got 8"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list must be 1, .*, got \[1, 0, 1\]"),
+        *[("qwen3_5_text", {f"linear_{name}": value}, f"linear_{name} must be a whole number above 0, got {value}")
+          for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+          for value in (0, None)],
+        ("qwen3_5_text", {"full_attention_interval": "4"}, "full_attention_interval must be a whole number above 0"),
+        *[(name, {"no_rope_layers": 1}, "no_rope_layers must be a list of 0 or 1, or null, got 1")
+          for name in ("smollm3", "llama4_text")],
+        *[("granite", {name: value}, f"{name} must be a finite number above 0, got {value}")
+          for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+          for value in (0, None, float("nan"))],
+        # transformers has these windows, but not with flash attention
+        *[("smollm3", {"layer_types": ["sliding_attention"] * 6, **options}, "needs use_sliding_window and a sliding")
+          for options in ({"sliding_window": 7}, {"use_sliding_window": True})],
+        ("ministral3", {"rope_parameters": "yarn"}, "rope_parameters must be one set of options .*, got 'yarn'"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": float("inf")}},
+            "need numbers llama_4_scaling_beta and .*, got inf and 262144",
+        ),
+        ("mistral", {"sliding_window": 2**31}, "sliding_window must be a whole number below 2.31, or null"),
+        ("mixtral", {"sliding_window": 2**31}, "sliding_window must be a whole number below 2.31, or null"),
+        ("llama4_text", {"attention_chunk_size": 2**31}, "attention_chunk_size must be a whole number of 1 to 2.31"),
         ("minimax_m2", {"rotary_dim": 256}, "partial_rotary_factor must be .* at most 1, got 2.0"),
     ],
-)
+)  # fmt: skip
 def test_options_of_one_family_that_are_not_implemented_are_refused(family, option, words):
     with pytest.raises(ValueError, match=f"config.json: .*{words}"):
-        models.config_from_hf(LEAST | dict(model_type=family) | LEAST_OF[family] | option)
+        models.config_from_hf(LEAST | dict(model_type=family) | LEAST_OF.get(family, {}) | option)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])

@@ -489,7 +489,9 @@ OPTIONS = [  # of config.json, and what is wrong with it
     ("layer_types", [[]], "must be a list of texts, or null"),
     *[("eos_token_id", value, "must be a token's id, a list of them, or null") for value in ({}, [[1]], "x", -1)],
     ("num_key_value_heads", 3, "num_attention_heads must be a multiple of num_key_value_heads, got 2 and 3"),
-    ("head_dim", 15, "head_dim must be even and above 0, got 15"),
+    *[("head_dim", value, f"head_dim must be even, above 0 and at most 10000, got {value}") for value in (15, 2**31)],
+    ("pad_token_id", "x", "must be a whole number or null"),
+    ("pad_token_id", 32, "pad_token_id must be below vocab_size 32, or null, got 32"),
 ]  # fmt: skip
 
 

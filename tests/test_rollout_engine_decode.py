@@ -250,6 +250,14 @@ def test_latent_attention_caches_one_vector_for_all_heads():
         assert [(keys.shape[:3], values.shape[1::2]) for keys, values in layer] == [((2, 1, 18 + 6), (1, 18))]
 
 
+@pytest.mark.parametrize("case", ["qwen3", "deepseek_v3", "qwen3_5_text", "gemma4_text"])
+def test_the_size_of_caches_is_known_before_they_are_made(case):
+    """What is refused as too large must not fit: latent vectors, states and shared keys take less than keys would."""
+    config, _ = model(case)
+    made = jax.tree.leaves(caches.empty(config, 3, 128, jnp.bfloat16))
+    assert caches.least_bytes(config, 3, 128, 2) == sum(x.nbytes for x in made)
+
+
 def engine_results(engine, asked):
     return [(done.tokens, done.logp) for done in engine.generate(asked)]
 

@@ -6,7 +6,7 @@ A family states what its config.json leaves out as a `Rope`: theta, the part of 
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # and those that it may have
     "longrope": ("attention_factor",),
     "proportional": ("factor",),
 }
+SCALED = "llama3", "yarn", "longrope"  # kinds that know the context before scaling
 ORIGINAL, PARTIAL, LONGEST = "original_max_position_embeddings", "partial_rotary_factor", "max_position_embeddings"
 SLIDING = "sliding_attention"  # a layer type
 
@@ -204,7 +205,12 @@ def from_hf(hf: dict, default: Rope = Rope()) -> Rope:
       ValueError: a kind of scaling that is not implemented, parameters by layer type, an option that is missing or no
         number above 0, or spellings that disagree; names it.
     """
-    given = {name: _read(hf, name, hf[name], default) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
+    for name in ("rope_parameters", "rope_scaling") if default.kind != "default" else ():
+        if hf.get(name) == {}:  # which is not null to transformers: it has no default then
+            raise ValueError(f"config.json: {name} must have options, or be null, got {{}}")
+    # A part that belongs to the family's kind is not that of options which state a kind themselves.
+    stated = replace(default, partial=None) if default.kind == "proportional" else default
+    given = {name: _read(hf, name, hf[name], stated) for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise ValueError(
             f"config.json: rope_scaling and rope_parameters must agree, got {hf['rope_scaling']} (with rope_theta "
@@ -307,7 +313,7 @@ def _read(hf: dict, name: str, scaling: Any, default: Rope) -> Rope:
 
     theta = number("rope_theta", hf.get("rope_theta", default.theta), least=int(kind == "yarn"))  # yarn takes its log
     fields: dict[str, Any] = {}
-    if kind in ("llama3", "yarn", "longrope"):
+    if kind in SCALED:
         fields["original_context"] = math.ceil(number(ORIGINAL, scaling.get(LONGEST), least=int(kind != "llama3")))
     if kind == "longrope" and scaling.get("factor") is None:
         scaling["factor"] = number(LONGEST) / fields["original_context"]
@@ -368,7 +374,7 @@ def _options(rope: Rope) -> dict:
     for name in (*OPTIONAL.get(rope.kind, ()), "truncate"):
         if getattr(rope, name) != getattr(Rope, name):
             options[name] = getattr(rope, name)
-    if rope.kind in ("llama3", "yarn", "longrope"):
+    if rope.kind in SCALED:
         options[ORIGINAL] = rope.original_context
     if rope.kind == "longrope":
         options |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}

@@ -8,6 +8,7 @@ and values it cannot be cut back to a prompt.
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,18 @@ def empty(config, slots: int, context: int, dtype):
         return {name: jnp.zeros((slots, *shape), jnp.float32) for name, shape in layer.state}
 
     return [one(layer) for layer in config.records]
+
+
+def least_bytes(config, slots: int, context: int, itemsize: int) -> int:
+    """Bytes of `empty` with entries of `itemsize`, if the segments end with the context; else it has more."""
+
+    def one(layer):
+        if not isinstance(layer, Attention):
+            return sum(4 * math.prod(shape) for _, shape in layer.state)
+        K, H, V = layer.cached
+        return K * (H + V) * context * itemsize if layer.source is None else 0
+
+    return slots * sum(map(one, config.records))
 
 
 def spans(cache) -> list[slice]:

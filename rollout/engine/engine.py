@@ -18,6 +18,7 @@ import numpy as np
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from ..processes import memory
+from . import caches
 from .adapters import Loaded
 from .request import Progress, Request, check, check_prompt
 from .slots import Live, Slots
@@ -549,8 +550,7 @@ class Engine:
 
 
 def _check_caches(config, params, slots: int, context: int) -> None:
-    size = np.dtype(jax.tree.leaves(params)[0].dtype).itemsize
-    least = 2 * config.layers * config.kv_heads * config.head_dim * size * slots * context
+    least = caches.least_bytes(config, slots, context, np.dtype(params["embed"].dtype).itemsize)
     memory.check(f"Engine: {slots} slots of {context} tokens", least, memory.of_devices(jax.local_devices()[:1]))
 
 
