@@ -71,22 +71,6 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     assert half["microbatches"] == report["microbatches"] / 2 == 1
 
 
-@pytest.mark.parametrize(
-    "family, options, words",
-    [
-        ("qwen3_5_text", {"num_hidden_layers": 4}, "qwen3_5_text, with the weights decay, decay_bias, decay_log"),
-        ("granite", {"attention_multiplier": 0.5}, "granite, whose layers attend in ways of their own"),
-        ("olmo2", {}, "olmo2, with the weights norm1_after, norm2_after"),
-        ("mistral", {"sliding_window": 8}, "sliding windows .layers .0, 1.."),
-    ],
-)
-def test_families_that_the_formulas_do_not_cover_are_refused(capsys, tmp_path, family, options, words):
-    (tmp_path / "config.json").write_text(json.dumps(tiny.HF | {"model_type": family, "vocab_size": 64} | options))
-    assert re.search(
-        f"plan: {words} cannot be planned", run(capsys, "sft", "--model", tmp_path, "--length", 32, code=2)
-    )
-
-
 def test_servers_on_the_trainers_device_count(capsys, model):
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
     huge = ["--serve.slots", 1 << 20, "--serve.context", 1 << 20]
