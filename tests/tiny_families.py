@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT | dict(attention_bias=True),
     "gemma2": dict(sliding_window=7, tie_word_embeddings=True),
-    "gemma3_text": dict(num_hidden_layers=6, sliding_window=7, tie_word_embeddings=True),
+    "gemma3_text": dict(num_hidden_layers=3, sliding_window_pattern=3, sliding_window=7, tie_word_embeddings=True),
     "gemma4_text": dict(
         num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, global_head_dim=24,
         sliding_window=7, hidden_size_per_layer_input=12, vocab_size_per_layer_input=72, num_kv_shared_layers=2,

@@ -17,13 +17,14 @@ from jax.sharding import NamedSharding
 from ... import models
 from ...core import optim, packing, param, step
 from ...core.batch import Batch
+from ...models.layer import Attention
 from ...parallel import mesh as meshes
 from ...parallel import rules
 from ...rollout.types import supervised
 
 # The code never runs, so it need not be fast; shardings are decided before code generation.
 CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-MODEL_READS = {"token_BT", "position_BT", "index_BT", "segment_BT", "target_BT"}
+MODEL_READS = {"token_BT", "index_BT", "segment_BT", "target_BT"}  # and position_BT if a layer has positions
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,12 @@ def reads(spec: Step) -> dict[str, int]:
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(spec))
     out = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
     traced = jax.make_jaxpr(lambda batch, out: spec.objective.loss(models.Scores(out, out, out), batch))(batch, out)
+    placed = any(isinstance(layer, Attention) and (layer.rope or layer.growth) for layer in spec.config.records)
+    model = MODEL_READS | ({"position_BT"} if placed else set())
     used = {id(x) for equation in traced.jaxpr.eqns for x in equation.invars}
     found = {}
     for (path, x), variable in zip(jax.tree_util.tree_leaves_with_path(batch), traced.jaxpr.invars, strict=False):
-        if spec.microbatches > 1 or id(variable) in used or _name(path) in MODEL_READS:
+        if spec.microbatches > 1 or id(variable) in used or _name(path) in model:
             found[_name(path)] = x.dtype.itemsize
     return found
 

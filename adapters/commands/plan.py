@@ -176,7 +176,7 @@ def _generation(config, options: Options, sequence: float, itemsize: int, settin
             f"{options.rollout_chips}; set --servers, or leave it out"
         )
     size = jnp.dtype(engine.dtype).itemsize if engine else itemsize
-    cache, state = layer.cached_bytes(settings.records, size)
+    cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
     shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     return plans.Generation(
         samples=config.groups * config.group_size, prompt=sequence - new, new=new,

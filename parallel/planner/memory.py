@@ -58,12 +58,12 @@ class Memory:
         return self.arguments + self.gradients + self.reference + self.saved + self.logits + self.working
 
 
-def memory(job: Job) -> Memory:
-    """Memory of a device during a training step."""
+def memory(job: Job, state: int | None = None) -> Memory:
+    """Memory of a device during a training step; `state` is `moments(job)`, which takes a while, if it is known."""
     params = sum(job.held(leaf) * bytes_of(leaf) for leaf in job.leaves)
     return Memory(
         params=params,
-        moments=moments(job),
+        moments=moments(job) if state is None else state,
         gradients=params * (1 if job.microbatches == 1 else 2),
         reference=params if job.reference else 0,
         batch=batch(job),

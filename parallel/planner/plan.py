@@ -101,9 +101,9 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
     return Plan(tuple(figures), fits)
 
 
-def device_bytes(job: Job, server: float, shares: str) -> float:
-    """Peak of a device that also holds a server's bytes, as `Generation.shares` says."""
-    m = memory.memory(job)
+def device_bytes(job: Job, server: float, shares: str, state: int | None = None) -> float:
+    """Peak of a device that also holds a server's bytes, as `Generation.shares` says; `state` as `memory.memory`."""
+    m = memory.memory(job, state)
     if shares == "turns":
         return max(m.peak, m.arguments + m.reference + server)
     return m.peak + (server if shares == "always" else 0)
@@ -158,8 +158,8 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
 
 def most_rows(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> int:
     """The largest microbatch that fits, in rows over all devices; 0 if none does. Arguments as `memory_figures`."""
-    unit = job.size(*BATCH)
-    fits = lambda n: device_bytes(replace(job, rows=n * unit), server, shares) <= USABLE * chip.memory
+    unit, state = job.size(*BATCH), memory.moments(job)
+    fits = lambda n: device_bytes(replace(job, rows=n * unit), server, shares, state) <= USABLE * chip.memory
     if not fits(1):
         return 0
     low, high = 1, 2
