@@ -12,6 +12,7 @@ from jax.extend import core as jaxprs
 
 from areax import models
 from areax.core import param
+from areax.models import lora
 from areax.models.attention.pattern import Pattern
 from areax.models.layer import Recurrent
 from areax.models.layers import recurrence
@@ -54,9 +55,12 @@ def job(config, length=T, **rest):
     )  # fmt: skip
 
 
-def forward(config) -> int:
+def forward(config, spec=None) -> int:
     """FLOPs of a row's forward pass, by the program."""
-    params, token_BT = param.abstract(models.table(config)), jax.ShapeDtypeStruct((1, T), jnp.int32)
+    table = models.table(config)
+    params, token_BT = param.abstract(table), jax.ShapeDtypeStruct((1, T), jnp.int32)
+    if spec:
+        params = lora.join(params, param.abstract(lora.table(table, spec)), spec)
     traced = jax.make_jaxpr(lambda *given: models.forward(*given, config=config))(params, token_BT)
     pairs = T * getattr(config, "top_k", 0)
     _, rows = experts.blocks(pairs, config.experts) if pairs else (0, 1)
@@ -81,6 +85,15 @@ def test_flops_of_a_forward_pass_are_those_of_the_program(family):
     sums = sum(2 * T * config.top_k * stack["expert_up"].shape[-1] for stack in mixtures)
     biases = sum(2 * T * config.experts * config.embed for stack in mixtures if "expert_down_bias" in stack)
     assert forward(config) == formula + sums + biases
+
+
+def test_adapters_add_their_own_products():
+    """The frozen weights have no gradient: two products of each in the backward pass become one."""
+    config, spec = tiny_families.config("qwen3"), lora.Lora(4)
+    made = job(config, adapters=lora.table(models.table(config), spec), scores=1)
+    found, plain = (flops.flops(each, pairs=lambda *_: T * T) for each in (made, job(config, scores=1)))
+    assert found.scores == forward(config, spec)
+    assert found.matmuls == 2 / 3 * plain.matmuls + 3 * (found.scores - plain.scores)
 
 
 @pytest.mark.parametrize(

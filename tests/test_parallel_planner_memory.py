@@ -8,7 +8,7 @@ import tiny_families
 from areax import models
 from areax.adapters.commands import aot
 from areax.core import losses, optim, param
-from areax.models import layer, transformer
+from areax.models import layer, lora, transformer
 from areax.models.attention.segments import segments
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh
@@ -99,6 +99,20 @@ def test_argument_bytes_match_the_compiled_step(family, name):
     spec = aot.Step(config, losses.SFT(), optim.Optimizer(), models.Run(), layout, 8, 64, 1, slots=4)
     formula = memory.memory(job(config, layout, slots=4, reads=aot.reads(spec)))
     assert formula.arguments == aot.compile(spec).memory_analysis().argument_size_in_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(name, marks=pytest.mark.mesh) for name in UNLIKE)])
+@pytest.mark.parametrize("name", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
+def test_argument_bytes_of_adapters_match_the_compiled_step(family, name):
+    """Adapters and their moments in fp32, the frozen weights in the checkpoint's dtype."""
+    layout, config, spec = MESHES[name], tiny_families.config(family, torch_dtype="bfloat16"), lora.Lora(4)
+    run = models.Run(dtype="float32")
+    step = aot.Step(config, losses.SFT(), optim.Optimizer(), run, layout, 8, 64, 1, slots=4, lora=spec)
+    made = job(
+        config, layout, slots=4, reads=aot.reads(step), adapters=lora.table(models.table(config), spec),
+        frozen="bfloat16",
+    )  # fmt: skip
+    assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
 
 
 # -- engines ---------------------------------------------------------------------------------------

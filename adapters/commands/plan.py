@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ... import models
 from ...core import losses, packing, param
 from ...core.optim import Optimizer
-from ...models import layer
+from ...models import layer, lora
 from ...models.attention.segments import segments
 from ...models.layers import recurrence
 from ...parallel.planner import memory
@@ -84,9 +84,12 @@ def plan(config: Any, options: Options = Options()) -> dict:
         raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
     samples, a_row = _samples(config), config.length // sequence
     used = max(1, math.ceil(samples / a_row / config.rows))
+    adapters = getattr(config, "lora", lora.Lora())
+    # Under adapters weights have the dtype of the checkpoint, and are computed with in that of `run`.
+    run = replace(config.run, dtype=config.run.dtype or "float32") if adapters.rank else config.run
     step = aot.Step(
-        settings, _objective(config), _optim(config), config.run, config.mesh, config.rows, config.length,
-        microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(),
+        settings, _objective(config), _optim(config), run, config.mesh, config.rows, config.length,
+        microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(), lora=adapters,
     )  # fmt: skip
     reference = getattr(step.objective, "needs_reference", False)
     router = getattr(settings, "router", None)
@@ -97,7 +100,8 @@ def plan(config: Any, options: Options = Options()) -> dict:
         router_fp32=router is not None and router.fp32, activation=settings.activation.kind,
         chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots,
         reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference,
-        platform=chip.platform, optim=step.optim,
+        platform=chip.platform, optim=step.optim, adapters=lora.table(table, adapters) if adapters.rank else None,
+        frozen=step.frozen if adapters.rank else "float32",
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
     generation = _generation(config, options, sequence, itemsize, settings)
@@ -118,14 +122,13 @@ def plan(config: Any, options: Options = Options()) -> dict:
 
 def _refuse(config) -> None:
     """Raises ValueError for options that the formulas do not cover."""
-    balance, rank = getattr(config, "balance", None), getattr(getattr(config, "lora", None), "rank", 0)
+    balance = getattr(config, "balance", None)
     objective = _objective(config)
     policy = isinstance(objective, losses.Policy)
     for known, what in (
         (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
         (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
         (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
-        (not rank, f"--lora.rank {rank}"),
         (not (balance and (balance.load or balance.z)), f"{balance}"),
         (not getattr(objective, "needs_values", False), "a critic"),
         (not (policy and objective.advantage.needs), "reward components"),

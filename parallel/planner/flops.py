@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .. import rules
 from . import memory
-from .job import Job, added, bytes_of, depth, entries, expert, matrix, matrix_states, multiplied, nested, recurrent
+from .job import Job, added, depth, entries, expert, matrix, matrix_states, multiplied, nested, recurrent
 
 WIDE = 4  # bytes of values sent in fp32 whatever the compute dtype
 INDEX = 4  # bytes of a segment id, an index, or an expert index
@@ -16,7 +16,8 @@ class Flops:
     """FLOPs of an optimiser step on all devices together; a multiply-add counts as two.
 
     Attributes:
-      matmuls: matmuls with weights, forward and backward: 6 x active weights x tokens.
+      matmuls: matmuls with weights, forward and backward: 6 x active weights x tokens, 4 for frozen ones,
+        which have no gradient.
       attention: scores and weighted sums of causal attention, forward and backward, over unmasked pairs.
       recurrence: linear recurrences, forward and backward, in chunks.
       recomputed: what the backward pass computes again, and what recurrences compute beyond their formula.
@@ -126,6 +127,7 @@ def flops(job: Job, pairs: Callable = pairs) -> Flops:
     """FLOPs of an optimiser step, with `pairs(job, layer)` query-key pairs in each layer."""
     layers = sum(_active(job, leaf) for leaf in job.leaves if nested(leaf))
     mixture = sum(_active(job, leaf) for leaf in job.leaves if expert(leaf))
+    low = sum(_active(job, leaf) for leaf in job.trained) if job.adapters else 0
     top = active(job) - layers
     attends = [attention(layer, pairs(job, layer)) for layer in job.records if not recurrent(layer)]
     scores, attend = sum(score for score, _ in attends), sum(map(sum, attends))
@@ -139,17 +141,17 @@ def flops(job: Job, pairs: Callable = pairs) -> Flops:
         again += attend
     if job.recomputes("dots"):
         last = sum(_active(job, stack[name]) for stack in job.stacks for name in added(stack))
-        again += 2 * (layers - mixture - last) * job.tokens
+        again += 2 * (layers - mixture - last + low) * job.tokens
     if job.recomputes("experts"):
         again += 2 * mixture * job.tokens
     if not memory.logits_kept(job):
         again += 2 * top * job.tokens
     return Flops(
-        matmuls=6 * (layers + top) * job.tokens,
+        matmuls=((4 if job.adapters else 6) * (layers + top) + 6 * low) * job.tokens,
         attention=3 * attend,
         recurrence=3 * recur,
         recomputed=again,
-        scores=job.scores * (2 * (layers + top) * job.tokens + attend + recur),
+        scores=job.scores * (2 * (layers + top + low) * job.tokens + attend + recur),
     )
 
 
@@ -226,29 +228,29 @@ def _summed(job: Job, forward: int, backward: int) -> float:
 def _gathered(job: Job, forward: int, again: int) -> float:
     """Bytes of weights gathered over fsdp and ep per microbatch: a layer's each time it is computed."""
     total = 0
-    for leaf in job.leaves:
+    for leaf in job.weights:
         gathered = job.held(leaf, rules.GATHERED)
         if gathered > job.held(leaf):  # the final norm is gathered again for its backward pass, embedding and head not
-            total += gathered * bytes_of(leaf) * (forward + (again if nested(leaf) else int(not matrix(leaf))))
+            total += gathered * job.bytes_of(leaf) * (forward + (again if nested(leaf) else int(not matrix(leaf))))
     return total
 
 
 def _scattered(job: Job) -> float:
     """Bytes of gradients reduce-scattered over fsdp and ep per microbatch; a tied embedding counts twice."""
     uses = lambda leaf: 2 if job.tied and leaf.path == "embed" else 1
-    gathered = [leaf for leaf in job.leaves if job.held(leaf, rules.GATHERED) > job.held(leaf)]
+    gathered = [leaf for leaf in job.trained if job.held(leaf, rules.GATHERED) > job.held(leaf)]
     return sum(uses(leaf) * job.held(leaf, rules.GATHERED) * _gradient(job, leaf) for leaf in gathered)
 
 
 def _reduced(job: Job) -> float:
     """Bytes of a device's gradients, all-reduced over replicas of the model."""
-    return sum(job.held(leaf) * _gradient(job, leaf) for leaf in job.leaves)
+    return sum(job.held(leaf) * _gradient(job, leaf) for leaf in job.trained)
 
 
 def _gradient(job: Job, leaf) -> int:
     """Bytes per gradient entry when reduced: those of layers' matmuls are in the compute dtype."""
     matmul = nested(leaf) and matrix(leaf) and not expert(leaf)
-    return min(job.itemsize, bytes_of(leaf)) if matmul else bytes_of(leaf)
+    return min(job.itemsize, job.bytes_of(leaf)) if matmul else job.bytes_of(leaf)
 
 
 def _context(job: Job, forward: int, again: int, backward: int) -> list[Transfer]:

@@ -48,6 +48,8 @@ class Job:
       reference: one of them uses other weights, held in addition.
       platform: platform of the devices, which determines the chunk size of logits.
       optim: as in a recipe's Config.
+      adapters: weights of adapters, which train while the model's own are frozen; None = these train.
+      frozen: dtype of frozen weights.
 
     Raises:
       ValueError: a remat policy not in `KEPT`; rows, length, heads, channels or an axis of a weight are not divisible
@@ -76,6 +78,8 @@ class Job:
     reference: bool = False
     platform: str = "cpu"
     optim: Optimizer = Optimizer()
+    adapters: param.Table | None = None
+    frozen: str = "float32"
 
     def __post_init__(self):
         if self.remat not in KEPT:
@@ -127,6 +131,25 @@ class Job:
     def leaves(self) -> list[param.Leaf]:
         return [*self.top.values(), *(leaf for stack in self.stacks for leaf in stack.values())]
 
+    @functools.cached_property
+    def low(self) -> list[dict[str, param.Leaf]]:
+        """Weights of the adapters of each run of layers, by name."""
+        return param.leaves(self.adapters)["stacks"] if self.adapters else [{} for _ in self.stacks]
+
+    @property
+    def trained(self) -> list[param.Leaf]:
+        return [leaf for stack in self.low for leaf in stack.values()] if self.adapters else self.leaves
+
+    @property
+    def weights(self) -> list[param.Leaf]:
+        """All weights, those of adapters included."""
+        return [*self.leaves, *(self.trained if self.adapters else ())]
+
+    def bytes_of(self, leaf: param.Leaf) -> int:
+        """Bytes per entry of a weight on the device: fp32 if it trains, unless the table says otherwise."""
+        train = self.adapters is None or "rank" in leaf.axes
+        return jnp.dtype(leaf.param.dtype or ("float32" if train else self.frozen)).itemsize
+
     def held(self, leaf: param.Leaf, by: rules.ShardingRules = rules.RULES) -> int:
         """Entries of a leaf that a device holds under these sharding rules."""
         spec = rules.spec(leaf.axes, by, where=leaf.path, shape=leaf.shape, mesh=self.mesh)
@@ -173,7 +196,7 @@ class Job:
 
     def width(self, axis: str) -> float:
         """Size of an axis on a device, of weights in use."""
-        return self.table.dims[axis] / (self.layout.tp if getattr(rules.RULES, axis) == "tp" else 1)
+        return (self.adapters or self.table).dims[axis] / (self.layout.tp if getattr(rules.RULES, axis) == "tp" else 1)
 
     def kv_heads(self, layer: Any) -> int:
         """Heads of keys and values, repeated until the devices that share them divide their number."""
@@ -201,14 +224,9 @@ def depth(stack: Mapping[str, param.Leaf]) -> int:
     return next(iter(stack.values())).shape[0]
 
 
-def bytes_of(leaf: param.Leaf) -> int:
-    """Bytes per entry of the master weights: fp32 unless the table says otherwise."""
-    return jnp.dtype(leaf.param.dtype or "float32").itemsize
-
-
 def stored(leaf: param.Leaf, itemsize: int) -> int:
     """Bytes of a leaf in files and on servers, with `itemsize` bytes an entry unless the table says otherwise."""
-    return entries(leaf) * (bytes_of(leaf) if leaf.param.dtype else itemsize)
+    return entries(leaf) * (jnp.dtype(leaf.param.dtype).itemsize if leaf.param.dtype else itemsize)
 
 
 def entries(leaf: param.Leaf) -> int:

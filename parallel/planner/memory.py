@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
 from .. import experts, rules
-from .job import KEPT, Job, added, bytes_of, depth, expert, matrix, matrix_states, multiplied, recurrent
+from .job import KEPT, Job, added, depth, expert, matrix, matrix_states, multiplied, recurrent
 
 STEP = 4  # bytes of the step counter
 WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
@@ -29,10 +30,10 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      params: fp32 master weights.
+      params: fp32 master weights; under adapters the frozen ones in their dtype, and the adapters.
       moments: optimiser state: moments, averaged weights and counters, including the step counter.
       gradients: the accumulated gradients, plus with several microbatches those of the current one.
-      reference: weights of the reference model.
+      reference: weights of the reference model, which without its adapters is the model itself.
       batch: the batch's arrays that a step reads, all microbatches.
       saved: activations that layers save for the backward pass of a microbatch.
       logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
@@ -60,12 +61,12 @@ class Memory:
 
 def memory(job: Job, state: int | None = None) -> Memory:
     """Memory of a device during a training step; `state` is `moments(job)`, which takes a while, if it is known."""
-    params = sum(job.held(leaf) * bytes_of(leaf) for leaf in job.leaves)
+    size = lambda leaves: sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
     return Memory(
-        params=params,
+        params=size(job.weights),
         moments=moments(job) if state is None else state,
-        gradients=params * (1 if job.microbatches == 1 else 2),
-        reference=params if job.reference else 0,
+        gradients=size(job.trained) * (1 if job.microbatches == 1 else 2),
+        reference=size(job.leaves) if job.reference and not job.adapters else 0,
         batch=batch(job),
         saved=saved(job),
         logits=logits(job),
@@ -75,9 +76,10 @@ def memory(job: Job, state: int | None = None) -> Memory:
 
 def moments(job: Job) -> int:
     """Optimiser state on a device, sharded according to the rules, plus the step counter."""
-    optimizer = optim.make_optimizer(job.optim, job.table)
-    shapes = jax.eval_shape(optimizer.init, param.abstract(job.table))
-    where = rules.of_state(optimizer, job.table, job.mesh).opt_state
+    table = job.adapters or job.table
+    optimizer = optim.make_optimizer(job.optim, table)
+    shapes = jax.eval_shape(optimizer.init, param.abstract(table))
+    where = rules.of_state(optimizer, table, job.mesh).opt_state
     held = lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return STEP + sum(jax.tree.leaves(jax.tree.map(held, shapes, where)))
 
@@ -115,7 +117,8 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     """
     tokens, item, D = job.local_tokens, job.itemsize, job.embed
     matrices = {name: leaf.param.axes.split() for name, leaf in stack.items() if multiplied(leaf) and not expert(leaf)}
-    as_stored = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
+    low = [leaf.param.axes.split() for leaf in job.low[job.stacks.index(stack)].values() if not expert(leaf)]
+    as_stored = job.itemsize == jnp.dtype(job.frozen).itemsize and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))
     # Each matmul keeps its own flattened operand; with cp they are not flattened, and attention and MLP keep one each.
     inputs = [into for _, into in matrices.values()]
@@ -133,12 +136,13 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
             job.width(out) * (WIDE if name == "router" and job.router_fp32 else item)
             for name, (out, _) in matrices.items()
             if name not in added(stack)
-        ),
+        )
+        + tokens * item * sum(job.width(out) for out, _ in low),
         "norms": sum(
             (tokens * (3 * size + 2 * groups) + job.whole(stack[name])) * WIDE
             for name, (size, groups) in _norms(job, stack).items()
         ),
-        "operands": tokens * item * read,
+        "operands": tokens * item * (read + sum(job.width(into) for _, into in low)),
         "gates": tokens * item * (sum(width * count for width, count in widths) + scaled),
         "weights": 0 if as_stored else used * item,
         **(_recurrence(job, layer) if recurrent(layer) else _attention(job, layer, stack)),
@@ -236,7 +240,7 @@ def _layer(job: Job) -> int:
     """Temporaries of a layer's backward pass: its gathered weights, all its values, and the gradients of both."""
 
     def at_work(stack):
-        weights = sum(job.whole(leaf) * (bytes_of(leaf) + 2 * job.itemsize) for leaf in stack.values())
+        weights = sum(job.whole(leaf) * (job.bytes_of(leaf) + 2 * job.itemsize) for leaf in stack.values())
         return weights + 2 * sum(size for name, size in values(job, stack).items() if name in KEPT["none"][:-1])
 
     return round(max(map(at_work, job.stacks)))

@@ -134,10 +134,10 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
       server, shares: bytes of a generation server, and whether it is on that device.
     """
     m = memory.memory(job)
-    about = job.remat == "none"  # closely, but to the byte only in some families
+    about = job.remat == "none" or job.adapters is not None  # closely, but to the byte only in some families
     of = lambda name, value, exact, text: Figure("memory", name, value, "exact" if exact else "estimate", text)
     return [
-        of("params_bytes", m.params, True, "fp32 weights"),
+        of("params_bytes", m.params, True, f"{job.frozen} weights, and adapters" if job.adapters else "fp32 weights"),
         of("moments_bytes", m.moments, True, f"state of {job.optim.name}" + ", averaged weights" * (job.optim.ema > 0)),
         of("batch_bytes", m.batch, True, "arrays of the batch that the step reads"),
         of("argument_bytes", m.arguments, True, "sum of these three: arguments of the compiled step"),
