@@ -42,8 +42,8 @@ class Param:
 
     @property
     def matrix(self) -> bool:
-        """Whether it is a matrix, or one for each expert, rather than a vector."""
-        return len([axis for axis in self.axes.split() if axis != "experts"]) > 1
+        """Whether it is a matrix, or one for each expert, rather than a vector or the taps of each channel."""
+        return len([axis for axis in self.axes.split() if axis not in ("experts", "taps")]) > 1
 
 
 @dataclass(frozen=True)

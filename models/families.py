@@ -23,7 +23,9 @@ from . import (
     qwen2_moe,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
@@ -52,8 +54,10 @@ FAMILIES = {
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_5_moe_text": qwen3_5_moe,
     "qwen3_5_text": qwen3_5,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
 }

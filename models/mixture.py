@@ -169,11 +169,16 @@ def shared(config: Config, name: str) -> dict[str, Param]:
 
 def with_experts(config: Config, plain: Table, weights: Mapping[str, Param]) -> Table:
     """Replaces MLPs by these weights in a dense model's table, except in `config.dense_layers`."""
-    bare = plain.stacks[0].params
-    without = {name: p for name, p in bare.items() if name not in ("gate", "up", "down")}
+    bare = {layer: stack.params for stack in plain.stacks for layer in stack.layers}
+
+    def stack(layers: tuple[int, ...]) -> Stack:
+        params = bare[layers[0]]
+        if layers[0] not in config.dense_layers:
+            params = {name: p for name, p in params.items() if name not in ("gate", "up", "down")} | dict(weights)
+        return Stack(layers, params)
+
     kinds = [(i in config.dense_layers, record) for i, record in enumerate(config.records)]
-    layer = lambda kind: bare if kind[0] else {**without, **weights}
-    stacks = tuple(Stack(layers, layer(kinds[layers[0]])) for layers in param.stacks(kinds))
+    stacks = tuple(map(stack, param.stacks(kinds)))
     dims = {
         **plain.dims,
         "router": config.experts, "experts": config.experts, "expert_embed": config.embed,

@@ -62,16 +62,16 @@ class Config(dense.Config):
 
 def config(hf: dict) -> Config:
     """Reads a config.json; raises ValueError naming an option that is not implemented."""
-    return hybrid(DEFAULTS | hf, "qwen3_5_text")
+    return hybrid(DEFAULTS | hf, "qwen3_5_text", ROPE)
 
 
-def hybrid(hf: dict, family: str) -> Config:
-    """The Config of a family with delta nets."""
+def hybrid(hf: dict, family: str, default: rope.Rope) -> Config:
+    """The Config of a family with delta nets, and with this rotary embedding where config.json states none."""
     every = hf.get("full_attention_interval") or 4
     kinds = dense.layer_types(hf, lambda i: LINEAR if (i + 1) % every else dense.FULL, (dense.FULL, LINEAR))
     bias = hf.get("attention_bias", False)
     base = dense.config(
-        hf, family, rope=ROPE, qkv_bias=bias, out_bias=bias, norm_offset=1.0, patterns=dense.Pattern()
+        hf, family, rope=default, qkv_bias=bias, out_bias=bias, norm_offset=1.0, patterns=dense.Pattern()
     )  # fmt: skip
     sizes = (("num_key_heads", 16), ("num_value_heads", 32), ("key_head_dim", 128), ("value_head_dim", 128),
              ("conv_kernel_dim", 4))  # fmt: skip
@@ -136,16 +136,16 @@ def delta_net(config: Config) -> dict[str, Param]:
     inputs = zip(TAPS.items(), split(*sizes), split(*sizes, dropped=1), strict=True)
     params = {}
     for (name, axis), part, of_taps in inputs:
-        params[name] = Param(f"{axis} embed", (f"{at}in_proj_qkv.weight",), std, part=part)
-        params[f"{name}_taps"] = Param(f"{axis} taps", (f"{at}conv1d.weight",), normal(0.5), part=of_taps)
+        params[f"delta_{name}"] = Param(f"{axis} embed", (f"{at}in_proj_qkv.weight",), std, part=part)
+        params[f"delta_{name}_taps"] = Param(f"{axis} taps", (f"{at}conv1d.weight",), normal(0.5), part=of_taps)
     return params | {
-        "out_gate": Param("value_channels embed", (f"{at}in_proj_z.weight",), std),
+        "delta_gate": Param("value_channels embed", (f"{at}in_proj_z.weight",), std),
         "decay": Param("value_heads embed", (f"{at}in_proj_a.weight",), std),
         "write": Param("value_heads embed", (f"{at}in_proj_b.weight",), std),
         "decay_log": Param("value_heads", (f"{at}A_log",), zeros, "float32"),
         "decay_bias": Param("value_heads", (f"{at}dt_bias",), ones, "float32"),
         "out_norm": Param("value_dim", (f"{at}norm.weight",), ones),
-        "o": Param("embed value_channels", (f"{at}out_proj.weight",), out),
+        "delta_o": Param("embed value_channels", (f"{at}out_proj.weight",), out),
     }
 
 
@@ -176,7 +176,7 @@ def recur(h_BTD, w, mixer: Recurrence, config: Config):
     project = lambda name: checkpoint_name(linear(h_BTD, w[name]), "qkv")
 
     def mixed(name, heads, size):
-        x_BTC = jax.nn.silu(mixer.convolve(name, project(name), w[f"{name}_taps"]))
+        x_BTC = jax.nn.silu(mixer.convolve(name, project(f"delta_{name}"), w[f"delta_{name}_taps"]))
         return x_BTC.reshape(*x_BTC.shape[:2], heads, size)
 
     q_BTGK, k_BTGK = (delta.l2_norm(mixed(name, net.key_heads, net.key_dim)) for name in ("q", "k"))
@@ -187,6 +187,6 @@ def recur(h_BTD, w, mixer: Recurrence, config: Config):
         "delta", delta, q_BTGK * net.key_dim**-0.5, k_BTGK, mixed("v", net.value_heads, net.value_dim),
         mixer.gate(write_BTN), mixer.gate(decay_BTN),
     )  # fmt: skip
-    gate_BTNV = project("out_gate").reshape(out_BTNV.shape).astype(wide)
+    gate_BTNV = project("delta_gate").reshape(out_BTNV.shape).astype(wide)
     out_BTNV = rms_norm(out_BTNV, w["out_norm"], config.norm_eps).astype(wide) * jax.nn.silu(gate_BTNV)
-    return linear(dense.flat(out_BTNV).astype(h_BTD.dtype), w["o"])
+    return linear(dense.flat(out_BTNV).astype(h_BTD.dtype), w["delta_o"])

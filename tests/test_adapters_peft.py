@@ -28,6 +28,12 @@ COMMON = dict(
     num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False,
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, mlp_only_layers=[0])
+DELTA = dict(
+    head_dim=12, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=10,
+    layer_types=["linear_attention", "full_attention"], rms_norm_eps=1e-2, initializer_range=0.2,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+)  # fmt: skip
+SHARED = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28)
 CASES = {
     "qwen2": COMMON,
     "phi3": COMMON | dict(pad_token_id=None),
@@ -61,6 +67,9 @@ CASES = {
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "qwen3_5_text": COMMON | DELTA | dict(linear_num_key_heads=2),
+    "qwen3_5_moe_text": COMMON | DELTA | SHARED | dict(linear_num_key_heads=4),
+    "qwen3_next": COMMON | DELTA | SHARED | dict(linear_num_key_heads=2, mlp_only_layers=[1]),
     "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": COMMON | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, pad_token_id=None),
     "minimax_m2": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
@@ -150,6 +159,13 @@ MADE = {  # what users pass to PEFT
         "qwen3_moe",
         dict(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     ),
+    "qwen3_5_text": ("qwen3_5_text", dict(target_modules="all-linear")),
+    "qwen3_5_text, only attention": ("qwen3_5_text", dict(target_modules=[*PROJECTIONS, "k_proj", "o_proj"])),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        dict(target_modules=["q_proj", "in_proj_qkv", "out_proj"], target_parameters=["experts.down_proj"]),
+    ),
+    "qwen3_next": ("qwen3_next", dict(target_modules=["q_proj", "in_proj_qkvz", "in_proj_ba"], use_rslora=True)),
     "qwen2_moe, down alone": ("qwen2_moe", dict(target_modules=["k_proj"], target_parameters=["experts.down_proj"])),
 }
 
@@ -181,7 +197,7 @@ def test_adapters_saved_by_peft_give_the_same_outputs(name, base, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "phi3", "qwen3_next"])
 def test_gradients_equal_those_of_torch(family, base, tmp_path):
     import peft
 
@@ -204,22 +220,20 @@ def test_gradients_equal_those_of_torch(family, base, tmp_path):
 
     specs, arrays = hf.tensors_of(lora.table(models.table(config), spec), config.prefix, gradient(adapters), "float32")
     got = dict(zip(specs, arrays, strict=True))
-    wanted = {key: x for name, whole in wanted.items() for key, x in one_by_one(name, whole, rank=3).items()}
+    wanted = {key: x for name, whole in wanted.items() for key, x in one_by_one(family, name, whole).items()}
     assert got.keys() == wanted.keys()
     for key, x in wanted.items():
         assert np.abs(x).max() > 0
         np.testing.assert_allclose(got[key], x, atol=1e-4 * np.abs(x).max(), err_msg=key)
 
 
-def one_by_one(name, x, rank, E=4, F=20):
+def one_by_one(family, name, x, rank=3, E=4, F=20):
     """PEFT's fused gradients, split by hand: of all experts, where gate and up are fused in the inner adapter, and of
     fused modules, of whose B only the blocks are trained."""
     stem, factor, _ = name.rsplit(".", 2)
-    module = stem.rpartition(".")[2]
-    if module in PARTS and factor == "lora_B":
-        starts = np.cumsum([0, *PARTS[module]])
-        blocks = [x[starts[i] : starts[i + 1], i * rank : (i + 1) * rank] for i in range(len(PARTS[module]))]
-        return {name: np.concatenate(blocks)}
+    rows = ROWS.get(family, {}).get(stem.rpartition(".")[2])
+    if rows is not None and factor == "lora_B":
+        return {name: x.reshape(len(x), -1, rank)[np.arange(len(x)), rows]}
     if ".experts" not in stem:
         return {name: x}
     inner = stem.endswith(".base_layer")
@@ -238,6 +252,13 @@ def one_by_one(name, x, rank, E=4, F=20):
 
 
 PARTS = {"qkv_proj": (24, 12, 12), "gate_up_proj": (32, 32)}  # rows of q, k, v and of gate, up in phi3
+# Which part each row of a fused module belongs to: of Qwen3-Next's by attention's head, or by key head.
+ROWS = {
+    "phi3": {module: np.repeat(range(len(sizes)), sizes) for module, sizes in PARTS.items()},
+    "qwen3_next": {
+        "q_proj": np.tile(np.repeat([0, 1], 12), 2), "in_proj_qkvz": np.tile(np.repeat(range(4), [6, 6, 20, 20]), 2),
+    },
+}  # fmt: skip
 
 
 def saved(path):

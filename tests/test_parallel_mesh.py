@@ -24,6 +24,16 @@ COMMON = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=2, head_dim=8, initializer_range=0.2, tie_word_embeddings=True,
 )  # fmt: skip
+DELTA = dict(
+    rms_norm_eps=1e-2,  # as in gemma4_text
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=8, linear_num_value_heads=16, linear_key_head_dim=12, linear_value_head_dim=10,
+    rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+)  # fmt: skip
+SHARED = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 FAMILIES = {
     "qwen3": COMMON | dict(model_type="qwen3", tie_word_embeddings=True),
     "qwen2": COMMON | dict(model_type="qwen2", tie_word_embeddings=False),
@@ -80,24 +90,9 @@ FAMILIES = {
         initializer_range=0.3,
     ),
     "qwen3 window": COMMON | dict(model_type="qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1),
-    "qwen3_5_text": COMMON
-    | dict(
-        model_type="qwen3_5_text",
-        rms_norm_eps=1e-2,  # as in gemma4_text
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=8,
-        linear_num_value_heads=16,
-        linear_key_head_dim=12,
-        linear_value_head_dim=10,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 1.0,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    ),
+    "qwen3_5_text": COMMON | DELTA | dict(model_type="qwen3_5_text"),
+    "qwen3_5_moe_text": COMMON | DELTA | SHARED | dict(model_type="qwen3_5_moe_text"),
+    "qwen3_next": COMMON | DELTA | SHARED | dict(model_type="qwen3_next", mlp_only_layers=[2]),
     "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
     "gemma2": COMMON
     | dict(
@@ -273,6 +268,10 @@ def cases():
             family == "qwen3_5_text"
         ):  # channels and heads of delta nets are split over tp and cp, their rows over neither
             layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("sft",)
+        elif family == "qwen3_5_moe_text":
+            layouts, objectives = ["cp2 ep2 tp2 all_to_all"], ("balanced",)
+        elif family == "qwen3_next":  # parts of a tensor, by key head, are split over tp
+            layouts, objectives = ["fsdp2 tp4", "cp2 ep2 tp2"], ("sft",)
         elif family == "olmo2":
             layouts, objectives = ["dp2 cp2 tp2"], ("grpo",)
         elif family == "gemma2":  # norms, windows by layer type, and soft caps in attention and in the split vocabulary

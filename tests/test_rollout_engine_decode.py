@@ -67,6 +67,20 @@ CASES = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
                          "mrope_section": [2, 1, 1], "mrope_interleaved": True},
     ),
+    "qwen3_5_moe_text": dict(
+        num_attention_heads=4, num_key_value_heads=1, head_dim=16, tie_word_embeddings=False, rms_norm_eps=1e-2,
+        layer_types=["full_attention", "linear_attention"], linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=14, linear_value_head_dim=10, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=24, shared_expert_intermediate_size=40,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                         "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    ),
+    "qwen3_next": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
+        rms_norm_eps=1e-2, full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=6,
+        linear_key_head_dim=10, linear_value_head_dim=14, linear_conv_kernel_dim=3, num_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40, mlp_only_layers=[1],
+    ),
     "olmo3": dict(
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, sliding_window=11,
         layer_types=["full_attention", "sliding_attention"],
@@ -136,7 +150,8 @@ def model(case):
 
 
 # What these have, the others have too.
-SERVED = [pytest.param(case, marks=[pytest.mark.slow] * (case in ("qwen2", "mixtral"))) for case in CASES]
+RARE = ("qwen2", "mixtral", "qwen3_5_moe_text")
+SERVED = [pytest.param(case, marks=[pytest.mark.slow] * (case in RARE)) for case in CASES]
 
 
 @pytest.fixture(scope="module", params=SERVED)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .. import rules
 from . import memory
-from .job import Job, added, depth, entries, expert, matrix, matrix_states, multiplied, nested, recurrent
+from .job import Job, added, depth, entries, expert, matrix, matrix_states, nested, recurrent
 
 WIDE = 4  # bytes of values sent in fp32 whatever the compute dtype
 INDEX = 4  # bytes of a segment id, an index, or an expert index
@@ -48,7 +48,7 @@ def active(job: Job) -> int:
 
 
 def _active(job: Job, leaf) -> int:
-    if not multiplied(leaf):
+    if not matrix(leaf):
         return 0
     if not nested(leaf) and leaf.path.endswith("embed"):
         return entries(leaf) if job.tied and leaf.path == "embed" else 0
@@ -215,7 +215,8 @@ def _summed(job: Job, forward: int, backward: int) -> float:
     first on GPUs.
     """
     stream = job.local_tokens * job.embed * job.itemsize
-    parts = lambda stack: ("o" in stack) + ("router" in stack or "down" in stack)
+    mixes = lambda layer: not recurrent(layer) or bool(layer.state)
+    parts = lambda stack: mixes(job.record(stack)) + ("router" in stack or "down" in stack)
     # What an MLP adds is not computed again, what comes before it is.
     layers = sum(
         depth(stack) * (parts(stack) * (forward + backward) + job.recomputes("dots") * (parts(stack) - 1))

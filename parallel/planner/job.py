@@ -239,6 +239,7 @@ def nested(leaf: param.Leaf) -> bool:
 
 
 def matrix(leaf: param.Leaf) -> bool:
+    """Whether tokens are multiplied with it."""
     return leaf.param.matrix
 
 
@@ -246,16 +247,12 @@ def expert(leaf: param.Leaf) -> bool:
     return "experts" in leaf.axes
 
 
-def multiplied(leaf: param.Leaf) -> bool:
-    """Whether tokens are multiplied with it: a matrix, but not the taps of a convolution."""
-    return matrix(leaf) and leaf.axes[-1] != "taps"
-
-
 def added(stack: Mapping[str, param.Leaf]) -> set[str]:
     """Names of a layer's matrices whose outputs are only added to the residual stream, and read by nothing else in it:
     the backward pass needs their inputs alone."""
     if not {"down", "router"} & stack.keys():
-        return {"o", "out"} & stack.keys()  # nothing follows the mixer
+        # nothing follows the mixer
+        return {name for name, leaf in stack.items() if matrix(leaf) and leaf.param.axes.startswith("embed ")}
     readers = {
         "down": {"norm2_after", "mlp_after"},
         "shared_down": {"norm2_after", "shared_router"},

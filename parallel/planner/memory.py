@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
 from .. import experts, rules
-from .job import KEPT, Job, added, depth, expert, matrix, matrix_states, multiplied, recurrent
+from .job import KEPT, Job, added, depth, expert, matrix, matrix_states, recurrent
 
 STEP = 4  # bytes of the step counter
 WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
@@ -116,7 +116,7 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     they differ from the stored ones.
     """
     tokens, item, D = job.local_tokens, job.itemsize, job.embed
-    matrices = {name: leaf.param.axes.split() for name, leaf in stack.items() if multiplied(leaf) and not expert(leaf)}
+    matrices = {name: leaf.param.axes.split() for name, leaf in stack.items() if matrix(leaf) and not expert(leaf)}
     low = [leaf.param.axes.split() for leaf in job.low[job.stacks.index(stack)].values() if not expert(leaf)]
     as_stored = job.itemsize == jnp.dtype(job.frozen).itemsize and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))
