@@ -105,7 +105,7 @@ def recurrence(job: Job, layer) -> tuple[float, float]:
     Beyond it, each decay between two tokens of a chunk is a sum of its own, by a product of 2 C^2 N, and what is
     written is computed twice if it depends on the state.
     """
-    C, sizes = min(job.chunks[0], job.length), dict(layer.state)
+    C = min(job.chunks[0], job.length)
     wanted = beyond = 0.0
     for name, shape in layer.state:
         if len(shape) != 3:
@@ -116,7 +116,7 @@ def recurrence(job: Job, layer) -> tuple[float, float]:
             )
         rule, N = RULES[name], shape[0]
         K, V = shape[rule.key_axis], shape[3 - rule.key_axis]
-        G = sizes["k"][0] // K
+        G = job.table.dims["key_channels"] // K
         solved = int(rule.solves)
         wanted += 2 * C * K * G * (1 + solved) + C * (K + V) * N * solved + 2 * C * V * N + 2 * K * V * N * (2 + solved)
         beyond += 2 * C**2 * N + 2 * K * V * N * solved
@@ -262,7 +262,7 @@ def _context(job: Job, forward: int, again: int, backward: int) -> list[Transfer
     places = 2 * INDEX * tokens
     for layer in job.records:
         if recurrent(layer):
-            sent["trade"] += (forward + again + backward) * _exchanged(layer) * tokens * item / job.layout.tp
+            sent["trade"] += (forward + again + backward) * _exchanged(job, layer) * tokens * item / job.layout.tp
             continue
         entry = item * tokens / job.layout.tp
         keys = job.kv_heads(layer) * (layer.key_dim + layer.value_dim) * entry
@@ -280,11 +280,12 @@ def _context(job: Job, forward: int, again: int, backward: int) -> list[Transfer
     return [Transfer(f"cp_{kind}", ("cp",), kind, M * size, False) for kind, size in sent.items() if size]
 
 
-def _exchanged(layer) -> int:
+def _exchanged(job: Job, layer) -> int:
     """Values of a token that a recurrent layer exchanges for whole rows: channels of convolutions, two gates a head,
     and outputs."""
-    pasts = {name: shape[0] for name, shape in layer.state if len(shape) == 2}
-    return sum(pasts.values()) + pasts.get("v", 0) + 2 * sum(shape[0] for shape in matrix_states(layer))
+    heads = sum(shape[0] for shape in matrix_states(layer))
+    outputs = job.table.dims["value_channels"] if heads else 0
+    return sum(shape[0] for _, shape in layer.state if len(shape) == 2) + 2 * heads + outputs
 
 
 def _sparse_layers(job: Job) -> int:

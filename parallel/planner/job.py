@@ -31,7 +31,7 @@ class Job:
       table: the model's weights.
       records: what each layer does with its tokens, as in `models.layer`: a layer that attends has heads, kv_heads,
         key_dim, value_dim, pattern, source and kept; a recurrent one has a state: a matrix for each head, and the
-        pasts of the convolutions of queries q, keys k and values v. One that is only an MLP has an empty state.
+        pasts of convolutions over key_channels and value_channels. One that is only an MLP has an empty state.
       layout: devices along each mesh axis.
       rows, length: B and T of a microbatch, over all devices.
       microbatches, used: M of an optimiser step, and how many of them are not empty.

@@ -161,7 +161,7 @@ def _norms(job: Job, stack: Mapping[str, Leaf]) -> dict[str, tuple[float, float]
         if name in HEADS and not recurrent(layer):
             size = getattr(layer, HEADS[name]) * layer.key_dim / job.layout.tp
         elif name == "out_norm":
-            size = dict(layer.state)["v"][0] / job.layout.tp
+            size = job.width("value_channels")
         else:
             size = job.width(axis)
         found[name] = size, size / job.width(axis)
@@ -198,7 +198,7 @@ def _recurrence(job: Job, layer) -> dict[str, float]:
     channels = sum(shape[0] * (shape[1] + 5) for _, shape in layer.state if len(shape) == 2)
     heads = sum(shape[0] for shape in matrix_states(layer))
     entries = sum(map(math.prod, matrix_states(layer)))
-    outputs = sum(shape[0] for name, shape in layer.state if name == "v")
+    outputs = job.table.dims["value_channels"] if heads else 0
     return {
         "states": chunks * entries * WIDE / parts,
         "sums": chunks * heads * chunk**2 * WIDE / parts,
