@@ -61,20 +61,29 @@ def stacks(kinds: Sequence[Hashable]) -> list[tuple[int, ...]]:
     """
     found, at = [], 0
     while at < len(kinds):
-        repeats = [_repeats(kinds[at:], period) for period in range(1, len(kinds) - at + 1)]
-        # Single layers do not repeat; a longer period has to cover more.
-        covered = [period * count if count > 1 else period == 1 for period, count in enumerate(repeats, 1)]
-        period = covered.index(max(covered)) + 1
-        count = repeats[period - 1]
+        period, count = _period(kinds[at:])
         found += [tuple(range(at + place, at + period * count, period)) for place in range(period)]
         at += period * count
     return found
 
 
+def _period(kinds: Sequence[Hashable]) -> tuple[int, int]:
+    """The shortest period that covers most of the first kinds, and how often it is there: at least twice, unless it is
+    1."""
+    best = 1, _repeats(kinds, 1)
+    for period in range(2, len(kinds) // 2 + 1):
+        if math.prod(best) == len(kinds):
+            break
+        count = _repeats(kinds, period)
+        if count > 1 and period * count > math.prod(best):
+            best = period, count
+    return best
+
+
 def _repeats(kinds: Sequence[Hashable], period: int) -> int:
     """How often the first `period` kinds are there, one after the other."""
-    same = itertools.takewhile(lambda i: kinds[i] == kinds[i % period], range(len(kinds)))
-    return sum(1 for _ in same) // period
+    same = itertools.takewhile(lambda i: kinds[i] == kinds[i - period], range(period, len(kinds)))
+    return (min(period, len(kinds)) + sum(1 for _ in same)) // period
 
 
 @dataclass(frozen=True)

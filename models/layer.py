@@ -4,6 +4,7 @@ Training and decoding build a `Mixer` for each layer from its record, so that a 
 packed rows and over a KV cache look the same to it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +81,23 @@ class Recurrent:
 
 
 Layer = Attention | Recurrent
+
+
+def cached_bytes(layers: Sequence[Layer], itemsize: int, *, twice: bool = True) -> tuple[int, int]:
+    """Bytes that decoding keeps (for each token, for each sequence whatever its length): keys and values, or latent
+    vectors, with `itemsize` bytes an entry, in layers that do not use those of another, and states in fp32.
+
+    Args:
+      twice: latent vectors are kept as keys and as values, which the embedded engine does and other servers do not.
+    """
+    tokens = sequence = 0
+    for layer in layers:
+        if isinstance(layer, Recurrent):
+            sequence += 4 * sum(math.prod(shape) for _, shape in layer.state)
+        elif layer.source is None:
+            heads, key, value = layer.cached
+            tokens += heads * (key + (value if twice or layer.latent is None else 0)) * itemsize
+    return tokens, sequence
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from areax import models
 from areax.adapters import hf
 from areax.core import packing, param
+from areax.models.attention.segments import segments
 from areax.models.layer import Recurrent
 from areax.rollout.engine import caches, decode, request_parsing, sglang_api
 from areax.rollout.engine.engine import Engine
@@ -356,7 +357,7 @@ def test_decoding_with_bfloat16_weights():
 
 @given(st.integers(1, 1 << 18), st.floats(0, 1))
 def test_segments_and_buckets_cover_the_context(context, share):
-    parts = caches.segments(context)
+    parts = segments(context)
     first = parts[0].stop
     ends = [0, *(part.stop for part in parts)]
     assert [part.start for part in parts] == ends[:-1] and ends == sorted(set(ends))  # without gaps

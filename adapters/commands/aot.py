@@ -17,13 +17,16 @@ from jax.sharding import NamedSharding
 from ... import models
 from ...core import optim, packing, param, step
 from ...core.batch import Batch
+from ...models import lora
+from ...models.layer import Attention
 from ...parallel import mesh as meshes
 from ...parallel import rules
 from ...rollout.types import supervised
+from .. import hf
 
 # The code never runs, so it need not be fast; shardings are decided before code generation.
 CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-MODEL_READS = {"token_BT", "position_BT", "index_BT", "segment_BT", "target_BT"}
+MODEL_READS = {"token_BT", "index_BT", "segment_BT", "target_BT"}  # and position_BT if a layer has positions
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Step:
       config: the model's Config.
       objective, optim, run, layout: as in a recipe's Config.
       rows, length, microbatches, slots: B, T, M and J of the Batch [M, B, T].
+      lora: adapters that train over frozen weights, which have the dtype of the checkpoint; rank 0 = all weights train.
     """
 
     config: Any
@@ -45,6 +49,12 @@ class Step:
     length: int
     microbatches: int
     slots: int = 1
+    lora: lora.Lora = lora.Lora()
+
+    @property
+    def frozen(self) -> str:
+        """The dtype of weights under adapters."""
+        return hf.save_dtype(self.config, param.abstract(models.table(self.config))).name
 
 
 def abstract_batch(spec: Step) -> Batch:
@@ -71,10 +81,12 @@ def reads(spec: Step) -> dict[str, int]:
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(spec))
     out = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
     traced = jax.make_jaxpr(lambda batch, out: spec.objective.loss(models.Scores(out, out, out), batch))(batch, out)
+    placed = any(isinstance(layer, Attention) and (layer.rope or layer.growth) for layer in spec.config.records)
+    model = MODEL_READS | ({"position_BT"} if placed else set())
     used = {id(x) for equation in traced.jaxpr.eqns for x in equation.invars}
     found = {}
     for (path, x), variable in zip(jax.tree_util.tree_leaves_with_path(batch), traced.jaxpr.invars, strict=False):
-        if spec.microbatches > 1 or id(variable) in used or _name(path) in MODEL_READS:
+        if spec.microbatches > 1 or id(variable) in used or _name(path) in model:
             found[_name(path)] = x.dtype.itemsize
     return found
 
@@ -107,7 +119,10 @@ def _compile(spec: Step) -> dict:
 
 def compile(spec: Step):
     """Compiles `step(state, batch)` for this process's devices."""
-    table = models.table(spec.config)
+    base = table = models.table(spec.config)
+    score = functools.partial(models.score, config=spec.config, run=spec.run)
+    if spec.lora.rank:
+        table, score = lora.table(base, spec.lora), lora.over_base(score, spec.lora)
     optimizer = optim.make_optimizer(spec.optim, table)
     on = meshes.make(spec.layout)
     placed = functools.partial(jax.tree.map, lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
@@ -115,9 +130,9 @@ def compile(spec: Step):
         shardings = rules.of_state(optimizer, table, on)
         params = param.abstract(table)
         state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
-        score = functools.partial(models.score, config=spec.config, run=spec.run)
+        frozen = [placed(param.abstract(base, spec.frozen), rules.of_params(base, on))] if spec.lora.rank else []
         update: Any = step.make_step(score, spec.objective, optimizer, shardings)
-        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on)).compile(CHEAP)
+        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *frozen).compile(CHEAP)
 
 
 def _placed(batch: Batch, on) -> Batch:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from ... import models
 from ...core import losses, packing, param
 from ...core.optim import Optimizer
-from ...models.attention.pattern import PLAIN
-from ...models.layer import Attention
+from ...models import layer, lora
+from ...models.attention.segments import segments
+from ...models.layers import recurrence
 from ...parallel.planner import memory
 from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
@@ -76,27 +77,34 @@ def plan(config: Any, options: Options = Options()) -> dict:
         raise ValueError(
             f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
         )
-    _refuse(config, settings)
+    _refuse(config)
     table, chip = models.table(settings), CHIPS[options.chip]
     sequence = options.sample_tokens or config.length
     if not 0 < sequence <= config.length:
         raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
     samples, a_row = _samples(config), config.length // sequence
     used = max(1, math.ceil(samples / a_row / config.rows))
+    adapters = getattr(config, "lora", lora.Lora())
+    # Under adapters weights have the dtype of the checkpoint, and are computed with in that of `run`.
+    run = replace(config.run, dtype=config.run.dtype or "float32") if adapters.rank else config.run
     step = aot.Step(
-        settings, _objective(config), _optim(config), config.run, config.mesh, config.rows, config.length,
-        microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(),
+        settings, _objective(config), _optim(config), run, config.mesh, config.rows, config.length,
+        microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(), lora=adapters,
     )  # fmt: skip
     reference = getattr(step.objective, "needs_reference", False)
+    router = getattr(settings, "router", None)
     job = Job(
-        table, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
+        table, settings.records, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
         dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
-        head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0), slots=step.slots, reads=aot.reads(step),
-        scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference,
-        platform=chip.platform, optim=step.optim,
+        head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0),
+        router_fp32=router is not None and router.fp32, activation=settings.activation.kind,
+        chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots,
+        reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference,
+        platform=chip.platform, optim=step.optim, adapters=lora.table(table, adapters) if adapters.rank else None,
+        frozen=step.frozen if adapters.rank else "float32",
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
-    generation = _generation(config, options, sequence, itemsize, settings.context)
+    generation = _generation(config, options, sequence, itemsize, settings)
     made = plans.plan(job, chip, generation=generation, push_itemsize=itemsize)
     figures, checked = list(made.figures), {}
     if options.check:
@@ -112,33 +120,15 @@ def plan(config: Any, options: Options = Options()) -> dict:
     }  # fmt: skip
 
 
-PLANNED = {  # weights, biases of the same names included, that the formulas of parallel/planner count
-    "embed", "head", "score", "norm", "norm1", "norm2", "q", "k", "v", "o", "q_norm", "k_norm", "gate", "up", "down",
-    "router", "expert_gate", "expert_up", "expert_down", "shared_gate", "shared_up", "shared_down", "shared_router",
-}  # fmt: skip
-
-
-def _refuse(config, settings) -> None:
+def _refuse(config) -> None:
     """Raises ValueError for options that the formulas do not cover."""
-    balance, rank = getattr(config, "balance", None), getattr(getattr(config, "lora", None), "rank", 0)
+    balance = getattr(config, "balance", None)
     objective = _objective(config)
     policy = isinstance(objective, losses.Policy)
-    table = models.table(settings)
-    names = {name for stack in table.stacks for name in stack.params} | table.top.keys()
-    others = sorted(name for name in names if name.removesuffix("_bias") not in PLANNED)
-    # the same heads in each layer, whose scores are those of Llama
-    attention = [layer for layer in settings.records if isinstance(layer, Attention) and layer.latent is None]
-    kinds = {(a.cached, a.pattern.chunk, a.pattern.scale, a.pattern.softcap) for a in attention}
-    alike = len(attention) == len(settings.records) and {kind[1:] for kind in kinds} == {(None,) * 3}
-    windows = [i for i, layer in enumerate(settings.records) if getattr(layer, "pattern", PLAIN).window is not None]
     for known, what in (
-        (not windows, f"sliding windows (layers {windows})"),
-        (not others, f"{settings.family}, with the weights {', '.join(others[:3])}"),
-        (alike and len(kinds) == 1, f"{settings.family}, whose layers attend in ways of their own"),
         (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
         (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
         (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
-        (not rank, f"--lora.rank {rank}"),
         (not (balance and (balance.load or balance.z)), f"{balance}"),
         (not getattr(objective, "needs_values", False), "a critic"),
         (not (policy and objective.advantage.needs), "reward components"),
@@ -178,7 +168,7 @@ def _optim(config) -> Optimizer:
     return replace(spec, steps=spec.steps or spec.warmup + 1)
 
 
-def _generation(config, options: Options, sequence: float, itemsize: int, context: int) -> plans.Generation | None:
+def _generation(config, options: Options, sequence: float, itemsize: int, settings) -> plans.Generation | None:
     if not _generates(config):
         return None
     new = min(config.sampling.max_new_tokens, sequence)
@@ -188,13 +178,15 @@ def _generation(config, options: Options, sequence: float, itemsize: int, contex
             f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
             f"{options.rollout_chips}; set --servers, or leave it out"
         )
+    size = jnp.dtype(engine.dtype).itemsize if engine else itemsize
+    cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
     shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     return plans.Generation(
         samples=config.groups * config.group_size, prompt=sequence - new, new=new,
         slots=engine.slots if engine else None,
-        itemsize=jnp.dtype(engine.dtype).itemsize if engine else itemsize, devices=options.rollout_chips,
+        itemsize=size, cache=cache, state=state, devices=options.rollout_chips,
         steps=config.minibatches, ahead=config.eta, embedded=engine is not None, shares=shares,
-        context=min(config.serve.context, context),
+        context=segments(min(config.serve.context, settings.context))[-1].stop,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def planned(chip: str, shape: str, length: int, sequences: int, remat: str, dtyp
     slots = 1 << (sequences - 1).bit_length()
     step = aot.Step(config, losses.SFT(), optim.Optimizer(), run, Layout(), 1, length, microbatches=1, slots=slots)
     made = job.Job(
-        models.table(config), Layout(), 1, length, 1, 1, length // sequences, dtype=dtype, remat=remat,
+        models.table(config), config.records, Layout(), 1, length, 1, 1, length // sequences, dtype=dtype, remat=remat,
         head_chunk=run.head_chunk, top_k=getattr(config, "top_k", 0), slots=slots, reads=aot.reads(step),
         platform=chips.CHIPS[chip].platform,
     )  # fmt: skip

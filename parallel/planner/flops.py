@@ -1,10 +1,11 @@
 """Closed-form FLOPs of a step, and bytes of its collectives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import rules
 from . import memory
-from .job import Job, bytes_of, depth, entries, expert, matrix, nested
+from .job import Job, added, depth, entries, expert, matrix, matrix_states, nested, recurrent
 
 WIDE = 4  # bytes of values sent in fp32 whatever the compute dtype
 INDEX = 4  # bytes of a segment id, an index, or an expert index
@@ -15,21 +16,24 @@ class Flops:
     """FLOPs of an optimiser step on all devices together; a multiply-add counts as two.
 
     Attributes:
-      matmuls: matmuls with weights, forward and backward: 6 x active weights x tokens.
+      matmuls: matmuls with weights, forward and backward: 6 x active weights x tokens, 4 for frozen ones,
+        which have no gradient.
       attention: scores and weighted sums of causal attention, forward and backward, over unmasked pairs.
-      recomputed: recomputation in the backward pass.
+      recurrence: linear recurrences, forward and backward, in chunks.
+      recomputed: what the backward pass computes again, and what recurrences compute beyond their formula.
       scores: forward passes without gradients, before the step.
     """
 
     matmuls: float
     attention: float
+    recurrence: float
     recomputed: float
     scores: float
 
     @property
     def model(self) -> float:
         """Model FLOPs, the numerator of MFU."""
-        return self.matmuls + self.attention + self.scores
+        return self.matmuls + self.attention + self.recurrence + self.scores
 
     @property
     def hardware(self) -> float:
@@ -38,51 +42,117 @@ class Flops:
 
 
 def active(job: Job) -> int:
-    """Active parameters per token: all matrices, with top_k of the experts, without the embedding lookup."""
+    """Active parameters per token: all matrices, with top_k of the experts, without tables that tokens are looked up
+    in."""
     return sum(_active(job, leaf) for leaf in job.leaves)
 
 
 def _active(job: Job, leaf) -> int:
-    if not nested(leaf):
-        used = {"head", "score"} | ({"embed"} if job.tied else set())
-        return entries(leaf) if leaf.path in used else 0
     if not matrix(leaf):
         return 0
+    if not nested(leaf) and leaf.path.endswith("embed"):
+        return entries(leaf) if job.tied and leaf.path == "embed" else 0
     return entries(leaf) * job.top_k // job.table.dims["experts"] if expert(leaf) else entries(leaf)
 
 
-def pairs(job: Job) -> float:
-    """Unmasked query-key pairs of an optimiser step: n (n + 1) / 2 for each sequence of n tokens."""
-    return job.tokens * (job.sequence + 1) / 2
+def pairs(job: Job, layer) -> float:
+    """Unmasked query-key pairs of a layer in an optimiser step: for each sequence of n tokens n (n + 1) / 2, within
+    each chunk of attention by itself, less those further apart than its window."""
+    n = job.sequence
+    chunk = min(layer.pattern.chunk or n, n)
+    whole, rest = divmod(n, chunk)
+
+    def seen(n: float) -> float:
+        far = max(0.0, n - (layer.pattern.window or n))
+        return (n * (n + 1) - far * (far + 1)) / 2
+
+    return job.tokens / n * (whole * seen(chunk) + seen(rest))
 
 
-def flops(job: Job, pairs: float) -> Flops:
-    """FLOPs of an optimiser step with this number of query-key pairs."""
-    layer = sum(_active(job, leaf) for leaf in job.leaves if nested(leaf))
+def attention(layer, pairs: float) -> tuple[float, float]:
+    """FLOPs of (the scores, the weighted sums of values) of a layer's forward pass, expanded: latent attention makes
+    the keys and values of all heads in training (DeepSeek-V2, arXiv:2405.04434)."""
+    return 2 * layer.heads * layer.key_dim * pairs, 2 * layer.heads * layer.value_dim * pairs
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a recurrence uses its state S, a matrix per head.
+
+    Attributes:
+      key_axis: axis of the state along which keys lie.
+      solves: what is written depends on S, by a triangular system in each chunk.
+    """
+
+    key_axis: int
+    solves: bool
+
+
+RULES = {"delta": Rule(1, solves=True), "mamba": Rule(2, solves=False)}  # by name of the state
+
+
+def recurrence(job: Job, layer) -> tuple[float, float]:
+    """FLOPs per token of a recurrent layer's forward pass: (of the formula, computed beyond it).
+
+    In chunks of C tokens, for N heads with keys of size K, shared by N / G heads, and values of size V (Gated DeltaNet,
+    arXiv:2412.06464, section 3.3; Mamba 2, arXiv:2405.21060, section 6):
+
+        2 C K G    products of queries and keys, and with a triangular system as many of keys with keys
+        C (K + V) N    the triangular system, if any, by substitution
+        2 C V N    sums over the chunk
+        2 K V N    each product with the state: of queries, of what is written, with a triangular system of keys
+
+    Beyond it, each decay between two tokens of a chunk is a sum of its own, by a product of 2 C^2 N, and what is
+    written is computed twice if it depends on the state.
+    """
+    C = min(job.chunks[0], job.length)
+    wanted = beyond = 0.0
+    for name, shape in layer.state:
+        if len(shape) != 3:
+            continue
+        if name not in RULES:
+            raise ValueError(
+                f"plan: a recurrence must be one of {', '.join(RULES)}, got {name}; add its FLOPs to planner/flops.py"
+            )
+        rule, N = RULES[name], shape[0]
+        K, V = shape[rule.key_axis], shape[3 - rule.key_axis]
+        G = job.table.dims["key_channels"] // K
+        solved = int(rule.solves)
+        wanted += 2 * C * K * G * (1 + solved) + C * (K + V) * N * solved + 2 * C * V * N + 2 * K * V * N * (2 + solved)
+        beyond += 2 * C**2 * N + 2 * K * V * N * solved
+    return wanted, beyond
+
+
+def flops(job: Job, pairs: Callable = pairs) -> Flops:
+    """FLOPs of an optimiser step, with `pairs(job, layer)` query-key pairs in each layer."""
+    layers = sum(_active(job, leaf) for leaf in job.leaves if nested(leaf))
     mixture = sum(_active(job, leaf) for leaf in job.leaves if expert(leaf))
-    top = active(job) - layer
-    attend = 2 * job.layers * job.heads * job.head_dim * pairs  # one matmul of attention
-    again = attend  # scores, recomputed from the log-sum-exp
+    low = sum(_active(job, leaf) for leaf in job.trained) if job.adapters else 0
+    top = active(job) - layers
+    attends = [attention(layer, pairs(job, layer)) for layer in job.records if not recurrent(layer)]
+    scores, attend = sum(score for score, _ in attends), sum(map(sum, attends))
+    rules_of = [recurrence(job, layer) for layer in job.records if recurrent(layer)]
+    recur, beyond = (job.tokens * sum(each) for each in zip(*rules_of, strict=True)) if rules_of else (0, 0)
+    # Scores are recomputed from the log-sum-exp, and the terms of chunks before their backward pass.
+    again = scores + (1 + job.scores) * beyond + recur + beyond
+    if job.remat != "none":
+        again += recur + beyond  # no policy keeps a recurrence's output
     if job.recomputes("attention"):
-        again += 2 * attend
+        again += attend
     if job.recomputes("dots"):
-        last = sum(_active(job, leaf) for leaf in job.leaves if nested(leaf) and _last(leaf))
-        again += 2 * (layer - mixture - last) * job.tokens
+        last = sum(_active(job, stack[name]) for stack in job.stacks for name in added(stack))
+        again += 2 * (layers - mixture - last + low) * job.tokens
     if job.recomputes("experts"):
         again += 2 * mixture * job.tokens
     if not memory.logits_kept(job):
         again += 2 * top * job.tokens
     return Flops(
-        matmuls=6 * (layer + top) * job.tokens,
-        attention=6 * attend,
+        matmuls=((4 if job.adapters else 6) * (layers + top) + 6 * low) * job.tokens,
+        attention=3 * attend,
+        recurrence=3 * recur,
         recomputed=again,
-        scores=job.scores * (2 * (layer + top) * job.tokens + 2 * attend),
+        scores=job.scores * (2 * (layers + top + low) * job.tokens + attend + recur),
     )
-
-
-def _last(leaf) -> bool:
-    """Whether it is the layer's last matmul, which is only added to the residual stream: never recomputed."""
-    return leaf.axes[-2:] == ("embed", "ffn")
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -145,7 +215,13 @@ def _summed(job: Job, forward: int, backward: int) -> float:
     first on GPUs.
     """
     stream = job.local_tokens * job.embed * job.itemsize
-    layers = job.layers * (2 * forward + 2 * backward + job.recomputes("dots"))
+    mixes = lambda layer: not recurrent(layer) or bool(layer.state)
+    parts = lambda stack: mixes(job.record(stack)) + ("router" in stack or "down" in stack)
+    # What an MLP adds is not computed again, what comes before it is.
+    layers = sum(
+        depth(stack) * (parts(stack) * (forward + backward) + job.recomputes("dots") * (parts(stack) - 1))
+        for stack in job.stacks
+    )
     lookup = (forward + backward) * job.local_tokens * job.embed * WIDE  # in fp32
     return (layers + backward) * stream + lookup  # plus the head's gradient once
 
@@ -153,46 +229,63 @@ def _summed(job: Job, forward: int, backward: int) -> float:
 def _gathered(job: Job, forward: int, again: int) -> float:
     """Bytes of weights gathered over fsdp and ep per microbatch: a layer's each time it is computed."""
     total = 0
-    for leaf in job.leaves:
+    for leaf in job.weights:
         gathered = job.held(leaf, rules.GATHERED)
         if gathered > job.held(leaf):  # the final norm is gathered again for its backward pass, embedding and head not
-            total += gathered * bytes_of(leaf) * (forward + (again if nested(leaf) else int(not matrix(leaf))))
+            total += gathered * job.bytes_of(leaf) * (forward + (again if nested(leaf) else int(not matrix(leaf))))
     return total
 
 
 def _scattered(job: Job) -> float:
     """Bytes of gradients reduce-scattered over fsdp and ep per microbatch; a tied embedding counts twice."""
     uses = lambda leaf: 2 if job.tied and leaf.path == "embed" else 1
-    gathered = [leaf for leaf in job.leaves if job.held(leaf, rules.GATHERED) > job.held(leaf)]
+    gathered = [leaf for leaf in job.trained if job.held(leaf, rules.GATHERED) > job.held(leaf)]
     return sum(uses(leaf) * job.held(leaf, rules.GATHERED) * _gradient(job, leaf) for leaf in gathered)
 
 
 def _reduced(job: Job) -> float:
     """Bytes of a device's gradients, all-reduced over replicas of the model."""
-    return sum(job.held(leaf) * _gradient(job, leaf) for leaf in job.leaves)
+    return sum(job.held(leaf) * _gradient(job, leaf) for leaf in job.trained)
 
 
 def _gradient(job: Job, leaf) -> int:
     """Bytes per gradient entry when reduced: those of layers' matmuls are in the compute dtype."""
     matmul = nested(leaf) and matrix(leaf) and not expert(leaf)
-    return min(job.itemsize, bytes_of(leaf)) if matmul else bytes_of(leaf)
+    return min(job.itemsize, job.bytes_of(leaf)) if matmul else job.bytes_of(leaf)
 
 
 def _context(job: Job, forward: int, again: int, backward: int) -> list[Transfer]:
-    """Collectives of attention with positions sharded over cp, all layers."""
-    L, M, n = job.layers, job.used, job.layout.cp
-    entry = job.head_dim * job.itemsize * job.local_tokens // job.layout.tp  # one head at all local positions
-    keys, queries = 2 * job.kv_heads * job.kv_copies * entry, job.heads * entry
-    places = 2 * INDEX * job.local_tokens
-    if job.cp == "gather":
-        payload = (forward + again) * (keys + places) + backward * keys
-        return [Transfer("cp_gather", ("cp",), "gather", M * L * n * payload, False)]
-    if job.cp == "ulysses":
-        payload = (forward + again + backward) * (keys + 2 * queries)
-        return [Transfer("cp_trade", ("cp",), "trade", M * L * payload, False)]
-    wide = keys // job.itemsize * WIDE  # gradients of keys and values are sent in fp32
-    payload = (n - 1) * (forward + job.recomputes("attention") + backward) * (keys + places) + backward * n * wide
-    return [Transfer("cp_send", ("cp",), "send", M * L * payload, False)]
+    """Collectives of layers with positions sharded over cp: keys and values by the method, "gather" only as far as a
+    layer's pattern reaches; what recurrent layers read and return by all-to-all."""
+    M, n, tokens, item = job.used, job.layout.cp, job.local_tokens, job.itemsize
+    sent = dict.fromkeys(("gather", "trade", "send"), 0.0)
+    places = 2 * INDEX * tokens
+    for layer in job.records:
+        if recurrent(layer):
+            sent["trade"] += (forward + again + backward) * _exchanged(job, layer) * tokens * item / job.layout.tp
+            continue
+        entry = item * tokens / job.layout.tp
+        keys = job.kv_heads(layer) * (layer.key_dim + layer.value_dim) * entry
+        outer = layer.heads * (layer.key_dim + layer.value_dim) * entry  # queries and outputs
+        if job.cp == "ulysses":
+            sent["trade"] += (forward + again + backward) * (keys + outer)
+        elif job.cp == "ring":
+            wide = keys / item * WIDE  # gradients of keys and values are sent in fp32
+            turns = forward + job.recomputes("attention") + backward
+            sent["send"] += (n - 1) * turns * (keys + places) + backward * n * wide
+        else:
+            payload = (forward + again) * (keys + places) + backward * keys
+            seen = job.seen(layer)
+            sent["gather" if seen == n else "send"] += payload * (n if seen == n else seen - 1)
+    return [Transfer(f"cp_{kind}", ("cp",), kind, M * size, False) for kind, size in sent.items() if size]
+
+
+def _exchanged(job: Job, layer) -> int:
+    """Values of a token that a recurrent layer exchanges for whole rows: channels of convolutions, two gates a head,
+    and outputs."""
+    heads = sum(shape[0] for shape in matrix_states(layer))
+    outputs = job.table.dims["value_channels"] if heads else 0
+    return sum(shape[0] for _, shape in layer.state if len(shape) == 2) + 2 * heads + outputs
 
 
 def _sparse_layers(job: Job) -> int:

@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -17,8 +18,8 @@ from ..mesh import AXES, BATCH, Layout
 # their sizes.
 KEPT = {
     "full": ("input",),
-    "dots": ("input", "dots", "attention", "halves"),
-    "none": ("norms", "operands", "qkv", "attention", "gates", "experts", "weights"),
+    "dots": ("input", "dots", "attention", "halves", "states", "sums"),
+    "none": ("norms", "operands", "qkv", "attention", "outputs", "gates", "experts", "states", "recurrence", "weights"),
 }
 
 
@@ -28,6 +29,9 @@ class Job:
 
     Attributes:
       table: the model's weights.
+      records: what each layer does with its tokens, as in `models.layer`: a layer that attends has heads, kv_heads,
+        key_dim, value_dim, pattern, source and kept; a recurrent one has a state: a matrix for each head, and the
+        pasts of convolutions over key_channels and value_channels. One that is only an MLP has an empty state.
       layout: devices along each mesh axis.
       rows, length: B and T of a microbatch, over all devices.
       microbatches, used: M of an optimiser step, and how many of them are not empty.
@@ -35,19 +39,25 @@ class Job:
       dtype: dtype of activations and matmuls; weights, moments and gradients are fp32.
       remat, cp, head_chunk: as in `models.Run`.
       top_k: experts per token; 0 without experts.
+      router_fp32: the routers' products are in fp32, whatever the dtype.
+      activation: kind of the activation of MLPs, as in `models.layers.mlp`.
+      chunks: tokens per chunk of a recurrent layer, and of all rows together per block of chunks.
       slots: J, segment slots per row.
       reads: {array of the batch that the step reads (..._BT or ..._BJ): bytes per entry}.
       scores: forward passes without gradients over the same tokens, before the step.
       reference: one of them uses other weights, held in addition.
       platform: platform of the devices, which determines the chunk size of logits.
       optim: as in a recipe's Config.
+      adapters: weights of adapters, which train while the model's own are frozen; None = these train.
+      frozen: dtype of frozen weights.
 
     Raises:
-      ValueError: a remat policy not in `KEPT`; rows, length, heads or an axis of a weight are not divisible by the
-        layout.
+      ValueError: a remat policy not in `KEPT`; rows, length, heads, channels or an axis of a weight are not divisible
+        by the layout.
     """
 
     table: param.Table
+    records: Sequence[Any]
     layout: Layout
     rows: int
     length: int
@@ -59,12 +69,17 @@ class Job:
     cp: context.Method = "gather"
     head_chunk: int | None = None
     top_k: int = 0
+    router_fp32: bool = False
+    activation: str = "silu"
+    chunks: tuple[int, int] = (64, 4096)
     slots: int = 1
     reads: Mapping[str, int] = field(default_factory=dict)
     scores: int = 0
     reference: bool = False
     platform: str = "cpu"
     optim: Optimizer = Optimizer()
+    adapters: param.Table | None = None
+    frozen: str = "float32"
 
     def __post_init__(self):
         if self.remat not in KEPT:
@@ -72,11 +87,15 @@ class Job:
                 f"plan: --run.remat must be one of {', '.join(KEPT)}, got {self.remat!r}; plan with one of them"
             )
         zigzag = 2 if self.cp == "ring" and self.layout.cp > 1 else 1
-        sharing = self.size("tp", *(("cp",) if self.cp == "ulysses" else ()))
+        heads = {("query heads", layer.heads, "tp x cp" if self.cp == "ulysses" else "tp", self.sharing)
+                 for layer in self.records if not recurrent(layer)}  # fmt: skip
+        channels = {(f"channels of {name}", shape[0], "tp x cp", self.size("tp", "cp"))
+                    for layer in self.records if recurrent(layer) for name, shape in layer.state}  # fmt: skip
         for what, value, axes, over in (
             ("--rows", self.rows, " x ".join(BATCH), self.size(*BATCH)),
             ("--length", self.length, "2 x cp" if zigzag == 2 else "cp", zigzag * self.layout.cp),
-            ("query heads", self.heads, "tp x cp" if self.cp == "ulysses" else "tp", sharing),
+            *sorted(heads),
+            *(sorted(channels) if self.layout.cp > 1 else ()),
         ):
             if value % over:
                 raise ValueError(f"{what} must be a multiple of {axes} = {over}, got {value}")
@@ -112,6 +131,25 @@ class Job:
     def leaves(self) -> list[param.Leaf]:
         return [*self.top.values(), *(leaf for stack in self.stacks for leaf in stack.values())]
 
+    @functools.cached_property
+    def low(self) -> list[dict[str, param.Leaf]]:
+        """Weights of the adapters of each run of layers, by name."""
+        return param.leaves(self.adapters)["stacks"] if self.adapters else [{} for _ in self.stacks]
+
+    @property
+    def trained(self) -> list[param.Leaf]:
+        return [leaf for stack in self.low for leaf in stack.values()] if self.adapters else self.leaves
+
+    @property
+    def weights(self) -> list[param.Leaf]:
+        """All weights, those of adapters included."""
+        return [*self.leaves, *(self.trained if self.adapters else ())]
+
+    def bytes_of(self, leaf: param.Leaf) -> int:
+        """Bytes per entry of a weight on the device: fp32 if it trains, unless the table says otherwise."""
+        train = self.adapters is None or "rank" in leaf.axes
+        return jnp.dtype(leaf.param.dtype or ("float32" if train else self.frozen)).itemsize
+
     def held(self, leaf: param.Leaf, by: rules.ShardingRules = rules.RULES) -> int:
         """Entries of a leaf that a device holds under these sharding rules."""
         spec = rules.spec(leaf.axes, by, where=leaf.path, shape=leaf.shape, mesh=self.mesh)
@@ -141,29 +179,35 @@ class Job:
 
     @property
     def layers(self) -> int:
-        return sum(map(depth, self.stacks))
+        return len(self.records)
 
     @property
     def embed(self) -> int:
         return self.table.dims["embed"]
 
     @property
-    def head_dim(self) -> int:
-        return self.table.dims["head"]
+    def sharing(self) -> int:
+        """Number of devices among which the heads of a layer are divided."""
+        return self.size("tp", *(("cp",) if self.cp == "ulysses" else ()))
 
-    @property
-    def heads(self) -> int:
-        return self.table.dims["heads"] // self.head_dim
+    def record(self, stack: Mapping[str, param.Leaf]) -> Any:
+        """What the layers of a run do with their tokens."""
+        return self.records[next(iter(stack.values())).layers[0]]  # type: ignore[index]
 
-    @property
-    def kv_heads(self) -> int:
-        return self.table.dims["kv_heads"] // self.head_dim
+    def width(self, axis: str) -> float:
+        """Size of an axis on a device, of weights in use."""
+        return (self.adapters or self.table).dims[axis] / (self.layout.tp if getattr(rules.RULES, axis) == "tp" else 1)
 
-    @property
-    def kv_copies(self) -> int:
-        """How often kv heads are repeated to be divisible by the devices that share them."""
-        sharing = self.size("tp", *(("cp",) if self.cp == "ulysses" else ()))
-        return math.lcm(self.kv_heads, sharing) // self.kv_heads
+    def kv_heads(self, layer: Any) -> int:
+        """Heads of keys and values, repeated until the devices that share them divide their number."""
+        return math.lcm(layer.kv_heads, self.sharing)
+
+    def seen(self, layer: Any) -> int:
+        """Devices over cp whose keys a device holds in "gather": its own, and those before it within the span of
+        `parallel.context.attention`."""
+        if layer.pattern.span is None:
+            return self.layout.cp
+        return min(self.layout.cp, -(-(layer.pattern.span - 1) // (self.length // self.layout.cp)) + 1)
 
     @property
     def vocab(self) -> int:
@@ -180,9 +224,9 @@ def depth(stack: Mapping[str, param.Leaf]) -> int:
     return next(iter(stack.values())).shape[0]
 
 
-def bytes_of(leaf: param.Leaf) -> int:
-    """Bytes per entry of the master weights: fp32 unless the table says otherwise."""
-    return jnp.dtype(leaf.param.dtype or "float32").itemsize
+def stored(leaf: param.Leaf, itemsize: int) -> int:
+    """Bytes of a leaf in files and on servers, with `itemsize` bytes an entry unless the table says otherwise."""
+    return entries(leaf) * (jnp.dtype(leaf.param.dtype).itemsize if leaf.param.dtype else itemsize)
 
 
 def entries(leaf: param.Leaf) -> int:
@@ -195,8 +239,33 @@ def nested(leaf: param.Leaf) -> bool:
 
 
 def matrix(leaf: param.Leaf) -> bool:
+    """Whether tokens are multiplied with it."""
     return leaf.param.matrix
 
 
 def expert(leaf: param.Leaf) -> bool:
     return "experts" in leaf.axes
+
+
+def added(stack: Mapping[str, param.Leaf]) -> set[str]:
+    """Names of a layer's matrices whose outputs are only added to the residual stream, and read by nothing else in it:
+    the backward pass needs their inputs alone."""
+    if not {"down", "router"} & stack.keys():
+        # nothing follows the mixer
+        return {name for name, leaf in stack.items() if matrix(leaf) and leaf.param.axes.startswith("embed ")}
+    readers = {
+        "down": {"norm2_after", "mlp_after"},
+        "shared_down": {"norm2_after", "shared_router"},
+        "latent_up": set(),
+    }
+    return {name for name, after in readers.items() if name in stack and not after & stack.keys()}
+
+
+def recurrent(layer: Any) -> bool:
+    """Whether a layer's record is that of a recurrence."""
+    return hasattr(layer, "state")
+
+
+def matrix_states(layer: Any) -> list[tuple[int, int, int]]:
+    """Shapes of the states of a recurrent layer that are a matrix per head; its others are pasts of convolutions."""
+    return [shape for _, shape in layer.state if len(shape) == 3]

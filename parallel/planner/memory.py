@@ -10,15 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
 from .. import experts, rules
-from .job import KEPT, Job, bytes_of, depth, matrix
+from .job import KEPT, Job, added, depth, expert, matrix, matrix_states, recurrent
 
 STEP = 4  # bytes of the step counter
 WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
-GATES = {"gate": "ffn", "shared_gate": "shared_ffn"}  # gated MLPs applied to every token, and their widths
+MLPS = {"up": "gate", "shared_up": "shared_gate", "per_layer_out": "per_layer_gate"}  # of every token, and their gates
+GATES = {"silu": 5, "gelu_tanh": 7}  # what an MLP with a gate keeps, in multiples of its width; 3 without a gate
+NORMS = "_norm", "_after", "_before"  # ends of the names of norms inside layers
+HEADS = {"q_norm": "heads", "k_norm": "kv_heads"}  # norms of heads, or of all heads at once
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,10 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      params: fp32 master weights.
+      params: fp32 master weights; under adapters the frozen ones in their dtype, and the adapters.
       moments: optimiser state: moments, averaged weights and counters, including the step counter.
       gradients: the accumulated gradients, plus with several microbatches those of the current one.
-      reference: weights of the reference model.
+      reference: weights of the reference model, which without its adapters is the model itself.
       batch: the batch's arrays that a step reads, all microbatches.
       saved: activations that layers save for the backward pass of a microbatch.
       logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
@@ -55,14 +59,14 @@ class Memory:
         return self.arguments + self.gradients + self.reference + self.saved + self.logits + self.working
 
 
-def memory(job: Job) -> Memory:
-    """Memory of a device during a training step."""
-    params = sum(job.held(leaf) * bytes_of(leaf) for leaf in job.leaves)
+def memory(job: Job, state: int | None = None) -> Memory:
+    """Memory of a device during a training step; `state` is `moments(job)`, which takes a while, if it is known."""
+    size = lambda leaves: sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
     return Memory(
-        params=params,
-        moments=moments(job),
-        gradients=params * (1 if job.microbatches == 1 else 2),
-        reference=params if job.reference else 0,
+        params=size(job.weights),
+        moments=moments(job) if state is None else state,
+        gradients=size(job.trained) * (1 if job.microbatches == 1 else 2),
+        reference=size(job.leaves) if job.reference and not job.adapters else 0,
         batch=batch(job),
         saved=saved(job),
         logits=logits(job),
@@ -72,9 +76,10 @@ def memory(job: Job) -> Memory:
 
 def moments(job: Job) -> int:
     """Optimiser state on a device, sharded according to the rules, plus the step counter."""
-    optimizer = optim.make_optimizer(job.optim, job.table)
-    shapes = jax.eval_shape(optimizer.init, param.abstract(job.table))
-    where = rules.of_state(optimizer, job.table, job.mesh).opt_state
+    table = job.adapters or job.table
+    optimizer = optim.make_optimizer(job.optim, table)
+    shapes = jax.eval_shape(optimizer.init, param.abstract(table))
+    where = rules.of_state(optimizer, table, job.mesh).opt_state
     held = lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return STEP + sum(jax.tree.leaves(jax.tree.map(held, shapes, where)))
 
@@ -86,9 +91,17 @@ def batch(job: Job) -> int:
 
 
 def saved(job: Job) -> int:
-    """Activations that the scans over layers stack for the backward pass of a microbatch."""
+    """Activations of layers that are kept for the backward pass of a microbatch: those that scans over layers stack,
+    inputs of single layers, and keys and values that later layers use."""
     kept = lambda stack: sum(size for name, size in values(job, stack).items() if name in job.kept)
-    return round(sum(depth(stack) * kept(stack) for stack in job.stacks))
+    tokens, item = job.local_tokens, job.itemsize
+    beside = job.layers * tokens * job.table.dims.get("per_layer", 0) * item
+    shared = sum(
+        tokens * layer.kv_heads / job.layout.tp * (layer.key_dim + layer.value_dim) * item
+        for layer in job.records
+        if not recurrent(layer) and layer.kept
+    )
+    return round(sum(depth(stack) * kept(stack) for stack in job.stacks) + beside + shared)
 
 
 def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
@@ -96,47 +109,114 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
 
     input: the layer's input. dots: outputs of matmuls with weights. attention: output and log-sum-exp. norms: three
     fp32 copies of a norm's input. operands: inputs of matmuls with weights. qkv: queries, keys and values as read by
-    attention. gates: intermediates of a gated MLP. halves: both halves of the experts' hidden layer before the
-    activation. experts: all intermediates of a mixture, approximately. weights: gathered and cast weights, if they
-    differ from the stored ones.
+    attention. outputs: what sinks or a gate do with the output of attention. gates: intermediates of an MLP. halves:
+    the experts' hidden layer before the activation, both halves if it has a gate. experts: all intermediates of a
+    mixture, approximately. states, sums: of a recurrence, the states at the starts of chunks, and the decays between
+    the tokens of a chunk. recurrence: all else that it keeps, approximately. weights: gathered and cast weights, if
+    they differ from the stored ones.
     """
-    tokens, tp, item, D = job.local_tokens, job.layout.tp, job.itemsize, job.embed
-    heads, kv_heads = job.heads / tp, job.kv_heads * job.kv_copies / tp
-    seen = job.layout.cp if job.cp == "gather" else 1  # keys of whole rows
-    matrices = [axes for leaf in stack.values() if len(axes := leaf.param.axes.split()) == 2 and matrix(leaf)]
-    width = lambda axis: job.table.dims[axis] / (tp if getattr(rules.RULES, axis) == "tp" else 1)
-    norms = {"norm1": (D, 1), "norm2": (D, 1)} | {
-        f"{name}_norm": (width(axis), width(axis) / job.head_dim) for name, axis in (("q", "heads"), ("k", "kv_heads"))
-    }
-    halves = mixture = 0.0
-    if "router" in stack:  # room for all pairs of the ep group, for any routing
-        ep = job.layout.ep
-        pairs = tokens * ep * job.top_k
-        rows = math.prod(experts.blocks(pairs, job.table.dims["experts"] // ep, ep))
-        halves = (1 + ("expert_gate" in stack)) * rows * width("expert_ffn") * item
-        mixture = halves + tokens * (ep * D * item + 2 * width("router") * WIDE) + 4 * pairs * WIDE
-    as_stored = job.itemsize == WIDE and job.size("fsdp", "ep") == 1
+    tokens, item, D = job.local_tokens, job.itemsize, job.embed
+    matrices = {name: leaf.param.axes.split() for name, leaf in stack.items() if matrix(leaf) and not expert(leaf)}
+    low = [leaf.param.axes.split() for leaf in job.low[job.stacks.index(stack)].values() if not expert(leaf)]
+    as_stored = job.itemsize == jnp.dtype(job.frozen).itemsize and job.size("fsdp", "ep") == 1
     used = sum(job.whole(leaf) for leaf in stack.values() if matrix(leaf))
     # Each matmul keeps its own flattened operand; with cp they are not flattened, and attention and MLP keep one each.
-    inputs = [into for _, into in matrices]
-    read = sum(map(width, inputs)) - (D * (inputs.count("embed") - 2) if job.layout.cp > 1 else 0)
+    inputs = [into for _, into in matrices.values()]
+    read = sum(map(job.width, inputs)) - (D * (inputs.count("embed") - 2) if job.layout.cp > 1 else 0)
+    mlps = [(matrices[up], gate in stack) for up, gate in MLPS.items() if up in stack]
+    widths = [
+        (job.width(axes[axes[0] == "embed"]), GATES.get(job.activation, 5) if gated else 3) for axes, gated in mlps
+    ]
+    scaled = D if "scalar" in stack else 0  # the layer's output, before its factor
+    layer = job.record(stack)
     return {
         "input": tokens * D * item,
-        # without the last output, which is only added to the residual stream
-        "dots": tokens * item * sum(width(out) for out, into in matrices if into != "ffn"),
-        "attention": tokens * heads * (job.head_dim * item + WIDE),
+        "dots": tokens
+        * sum(
+            job.width(out) * (WIDE if name == "router" and job.router_fp32 else item)
+            for name, (out, _) in matrices.items()
+            if name not in added(stack)
+        )
+        + tokens * item * sum(job.width(out) for out, _ in low),
         "norms": sum(
-            (tokens * (3 * norms[name][0] + 2 * norms[name][1]) + job.whole(leaf)) * WIDE
-            for name, leaf in stack.items()
-            if name in norms
+            (tokens * (3 * size + 2 * groups) + job.whole(stack[name])) * WIDE
+            for name, (size, groups) in _norms(job, stack).items()
         ),
-        "operands": tokens * item * read,
-        "qkv": tokens * item * job.head_dim * (heads + 2 * kv_heads * seen),
-        "gates": 5 * tokens * item * sum(width(axis) for name, axis in GATES.items() if name in stack),
-        "halves": halves,
-        "experts": mixture,
+        "operands": tokens * item * (read + sum(job.width(into) for _, into in low)),
+        "gates": tokens * item * (sum(width * count for width, count in widths) + scaled),
         "weights": 0 if as_stored else used * item,
+        **(_recurrence(job, layer) if recurrent(layer) else _attention(job, layer, stack)),
+        **(_mixture(job, stack) if "router" in stack else {}),
     }
+
+
+def _norms(job: Job, stack: Mapping[str, Leaf]) -> dict[str, tuple[float, float]]:
+    """The size of what each norm of a layer normalises of a token, on a device, and the number of groups that are
+    normalised by themselves."""
+    layer, found = job.record(stack), {}
+    for name, leaf in stack.items():
+        if not (name.endswith(NORMS) or name in ("norm1", "norm2", "norm")):
+            continue
+        [axis] = leaf.param.axes.split()
+        if name in HEADS and not recurrent(layer):
+            size = getattr(layer, HEADS[name]) * layer.key_dim / job.layout.tp
+        elif name == "out_norm":
+            size = job.width("value_channels")
+        else:
+            size = job.width(axis)
+        found[name] = size, size / job.width(axis)
+    return found
+
+
+def _attention(job: Job, layer, stack: Mapping[str, Leaf]) -> dict[str, float]:
+    """Bytes of the values of a layer that attends; its keys and values may be those of another."""
+    tokens, item = job.local_tokens, job.itemsize
+    heads = layer.heads / job.layout.tp
+    kv_heads = job.kv_heads(layer) / job.layout.tp if layer.source is None else 0
+    seen = job.seen(layer) if job.cp == "gather" else 1  # keys of whole rows, or of the part within a layer's span
+    read = heads * layer.key_dim + kv_heads * (layer.key_dim + layer.value_dim) * seen
+    sinks = heads * (layer.value_dim * item + 2 * WIDE) if "sinks" in stack else 0
+    gate = 3 * heads * layer.value_dim * item if "q_gate" in stack else 0
+    return {
+        "attention": tokens * heads * (layer.value_dim * item + WIDE),
+        "qkv": tokens * item * read,
+        "outputs": tokens * (sinks + gate),
+    }
+
+
+def _recurrence(job: Job, layer) -> dict[str, float]:
+    """Bytes of the values of a recurrent layer, whose rows are whole, with channels divided over tp and cp.
+
+    Of a convolution over W tokens the backward pass reads each tap's product and the activation, of keys and queries
+    their norms, of the output its norm and gate.
+    """
+    rows, length, parts = job.local_rows, job.length, job.layout.tp * job.layout.cp
+    size, tokens = job.chunks
+    chunk = min(size, length)
+    blocks = -(-length // max(tokens // rows, chunk))
+    chunks = rows * blocks * -(-length // (blocks * chunk))
+    channels = sum(shape[0] * (shape[1] + 5) for _, shape in layer.state if len(shape) == 2)
+    heads = sum(shape[0] for shape in matrix_states(layer))
+    entries = sum(map(math.prod, matrix_states(layer)))
+    outputs = job.table.dims["value_channels"] if heads else 0
+    return {
+        "states": chunks * entries * WIDE / parts,
+        "sums": chunks * heads * chunk**2 * WIDE / parts,
+        "recurrence": rows * length * (channels + 6 * heads + 6 * outputs) * WIDE / parts,
+    }
+
+
+def _mixture(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
+    """Bytes of the values of a layer's experts: room for all pairs of the ep group, for any routing."""
+    tokens, ep, item = job.local_tokens, job.layout.ep, job.itemsize
+    count, width = job.table.dims["experts"], job.width("expert_ffn")
+    pairs = tokens * ep * job.top_k
+    rows = math.prod(experts.blocks(pairs, count // ep, ep))
+    halves = (1 + ("expert_gate" in stack)) * rows * width * item
+    biases = tokens * job.top_k * count * item if "expert_down_bias" in stack else 0
+    within = job.table.dims["expert_embed"]
+    chosen = tokens * (ep * within * item + 2 * count * WIDE) + 4 * pairs * WIDE
+    return {"halves": halves, "experts": halves + chosen + biases}
 
 
 def logits_kept(job: Job) -> bool:
@@ -160,7 +240,7 @@ def _layer(job: Job) -> int:
     """Temporaries of a layer's backward pass: its gathered weights, all its values, and the gradients of both."""
 
     def at_work(stack):
-        weights = sum(job.whole(leaf) * (bytes_of(leaf) + 2 * job.itemsize) for leaf in stack.values())
+        weights = sum(job.whole(leaf) * (job.bytes_of(leaf) + 2 * job.itemsize) for leaf in stack.values())
         return weights + 2 * sum(size for name, size in values(job, stack).items() if name in KEPT["none"][:-1])
 
     return round(max(map(at_work, job.stacks)))

@@ -10,7 +10,7 @@ from typing import Literal
 from ..mesh import AXES, BATCH
 from . import flops, memory
 from .chips import Chip
-from .job import Job, entries, expert
+from .job import Job, entries, expert, stored
 
 # Assumptions of every estimate.
 MATMUL = 0.5  # fraction of peak FLOP/s reached by a step's matmuls and attention
@@ -48,8 +48,9 @@ class Generation:
       devices: devices for generation; 0 = as many as keep up with training.
       steps: optimiser steps per training batch.
       ahead: eta, batches that generation may be ahead of training.
+      cache, state: bytes that a server holds for a token, and for a sequence whatever its length.
       embedded: the recipe starts one server on one chip, whose cache holds `slots` sequences of `context` tokens.
-      context: longest sequence of that server.
+      context: tokens of a sequence in the cache of that server.
       shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
         "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
     """
@@ -62,6 +63,8 @@ class Generation:
     devices: int
     steps: int
     ahead: int
+    cache: int
+    state: int = 0
     embedded: bool = False
     context: int = 0
     shares: Shares = "no"
@@ -98,9 +101,9 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
     return Plan(tuple(figures), fits)
 
 
-def device_bytes(job: Job, server: float, shares: str) -> float:
-    """Peak of a device that also holds a server's bytes, as `Generation.shares` says."""
-    m = memory.memory(job)
+def device_bytes(job: Job, server: float, shares: str, state: int | None = None) -> float:
+    """Peak of a device that also holds a server's bytes, as `Generation.shares` says; `state` as `memory.memory`."""
+    m = memory.memory(job, state)
     if shares == "turns":
         return max(m.peak, m.arguments + m.reference + server)
     return m.peak + (server if shares == "always" else 0)
@@ -108,12 +111,8 @@ def device_bytes(job: Job, server: float, shares: str) -> float:
 
 def weights_bytes(job: Job, itemsize: int) -> int:
     """Bytes of a server's weights, with an output head of its own."""
-    return (sum(map(entries, job.leaves)) + (entries(job.top["embed"]) if job.tied else 0)) * itemsize
-
-
-def cache_bytes(job: Job, itemsize: int) -> int:
-    """Bytes of the KV cache of one token."""
-    return 2 * job.layers * job.kv_heads * job.head_dim * itemsize
+    own = [job.top["embed"]] if job.tied else []
+    return sum(stored(leaf, itemsize) for leaf in [*job.leaves, *own] if leaf.path != "score")
 
 
 def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
@@ -123,8 +122,8 @@ def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
 def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
     """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start; of
     others, which take what there is, a cache for one sequence."""
-    tokens = (g.slots or 1) * g.context if g.embedded else g.prompt + g.new
-    held = weights_bytes(job, g.itemsize) + tokens * cache_bytes(job, g.itemsize)
+    count, tokens = (g.slots or 1, g.context) if g.embedded else (1, g.prompt + g.new)
+    held = weights_bytes(job, g.itemsize) + count * (tokens * g.cache + g.state)
     return held / (1 if g.embedded else chips_per_server(job, chip, g.itemsize))
 
 
@@ -135,10 +134,10 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
       server, shares: bytes of a generation server, and whether it is on that device.
     """
     m = memory.memory(job)
-    about = job.remat == "none" and any("router" in stack for stack in job.stacks)
+    about = job.remat == "none" or job.adapters is not None  # closely, but to the byte only in some families
     of = lambda name, value, exact, text: Figure("memory", name, value, "exact" if exact else "estimate", text)
     return [
-        of("params_bytes", m.params, True, "fp32 weights"),
+        of("params_bytes", m.params, True, f"{job.frozen} weights, and adapters" if job.adapters else "fp32 weights"),
         of("moments_bytes", m.moments, True, f"state of {job.optim.name}" + ", averaged weights" * (job.optim.ema > 0)),
         of("batch_bytes", m.batch, True, "arrays of the batch that the step reads"),
         of("argument_bytes", m.arguments, True, "sum of these three: arguments of the compiled step"),
@@ -159,8 +158,8 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
 
 def most_rows(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> int:
     """The largest microbatch that fits, in rows over all devices; 0 if none does. Arguments as `memory_figures`."""
-    unit = job.size(*BATCH)
-    fits = lambda n: device_bytes(replace(job, rows=n * unit), server, shares) <= USABLE * chip.memory
+    unit, state = job.size(*BATCH), memory.moments(job)
+    fits = lambda n: device_bytes(replace(job, rows=n * unit), server, shares, state) <= USABLE * chip.memory
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -174,7 +173,7 @@ def most_rows(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> 
 
 def work_figures(job: Job) -> list[Figure]:
     """FLOPs of an optimiser step, on all devices together."""
-    f = flops.flops(job, flops.pairs(job))
+    f = flops.flops(job)
     of = lambda name, value, kind, text: Figure("work", name, value, kind, text)
     return [
         of("params", sum(map(entries, job.leaves)), "exact", "weights of the model"),
@@ -182,8 +181,9 @@ def work_figures(job: Job) -> list[Figure]:
         of("tokens", job.tokens, "estimate", "per optimiser step, padding included"),
         of("matmul_flops", f.matmuls, "estimate", "matmuls with weights, forward and backward"),
         of("attention_flops", f.attention, "estimate", f"causal attention in sequences of {job.sequence:g} tokens"),
+        of("recurrence_flops", f.recurrence, "estimate", "recurrent layers, linear in the number of tokens"),
         of("score_flops", f.scores, "estimate", "scoring passes without gradients"),
-        of("model_flops", f.model, "estimate", "sum of these three, used for MFU"),
+        of("model_flops", f.model, "estimate", "sum of these, used for MFU"),
         of("recomputed_flops", f.recomputed, "estimate", f"recomputed in the backward pass, remat {job.remat}"),
     ]
 
@@ -203,7 +203,7 @@ def split(job: Job, axes: tuple[str, ...]) -> list[str]:
 def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
     """(seconds per optimiser step, figures); collectives of weights and gradients overlap with computation."""
     devices = job.layout.devices
-    f = flops.flops(job, flops.pairs(job))
+    f = flops.flops(job)
     compute = f.hardware / devices / (MATMUL * chip.flops)
     moving = flops.transfers(job)
     waits = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if not t.overlaps)
@@ -233,16 +233,16 @@ def link(job: Job, chip: Chip, axes: tuple[str, ...]) -> float:
 
 def push_figures(job: Job, itemsize: int) -> list[Figure]:
     """A weight push: device to host, host to a shared folder, folder to the servers."""
-    size = sum(map(entries, job.leaves)) * itemsize
+    size = sum(stored(leaf, itemsize) for leaf in job.leaves)
     return [
-        Figure("push", "push_bytes", size, "exact", f"exported weights, {itemsize} bytes each"),
+        Figure("push", "push_bytes", size, "exact", f"exported weights, {itemsize} bytes each unless kept in fp32"),
         Figure("push", "push_s", size / HOST + 2 * size / DISK, "estimate", "to the host, to a folder, to the servers"),
     ]
 
 
 def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure]:
     """Generation on chips of the same type: KV cache memory, and decoding speed limited by memory bandwidth."""
-    usable, cache = USABLE * chip.memory, cache_bytes(job, g.itemsize)
+    usable = USABLE * chip.memory
     sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
     weights, server = weights_bytes(job, g.itemsize), chips_per_server(job, chip, g.itemsize)
     if g.embedded and server > 1:
@@ -250,14 +250,18 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
             f"plan: the recipe's server has one chip, too small for weights of {weights:,} bytes and a cache; set "
             "--servers"
         )
-    budget = (g.slots or 1) * g.context if g.embedded else (server * usable - weights) / cache
+    room = server * usable - weights
+    tokens = (g.slots or 1) * g.context if g.embedded else room / g.cache if g.cache else 0
+    sequence = (g.prompt + g.new) * g.cache + g.state
+    most = (g.slots or 1) * min(1.0, g.context / (g.prompt + g.new)) if g.embedded else room / sequence
     context = g.prompt + g.new / 2  # mean length of a sequence while it grows
 
     def batch_s(servers: int) -> float:
         flying = g.samples * (g.ahead + 1) / servers
-        running = max(1.0, min(flying, budget / (g.prompt + g.new), g.slots or math.inf))
+        running = max(1.0, min(flying, most, g.slots or math.inf))
         idle = max(0.0, 1 - running * job.top_k / job.table.dims["experts"]) * sparse if sparse else 0.0
-        token_s = (weights - idle + running * context * cache) / (server * STREAM * chip.bandwidth)
+        read = weights - idle + running * (context * g.cache + 2 * g.state)  # states are written, too
+        token_s = read / (server * STREAM * chip.bandwidth)
         return g.samples * g.new / servers / running * token_s
 
     train_s, least = g.steps * step_s, batch_s(g.samples)
@@ -278,9 +282,10 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
         wanted = "chips reserved for generation"
     return [
         of("server_weights_bytes", weights, "exact", "weights on a server"),
-        of("cache_bytes_per_token", cache, "exact", "KV cache per token"),
+        of("cache_bytes_per_token", g.cache, "exact", "KV cache per token"),
+        of("state_bytes", g.state, "exact", "states of recurrent layers per sequence"),
         of("server_devices", server, "estimate", "chips per server"),
-        of("cache_tokens", budget, "estimate", "tokens in a server's KV cache"),
+        of("cache_tokens", tokens, "estimate", "tokens in a server's KV cache"),
         of("server_bytes", server_bytes(job, chip, g), "estimate", "weights and KV cache on a server's chip"),
         of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
         of("train_batch_s", train_s, "estimate", "training on a batch"),

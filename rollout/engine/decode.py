@@ -17,6 +17,7 @@ from ...core import logprobs, param
 from ...models import transformer as models
 from ...models.attention import backends, sinks
 from ...models.attention.pattern import PLAIN, Pattern
+from ...models.attention.segments import segments
 from ...models.layer import AnyMixer, Attention, mixers
 from ...models.layers.linear import MultiLoRAWeight, Transposed
 from . import caches as caching
@@ -28,7 +29,7 @@ PREFILL_TOKENS, ON_CPUS = 4096, 256  # tokens per prefill: one long prompt or se
 
 def bucket(length: int, context: int) -> int:
     """The padded length of a prefill of `length` tokens: a power of two of at least 16, at most the cache's length."""
-    return min(max(16, _power(length)), caching.segments(context)[-1].stop)
+    return min(max(16, _power(length)), segments(context)[-1].stop)
 
 
 def rows(bucket: int, slots: int) -> int:
