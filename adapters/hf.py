@@ -237,8 +237,11 @@ def _matched(config, tensors: Mapping[str, np.ndarray], where: str, init_missing
 
 
 def _predicts(key: str, config) -> bool:
-    """Whether a tensor is of a layer that predicts further tokens (DeepSeek-V3, GLM-4.5): these have indices behind the
-    model's own. They are for speculative decoding alone; areax neither trains nor writes them."""
+    """Whether a tensor is of a layer that predicts further tokens: these are under `mtp.` (Nemotron 3), or have indices
+    behind the model's own (DeepSeek-V3, GLM-4.5). They are for speculative decoding alone; areax neither trains nor
+    writes them."""
+    if key.startswith("mtp."):
+        return True
     layer, more = LAYER.search(key), json.loads(config.source).get("num_nextn_predict_layers") or 0
     return layer is not None and config.layers <= int(layer[1]) < config.layers + more
 

@@ -98,6 +98,26 @@ FAMILIES = {
             "mrope_interleaved": True,
         },
     ),
+    "nemotron_h": COMMON
+    | dict(
+        model_type="nemotron_h",
+        tie_word_embeddings=False,
+        layer_norm_epsilon=1e-2,
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=16,
+        mamba_head_dim=6,
+        n_groups=8,
+        ssm_state_size=10,
+        use_bias=True,
+        mlp_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+        moe_latent_size=16,
+        initializer_range=0.3,
+    ),
     "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
     "gemma2": COMMON
     | dict(
@@ -273,6 +293,9 @@ def cases():
             family == "qwen3_5_text"
         ):  # channels and heads of delta nets are split over tp and cp, their rows over neither
             layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("sft",)
+        elif family == "nemotron_h":  # as qwen3_5_text, and layers that are only experts or an MLP
+            layouts = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses", "cp2 ep2 tp2 all_to_all"]
+            objectives = ("balanced",)
         elif family == "olmo2":
             layouts, objectives = ["dp2 cp2 tp2"], ("grpo",)
         elif family == "gemma2":  # norms, windows by layer type, and soft caps in attention and in the split vocabulary
