@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import numpy as np
 
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from ..processes import memory
+from . import caches
 from .adapters import Loaded
 from .request import Progress, Request, check, check_prompt
 from .slots import Live, Slots
@@ -549,8 +549,8 @@ class Engine:
 
 
 def _check_caches(config, params, slots: int, context: int) -> None:
-    size = np.dtype(jax.tree.leaves(params)[0].dtype).itemsize
-    least = 2 * config.layers * config.kv_heads * config.head_dim * size * slots * context
+    made = jax.eval_shape(lambda: caches.empty(config, slots, context, params["embed"].dtype))
+    least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
     memory.check(f"Engine: {slots} slots of {context} tokens", least, memory.of_devices(jax.local_devices()[:1]))
 
 
