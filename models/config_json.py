@@ -43,8 +43,8 @@ KINDS = (  # what an option must be, whether a value is that, the options
         "shared_expert_intermediate_size", "num_experts_per_tok", "decoder_sparse_step", "kv_lora_rank",
         "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
         "interleave_moe_layer_step", "no_rope_layer_interval", "sliding_window_pattern",
-        "vocab_size_per_layer_input", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel",
-        "moe_shared_expert_intermediate_size",
+        "vocab_size_per_layer_input", "mamba_num_heads", "mamba_head_dim", "n_groups", "mamba_n_groups",
+        "ssm_state_size", "conv_kernel", "mamba_d_conv", "moe_shared_expert_intermediate_size",
     )),
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers",)),
@@ -61,19 +61,19 @@ KINDS = (  # what an option must be, whether a value is that, the options
     )),
     ("a whole number or null", lambda value: value is None or type(value) is int, ("sliding_window",)),
     ("a finite number above 0", lambda value: _number(value) and value > 0, (
-        "query_pre_attn_scalar", "time_step_max", "time_step_floor",
+        "query_pre_attn_scalar", "time_step_max", "time_step_floor", "mamba_dt_max", "mamba_dt_init_floor",
     )),
     ("a finite number above 0, or null", lambda value: value is None or (_number(value) and value > 0), (
         "attn_logit_softcapping", "final_logit_softcapping",
     )),
     ("a finite number of at least 0", _number, (
         "rms_norm_eps", "initializer_range", "routed_scaling_factor", "swiglu_limit", "swiglu_alpha", "attn_scale",
-        "layer_norm_epsilon", "time_step_min",
+        "layer_norm_epsilon", "time_step_min", "mamba_dt_min",
     )),
     ("true, false or null", lambda value: value is None or _flag(value), (
         "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
         "use_qk_norm", "rope_interleave", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
-        "use_bias", "use_conv_bias",
+        "use_bias", "use_conv_bias", "mamba_conv_bias",
     )),
     ("a list of texts, or null", lambda value: value is None or _list_of(_text)(value), (
         "architectures", "layer_types", "layers_block_type",
