@@ -73,8 +73,8 @@ class Mamba:
 
     @property
     def channels(self) -> dict[str, int]:
-        """Channels of x, B and C, as values, keys and queries."""
-        return {"v": self.heads * self.head_dim, "k": self.groups * self.state, "q": self.groups * self.state}
+        """Channels of x, B and C."""
+        return {"x": self.heads * self.head_dim, "b": self.groups * self.state, "c": self.groups * self.state}
 
     @property
     def layer(self) -> Recurrent:
@@ -189,7 +189,7 @@ def table(config: Config) -> Table:
     }
     dims = {
         **plain.dims,
-        "value_channels": net.channels["v"], "key_channels": net.channels["k"], "value_heads": net.heads,
+        "value_channels": net.channels["x"], "key_channels": net.channels["b"], "value_heads": net.heads,
         "taps": net.taps,
     }  # fmt: skip
     if config.experts:
@@ -264,17 +264,16 @@ def experts_layer(config: Config) -> dict[str, Param]:
 
 
 def mamba_layer(config: Config) -> dict[str, Param]:
-    """The weights of Mamba 2. x, B and C are called v, k and q, after their places in attention (arXiv:2405.21060,
-    section 7)."""
+    """The weights of Mamba 2; x are its values, B its keys and C its queries (arXiv:2405.21060, section 7)."""
     net, (std, _) = config.mamba, inits(config)
-    axes = {"v": "value_channels", "k": "key_channels", "q": "key_channels"}
-    inputs = {"out_gate": "value_channels", **axes, "dt": "value_heads"}
+    axes = {"x": "value_channels", "b": "key_channels", "c": "key_channels"}
+    inputs = {"gate": "value_channels", **axes, "dt": "value_heads"}
     sizes = net.channels.values()
     params = projections(config, net.bias, out=("embed value_channels", "out_proj"))
-    for (name, axis), part in zip(inputs.items(), split(net.channels["v"], *sizes, net.heads), strict=True):
-        params[name] = weight(config, f"{axis} embed", f"{AT}in_proj.weight", std, part=part)
+    for (name, axis), part in zip(inputs.items(), split(net.channels["x"], *sizes, net.heads), strict=True):
+        params[f"in_{name}"] = weight(config, f"{axis} embed", f"{AT}in_proj.weight", std, part=part)
         if net.bias:
-            params[f"{name}_bias"] = weight(config, axis, f"{AT}in_proj.bias", zeros, part=part)
+            params[f"in_{name}_bias"] = weight(config, axis, f"{AT}in_proj.bias", zeros, part=part)
     for (name, axis), part, of_taps in zip(axes.items(), split(*sizes), split(*sizes, dropped=1), strict=True):
         params[f"{name}_taps"] = weight(config, f"{axis} taps", f"{AT}conv1d.weight", normal(0.5), part=of_taps)
         if net.conv_bias:
@@ -318,17 +317,17 @@ def recur(h_BTD, w, mixer: Recurrence, config: Config):
     are computed in fp32 or wider."""
     net, (B, T, _) = config.mamba, h_BTD.shape
     wide = jnp.promote_types(h_BTD.dtype, jnp.float32)
-    project = lambda name: checkpoint_name(linear(h_BTD, w[name], w.get(f"{name}_bias")), "qkv")
+    project = lambda name: checkpoint_name(linear(h_BTD, w[f"in_{name}"], w.get(f"in_{name}_bias")), "qkv")
 
     def mixed(name, heads):
         x_BTC = mixer.convolve(name, project(name), w[f"{name}_taps"], w.get(f"{name}_taps_bias"))
         return jax.nn.silu(x_BTC).reshape(B, T, heads, -1)
 
-    x_BTHP, B_BTGN, C_BTGN = mixed("v", net.heads), mixed("k", net.groups), mixed("q", net.groups)
+    x_BTHP, B_BTGN, C_BTGN = mixed("x", net.heads), mixed("b", net.groups), mixed("c", net.groups)
     dt_BTH = jax.nn.softplus(project("dt").astype(wide) + w["dt_offset"].astype(wide)[None, None])
     dt_BTH, A_H = mixer.gate(jnp.maximum(dt_BTH, net.least)), -jnp.exp(w["decay_log"].astype(wide))
     out_BTHP = mixer.recur("mamba", mamba, x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, w["skip"])
-    gate_BTC = jax.nn.silu(project("out_gate").astype(wide))
+    gate_BTC = jax.nn.silu(project("gate").astype(wide))
     out_BTGX = (dense.flat(out_BTHP).astype(wide) * gate_BTC).reshape(B, T, net.groups, -1)
     out_BTC = dense.flat(rms_norm(out_BTGX, None, config.norm_eps)) * w["out_norm"].astype(wide)[None, None]
     return linear(out_BTC.astype(h_BTD.dtype), w["out"], w.get("out_bias"))
