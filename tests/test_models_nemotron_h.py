@@ -140,7 +140,8 @@ PUBLISHED = {
         layer_norm_epsilon=1e-5, norm_eps=1e-5, mamba_head_dim=8, mamba_num_heads=16, n_groups=8, ssm_state_size=16,
         moe_intermediate_size=20, moe_shared_expert_intermediate_size=40, n_group=1, n_routed_experts=8,
         n_shared_experts=1, norm_topk_prob=True, num_attention_heads=4, num_experts_per_tok=3, num_hidden_layers=5,
-        num_key_value_heads=2, routed_scaling_factor=2.5, topk_group=1, vocab_size=61,
+        num_key_value_heads=2, routed_scaling_factor=2.5, topk_group=1, vocab_size=61, rope_theta=10000,
+        partial_rotary_factor=1.0,  # though there is no rope
     ),
     "older names": dict(
         layers_block_type=["mamba", "attention"], mamba_n_groups=4, mamba_d_conv=3, mamba_conv_bias=False,
