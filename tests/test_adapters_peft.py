@@ -135,7 +135,10 @@ def same(got, wanted):
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("family", CASES)
+SAVED = [pytest.param(family, marks=[pytest.mark.slow] * (family == "nemotron_h")) for family in CASES]
+
+
+@pytest.mark.parametrize("family", SAVED)
 def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
 
