@@ -2,7 +2,7 @@
 
 PEFT on transformers 5 fuses a layer's experts into two weights, `gate_up_proj` and `down_proj`. Expert adapters are
 written per expert, and PEFT fuses them when loading: gate and up become one adapter of twice the rank. Both forms can
-be read.
+be read. Of experts without a gate (Nemotron 3) PEFT does not fuse `up_proj`, which is written fused.
 
 A fused module (`qkv_proj`) has one adapter in PEFT, where its parts have one each here. They are written as one of the
 sum of their ranks, with a block-diagonal B; of any other B each part gets its rows, and all of A.
@@ -37,6 +37,8 @@ LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
 # Names that PEFT takes for experts and routers anywhere in an MoE model.
 AMBIGUOUS = {"gate_proj", "up_proj", "down_proj", "gate", "router"}
+# Modules that PEFT does not adapt, by family: fused kernels read their weights past the adapter.
+REFUSED = {"nemotron_h": "out_proj"}
 # Options that do not change what the tensors compute, or only say where they belong, which the keys do too.
 FREE = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -106,22 +108,45 @@ def _write(path, config, adapters, spec: lora.Lora, base: str, manifest: dict | 
 def _fused(config, adapters, spec: lora.Lora, uniform: bool):
     """`hf.tensors_of` in PEFT's form: B of a fused module is block-diagonal; with `uniform` all have the same rank."""
     config = wrappers.in_module(config)
-    table = lora.table(models.table(config), spec)
+    table = _ungated_fused(lora.table(models.table(config), spec))
     modules = _modules(table, config.prefix)
     most = exported_rank(config, spec) if uniform else 0
 
     def whole(key, x):
         x = _block_diagonal(x, modules[key].parts.values()) if key in modules and key.endswith(LORA_B) else x
-        return _padded(key, x, most) if uniform else x
+        x = _padded(key, x, most) if uniform else x
+        if x.ndim == 2:
+            return x
+        return x.reshape(-1, x.shape[-1]) if key.endswith(LORA_A) else x.transpose(1, 2, 0).reshape(x.shape[1], -1)
 
     def described(key, spec):
-        (out, into), count = spec.shape, len(modules[key].parts) if key in modules else 1
+        *_, out, into = spec.shape
+        if len(spec.shape) == 3:
+            E = spec.shape[0]
+            shape = (E * (most or out), into) if key.endswith(LORA_A) else (out, E * (most or into))
+            return jax.ShapeDtypeStruct(shape, spec.dtype)
+        count = len(modules[key].parts) if key in modules else 1
         shape = (most or out, into) if key.endswith(LORA_A) else (out, most or into * count)
         return jax.ShapeDtypeStruct(shape, spec.dtype)
 
     specs, arrays = hf.tensors_of(table, config.prefix, adapters, "float32")
     pairs = zip(specs, arrays, strict=True)
     return {key: described(key, spec) for key, spec in specs.items()}, (whole(key, x) for key, x in pairs)
+
+
+def _ungated_fused(table: param.Table) -> param.Table:
+    """The table of adapters with those of a layer's `expert_up` as one tensor where experts have no gate; PEFT wraps
+    up_proj first, so that it is the inner module if down_proj has an adapter too."""
+
+    def one(p: param.Param, stack: param.Stack) -> param.Param:
+        inner = "base_layer." if "expert_down_a" in stack.params else ""
+        return dataclasses.replace(p, keys=tuple(key.replace("{expert}.up_proj.", inner) for key in p.keys))
+
+    def each(stack: param.Stack) -> param.Stack:
+        up = {"expert_up_a", "expert_up_b"} if "expert_gate_a" not in stack.params else set()
+        return param.Stack(stack.layers, {n: one(p, stack) if n in up else p for n, p in stack.params.items()})
+
+    return dataclasses.replace(table, stacks=tuple(map(each, table.stacks)))
 
 
 class Fused(NamedTuple):
@@ -252,7 +277,8 @@ def load(path: str | os.PathLike, config, mesh=None):
         if bad := safetensors.count_nonfinite(tensor):
             raise ValueError(f"{path}: {bad} of the {tensor.size} numbers of {key} are not finite; use other adapters")
     rslora, rank, alpha = bool(options.get("use_rslora")), options["r"], float(options["lora_alpha"])
-    tensors = _split_parts(_split_experts(stored, base.dims), base, config.prefix, rank, str(path))
+    tensors = _as_in_files(_split_experts(stored, base, str(path)), base, config.prefix)
+    tensors = _split_parts(tensors, base, config.prefix, rank, str(path))
     most = max(map(_rank, tensors.items()), default=rank)
     if options.get("rank_pattern") and most > rank and most % rank == 0:  # fused and saved by PEFT
         rank, alpha = most, _raised(alpha, most // rank, rslora)
@@ -345,8 +371,8 @@ def _only_in_text(config) -> dict[str, str]:
 def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], list[str], bool]:
     """PEFT's target_modules and target_parameters, and whether PEFT fuses gate and up projections."""
     names = set(lora.targets(table, spec))
-    experts = names & EXPERTS
-    if experts not in (set(), {"expert_down"}, EXPERTS):
+    experts, gated = names & EXPERTS, _gated(table)
+    if gated and experts not in (set(), {"expert_down"}, EXPERTS):
         raise ValueError(
             f"peft: adapters of experts must be of {', '.join(sorted(EXPERTS))}, or only of expert_down, "
             f"got {', '.join(sorted(experts))}; export the merged model instead"
@@ -364,13 +390,21 @@ def _targets(config, table: param.Table, spec: lora.Lora) -> tuple[list[str], li
         for *_, key in leaf.keys(config.prefix).values():  # the last is the name in transformers' module
             within = key.removesuffix(".weight").partition("layers.")[2].partition(".")[2]
             last = within.rpartition(".")[2]
+            if last == REFUSED.get(config.family):
+                raise ValueError(f"peft: lora.targets must not have {_name(leaf)}, {last}, which PEFT refuses to adapt")
             if _name(leaf) in EXPERTS:
-                parameters.add(f"mlp.experts.{'down_proj' if _name(leaf) == 'expert_down' else 'gate_up_proj'}")
+                fused = gated and _name(leaf) != "expert_down"
+                parameters.add(f"{within.rsplit('.', 2)[0]}.{'gate_up_proj' if fused else last}")
             elif mixture and last in AMBIGUOUS:
                 parameters.add(f"{within}.weight")
             else:
                 modules.add(last)
     return sorted(modules), sorted(parameters), experts == EXPERTS
+
+
+def _gated(table: param.Table) -> bool:
+    """Whether experts have a gate."""
+    return any("expert_gate" in stack.params for stack in table.stacks)
 
 
 def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None:
@@ -403,17 +437,35 @@ def _check_options(options: Mapping, where: str, fused: Collection[str]) -> None
         )
 
 
-def _split_experts(tensors: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+def _as_in_files(tensors: Mapping[str, np.ndarray], base: param.Table, prefix: str) -> dict[str, np.ndarray]:
+    """The adapters under the names of the base's weights in files: PEFT saves those of transformers' modules."""
+    stem = lambda key: f"base_model.model.{key.removesuffix('weight')}"
+    spelt = (keys for leaf in param.leaf_list(base) for keys in leaf.keys(prefix).values())
+    written = {stem(other): stem(first) for first, *others in spelt for other in others}
+    parts = ((key.partition("lora_"), x) for key, x in tensors.items())
+    return {f"{written.get(head, head)}{lora}{rest}": x for (head, lora, rest), x in parts}
+
+
+def _split_experts(tensors: Mapping[str, np.ndarray], base: param.Table, where: str) -> dict[str, np.ndarray]:
     """Splits fused expert adapters into one per expert, as views. Fused ones are A [experts x rank, in], shared by gate
-    and up, and B [out, rank x experts]; their keys do not name the projection, but their shapes identify it."""
-    out = dict(tensors)
+    and up, and B [out, rank x experts]; their keys do not name the projection, but their shapes identify it, unless
+    experts without a gate are square: then the inner module is up_proj, and the outer down_proj."""
+    out, dims, gated = dict(tensors), base.dims, _gated(base)
     for key, a in tensors.items() if "experts" in dims else ():
         stem = key.removesuffix("lora_A.weight")
         at = stem.removesuffix("base_layer.")
         if stem == key or not at.endswith(".experts.") or f"{stem}lora_B.weight" not in tensors:
             continue
         b, E, D, F = tensors[f"{stem}lora_B.weight"], dims["experts"], dims["expert_embed"], dims["expert_ffn"]
-        rows = {(2 * F, D): {"gate_proj": slice(F), "up_proj": slice(F, None)}, (D, F): {"down_proj": slice(None)}}
+        if not gated and D == F and at == stem and f"{stem}base_layer.lora_A.weight" not in tensors:
+            raise ValueError(
+                f"{where}: adapters of experts with as many inputs as hidden units must be of up_proj and down_proj, "
+                f"got one of the two, {stem}; merge these adapters with PEFT"
+            )
+        halves = {(2 * F, D): {"gate_proj": slice(F), "up_proj": slice(F, None)}}
+        up = halves if gated else {(F, D): {"up_proj": slice(None)}}
+        down = {(D, F): {"down_proj": slice(None)}}
+        rows = down | up if at != stem else up | down
         if (len(b), a.shape[1]) not in rows or len(a) % E or len(a) != b.shape[1]:
             continue
         del out[key], out[f"{stem}lora_B.weight"]
@@ -427,13 +479,13 @@ def _split_experts(tensors: Mapping[str, np.ndarray], dims: Mapping[str, int]) -
 
 def _rank(item: tuple[str, np.ndarray]) -> int:
     """Rank of an adapter, given (key, tensor)."""
-    return item[1].shape[0 if LORA_A in item[0] else -1]
+    return item[1].shape[-2 if LORA_A in item[0] else -1]
 
 
 def _padded(key: str, x: np.ndarray, rank: int) -> np.ndarray:
     """Zero-pads an adapter to a larger rank, which does not change its product."""
     more = rank - _rank((key, x))
-    return np.pad(x, ((0, more), (0, 0)) if LORA_A in key else ((0, 0), (0, more)))
+    return np.pad(x, [*[(0, 0)] * (x.ndim - 2), *(((0, more), (0, 0)) if LORA_A in key else ((0, 0), (0, more)))])
 
 
 def _raised(alpha: float, times: int, rslora: bool) -> float:

@@ -50,13 +50,14 @@ KINDS = (  # what an option must be, whether a value is that, the options
         "qk_nope_head_dim", "v_head_dim", "intermediate_size_mlp", "floor_scale",
         "interleave_moe_layer_step", "no_rope_layer_interval", "sliding_window_pattern",
         "vocab_size_per_layer_input", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-        "linear_value_head_dim", "linear_conv_kernel_dim",
+        "linear_value_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim", "n_groups",
+        "mamba_n_groups", "ssm_state_size", "conv_kernel", "mamba_d_conv", "moe_shared_expert_intermediate_size",
     )),
     # There are Python objects for each, made before a single weight is compared.
     ("a whole number of 1 to 10,000", _few, ("num_hidden_layers", "qk_rope_head_dim")),
     ("a whole number above 0, or null", lambda value: value is None or _size(value), (
-        "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank",
-        "moe_intermediate_size", "top_k_experts", "num_global_key_value_heads", "full_attention_interval",
+        "num_key_value_heads", "head_dim", "rotary_dim", "q_lora_rank", "moe_intermediate_size", "top_k_experts",
+        "num_global_key_value_heads", "full_attention_interval", "moe_latent_size",
     )),
     ("a whole number of 1 to 10,000, or null", lambda value: value is None or _few(value), (
         "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "n_group", "topk_group",
@@ -73,21 +74,24 @@ KINDS = (  # what an option must be, whether a value is that, the options
     )),
     ("a finite number above 0", lambda value: _number(value) and value > 0, (
         "query_pre_attn_scalar", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-        "logits_scaling",
+        "logits_scaling", "time_step_max", "time_step_floor", "mamba_dt_max", "mamba_dt_init_floor",
     )),
     ("a finite number above 0, or null", lambda value: value is None or (_number(value) and value > 0), (
         "attn_logit_softcapping", "final_logit_softcapping",
     )),
     ("a finite number of at least 0", _number, (
         "rms_norm_eps", "initializer_range", "routed_scaling_factor", "swiglu_limit", "swiglu_alpha", "attn_scale",
+        "layer_norm_epsilon", "time_step_min", "mamba_dt_min",
     )),
     ("true, false or null", lambda value: value is None or _flag(value), (
         "tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
         "use_qk_norm", "rope_interleave", "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp",
+        "use_bias", "use_conv_bias", "mamba_conv_bias",
     )),
     ("a list of texts, or null", lambda value: value is None or _list_of(_text)(value), (
-        "architectures", "layer_types",
+        "architectures", "layer_types", "layers_block_type",
     )),
+    ("a text, or null", lambda value: value is None or _text(value), ("hybrid_override_pattern",)),
     ("a list of layers, or null", lambda value: value is None or _list_of(_count)(value), (
         "mlp_only_layers", "moe_layers", "attn_type_list",
     )),

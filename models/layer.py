@@ -74,11 +74,13 @@ class Recurrent:
     """One layer that remembers the tokens before in a state of constant size, in place of keys and values.
 
     Attributes:
-      state: name and shape of each array of a sequence's state, in fp32.
+      state: name and shape of each array of a sequence's state, in fp32; none in `STATELESS`.
     """
 
     state: tuple[tuple[str, tuple[int, ...]], ...]
 
+
+STATELESS = Recurrent(())  # a layer that is only an MLP or experts: its tokens see nothing of each other
 
 Layer = Attention | Recurrent
 

@@ -31,7 +31,7 @@ class Lora:
 
     rank: int = 0
     alpha: float = 16.0
-    targets: tuple[str, ...] = ("q", "k", "v", "o", "delta_[qkvo]", "*gate", "*up", "*down")
+    targets: tuple[str, ...] = ("q", "k", "v", "o", "delta_[qkvo]", "in_*", "*gate", "*up", "*down")
     rslora: bool = False
 
     def __post_init__(self):

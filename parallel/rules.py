@@ -55,6 +55,7 @@ class ShardingRules:
     experts: Axes = "ep"
     expert_embed: Axes = "fsdp"
     expert_ffn: Axes = "tp"
+    expert_latent: Axes = None
     rank: Axes = None
 
     batch: Axes = meshes.BATCH

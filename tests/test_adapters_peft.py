@@ -73,10 +73,29 @@ CASES = {
     "mixtral": COMMON | dict(num_local_experts=4, num_experts_per_tok=2),
     "glm4_moe": COMMON | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, pad_token_id=None),
     "minimax_m2": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
+    "nemotron_h": COMMON
+    | dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        num_hidden_layers=4,
+        head_dim=10,
+        layer_norm_epsilon=1e-3,
+        mamba_num_heads=4,
+        mamba_head_dim=10,
+        n_groups=2,
+        ssm_state_size=6,
+        n_routed_experts=4,
+        moe_intermediate_size=20,
+        moe_shared_expert_intermediate_size=28,
+        moe_latent_size=16,
+        pad_token_id=None,
+    ),
     "gpt_oss": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
 }
 ALL = ("*",)  # routers too
-TARGETS = {"gpt_oss": ("q", "k", "v", "o", "router")}  # its experts are fused
+TARGETS = {
+    "gpt_oss": ("q", "k", "v", "o", "router"),  # its experts are fused
+    "nemotron_h": (*lora.Lora.targets, "router"),  # PEFT adapts neither convolutions nor what follows Mamba
+}
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 13))
 
 
@@ -125,7 +144,10 @@ def same(got, wanted):
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("family", CASES)
+SAVED = [pytest.param(family, marks=[pytest.mark.slow] * (family == "nemotron_h")) for family in CASES]
+
+
+@pytest.mark.parametrize("family", SAVED)
 def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
 
@@ -166,6 +188,18 @@ MADE = {  # what users pass to PEFT
         dict(target_modules=["q_proj", "in_proj_qkv", "out_proj"], target_parameters=["experts.down_proj"]),
     ),
     "qwen3_next": ("qwen3_next", dict(target_modules=["q_proj", "in_proj_qkvz", "in_proj_ba"], use_rslora=True)),
+    "nemotron_h": (
+        "nemotron_h",
+        dict(
+            target_modules=["in_proj", "q_proj", "o_proj", "fc1_latent_proj"],
+            target_parameters=["mixer.experts.up_proj", "mixer.experts.down_proj"],
+        ),
+    ),
+    "nemotron_h, up alone": ("nemotron_h", dict(target_modules=["v_proj"], target_parameters=["experts.up_proj"])),
+    "mixtral": (
+        "mixtral",
+        dict(target_modules=["k_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    ),
     "qwen2_moe, down alone": ("qwen2_moe", dict(target_modules=["k_proj"], target_parameters=["experts.down_proj"])),
 }
 
@@ -309,6 +343,42 @@ def test_some_parts_of_fused_modules_have_adapters(targets, base, tmp_path):
 
 def at(module):
     return f"{'self_attn' if module == 'qkv_proj' else 'mlp'}.{module}"
+
+
+@pytest.mark.slow
+def test_published_adapters_of_nemotron_h_have_one_rank(base, tmp_path):
+    import peft
+
+    config, params = base("nemotron_h")
+    spec = lora.Lora(rank=2, alpha=3)
+    adapters = drawn(config, spec)
+    path = adapters_in_files.write_published(tmp_path, 4, config, adapters, spec, "base", "v0-label")
+    about, _ = saved(path)
+    assert about["r"] == 10 and not about["rank_pattern"]  # in_proj has five parts
+    logits = ours(config, lora.join(params, adapters, spec))
+    same(theirs(peft.PeftModel.from_pretrained(torch_model("nemotron_h"), path)), logits)
+    again, read = adapters_in_files.load(path, config)
+    same(ours(config, lora.join(params, read, again)), logits)
+
+
+def test_adapters_of_nemotron_h_that_would_not_come_back_are_refused(tmp_path):
+    """PEFT adapts nothing behind Mamba; in a file, adapters of square experts look alike."""
+    import peft
+
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba"):
+        peft.get_peft_model(torch_model("nemotron_h"), peft.LoraConfig(target_modules=["out_proj"]))
+    config = models.config_from_hf(CASES["nemotron_h"] | dict(model_type="nemotron_h", moe_intermediate_size=16))
+    with pytest.raises(ValueError, match="lora.targets must not have out, out_proj, which PEFT refuses to adapt"):
+        adapters_in_files.modules(config, lora.Lora(rank=2, targets=("out",)))
+    for targets in (("expert_up", "expert_down"), ("expert_up",)):
+        spec = lora.Lora(rank=2, targets=targets)
+        adapters_in_files.save(tmp_path, config, drawn(config, spec), spec)
+        if len(targets) > 1:
+            _, read = adapters_in_files.load(tmp_path, config)
+            for x, y in zip(*map(jax.tree.leaves, (read, drawn(config, spec))), strict=True):
+                np.testing.assert_array_equal(x, y)
+    with pytest.raises(ValueError, match="must be of up_proj and down_proj, got one of the two, .*mixer.experts"):
+        adapters_in_files.load(tmp_path, config)
 
 
 def test_fused_adapters_that_were_trained_on_elsewhere(base, tmp_path):

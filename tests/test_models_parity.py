@@ -308,6 +308,20 @@ CASES: dict[str, dict] = {
         full_attention_interval=3, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20,
         shared_expert_intermediate_size=12, decoder_sparse_step=2,
     ),
+    "nemotron_h": dict(
+        num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2, head_dim=14, layer_norm_epsilon=1e-3,
+        layers_block_type=["mlp", "linear_attention", "moe", "linear_attention", "full_attention", "moe", "mlp"],
+        mamba_num_heads=6, mamba_head_dim=10, n_groups=3, ssm_state_size=11, conv_kernel=5, use_bias=True,
+        time_step_min=0.3, time_step_max=1.5, chunk_size=8, mlp_bias=True, n_routed_experts=9, num_experts_per_tok=3,
+        n_group=3, topk_group=2, norm_topk_prob=True, routed_scaling_factor=1.7, moe_intermediate_size=20,
+        moe_shared_expert_intermediate_size=28, moe_latent_size=16,
+    ),
+    "nemotron_h plain": dict(
+        num_hidden_layers=5, num_attention_heads=3, num_key_value_heads=1, head_dim=10, layer_norm_epsilon=1e-5,
+        layers_block_type=["linear_attention", "moe", "linear_attention", "moe", "full_attention"],
+        mamba_num_heads=4, mamba_head_dim=14, n_groups=1, ssm_state_size=6, use_conv_bias=False, n_routed_experts=5,
+        num_experts_per_tok=2, norm_topk_prob=False, moe_intermediate_size=20, moe_shared_expert_intermediate_size=24,
+    ),
     "olmo3": dict(
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, rms_norm_eps=1e-3, sliding_window=6,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
@@ -405,10 +419,11 @@ def assert_close(got, wanted, tolerance=1e-4):
 
 
 MIXTRAL = (("mlp.", "block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+SPELT = {"mixtral": MIXTRAL, "minimax_m2": MIXTRAL, "nemotron_h": (("model.", "backbone."),)}
 
 
 def experts_apart(named, family):
-    """A module holds all experts of a layer in one tensor, a checkpoint each in its own, in Mixtral by other names."""
+    """A module holds all experts of a layer in one tensor, a checkpoint each in its own, some by other names."""
     if family in ("gpt_oss", "llama4_text", "gemma4_text"):  # as in the module
         return named
     out = {}
@@ -417,11 +432,12 @@ def experts_apart(named, family):
             half, stem = x.shape[1] // 2, name.removesuffix("gate_up_proj")
             for e in range(len(x)):
                 out[f"{stem}{e}.gate_proj.weight"], out[f"{stem}{e}.up_proj.weight"] = x[e, :half], x[e, half:]
-        elif name.endswith("experts.down_proj"):
-            out |= {f"{name.removesuffix('down_proj')}{e}.down_proj.weight": x[e] for e in range(len(x))}
+        elif name.endswith((".experts.down_proj", ".experts.up_proj")):
+            stem, _, matrix = name.rpartition(".")
+            out |= {f"{stem}.{e}.{matrix}.weight": x[e] for e in range(len(x))}
         else:
             out[name] = x
-    for old, new in MIXTRAL if family in ("mixtral", "minimax_m2") else ():
+    for old, new in SPELT.get(family, ()):
         out = {name.replace(old, new): x for name, x in out.items()}
     return out
 
@@ -533,6 +549,11 @@ def old_spelling(config_json):
     """A config.json as transformers 4 wrote it."""
     if config_json["model_type"] == "gemma4_text":  # is younger
         return {k: v for k, v in config_json.items() if k != "dtype"} | {"torch_dtype": "bfloat16"}
+    if config_json["model_type"] == "nemotron_h":
+        letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+        kinds = config_json.pop("layers_block_type")
+        old = {"num_hidden_layers": len(kinds), "hybrid_override_pattern": "".join(map(letters.get, kinds))}
+        return {k: v for k, v in config_json.items() if k != "dtype"} | old | {"torch_dtype": "bfloat16"}
     windows = "max_window_layers" in config_json
     new = ("rope_parameters", "dtype", *(["layer_types"] if windows else []))
     old = {k: v for k, v in config_json.items() if k not in new}
@@ -562,7 +583,8 @@ def test_old_config_spellings_are_read(case, tmp_path):
     path = tmp_path / "m" / "config.json"
     written = json.loads(path.read_text())
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
-    new = ["dtype"] if config.family == "gemma4_text" else ["dtype", "rope_parameters"]
+    new = {"gemma4_text": ["dtype"], "nemotron_h": ["dtype", "layers_block_type"]}
+    new = new.get(config.family, ["dtype", "rope_parameters"])
     for drop in ((), new, ("rope_theta", "rope_scaling", "torch_dtype")):
         path.write_text(json.dumps({k: v for k, v in written.items() if k not in drop}))
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
@@ -822,6 +844,7 @@ EIGHT = dict(n_routed_experts=8, num_local_experts=8, num_experts=8)
 LATENT = dict(num_key_value_heads=8, n_routed_experts=32, num_local_experts=32, num_experts=32)
 LEAST_OF: dict[str, dict] = {
     "glm4_moe": EIGHT, "gpt_oss": EIGHT, "minimax_m2": EIGHT, "deepseek_v2": LATENT, "deepseek_v3": LATENT,
+    "nemotron_h": dict(num_hidden_layers=4),
 }  # fmt: skip
 
 

@@ -93,6 +93,26 @@ FAMILIES = {
     "qwen3_5_text": COMMON | DELTA | dict(model_type="qwen3_5_text"),
     "qwen3_5_moe_text": COMMON | DELTA | SHARED | dict(model_type="qwen3_5_moe_text"),
     "qwen3_next": COMMON | DELTA | SHARED | dict(model_type="qwen3_next", mlp_only_layers=[2]),
+    "nemotron_h": COMMON
+    | dict(
+        model_type="nemotron_h",
+        tie_word_embeddings=False,
+        layer_norm_epsilon=1e-2,
+        num_hidden_layers=4,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=16,
+        mamba_head_dim=6,
+        n_groups=8,
+        ssm_state_size=10,
+        use_bias=True,
+        mlp_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+        moe_latent_size=16,
+        initializer_range=0.3,
+    ),
     "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
     "gemma2": COMMON
     | dict(
@@ -272,6 +292,9 @@ def cases():
             layouts, objectives = ["cp2 ep2 tp2 all_to_all"], ("balanced",)
         elif family == "qwen3_next":  # parts of a tensor, by key head, are split over tp
             layouts, objectives = ["fsdp2 tp4", "cp2 ep2 tp2"], ("sft",)
+        elif family == "nemotron_h":  # as qwen3_5_text, and layers that are only experts or an MLP
+            layouts = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses", "cp2 ep2 tp2 all_to_all"]
+            objectives = ("balanced",)
         elif family == "olmo2":
             layouts, objectives = ["dp2 cp2 tp2"], ("grpo",)
         elif family == "gemma2":  # norms, windows by layer type, and soft caps in attention and in the split vocabulary

@@ -81,6 +81,13 @@ CASES = {
         linear_key_head_dim=10, linear_value_head_dim=14, linear_conv_kernel_dim=3, num_experts=6,
         num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40, mlp_only_layers=[1],
     ),
+    "nemotron_h": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, num_hidden_layers=4, layer_norm_epsilon=1e-2,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=6, mamba_head_dim=10, n_groups=3, ssm_state_size=12, conv_kernel=5, n_routed_experts=6,
+        num_experts_per_tok=2, n_group=3, topk_group=2, routed_scaling_factor=1.5, moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40, moe_latent_size=16,
+    ),
     "olmo3": dict(
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, sliding_window=11,
         layer_types=["full_attention", "sliding_attention"],

@@ -20,7 +20,7 @@ import numpy as np
 
 from ... import models
 from ...core import param
-from ...models.layer import Attention
+from ...models.layer import Recurrent
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from . import adapters
@@ -90,7 +90,7 @@ class Slots:
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.counts: collections.Counter[str] = collections.Counter()
-        self._recurrent = not all(isinstance(layer, Attention) for layer in config.records)
+        self._recurrent = any(isinstance(layer, Recurrent) and layer.state for layer in config.records)
         self._dtype, self._device = params["embed"].dtype, jax.local_devices()[0]
         self.weights: Any = self.stage(params)
         self.adapters = Adapters()
