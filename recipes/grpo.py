@@ -140,6 +140,7 @@ def read(config: Config, tokens) -> tuple:
     rollouts.check_keys(config.serving, config.training)
     common.check_directory("--out", config.out)
     common.check_microbatch(config.model, config.training.rows, config.training.length)
+    common.check_balance(config.model, config.training.balance)
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)

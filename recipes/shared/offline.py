@@ -80,6 +80,7 @@ def read(
     """
     common.check_directory("--out", config.out)
     common.check_microbatch(config.model, config.rows, config.length)
+    common.check_balance(config.model, config.balance)
     vocabulary = hf.read_config(hub.folder(config.model)).vocab
 
     def fits(row: dict) -> str | None:
