@@ -130,9 +130,10 @@ def serve(
     """
     from ..rollout.engine import server
     from ..rollout.processes import keys
-    from .runtime import compile_cache, hub, malloc
+    from .runtime import blas, compile_cache, hub, malloc
 
     malloc.keep_memory()  # new weights then reuse the memory of the old ones
+    blas.one_thread()
     compile_cache.keep()
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)

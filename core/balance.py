@@ -6,7 +6,9 @@ log-sum-exp of the router's logits `lse2` [L], and the number of `tokens` [L].
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ from .batch import Batch
 
 @dataclass(frozen=True)
 class Balance:
-    """Coefficients of the auxiliary losses that `wrap` adds to an objective; 0 = off. Both are means over layers.
+    """How experts are kept equally busy; 0 = off. `load` and `z` are coefficients of the auxiliary losses that `wrap`
+    adds to an objective, means over layers; `bias` is for `adjust`.
 
     Attributes:
       load: coefficient of the load-balancing loss E sum_e f_e P_e (Switch, arXiv:2101.03961; transformers'
@@ -25,10 +28,13 @@ class Balance:
         The loss is top_k when all experts are used equally. Gradients flow into P.
       z: coefficient of the router z-loss, the mean squared log-sum-exp of its logits (ST-MoE, arXiv:2202.08906), which
         keeps them small.
+      bias: how far each step moves an expert's router bias against its load, without a loss (`update_biases`); 0 leaves
+        it as loaded. DeepSeek-V3 was pre-trained with 0.001.
     """
 
     load: float = 0.0
     z: float = 0.0
+    bias: float = 0.0
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -39,6 +45,11 @@ class Balance:
 def wrap(objective, balance: Balance):
     """Adds the auxiliary losses to an objective; returns it unchanged if both coefficients are 0."""
     return Balanced(objective, balance) if balance.load or balance.z else objective
+
+
+def adjust(balance: Balance) -> Callable:
+    """The `adjust` of `step.make_step`: `update_biases` with the rate `bias`, nothing if that is 0."""
+    return partial(update_biases, rate=balance.bias) if balance.bias else lambda params, aux: params
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,8 @@ def report(aux) -> dict[str, metrics.Metric]:
 def update_bias(bias_LE, load_LE, rate: float):
     """bias + rate sign(mean load - load): auxiliary-loss-free balancing (arXiv:2408.15664). The bias only affects which
     experts are chosen; `load_LE` counts the choices made with it."""
-    return bias_LE + rate * jnp.sign(jnp.mean(load_LE, -1, keepdims=True) - load_LE).astype(bias_LE.dtype)
+    more_LE = jnp.sum(load_LE, -1, keepdims=True) - load_LE.shape[-1] * load_LE  # exact, unlike a mean
+    return bias_LE + rate * jnp.sign(more_LE).astype(bias_LE.dtype)
 
 
 def update_biases(params, aux, rate: float):

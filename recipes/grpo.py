@@ -20,7 +20,7 @@ import jax
 from areax.adapters import hf, orbax
 from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import UNPREFIXED, json_object
-from areax.adapters.runtime import compile_cache, compile_time, hub
+from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import (
@@ -96,6 +96,7 @@ def main(config: Config) -> dict:
     notebook.refuse_running_loop(config)
     began = time.monotonic()
     common.keep_memory()
+    blas.one_thread()
     compile_cache.keep()
     compile_time.measure()
     inside = config.serving.serve.inside
@@ -139,6 +140,7 @@ def read(config: Config, tokens) -> tuple:
     rollouts.check_keys(config.serving, config.training)
     common.check_directory("--out", config.out)
     common.check_microbatch(config.model, config.training.rows, config.training.length)
+    common.check_balance(config.model, config.training.balance)
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)

@@ -213,7 +213,7 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         (["--chip", "h300"], "--chip must be one of h100, h200, b200, v5p, v6e, got 'h300'; add it to parallel/"),
         (["--run.dispatch", "all_to_all"], "--run.dispatch all_to_all cannot be planned"),
         (["--lora.rank", 8, "--lora.targets", "w"], "lora.targets: each must name matrices of the layers"),
-        (["--balance.z", 0.1], "Balance(load=0.0, z=0.1) cannot be planned"),
+        (["--balance.z", 0.1], "Balance(load=0.0, z=0.1, bias=0.0) cannot be planned"),
         (["--run.remat", "offload"], "--run.remat must be one of"),
         (["--chp", "h100"], "did you mean --chip?"),
     ],

@@ -11,6 +11,8 @@ import optax
 import pytest
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from mixture import CONFIG, HF, PARAMS, SCORE, SCORES, TABLE, E, K, L
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -154,21 +156,63 @@ def test_the_router_bias_affects_only_which_experts_are_chosen():
     )  # fmt: skip
 
 
+@given(st.lists(st.integers(0, 1 << 20), min_size=2, max_size=12))
+def test_the_sign_of_the_bias_update_is_exact(load):
+    """That of float64, also where an expert has the mean load."""
+    load_LE = np.array([load, [*load[1:], load[0]]], np.float64)
+    bias_LE = np.random.default_rng(0).normal(size=load_LE.shape).astype(np.float32)
+    got = balance.update_bias(jnp.asarray(bias_LE), jnp.asarray(load_LE, jnp.float32), 0.5)
+    sums = [sum(load)] * len(load)
+    signs = [np.sign([all_ - len(load) * int(one) for all_, one in zip(sums, row, strict=True)]) for row in load_LE]
+    np.testing.assert_allclose(got, bias_LE.astype(np.float64) + 0.5 * np.array(signs), atol=1e-6)
+
+
+def with_bias(params):
+    biased = lambda stack: stack | {"router_bias": jnp.zeros(stack["router"].shape[:2])} if "router" in stack else stack
+    return params | {"stacks": [biased(stack) for stack in params["stacks"]]}
+
+
+BIASED = with_bias(PARAMS)
+REST = optax.sgd(0.0)
+BALANCED = step.make_step(SCORE, losses.SFT(), REST, adjust=balance.adjust(balance.Balance(bias=0.01)))
+
+
+def moved(state):
+    return [np.asarray(stack["router_bias"]) for stack in state.params["stacks"] if "router" in stack]
+
+
+def test_the_bias_moves_by_the_load_of_a_whole_batch():
+    """However it is split into microbatches and padded: by the choices of each sequence alone. Not with 0, and not by a
+    step that is skipped."""
+    data, objective, start = rows(24), losses.SFT(), lambda: step.init(jax.tree.map(jnp.copy, BIASED), REST)
+    count_LE = np.zeros((L, E))
+    for sample in data:
+        one = packing.pack([sample], 32, rows=1)
+        count_LE += np.asarray(SCORES(BIASED, one).aux["load"], np.float64).sum(0)
+    wanted_LE = 0.01 * np.sign(count_LE.mean(-1, keepdims=True) - count_LE)
+    assert count_LE.sum() == L * K * sum(len(sample.tokens) for sample in data) and (wanted_LE != 0).any()
+    for B in (16, 2):
+        batch = objective.prepare(packing.pack(data, 32, rows=B))
+        assert int(jnp.sum(batch.segment_BT == 0)) > 0 and (len(batch.token_BT) > 1) == (B == 2)
+        state, _ = BALANCED(start(), batch)
+        for got_E, wanted_E in zip(np.concatenate(moved(state)), wanted_LE, strict=True):
+            np.testing.assert_allclose(got_E, wanted_E, atol=1e-7)
+    broken = batch.replace(weight_BT=batch.weight_BT * jnp.inf)
+    state, report = BALANCED(start(), broken)
+    assert metrics.to_dict(report)["skipped"] == 1 and not np.any(moved(state))
+    assert balance.adjust(balance.Balance(load=1.0))(PARAMS, {}) is PARAMS
+
+
 def test_router_bias_updates_balance_the_load():
     """Weights at rest and a bias that moves: the load becomes even; the optimiser and the gradient leave it alone."""
-    biased = lambda stack: stack | {"router_bias": jnp.zeros(stack["router"].shape[:2])} if "router" in stack else stack
-    params = PARAMS | {"stacks": [biased(stack) for stack in PARAMS["stacks"]]}
-    sgd, objective = optax.sgd(0.0), losses.SFT()
-    adjust = partial(balance.update_biases, rate=0.01)
-    balanced = step.make_step(SCORE, objective, sgd, adjust=adjust)
-    state = step.init(jax.tree.map(jnp.copy, params), sgd)
+    objective, balanced = losses.SFT(), BALANCED
+    state = step.init(jax.tree.map(jnp.copy, BIASED), REST)
     batch, told = objective.prepare(packing.pack(rows(40), 32, rows=8)), []
     for _ in range(60):
         state, report = balanced(state, batch)
         told.append(metrics.to_dict(report)["expert_load_max"])
     assert told[0] > 1.4 and told[-1] < 1.15, (told[0], told[-1])
-    biases = [stack["router_bias"] for stack in state.params["stacks"] if "router" in stack]
-    assert all(np.abs(b).max() > 0 for b in biases)
+    assert all(np.abs(b).max() > 0 for b in moved(state))
     with pytest.raises(ValueError, match="needs a layer with router_bias, got none"):
         balance.update_biases(PARAMS, {"load": jnp.zeros((L, E))}, 0.1)
 
@@ -191,14 +235,13 @@ def test_a_router_bias_in_a_table():
     assert any("router'" in name for name in named(state.opt_state))
     assert not any("router_bias" in name for name in named(state.opt_state))
     batch = objective.prepare(packing.pack(rows(40), 32, rows=8))
-    state, _ = step.make_step(SCORE, objective, optimizer, adjust=partial(balance.update_biases, rate=0.01))(
-        state, batch
-    )
+    adjust = balance.adjust(balance.Balance(bias=0.01))
+    state, _ = step.make_step(SCORE, objective, optimizer, adjust=adjust)(state, batch)
     for name, x in named(state.params).items():
-        moved = np.abs(np.asarray(x) - named(before)[name])
-        assert (moved > 0).any(), name
+        change = np.abs(np.asarray(x) - named(before)[name])
+        assert (change > 0).any(), name
         if "router_bias" in name:
-            assert np.all((np.abs(moved - 0.01) < 1e-6) | (moved == 0)), name
+            assert np.all((np.abs(change - 0.01) < 1e-6) | (change == 0)), name
     specs, tensors = hf.tensors_of(table, CONFIG.prefix, state.params, "bfloat16")
     for (name, spec), x in zip(specs.items(), tensors, strict=True):
         assert spec.dtype == x.dtype == ("float32" if "bias" in name else "bfloat16"), name

@@ -34,6 +34,7 @@ from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.adapters.tracking.sinks import Sinks
 from areax.core import losses
+from areax.core.balance import Balance
 from areax.core.losses import GRPO
 from areax.core.optim import Optimizer
 from areax.models import lora
@@ -700,6 +701,25 @@ def test_an_in_process_server_generates_while_the_trainer_updates(place):
     assert done["complete"] and done["counts"]["accepted"] == 20 and done["max_logp_diff"] <= 1e-4
     lines = [x for x in run_dir.read_lines(place / "inside ahead/metrics.jsonl") if x["kind"] == "grpo"]
     assert max(x["staleness_max"] for x in lines) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("serve", [Serve(slots=8, context=64), INSIDE], ids=["pushed", "inside"])
+def test_servers_choose_experts_with_the_bias_that_training_moved(place, serve):
+    """By files and in memory, in fp32: a step moves it further than scores differ, once per minibatch."""
+    spec = dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=24)
+    tiny.model(
+        place / "glm", model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"], first_k_dense_replace=1, **spec
+    )
+    out = f"bias {serve.inside}"
+    done = grpo.main(
+        config(place, out, servers=(), model=str(place / "glm"), serve=serve, minibatches=2, balance=Balance(bias=0.37))
+    )
+    assert done["complete"] and done["max_logp_diff"] <= 1e-4
+    before, after = (hf.load(path)[1]["stacks"][1]["router_bias"] for path in (place / "glm", place / out / "model"))
+    moves = np.asarray(after - before, np.float64) / 0.37
+    np.testing.assert_allclose(moves, np.round(moves), atol=1e-5)
+    assert 1 < np.abs(moves).max() < 6.5
 
 
 # Scores 1, or 100 if it finds a key in the command line of any process, or in its own environment.

@@ -18,7 +18,7 @@ from areax.adapters import hf
 from areax.core import packing, param
 from areax.models.attention.segments import segments
 from areax.models.layer import Recurrent
-from areax.rollout.engine import caches, decode, request_parsing, sglang_api
+from areax.rollout.engine import caches, decode, in_process, request_parsing, sglang_api
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
 from areax.rollout.types import supervised
@@ -147,6 +147,24 @@ CASES = {
             "original_max_position_embeddings": 16,
         },
     ),
+    "mistral": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, tie_word_embeddings=False, sliding_window=21,
+    ),
+    "phi3": dict(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=None, sliding_window=21,
+        original_max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "olmo2": dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False),
+    "seed_oss": dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=18, attention_out_bias=True, tie_word_embeddings=False,
+    ),
+    "deepseek_v2": dict(
+        num_attention_heads=3, num_key_value_heads=3, q_lora_rank=14, kv_lora_rank=18, qk_nope_head_dim=10,
+        qk_rope_head_dim=6, v_head_dim=12, tie_word_embeddings=False, n_routed_experts=9, n_group=3, topk_group=2,
+        topk_method="group_limited_greedy", num_experts_per_tok=2, moe_intermediate_size=24, n_shared_experts=1,
+        first_k_dense_replace=1, routed_scaling_factor=2.0,
+    ),
 }  # fmt: skip
 
 
@@ -157,7 +175,7 @@ def model(case):
 
 
 # What these have, the others have too.
-RARE = ("qwen2", "mixtral", "qwen3_5_moe_text")
+RARE = ("qwen2", "mixtral", "mistral", "phi3", "olmo2", "seed_oss", "deepseek_v2", "qwen3_5_moe_text")
 SERVED = [pytest.param(case, marks=[pytest.mark.slow] * (case in RARE)) for case in CASES]
 
 
@@ -360,6 +378,51 @@ def test_decoding_with_bfloat16_weights():
     logp_TV = np.asarray(jax.nn.log_softmax(logits_BTV[0]))
     at = np.arange(9, 29)
     assert np.abs(np.asarray(done.logp) - logp_TV[at - 1, done.tokens]).max() < 0.2
+
+
+def scaled(case):
+    """A model whose next tokens are neither certain nor alike: the last norm makes the deviation of its logits 1."""
+    config, params = model(case)
+    logits_BTV = forward(params, np.array(prompts(8, [40, 40])), config)
+    norm = (params["norm"] + config.norm_offset) / jnp.std(logits_BTV) - config.norm_offset
+    return config, params | {"norm": norm}
+
+
+def replayed(config, prompt, progress, i):
+    """A sample, for training, of what the engine generated, with the experts that it reported."""
+    sample = supervised(prompt, progress.tokens, sample=i, rollout=i, group=i)
+    if not getattr(config, "top_k", 0):
+        return sample
+    routed = np.array(progress.routed)
+    unknown = np.full((1, *routed.shape[1:]), -1, routed.dtype)
+    return sample.replace(arrays={"routed_experts": ("input", np.concatenate([routed, unknown]))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_in_bfloat16_trainer_and_engine_agree_about_samples(case):
+    """k3 of the log-probabilities of a trainer with master weights in fp32, and of the engine, which gets them rounded.
+
+    They are the same without rounding (above).
+    """
+    config, params = scaled(case)
+    low = in_process.Weights(config, params, {}).cast("bfloat16")
+    experts = bool(getattr(config, "top_k", 0))
+    sampling = lambda i: Sampling(1.0, max_new_tokens=30, ignore_eos=True, seed=i)
+    asked = [
+        Request(str(i), p, sampling(i), routed_experts=experts) for i, p in enumerate(prompts(9, (2, 17, 30, 60) * 4))
+    ]
+    with Engine(config, low, slots=4, context=160, steps=4) as engine:
+        done = engine.generate(asked)
+    data = [replayed(config, asked[i].prompt, progress, i) for i, progress in enumerate(done)]
+    batch, run = packing.pack(data, 128, rows=16), models.Run(dtype="bfloat16")
+    score = jax.jit(lambda batch: models.score(params, jax.tree.map(lambda x: x[0], batch), config=config, run=run))
+    found = packing.unpack(score(batch).logp_BT[None], batch, data)
+    apart = np.concatenate([
+        logp[-30:] - progress.logp for logp, progress in zip(found, done, strict=True)
+    ]).astype(np.float64)  # fmt: skip
+    k3 = np.mean(np.exp(apart) - 1 - apart)
+    assert 0 < k3 < 1e-3
 
 
 @given(st.integers(1, 1 << 18), st.floats(0, 1))

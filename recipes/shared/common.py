@@ -20,6 +20,7 @@ from areax.adapters.command_line.options import json_object
 from areax.adapters.runtime import hub
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.core import metrics, param
+from areax.core.balance import Balance
 from areax.parallel import mesh, rules
 from areax.recipes.shared import terminal
 from areax.rollout import client
@@ -131,6 +132,16 @@ def check_microbatch(model: str, rows: int, length: int) -> None:
         raise ValueError(f"--length must be at most {config.context}, the context of {model}, got {length}")
     there = memory.of_devices(jax.local_devices()) * jax.process_count()
     memory.check(f"--rows {rows} of --length {length}", rows * length * (TOKEN + 2 * config.embed), there)
+
+
+def check_balance(model: str, balance: Balance) -> None:
+    """Raises ValueError if a router's bias is to move and the model has none."""
+    config = hf.read_config(hub.folder(model))
+    if balance.bias and not any("router_bias" in stack.params for stack in models.table(config).stacks):
+        raise ValueError(
+            "--balance.bias needs a model that chooses experts with a bias, such as GLM-4.5 or DeepSeek-V3, got "
+            f"{config.family} in {model}; leave it out, or balance experts with --balance.load"
+        )
 
 
 def check_directory(option: str, path: str) -> None:

@@ -9,7 +9,7 @@ import jax
 from areax import models
 from areax.adapters import hf, peft
 from areax.core import optim, step
-from areax.core.balance import Balance, wrap
+from areax.core.balance import Balance, adjust, wrap
 from areax.models import lora
 from areax.models.lora import Lora
 from areax.parallel import rules
@@ -50,7 +50,7 @@ def make(
     Args:
       score: `score(params, microbatch, *frozen)`.
       updates: optimiser steps of the run; the length of the schedule if `spec` gives none.
-      adapters: with rank > 0 these train and `params` are frozen.
+      adapters: with rank > 0 these train and `params` are frozen; a router's bias cannot move then.
       frozen: weights that are used but not trained, such as a teacher's.
       plain: replaces `score` in `scores`, without what only the loss needs.
       seed: random seed of new adapters.
@@ -67,11 +67,12 @@ def make(
         plain = lora.over_base(plain, adapters) if plain else None
     optimizer = optim.make_optimizer(replace(spec, steps=spec.steps or updates), table)
     shardings = rules.of_state(optimizer, table, mesh)
-    whole = wrap(objective, balance or Balance())
+    balance = balance or Balance()
+    whole = wrap(objective, balance)
     return Learner(
         settings, objective, adapters, step.init(params, optimizer, shardings), frozen, score,
-        step.make_scores(plain or score), jax.jit(whole.prepare), step.make_step(score, whole, optimizer, shardings),
-        whole.needs_scores,
+        step.make_scores(plain or score), jax.jit(whole.prepare),
+        step.make_step(score, whole, optimizer, shardings, adjust=adjust(balance)), whole.needs_scores,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from areax.adapters import hf, orbax, tokenizer
 from areax.adapters.data import chat_sft
-from areax.adapters.runtime import compile_cache, compile_time, hub
+from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
@@ -56,6 +56,7 @@ def run(train: Callable, config) -> dict:
     """Runs `train(config, quiet=)` in every process of the job; returns its summary in process 0, {} in the others."""
     notebook.refuse_running_loop(config)
     common.keep_memory()
+    blas.one_thread()
     compile_cache.keep()
     compile_time.measure()
     with processes.job() as index:
@@ -79,6 +80,7 @@ def read(
     """
     common.check_directory("--out", config.out)
     common.check_microbatch(config.model, config.rows, config.length)
+    common.check_balance(config.model, config.balance)
     vocabulary = hf.read_config(hub.folder(config.model)).vocab
 
     def fits(row: dict) -> str | None:

@@ -81,6 +81,7 @@ class Options:
             *ranges.samples(f"--batch {self.batch}", self.batch),
             *ranges.finite(self, "save_minutes"),
             *ranges.schedule(self.optim, self.steps),
+            *ranges.moved_bias(self.balance, self.lora),
         ):
             raise ValueError(reason)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)

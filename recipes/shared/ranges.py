@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from areax.core.balance import Balance
 from areax.core.optim import Optimizer
+from areax.models.lora import Lora
 from areax.rollout.processes import memory
 
 MOST = (1 << 63) - 1  # the largest integer that JAX and the servers take
@@ -45,4 +47,16 @@ def schedule(optim: Optimizer, updates: int) -> Iterator[str]:
         yield (
             f"--optim.warmup must be below the {steps} optimiser steps of a {optim.schedule} schedule, got "
             f"{optim.warmup}"
+        )
+
+
+def moved_bias(balance: Balance, lora: Lora) -> Iterator[str]:
+    """Why the router's bias cannot move, if it is under adapters: it is a weight of the base, and in no adapter's file.
+
+    DeepSeek-V3 too ended its pre-training with a bias at rest (arXiv:2412.19437).
+    """
+    if balance.bias and lora.rank:
+        yield (
+            f"--balance.bias {balance.bias:g} would move a weight under the adapters, which stay fixed with "
+            f"--lora.rank {lora.rank}; leave out one of them"
         )

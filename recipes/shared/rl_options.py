@@ -365,6 +365,7 @@ def _training_conflicts(config: Any) -> Iterator[str]:
         yield f"--reference-mix needs --reference-every, batches between updates, got {training.reference_mix} alone"
     updates = (config.steps - training.critic.warmup * training.objective.needs_values) * training.minibatches
     yield from ranges.schedule(training.optim, updates * training.epochs)
+    yield from ranges.moved_bias(training.balance, training.lora)
     if compared := _without_comparison(config.rollout, training):
         yield compared
     if training.lora.rank and training.reference_every:
