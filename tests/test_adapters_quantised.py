@@ -296,8 +296,8 @@ INF = f"{SCALE} are not finite"  # said by what looks at the stored tensors firs
         (lambda t: t.pop(SCALE), f"{UP} is in FP8 and needs {SCALE}, which is missing; copy it again$"),
         (lambda t: t.pop(UP), f"{SCALE} is the scale of {UP}, which is missing; copy"),
         (lambda t: t.update({UP: np.zeros((72, 96), BF16)}), f"{SCALE} is the scale of {UP}, which is bfloat16"),
-        (lambda t: t.update({SCALE: t[SCALE][:2]}), rf"{SCALE} must be \[3, 6\] of float32 or bfloat16 or float16, for blocks of "
-         r"\[24, 16\], got \[2, 6\] of float32$"),
+        (lambda t: t.update({SCALE: t[SCALE][:2]}), rf"{SCALE} must be \[3, 6\] of float32 or bfloat16 or "
+         r"float16, for blocks of \[24, 16\], got \[2, 6\] of float32$"),
         (lambda t: t.update({SCALE: t[SCALE].T}), r"must be \[3, 6\] .* got \[6, 3\] of float32"),
         (lambda t: t.update({SCALE: t[SCALE].astype("float64")}), r"got \[3, 6\] of float64"),
         (lambda t: t.update({SCALE: t[SCALE].astype(np.uint8)}), r"got \[3, 6\] of uint8"),
