@@ -50,11 +50,49 @@ def _prepare(q, k, v, beta, g, segment_MBC, before_MB):
     q, k, v, beta, g = (x.astype(wide) for x in (q, k, v, beta[..., None], g))
     pair, start, end, whole = recurrence.decays(g, segment_MBC, before_MB)
     right = beta * jnp.concatenate([v, start[..., None] * k], -1)
-    solved = jax.lax.linalg.triangular_solve(
-        beta * pair * (k @ k.mT), right, left_side=True, lower=True, unit_diagonal=True
-    )
-    u, y = jnp.split(solved, [v.shape[-1]], -1)
+    u, y = jnp.split(_solve(beta * pair * (k @ k.mT), right), [v.shape[-1]], -1)
     return recurrence.Chunks(q, k, pair * (q @ k.mT), start, end, whole, u, y)
+
+
+def _solve(a, right):
+    """X of (I + A) X = right, of A only what is below the diagonal.
+
+    On a CPU `triangular_solve` waits in a thread of XLA's pool for the same pool to work on its batch: as many at once
+    as there are threads wait for ever.
+    """
+    if jax.default_backend() == "cpu":
+        return _inverse(jnp.tril(a, -1)) @ right
+    return jax.lax.linalg.triangular_solve(a, right, left_side=True, lower=True, unit_diagonal=True)
+
+
+@jax.custom_vjp
+def _inverse(a):
+    """(I + A)^-1 of A [..., C, C] with nothing on and above the diagonal, by halves."""
+    C = a.shape[-1]
+    size = 1 << (C - 1).bit_length()
+    whole = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, size - C)] * 2)
+    return _by_halves(whole)[..., :C, :C]
+
+
+def _by_halves(a):
+    half = a.shape[-1] // 2
+    if half == 0:
+        return jnp.ones_like(a)
+    first, last = _by_halves(jnp.stack([a[..., :half, :half], a[..., half:, half:]]))
+    between = -last @ (a[..., half:, :half] @ first)
+    return jnp.block([[first, jnp.zeros_like(first)], [between, last]])
+
+
+def _inverse_forward(a):
+    inverse = _inverse(a)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, grad):
+    return (-inverse.mT @ grad @ inverse.mT,)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 @shaped
