@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from families import SMALL
 
 from areax import models
 from areax.adapters import hf, safetensors
@@ -67,20 +68,25 @@ CASES = {
     "gpt_oss": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
 }
 ALL = ("*",)  # routers too
-TARGETS = {"gpt_oss": ("q", "k", "v", "o", "router")}  # its experts are fused
+TARGETS = dict.fromkeys(("gpt_oss", "llama4_text"), ("q", "k", "v", "o", "router"))  # their experts are fused
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 13))
+
+
+def options(family):
+    """Those of config.json."""
+    return CASES[family] if family in CASES else {**SMALL[family], "vocab_size": 61}
 
 
 @cache
 def torch_base(family):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **CASES[family])
+    config = transformers.AutoConfig.for_model(**{"model_type": family, **options(family)})
     return transformers.AutoModelForCausalLM.from_config(config).eval().state_dict()
 
 
 def torch_model(family):
     """A new model with the same weights: PEFT modifies the one it is given."""
-    config = transformers.AutoConfig.for_model(family, **CASES[family])
+    config = transformers.AutoConfig.for_model(**{"model_type": family, **options(family)})
     made = transformers.AutoModelForCausalLM.from_config(config).eval()
     made.load_state_dict(torch_base(family))
     return made
@@ -116,7 +122,10 @@ def same(got, wanted):
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("family", CASES)
+OTHERS = [family for family in SMALL if " " not in family and family not in CASES]
+
+
+@pytest.mark.parametrize("family", [*CASES, *(pytest.param(family, marks=pytest.mark.wide) for family in OTHERS)])
 def test_saved_adapters_give_the_same_outputs_in_peft_and_merged(family, base, tmp_path):
     import peft  # takes longer than all other imports of the tests: not in workers without these tests
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import SMALL
 
 from areax import models
 from areax.core import balance, losses, metrics, packing, param, step
@@ -20,135 +21,6 @@ from areax.parallel import batches as place
 from areax.parallel import context, experts, mesh, ring, rules
 from areax.rollout.types import Sample
 
-COMMON = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=2, head_dim=8, initializer_range=0.2, tie_word_embeddings=True,
-)  # fmt: skip
-FAMILIES = {
-    "qwen3": COMMON | dict(model_type="qwen3", tie_word_embeddings=True),
-    "qwen2": COMMON | dict(model_type="qwen2", tie_word_embeddings=False),
-    "qwen3_moe": COMMON
-    | dict(
-        model_type="qwen3_moe",
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        initializer_range=0.3,
-    ),
-    "qwen2_moe": COMMON
-    | dict(
-        model_type="qwen2_moe",
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-        initializer_range=0.3,
-    ),
-    "deepseek_v3": COMMON
-    | dict(
-        model_type="deepseek_v3",
-        num_key_value_heads=8,
-        q_lora_rank=16,
-        kv_lora_rank=24,
-        qk_nope_head_dim=10,
-        qk_rope_head_dim=6,
-        v_head_dim=12,
-        attention_bias=True,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        first_k_dense_replace=1,
-        initializer_range=0.3,
-    ),
-    "llama4_text": COMMON
-    | dict(
-        model_type="llama4_text",
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        intermediate_size=24,
-        intermediate_size_mlp=40,
-        interleave_moe_layer_step=2,
-        no_rope_layers=[1, 0],
-        attention_chunk_size=9,
-        floor_scale=7,
-        attn_scale=0.3,
-        initializer_range=0.3,
-    ),
-    "qwen3 window": COMMON | dict(model_type="qwen3", use_sliding_window=True, sliding_window=7, max_window_layers=1),
-    "qwen3_5_text": COMMON
-    | dict(
-        model_type="qwen3_5_text",
-        rms_norm_eps=1e-2,  # as in gemma4_text
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=8,
-        linear_num_value_heads=16,
-        linear_key_head_dim=12,
-        linear_value_head_dim=10,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 1.0,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    ),
-    "olmo2": COMMON | dict(model_type="olmo2", attention_bias=True),
-    "gemma2": COMMON
-    | dict(
-        model_type="gemma2",
-        query_pre_attn_scalar=9,
-        sliding_window=7,
-        attn_logit_softcapping=6.0,
-        final_logit_softcapping=8.0,
-    ),
-    "gemma4_text": COMMON
-    | dict(
-        model_type="gemma4_text",
-        rms_norm_eps=1e-2,  # small heads are small at times, and their norms would multiply rounding
-        head_dim=4,
-        global_head_dim=8,
-        sliding_window=7,
-        hidden_size_per_layer_input=12,
-        vocab_size_per_layer_input=72,
-        num_kv_shared_layers=2,
-        use_double_wide_mlp=True,
-        num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        enable_moe_block=True,
-        num_experts=8,
-        top_k_experts=2,
-        moe_intermediate_size=24,
-    ),
-    "llama": COMMON | dict(model_type="llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    "glm4_moe": COMMON
-    | dict(
-        model_type="glm4_moe",
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        n_group=4,
-        topk_group=2,
-        use_qk_norm=True,
-        initializer_range=0.3,
-    ),
-    "gpt_oss": COMMON
-    | dict(
-        model_type="gpt_oss",
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=7,
-        swiglu_limit=1.0,
-        initializer_range=0.3,
-    ),
-    "minimax_m2": COMMON
-    | dict(model_type="minimax_m2", num_local_experts=8, num_experts_per_tok=2, rotary_dim=6, initializer_range=0.3),
-}
 LAYOUTS = {
     "dp8": mesh.Layout(dp=8), "fsdp8": mesh.Layout(fsdp=8), "fsdp2 tp4": mesh.Layout(fsdp=2, tp=4),
     "dp2 cp2 tp2": mesh.Layout(dp=2, cp=2, tp=2), "dp2 cp2 tp2 ring": mesh.Layout(dp=2, cp=2, tp=2),
@@ -187,7 +59,7 @@ def samples():
 
 @cache
 def model(family):
-    config = models.config_from_hf(FAMILIES[family])
+    config = models.config_from_hf(SMALL[family])
     table = models.table(config)
     params = jax.jit(lambda key: param.init(key, table))(jax.random.key(1))
     for stack in params["stacks"]:
@@ -246,39 +118,37 @@ def compare(got, wanted, start, steps=1):
         assert float(np.abs(a - b).max()) <= 1e-5 * scale + steps * 2e-7, jax.tree_util.keystr(path)
 
 
+# Families that differ from others in some respects alone: the layouts that these concern, and one objective.
+CHOSEN = {
+    "qwen2_moe": (["fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], "sft"),
+    "deepseek_v3": (["fsdp8", "fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses", "cp2 ep2 tp2 all_to_all"], "balanced"),
+    "llama4_text": (["dp2 cp2 tp2 ring", "cp8 gather", "fsdp2 ep4", "cp2 ep2 tp2"], "sft"),
+    "glm4_moe": (["fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], "balanced"),
+    # sinks are split as heads are, biases of experts as experts and their widths
+    "gpt_oss": (["cp8 ulysses", "dp2 cp2 tp2 ring", "fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], "sft"),
+    "minimax_m2": (["fsdp2 tp4", "cp2 ep2 tp2"], "sft"),  # norms over heads of all devices
+    # channels and heads of delta nets are split over tp and cp, their rows over neither
+    "qwen3_5_text": (["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], "sft"),
+    "olmo2": (["dp2 cp2 tp2"], "grpo"),
+    # norms, windows by layer type, and soft caps in attention and in the split vocabulary
+    "gemma2": (["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], "grpo"),
+    # keys and values of other layers, an input for each layer, experts beside MLPs
+    "gemma4_text": (["dp2 cp2 tp2 ring", "cp2 ep2 tp2", "fsdp2 tp4"], "sft"),
+}
+EVERY = ("qwen3", "qwen2", "llama", "qwen3_moe", "qwen3 window")  # on every layout
+
+
 def cases():
     """Family, layout, objective: each two of the three meet under `mesh`, all three under `wide`; of families that
-    differ from Qwen3 by biases alone under `mesh` only each kind of splitting them.
+    differ from Qwen3 by biases alone under `mesh` only each kind of splitting them; those neither in `EVERY` nor
+    `CHOSEN` on one layout, under `wide`.
 
     One layout with three axes is in the everyday suite.
     """
-    for i, family in enumerate(FAMILIES):
+    for i, family in enumerate(EVERY):
         layouts, objectives = list(LAYOUTS), ("sft", "grpo")
         if family == "qwen3_moe":
             layouts, objectives = [*LAYOUTS, *SENT], ("balanced", "grpo")  # the former is SFT and more
-        elif family == "qwen2_moe":
-            layouts, objectives = ["fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], ("sft",)
-        elif family == "deepseek_v3":
-            layouts = ["fsdp8", "fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses", "cp2 ep2 tp2 all_to_all"]
-            objectives = ("balanced",)
-        elif family == "llama4_text":
-            layouts, objectives = ["dp2 cp2 tp2 ring", "cp8 gather", "fsdp2 ep4", "cp2 ep2 tp2"], ("sft",)
-        elif family == "glm4_moe":
-            layouts, objectives = ["fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], ("balanced",)
-        elif family == "gpt_oss":  # sinks are split as heads are, biases of experts as experts and their widths
-            layouts, objectives = ["cp8 ulysses", "dp2 cp2 tp2 ring", "fsdp2 ep4", "cp2 ep2 tp2 all_to_all"], ("sft",)
-        elif family == "minimax_m2":  # norms over heads of all devices
-            layouts, objectives = ["fsdp2 tp4", "cp2 ep2 tp2"], ("sft",)
-        elif (
-            family == "qwen3_5_text"
-        ):  # channels and heads of delta nets are split over tp and cp, their rows over neither
-            layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("sft",)
-        elif family == "olmo2":
-            layouts, objectives = ["dp2 cp2 tp2"], ("grpo",)
-        elif family == "gemma2":  # norms, windows by layer type, and soft caps in attention and in the split vocabulary
-            layouts, objectives = ["fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses"], ("grpo",)
-        elif family == "gemma4_text":  # keys and values of other layers, an input for each layer, experts beside MLPs
-            layouts, objectives = ["dp2 cp2 tp2 ring", "cp2 ep2 tp2", "fsdp2 tp4"], ("sft",)
         elif family == "qwen3 window":  # where positions are not split a window is a mask like others
             layouts = [layout for layout in LAYOUTS if LAYOUTS[layout].cp > 1]
         for (j, layout), (k, objective) in itertools.product(enumerate(layouts), enumerate(objectives)):
@@ -287,6 +157,11 @@ def cases():
             alike = family in BIASED and layout not in ("fsdp8", "fsdp2 tp4", "dp2 cp2 tp2 ring", "cp8 ulysses")
             rare = alike or (i + j + k) % len(objectives)
             yield pytest.param(*case, marks=pytest.mark.wide if rare else often)
+    for family in (family for family in SMALL if family not in EVERY):
+        layouts, objective = CHOSEN.get(family, (["dp2 cp2 tp2 ring"], "sft"))
+        for layout in layouts:
+            mark = pytest.mark.mesh if family in CHOSEN else pytest.mark.wide
+            yield pytest.param(family, layout, objective, marks=mark)
 
 
 @pytest.mark.parametrize("family, layout, objective", list(cases()))
@@ -308,7 +183,7 @@ def test_sequence_statistics_are_summed_over_devices(layout):
     "layout",
     [pytest.param("fsdp2 tp4", marks=pytest.mark.wide), pytest.param("dp2 cp2 tp2 ring", marks=pytest.mark.mesh)],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*EVERY, *CHOSEN])
 def test_three_steps_equal_one_device(family, layout):
     got, wanted = sgd_steps(family, losses.SFT(), layout, 3), one_device(family, "sft", 3)
     for steps, (a, b) in enumerate(zip(got, wanted, strict=True), 1):

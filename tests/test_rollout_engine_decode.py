@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from families import SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,12 +131,14 @@ CASES = {
 
 @functools.cache
 def model(case):
-    config = models.config_from_hf({"model_type": case.split()[0]} | TINY | CASES[case])
+    options = {"model_type": case.split()[0], **TINY, **CASES[case]} if case in CASES else {**SMALL[case], **TINY}
+    config = models.config_from_hf(options)
     return config, tiny.weights(models.table(config), 0.16)
 
 
 # What these have, the others have too.
 SERVED = [pytest.param(case, marks=[pytest.mark.slow] * (case in ("qwen2", "mixtral"))) for case in CASES]
+SERVED += [pytest.param(family, marks=pytest.mark.wide) for family in SMALL if family not in CASES]
 
 
 @pytest.fixture(scope="module", params=SERVED)
