@@ -29,7 +29,7 @@ BASE = dict(
 ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
 LATENT = ROUTED | dict(
     num_key_value_heads=4, q_lora_rank=40, kv_lora_rank=36, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14,
-    n_shared_experts=1, moe_intermediate_size=56,
+    n_shared_experts=1, moe_intermediate_size=56, head_dim=6,
 )  # fmt: skip
 FAMILIES = {
     "qwen3": {},

@@ -90,6 +90,6 @@ def test_the_family_of_the_guide_equals_transformers(family, tmp_path):
 
 
 def test_the_page_of_models_lists_every_family():
-    page = (GUIDE.parent / "models.md").read_text()
+    page = (GUIDE.parent / "models.md").read_text().partition("\n## ")[0]
     listed = [name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)]
     assert sorted(listed) == sorted(models.FAMILIES)

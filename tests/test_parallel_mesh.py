@@ -65,6 +65,7 @@ FAMILIES = {
         kv_lora_rank=24,
         qk_nope_head_dim=10,
         qk_rope_head_dim=6,
+        head_dim=6,
         v_head_dim=12,
         attention_bias=True,
         n_routed_experts=8,
