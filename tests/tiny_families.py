@@ -8,7 +8,8 @@ COMMON = dict(
 )  # fmt: skip
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
 LATENT = dict(
-    num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=6, head_dim=6, v_head_dim=14,
+    num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=6,
+    head_dim=6, v_head_dim=14,
     n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1,
     n_group=2, topk_group=1,
 )  # fmt: skip
