@@ -158,7 +158,7 @@ def test_the_engine_gets_the_numbers(pairs, family):
 
 
 EVEN = {  # sizes that blocks of 8 divide: transformers derives blocks from the number of scales
-    "deepseek_v3": dict(kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
+    "deepseek_v3": dict(kv_lora_rank=32, qk_rope_head_dim=8, head_dim=8, qk_nope_head_dim=8, v_head_dim=16),
 }
 
 
