@@ -480,9 +480,9 @@ HYBRIDS = [
 def test_hybrids_equal_float64_token_by_token(case):
     """Logits within 1e-5 of their deviation, the gradient of each tensor within 1e-5 of its largest entry.
 
-    Over three seeds logits were at most 7.2e-6 off and gradients 9.8e-6, those of transformers 1.5e-5 and 8e-5. With an epsilon of 1e-3 in norms
-    instead of 1e-2, which lets heads that are nearly 0 multiply rounding, it was 1.6e-5 and 1.1e-5 (transformers 5.2e-5
-    and 2.8e-4).
+    Over three seeds logits were at most 7.2e-6 off and gradients 9.8e-6, those of transformers 1.5e-5 and 8e-5. With an
+    epsilon of 1e-3 in norms instead of 1e-2, which lets heads that are nearly 0 multiply rounding, it was 1.6e-5 and
+    1.1e-5 (transformers 5.2e-5 and 2.8e-4).
     """
     stored = safetensors.read(case.path)
     weights = {name: torch.tensor(np.float64(x), requires_grad=True) for name, x in stored.items()}
