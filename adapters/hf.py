@@ -271,7 +271,8 @@ def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None)
             there = tuple(
                 slice(all_.start + one.start, all_.start + one.stop) for all_, one in zip(rest, piece, strict=True)
             )
-            host[(*at, *piece)] = part.take(tensor, there) if part else tensor[there]
+            index: tuple[int | slice, ...] = (*at, *piece)
+            host[index] = part.take(tensor, there) if part else tensor[there]
             safetensors.forget(tensor)
 
         rest, pieces = cut[unstacked:], _pieces(shape[unstacked:], PIECE)
@@ -282,8 +283,8 @@ def place(leaf: param.Leaf, tensors: Sequence[np.ndarray], dtype, sharding=None)
     if sharding is not None:
         shard = functools.cache(lambda *bounds: read(*(slice(*one) for one in bounds)))  # devices may hold the same
         bounds = lambda index: [one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True)]
-        array = jax.make_array_from_callback(leaf.shape, sharding, lambda index: shard(*bounds(index)))
-        return array.block_until_ready()
+        made = jax.make_array_from_callback(leaf.shape, sharding, lambda index: shard(*bounds(index)))
+        return made.block_until_ready()
     first, *others = _pieces(leaf.shape, LARGE)
     if not others:
         return jax.device_put(read(*first)).block_until_ready()

@@ -87,7 +87,8 @@ class Float8:
                     "another checkpoint"
                 )
             table = (FLOAT8 * scale[:, None]).astype(BF16).view(np.uint16).ravel()
-            for rows in _runs(*np.searchsorted(row, (block, block + 1)), len(index)):
+            start, stop = np.searchsorted(row, (block, block + 1))
+            for rows in _runs(start, stop, len(index)):
                 places_of = index[: rows.stop - rows.start]
                 places_of[...] = codes[rows]
                 places_of += places

@@ -12,10 +12,8 @@ DEFAULTS = qwen3_5.DEFAULTS | {"num_key_value_heads": 2}
 
 
 @dataclass(frozen=True)
-class Config(mixture.Config):
-    """`mixture.Config` plus the sizes of delta nets, as `qwen3_5.Config`."""
-
-    delta: qwen3_5.DeltaNet = qwen3_5.DeltaNet(1, 1, 1, 1, 1)
+class Config(mixture.Config, qwen3_5.Config):
+    """`mixture.Config` plus the sizes of delta nets."""
 
 
 def config(hf: dict) -> Config:

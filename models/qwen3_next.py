@@ -1,6 +1,7 @@
 """Qwen3-Next: the layers of Qwen3.5-MoE, delta nets in other tensors, and MLPs in place of experts in some layers."""
 
 import dataclasses
+from typing import Any
 
 from ..core.param import Stack, Table
 from ..core.parts import split
@@ -34,7 +35,7 @@ def table(config: Config) -> Table:
         "in_proj_qkvz": (("delta_q", "delta_k", "delta_v", "delta_gate"), split(keys, keys, values, values)),
         "in_proj_ba": (("write", "decay"), split(heads, heads)),
     }
-    places = {
+    places: dict[str, Any] = {
         name: {"keys": (f"{dense.AT}linear_attn.{key}.weight",), "part": part}
         for key, (names, parts) in fused.items()
         for name, part in zip(names, parts, strict=True)

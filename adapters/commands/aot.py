@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import resource
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ def _compile(spec: Step) -> dict:
 def compile(spec: Step):
     """Compiles `step(state, batch)` for this process's devices."""
     base = table = models.table(spec.config)
-    score = functools.partial(models.score, config=spec.config, run=spec.run)
+    score: Callable = functools.partial(models.score, config=spec.config, run=spec.run)
     if spec.lora.rank:
         table, score = lora.table(base, spec.lora), lora.over_base(score, spec.lora)
     optimizer = optim.make_optimizer(spec.optim, table)

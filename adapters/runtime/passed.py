@@ -78,6 +78,6 @@ def size(config) -> int:
 def copy_files(config, base: str | os.PathLike | None, directory: Path) -> None:
     """Copies what transformers' AutoProcessor reads beside the tokenizer."""
     place = folder(config, base)
-    for name in PROCESSOR_FILES if place else ():
-        if (place / name).is_file():
+    for name in PROCESSOR_FILES:
+        if place is not None and (place / name).is_file():
             shutil.copyfile(place / name, directory / name)

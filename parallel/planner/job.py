@@ -123,7 +123,7 @@ class Job:
         return {name: leaf for name, leaf in param.leaves(self.table).items() if name != "stacks"}
 
     @functools.cached_property
-    def stacks(self) -> list[dict[str, param.Leaf]]:
+    def stacks(self) -> Sequence[Mapping[str, param.Leaf]]:
         """Weights of each run of identical layers, by name."""
         return param.leaves(self.table)["stacks"]
 
