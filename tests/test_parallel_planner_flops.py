@@ -24,8 +24,8 @@ T = 64  # one chunk of queries: all pairs are computed, masked or not
 
 
 def counted(jaxpr, turns: int) -> int:
-    """FLOPs of the products in a program, and of triangular systems by substitution, loops in full; `turns` of those
-    over the blocks of experts, whose number depends on the tokens."""
+    """FLOPs of the products in a program, loops in full; `turns` of those over the blocks of experts, whose number
+    depends on the tokens."""
     total = 0
     for equation in jaxpr.eqns:
         shapes = [x.aval.shape for x in equation.invars]
@@ -34,8 +34,6 @@ def counted(jaxpr, turns: int) -> int:
                 (contracted, _), _ = equation.params["dimension_numbers"]
                 out = math.prod(equation.outvars[0].aval.shape)
                 total += 2 * out * math.prod(shapes[0][axis] for axis in contracted)
-            case "triangular_solve":
-                total += math.prod(shapes[1]) * shapes[0][-1]
         times = {"scan": equation.params.get("length", 1), "while": turns}.get(equation.primitive.name, 1)
         inner = [counted(each, turns) for each in subprograms(equation)]
         total += times * (max(inner, default=0) if equation.primitive.name == "cond" else sum(inner))

@@ -7,11 +7,15 @@ A head's state S [K, V] is 0 before each sequence; g <= 0 is the log of a decay,
 Convolution, norms and the scale of queries are the caller's. States and sums are in fp32 or wider.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from ...core.shapes import shaped
 from . import recurrence
+
+matmul = partial(jnp.matmul, precision="highest")  # of triangular systems, whose solvers do not round operands either
 
 
 def l2_norm(x, eps: float = 1e-6):
@@ -50,11 +54,50 @@ def _prepare(q, k, v, beta, g, segment_MBC, before_MB):
     q, k, v, beta, g = (x.astype(wide) for x in (q, k, v, beta[..., None], g))
     pair, start, end, whole = recurrence.decays(g, segment_MBC, before_MB)
     right = beta * jnp.concatenate([v, start[..., None] * k], -1)
-    solved = jax.lax.linalg.triangular_solve(
-        beta * pair * (k @ k.mT), right, left_side=True, lower=True, unit_diagonal=True
-    )
-    u, y = jnp.split(solved, [v.shape[-1]], -1)
+    u, y = jnp.split(_solve(beta * pair * (k @ k.mT), right), [v.shape[-1]], -1)
     return recurrence.Chunks(q, k, pair * (q @ k.mT), start, end, whole, u, y)
+
+
+@jax.custom_vjp
+def _solve(a, right):
+    """X of (I + A) X = right, where A is what `a` [..., C, C] has below its diagonal.
+
+    By the inverse of I + A: `triangular_solve` waits, on a CPU, in a thread of XLA's pool for the same pool, so that as
+    many at once as there are threads never end (jaxlib 0.10.2).
+    """
+    return _solve_forward(a, right)[0]
+
+
+def _solve_forward(a, right):
+    inverse = _inverse(a)
+    solved = matmul(inverse, right)
+    return solved, (inverse, solved)
+
+
+def _solve_backward(kept, grad):
+    inverse, solved = kept
+    grad_right = matmul(inverse.mT, grad)
+    return jnp.tril(-matmul(grad_right, solved.mT), -1), grad_right
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
+
+
+def _inverse(a):
+    """(I + A)^-1, lower triangular: that of [[P, 0], [Q, R]] is [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]."""
+    C = a.shape[-1]
+    missing = (1 << (C - 1).bit_length()) - C  # to a power of two
+    padded = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, missing)] * 2)
+    return _by_halves(padded)[..., :C, :C]
+
+
+def _by_halves(a):
+    half = a.shape[-1] // 2
+    if half == 0:
+        return jnp.ones_like(a)
+    first, last = _by_halves(jnp.stack([a[..., :half, :half], a[..., half:, half:]]))
+    below = -matmul(last, matmul(a[..., half:, :half], first))
+    return jnp.block([[first, jnp.zeros_like(first)], [below, last]])
 
 
 @shaped

@@ -102,8 +102,9 @@ def recurrence(job: Job, layer) -> tuple[float, float]:
         2 C V N    sums over the chunk
         2 K V N    each product with the state: of queries, of what is written, with a triangular system of keys
 
-    Beyond it, each decay between two tokens of a chunk is a sum of its own, by a product of 2 C^2 N, and what is
-    written is computed twice if it depends on the state.
+    Beyond it, each decay between two tokens of a chunk is a sum of its own, by a product of 2 C^2 N. With a triangular
+    system, its inverse takes 2 (C^2 - 1) N / 3, by halves, and as many FLOPs again as substitution when it is applied,
+    and what is written is computed twice.
     """
     C = min(job.chunks[0], job.length)
     wanted = beyond = 0.0
@@ -119,7 +120,8 @@ def recurrence(job: Job, layer) -> tuple[float, float]:
         G = job.table.dims["key_channels"] // K
         solved = int(rule.solves)
         wanted += 2 * C * K * G * (1 + solved) + C * (K + V) * N * solved + 2 * C * V * N + 2 * K * V * N * (2 + solved)
-        beyond += 2 * C**2 * N + 2 * K * V * N * solved
+        inverse = 2 * (C**2 - 1) * N / 3 + C * (K + V) * N
+        beyond += 2 * C**2 * N + (inverse + 2 * K * V * N) * solved
     return wanted, beyond
 
 
