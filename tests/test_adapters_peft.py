@@ -94,16 +94,8 @@ CASES = {
 ALL = ("*",)  # routers too
 TARGETS = {
     "gpt_oss": ("q", "k", "v", "o", "router"),  # its experts are fused
-    "nemotron_h": (
-        "q",
-        "k",
-        "v",
-        "o",
-        "in_*",
-        "*up",
-        "*down",
-        "router",
-    ),  # PEFT adapts neither convolutions nor what follows Mamba
+    # PEFT adapts neither convolutions nor what follows Mamba
+    "nemotron_h": ("q", "k", "v", "o", "in_*", "*up", "*down", "router"),
 }
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 13))
 
