@@ -51,6 +51,7 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 CHUNK = 1 << 20  # bytes hashed and then written while still in the CPU cache
+CHECKED = 1 << 16  # numbers checked at a time: each takes memory besides
 
 
 def write(
@@ -209,7 +210,7 @@ def count_nonfinite(array: np.ndarray) -> int:
         return 0
     kind, exponent = EXPONENTS[array.dtype]
     bits = np.ascontiguousarray(array).reshape(-1).view(kind)
-    parts = (bits[i : i + CHUNK] for i in range(0, bits.size, CHUNK))
+    parts = (bits[i : i + CHECKED] for i in range(0, bits.size, CHECKED))
     return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)
 
 

@@ -127,14 +127,14 @@ def test_a_quantised_checkpoint_is_read_as_its_numbers_in_bfloat16(pairs, family
 
 
 def test_the_host_holds_a_piece_of_a_large_leaf(tmp_path, monkeypatch):
-    source = original(tmp_path / "source", model_type="qwen3", hidden_size=256, intermediate_size=1024)
+    source = original(tmp_path / "source", model_type="qwen3", hidden_size=256, intermediate_size=2048)
     for path in quantise.in_fp8(source, tmp_path / "coded", matrices):
         params = hf.load(path)[1]
         leaf = max(x.nbytes for x in jax.tree.leaves(params))
         assert traced(lambda path=path: hf.load(path)) > leaf
         monkeypatch.setattr(hf, "LARGE", leaf // 4 // 12)
         assert equal(hf.load(path)[1], params)
-        assert traced(lambda path=path: hf.load(path)) < leaf * 2 // 3
+        assert traced(lambda path=path: hf.load(path)) < leaf // 2
         monkeypatch.undo()
 
 
