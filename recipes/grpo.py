@@ -30,6 +30,7 @@ from areax.recipes.shared import (
     learner,
     notebook,
     probe,
+    profiling,
     publishing,
     resume,
     rl_log,
@@ -83,6 +84,7 @@ class Config:
         typed.check(self)
         json_object("--workflow-options", self.rollout.workflow_options)
         json_object("--chat-template-kwargs", self.prompts.chat_template_kwargs)
+        profiling.chosen(self.saving.profile, self.steps)
         for reason in conflicts(self):
             raise ValueError(reason)
 
@@ -232,6 +234,7 @@ async def train(
         if not complete:
             resume.write_options(config, start)
         enter(log.watching(fleet, executor, episodes.rewards))
+        traced = enter(profiling.steps("grpo", config.saving.profile, config.out, steps, start=start))
         probe_ids = probe.prompt(tokens, prompts.rows, config.training.length) if config.serving.push.tolerance else ()
         publish = functools.partial(publishing.prepare_push, sync, fleet, probe_ids)
 
@@ -242,7 +245,7 @@ async def train(
             return groups
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
-            with log.terminal.step():
+            with log.terminal.step(), traced(trainer.version + 1):
                 return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
 
         def save(v: int, position) -> None:

@@ -19,7 +19,7 @@ from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, ending, learner, notebook, resume, rows, terminal
+from areax.recipes.shared import common, ending, learner, notebook, profiling, resume, rows, terminal
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
@@ -166,6 +166,7 @@ def fit(
             run_dir.open_run(out, keep={kind: start}, quiet=quiet) as run,
             sinks.following(out, config.track, quiet=quiet),
             progress.steps(kind, config.steps, start=start, quiet=quiet, now=compile_time.clock) as tick,
+            profiling.steps(kind, config.profile, config.out, config.steps, start=start) as traced,
         ):
             if not complete and not quiet:
                 resume.write_options(config, start)
@@ -193,8 +194,8 @@ def fit(
                     if stopped:
                         break
                     counts = int(np.sum(batch.segment_BT > 0)), int(np.sum(batch.mask_BT))
-                    with said.step():
-                        now = train_step(own, beside(batches.batch(batch, mesh)))
+                    with said.step(), traced(i + 1) as computed:
+                        now = computed(train_step(own, beside(batches.batch(batch, mesh))))
                     report()  # one step behind, so that the host prepares while the device computes
                     done, pending = i + 1, (i + 1, now, *counts)
                     if heldout and config.evaluate_every and done % config.evaluate_every == 0:

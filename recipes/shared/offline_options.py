@@ -11,7 +11,7 @@ from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.recipes.shared import ranges
+from areax.recipes.shared import profiling, ranges
 from areax.recipes.shared.rows import Bad
 
 
@@ -44,7 +44,9 @@ class Options:
       save_every: steps between checkpoints; 0 = only by time and at the end.
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       evaluate_every: steps between evaluations; 0 = only at the end.
-      track: where else metrics go: TensorBoard, wandb, Prometheus.
+      track: where else metrics go: TensorBoard, wandb, trackio, Prometheus.
+      profile: steps to trace with jax.profiler, one as 5 or a range as 5:8, both ends included; the trace is in
+        `profile/` in the run's directory (docs/metrics.md); "" = none.
       seed: random seed of new weights and row order.
     """
 
@@ -71,6 +73,7 @@ class Options:
     save_minutes: float = 30.0
     evaluate_every: int = 0
     track: Sinks = Sinks()
+    profile: str = ""
     seed: int = 0
 
     def __post_init__(self):
@@ -85,5 +88,6 @@ class Options:
         ):
             raise ValueError(reason)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)
+        profiling.chosen(self.profile, self.steps)
         if self.evaluate_every and not self.heldout:
             raise ValueError(f"--evaluate-every {self.evaluate_every} needs --heldout, rows to evaluate on, got none")

@@ -207,19 +207,22 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Saving:
-    """Checkpoints, samples and metric trackers.
+    """Checkpoints, samples, metric trackers and traces.
 
     Attributes:
       save_every: batches between checkpoints; 0 = only by time and at the end.
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       samples_every: batches between groups written to samples.jsonl, besides the first; 0 = none.
-      track: where else metrics go: TensorBoard, wandb, Prometheus.
+      track: where else metrics go: TensorBoard, wandb, trackio, Prometheus.
+      profile: steps to trace with jax.profiler, one as 5 or a range as 5:8, both ends included; the trace is in
+        `profile/` in the run's directory (docs/metrics.md); "" = none.
     """
 
     save_every: int = 0
     save_minutes: float = 30.0
     samples_every: int = 10
     track: sinks.Sinks = sinks.Sinks()
+    profile: str = ""
 
 
 def conflicts(config: Any) -> Iterator[str]:
