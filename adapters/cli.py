@@ -197,6 +197,7 @@ def report(
     out: str | None = None,
     tensorboard: str = "",
     wandb: str = "",
+    trackio: str = "",
 ) -> int:
     """Write an HTML report with curves, histograms and samples of a run.
 
@@ -205,12 +206,13 @@ def report(
       out: file to write; None = report.html in the run's directory.
       tensorboard: folder to export metrics to as TensorBoard event files, replacing those in it.
       wandb: Weights & Biases project to export metrics to.
+      trackio: trackio project to export metrics to.
     """
     from .report import build as report
     from .tracking import sinks
 
-    if tensorboard or wandb:
-        sinks.copy(run, tensorboard=tensorboard, wandb=wandb)
+    if tensorboard or wandb or trackio:
+        sinks.copy(run, tensorboard=tensorboard, wandb=wandb, trackio=trackio)
     print(report.report(run, out))
     return 0
 

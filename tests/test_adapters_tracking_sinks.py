@@ -5,6 +5,7 @@ import json
 import math
 import os
 import socket
+import sqlite3
 import struct
 import sys
 import threading
@@ -88,6 +89,19 @@ def account(path):
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 own.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+    return runs
+
+
+def database(folder):
+    """{run: (group, [(step, {name: value})])} of trackio's databases, oldest run first."""
+    runs = {}
+    for path in folder.glob("*.db"):
+        with contextlib.closing(sqlite3.connect(path)) as file:
+            groups = {
+                run: json.loads(text)["_Group"] for run, text in file.execute("SELECT run_name, config FROM configs")
+            }
+            for run, step, values in file.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id"):
+                runs.setdefault(run, (groups[run], []))[1].append((step, json.loads(values)))
     return runs
 
 
@@ -264,6 +278,46 @@ def test_wandb_resumes_its_run_or_starts_a_new_one_if_lines_were_removed(tmp_pat
     assert shape == [[0, 1, 2], [3, 2], "histogram"]
 
 
+@pytest.fixture(scope="module")
+def trackio_folder(tmp_path_factory):
+    """Where trackio keeps its databases, which it reads once, when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder := tmp_path_factory.mktemp("trackio")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        pytest.importorskip("trackio")
+        yield folder
+
+
+def test_trackio_resumes_its_run_or_starts_a_new_one_if_lines_were_removed(tmp_path, trackio_folder, capsys):
+    every = Sinks(trackio="test")
+    follow = lambda: sinks.following(tmp_path, every, every_s=FAST)
+    with run_dir.open_run(tmp_path, config={"lr": 1}) as run, follow():
+        log(run, [1, 2])
+    with run_dir.open_run(tmp_path) as run, follow():  # no lines were removed: the same trackio run
+        log(run, [3])
+    [(first, (group, lines))] = database(trackio_folder).items()
+    assert [step for step, _ in lines] == [1, 2, 3] and group == tmp_path.name and first.startswith(f"{group}-")
+    with run_dir.open_run(tmp_path, keep={"grpo": 2}) as run, follow():
+        log(run, [3], plus=0.5)
+    runs = database(trackio_folder)
+    assert runs.pop(first) == (group, lines)
+    [(second, (group, lines))] = runs.items()
+    assert json.loads((tmp_path / "trackio.json").read_text())["name"] == second and group == tmp_path.name
+    for tag, values in wanted(tmp_path).items():
+        assert [(step, value(line[tag])) for step, line in lines] == values
+    assert lines[2][1]["grpo/staleness_hist"] == {"_type": "trackio.histogram", "bins": [0, 1, 2], "values": [3, 2]}
+    said = capsys.readouterr()
+    assert said.out == "" and "trackio show" in said.err
+    assert cli.main(["report", str(tmp_path), "--trackio", "another"]) == 0
+    [copied] = [own for name, (_, own) in database(trackio_folder).items() if name not in (first, second)]
+    assert copied == lines
+
+
+def value(stored):
+    """A number as trackio stores it: JSON has no infinity."""
+    return math.inf if stored == "Infinity" else stored
+
+
 # ---------------------------------------------------------------- failures
 
 
@@ -309,7 +363,7 @@ def test_bad_options_give_a_one_line_error(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match=f"must be a free port of 127.0.0.1, got {port} .*already in use"):
             sinks.check(Sinks(prometheus=port))
     sinks.check(Sinks(prometheus=port))
-    for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+    for extra, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("trackio", "trackio")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ValueError, match=rf"--track.{extra} needs {package}.*pip install 'areax\[{extra}\]'"):
             sinks.check(Sinks(**{extra: "x"}))

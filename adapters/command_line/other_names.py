@@ -136,7 +136,7 @@ TRAINER = Names(
         ("`save_steps`, `save_strategy`", "`--save-every`"),
         ("`eval_steps`, `eval_strategy`", "`--evaluate-every`"),
         ("`logging_steps`", "= (every step is logged)"),
-        ("`report_to`", "`--track.tensorboard`, `--track.wandb`, `--track.prometheus`"),
+        ("`report_to`", "`--track.tensorboard`, `--track.wandb`, `--track.trackio`, `--track.prometheus`"),
         ("`run_name`", "`--out`; wandb's run has its name"),
         ("`resume_from_checkpoint`", "= (the same `--out` resumes)"),
         ("`gradient_checkpointing`", "`--run.remat` full (the default), dots, none, offload"),
@@ -237,7 +237,7 @@ VERL = Names(
         ("`trainer.test_freq`", "`--evaluate-every`"),
         ("`trainer.val_before_train`", "="),
         ("`trainer.default_local_dir`", "`--out`"),
-        ("`trainer.logger`", "`--track.tensorboard`, `--track.wandb`, `--track.prometheus`"),
+        ("`trainer.logger`", "`--track.tensorboard`, `--track.wandb`, `--track.trackio`, `--track.prometheus`"),
         (
             "`trainer.n_gpus_per_node`, `trainer.nnodes`",
             "`--mesh.dp`, `--mesh.fsdp`, ...; `areax launch` for processes",

@@ -21,7 +21,17 @@ from .config import Config, at, folder, joined, new_keys, option, server_words, 
 from .host import PYTHON, Gone, Host
 from .job import Part
 
-PASSED = ("AREAX_", "HF_", "JAX_", "LIBTPU_", "NCCL_", "TOKENIZERS_", "WANDB_", "XLA_")  # variables passed on
+PASSED = (
+    "AREAX_",
+    "HF_",
+    "JAX_",
+    "LIBTPU_",
+    "NCCL_",
+    "TOKENIZERS_",
+    "TRACKIO_",
+    "WANDB_",
+    "XLA_",
+)  # variables passed on
 CONNECT_S = 10.0
 LOOK_S = 0.2
 SOON_S, PLACE_S = 5.0, 1800.0  # wait for resources before reporting it, and before giving up

@@ -1,4 +1,4 @@
-"""Exports a run's metrics to TensorBoard, wandb and Prometheus, each from metrics.jsonl in its own thread.
+"""Exports a run's metrics to TensorBoard, wandb, trackio and Prometheus, each from metrics.jsonl in its own thread.
 
 The run itself writes only the file. A failing sink logs a warning and stops, but never fails the run. When lines are
 removed from the file, because a run resumes from an earlier state, sinks start over.
@@ -19,6 +19,7 @@ from typing import Protocol
 from . import prometheus
 from . import run_dir as tracker
 from . import tensorboard as boards
+from . import trackio as local
 from . import wandb as accounts
 from .tail import Mark, Tail
 
@@ -35,12 +36,14 @@ class Sinks:
     Attributes:
       tensorboard: write event files to `tensorboard/` in the run directory.
       wandb: Weights & Biases project; "" = none.
+      trackio: trackio project, on this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set; "" = none.
       prometheus: port to scrape the latest metrics from during the run; 0 = none.
       prometheus_host: address that Prometheus listens on; readable by anyone who can reach it.
     """
 
     tensorboard: bool = False
     wandb: str = ""
+    trackio: str = ""
     prometheus: int = 0
     prometheus_host: str = "127.0.0.1"
 
@@ -83,7 +86,10 @@ class Followed:
 
 def check(sinks: Sinks) -> None:
     """Raises ValueError if a sink cannot work: its package is missing, its port in use, or there is no login."""
-    for extra, package, wanted in (("tensorboard", "tensorboardX", sinks.tensorboard), ("wandb", "wandb", sinks.wandb)):
+    for extra, package, wanted in (
+        ("tensorboard", "tensorboardX", sinks.tensorboard), ("wandb", "wandb", sinks.wandb),
+        ("trackio", "trackio", sinks.trackio),
+    ):  # fmt: skip
         if wanted and importlib.util.find_spec(package) is None:
             raise ValueError(f"--track.{extra} needs {package}, which is not installed; pip install 'areax[{extra}]'")
     if sinks.wandb:
@@ -116,6 +122,8 @@ def following(
         found.append(boards.TensorBoard(run_dir / "tensorboard"))
     if sinks.wandb:
         found.append(accounts.Wandb(sinks.wandb, run_dir))
+    if sinks.trackio:
+        found.append(local.Trackio(sinks.trackio, run_dir))
     ended = threading.Event()
     threads = [
         threading.Thread(target=_follow, args=(run_dir / tracker.METRICS, sink, ended, every_s), daemon=True)
@@ -133,19 +141,20 @@ def following(
                 log.warning("%s did not export the last lines of %s within %g s", _name(sink), run_dir, PATIENCE_S)
 
 
-def copy(run_dir: str | os.PathLike, *, tensorboard: str = "", wandb: str = "") -> None:
+def copy(run_dir: str | os.PathLike, *, tensorboard: str = "", wandb: str = "", trackio: str = "") -> None:
     """Exports the metrics of a run, finished or not.
 
     Args:
       tensorboard: folder for event files; existing ones are removed.
-      wandb: project.
+      wandb, trackio: project.
     """
-    check(Sinks(tensorboard=bool(tensorboard), wandb=wandb))
+    check(Sinks(tensorboard=bool(tensorboard), wandb=wandb, trackio=trackio))
     path = pathlib.Path(run_dir) / tracker.METRICS
     if not path.is_file():
         raise ValueError(f"report: a run directory must contain {tracker.METRICS}, got {run_dir} without it")
     found: list[Sink] = [boards.TensorBoard(pathlib.Path(tensorboard))] if tensorboard else []
     found += [accounts.Wandb(wandb, pathlib.Path(run_dir))] if wandb else []
+    found += [local.Trackio(trackio, pathlib.Path(run_dir))] if trackio else []
     for sink in found:
         with contextlib.closing(sink), contextlib.closing(Tail(path, sink.mark)) as tail:
             _hand(tail, sink)
