@@ -1,4 +1,4 @@
-from .adapters.cli import main
+from .adapters.entry import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -262,8 +262,15 @@ def launch(*options: str) -> int:
     return launch.launch(config, list(options[at + 1 :]))
 
 
+def doctor() -> int:
+    """Say what is installed, which devices and kernels work, and what is missing; exit code 1 if it is broken."""
+    from . import doctor
+
+    return doctor.doctor()
+
+
 COMMANDS: dict[str, Callable] = {
-    f.__name__: f for f in (train, plan, simulate, demo, serve, convert, check, eval, report, new, launch)
+    f.__name__: f for f in (train, plan, simulate, demo, serve, convert, check, eval, report, new, launch, doctor)
 }
 FORWARDING = (train, plan, simulate, demo, eval, launch)  # commands that parse their options with a Config
 
