@@ -1,12 +1,12 @@
 """Launches several processes of a command and its servers, here or on a cluster: `areax launch ... -- train grpo ...`.
 
-config.py builds the commands, the same everywhere; devices.py, ray.py and slurm.py place them; job.py starts them in
-order and handles their exits.
+config.py builds the commands, the same everywhere; devices.py and ray.py place them, job.py starts them in order and
+handles their exits; slurm.py, kubernetes.py and skypilot.py write what others start.
 """
 
 from __future__ import annotations
 
-from . import devices, job, ray, slurm
+from . import devices, job, kubernetes, ray, skypilot, slurm
 from .config import Config, check_servers, folder, joined, server_words, training_words
 from .host import Host
 from .job import Part
@@ -17,14 +17,14 @@ __all__ = ["Config", "launch"]
 def launch(config: Config, command: list[str]) -> int:
     """Runs `config.processes` processes of `areax COMMAND`, and servers if configured; returns process 0's exit code.
 
-    See `job.run`. On Slurm only the batch script is written.
+    See `job.run`. On Slurm, Kubernetes and SkyPilot only a file is written.
 
     Raises:
       ValueError: there are fewer devices than requested, or the command sets its own servers or no model.
     """
     check_servers(config, command)
-    if config.on == "slurm":
-        return slurm.write(config, command)
+    if writer := {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot}.get(config.on):
+        return writer.write(config, command)
     if config.on == "ray":
         return ray.launch(config, command)
     trainers, served = devices.of_each(

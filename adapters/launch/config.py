@@ -18,6 +18,7 @@ from .host import PYTHON
 
 MOST = 100_000  # processes or servers, more than the largest clusters run
 MOST_DEVICES = 1024  # of one process
+SHARED = "/shared"  # where pods and nodes see a shared folder
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,70 @@ class Slurm:
 
 
 @dataclass(frozen=True)
+class Kubernetes:
+    """Options of the Kubernetes manifest.
+
+    Attributes:
+      file: file to write the manifest to; "" = print it.
+      kind: jobset, whose controller (JobSet) the cluster needs, or job: a plain indexed Job, without servers.
+      image: container image with areax, as the Dockerfile's.
+      server_image: image of the servers if `server.command` needs another; "" = `image`.
+      name: name of the objects, and first part of the pods' hostnames.
+      resource: resource name of the devices, such as nvidia.com/gpu or google.com/tpu; "" = CPUs.
+      memory: memory requested per pod, as in 64Gi; "" = none.
+      claim: PersistentVolumeClaim that all pods mount at /shared, where they run; "" = none.
+      secret: Secret whose entries become environment variables, such as HF_TOKEN; "" = none.
+      restarts: times that a job that failed is started again; it goes on from its saved state.
+    """
+
+    file: str = ""
+    kind: Literal["jobset", "job"] = "jobset"
+    image: str = ""
+    server_image: str = ""
+    name: str = "areax"
+    resource: str = "nvidia.com/gpu"
+    memory: str = ""
+    claim: str = ""
+    secret: str = ""
+    restarts: int = 3
+
+
+@dataclass(frozen=True)
+class SkyPilot:
+    """Options of the SkyPilot task.
+
+    Attributes:
+      file: file to write the task to; "" = print it.
+      accelerators: accelerators of a node, as H100:8; "" = none, and one node per process and server.
+      setup: command that installs areax on a node.
+      shared: address of a bucket, as s3://mine, that all nodes mount at /shared; "" = none.
+    """
+
+    file: str = ""
+    accelerators: str = ""
+    setup: str = "pip install 'areax[cuda]'"
+    shared: str = ""
+
+
+@dataclass(frozen=True)
 class Config:
     """Launch several processes of a command and its servers: areax launch --servers 2 -- train grpo --model M ...
 
     Attributes:
-      on: where to run: this machine, a Ray cluster, or Slurm, for which a batch script is written.
+      on: where to run: this machine or a Ray cluster; for slurm, kubernetes and skypilot a file is written.
       processes: trainer processes, which run the command together.
       devices: devices per process: GPUs, or virtual devices on the CPU.
       servers: generation servers of the command's --model; the command gets their addresses.
       server: options of the servers.
-      cpus: CPUs that Ray and Slurm reserve per process and server.
+      cpus: CPUs that a cluster reserves per process and server.
       logs: folder for the output of all but process 0: process-1.log, server-0.log etc.; "" = a new one.
       ray: options of Ray.
       slurm: options of the Slurm batch script.
+      kubernetes: options of the Kubernetes manifest.
+      skypilot: options of the SkyPilot task.
     """
 
-    on: Literal["local", "ray", "slurm"] = "local"
+    on: Literal["local", "ray", "slurm", "kubernetes", "skypilot"] = "local"
     processes: int = 1
     devices: int = 1
     servers: int = 0
@@ -95,6 +144,8 @@ class Config:
     logs: str = ""
     ray: Ray = Ray()
     slurm: Slurm = Slurm()
+    kubernetes: Kubernetes = Kubernetes()
+    skypilot: SkyPilot = SkyPilot()
 
     def __post_init__(self):
         serverless = self.on == "local" and not self.servers
@@ -106,6 +157,7 @@ class Config:
             ("server.slots", self.server.slots, 1, math.inf),
             ("server.context", self.server.context, 2, math.inf),
             ("cpus", self.cpus, 1, math.inf),
+            ("kubernetes.restarts", self.kubernetes.restarts, 0, MOST),
             ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0, MOST_DEVICES),
         ):
             if value > most:

@@ -7,36 +7,18 @@ runs both. A server on another node than the trainers gets a stager, unless the 
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...rollout.processes import keys
+from . import shell
 from .config import Config, option, server_words
 from .host import PYTHON
+from .places import Places, places
 
-HOST, PORT = "@HOST@", "@PORT@"  # placeholders in a server's command, replaced by shell variables
+VARIABLES = {PYTHON: '"$python"', shell.HOST: "$node", shell.PORT: "$at"}
 GRACE_S = 120  # signal sent before the time limit: enough for a step and a checkpoint
-
-
-@dataclass(frozen=True)
-class Places:
-    """Placement of processes on nodes.
-
-    Attributes:
-      nodes: nodes of the job; the first `of_trainers` run trainer processes.
-      trainers: trainer processes per node.
-      servers: servers per node; server i is on node `first_node` + i // servers, server GPUs start at `first_gpu`.
-    """
-
-    nodes: int
-    of_trainers: int
-    trainers: int
-    servers: int
-    first_node: int
-    first_gpu: int
 
 
 def write(config: Config, command: list[str]) -> int:
@@ -51,32 +33,14 @@ def write(config: Config, command: list[str]) -> int:
     return 0
 
 
-def places(config: Config) -> Places:
-    """Computes the placement of processes on nodes.
+def script(config: Config, command: list[str]) -> str:
+    """The batch script.
 
     Raises:
       ValueError: a process or a server needs more GPUs than a node has.
     """
-    processes, count, devices, of_server = config.processes, config.servers, config.devices, config.server.devices
-    per_node = config.slurm.gpus_per_node
-    if not per_node:
-        return Places(processes + count, processes, 1, 1, processes, 0)
-    for name, wanted in (("devices", devices), ("server.devices", of_server if count else 0)):
-        if wanted > per_node:
-            raise ValueError(
-                f"areax launch: --{name} must be at most --slurm.gpus-per-node {per_node}, got {wanted}; one process "
-                "drives devices of one node"
-            )
-    if processes * devices + count * of_server <= per_node:
-        return Places(1, 1, processes, max(count, 1), 0, processes * devices)
-    trainers, servers = per_node // devices, per_node // of_server
-    of_trainers = math.ceil(processes / trainers)
-    return Places(of_trainers + math.ceil(count / servers), of_trainers, trainers, servers, of_trainers, 0)
-
-
-def script(config: Config, command: list[str]) -> str:
-    """The batch script."""
-    place, slurm, cpus = places(config), config.slurm, config.cpus
+    slurm, cpus = config.slurm, config.cpus
+    place = places(config, slurm.gpus_per_node, "slurm.gpus-per-node")
     gpus = slurm.gpus_per_node
     asked = {
         "job-name": "areax", "nodes": place.nodes, "ntasks-per-node": max(place.trainers, place.servers),
@@ -136,7 +100,7 @@ keep() {
 for i in $(seq 0 {config.servers - 1}); do
   node=${{nodes[{place.first_node} + i / {place.servers}]}}
   at=$((port + 2 * i + 1))
-  keep "server-$i" "$node" {isolated}{_shell(server_words(config, command, HOST, PORT), 4)} &
+  keep "server-$i" "$node" {isolated}{shell.text(server_words(config, command, shell.HOST, shell.PORT), 4, VARIABLES)} &
   kept+=($!)
   urls+=("http://$node:$at"){staging if stage else ""}
 done
@@ -178,7 +142,7 @@ done"""
 
 def _trainers(config: Config, command: list[str], place: Places, stage: bool) -> str:
     count, devices = config.processes, config.devices
-    words = _shell([PYTHON, "-m", "areax", *command], 2)
+    words = shell.text([PYTHON, "-m", "areax", *command], 2, VARIABLES)
     if config.servers:
         words += ' \\\n  --servers "${urls[@]}"' + (' --stagers "${stagers[@]}"' if stage else "")
     before, wrapped = f"export JAX_NUM_CPU_DEVICES={devices}\n", ""
@@ -198,17 +162,3 @@ while kill -0 "$trainer" 2>/dev/null; do
 done
 wait "$trainer"
 exit"""
-
-
-def _shell(words: list[str], indent: int) -> str:
-    """A command as shell text, one option per line."""
-    text = ""
-    for i, word in enumerate(words):
-        shown = shlex.quote(word)
-        before, after = ("'\"", "\"'") if shown.startswith("'") else ('"', '"')
-        for name, variable in ((HOST, "$node"), (PORT, "$at")):
-            shown = shown.replace(name, f"{before}{variable}{after}")
-        if word == PYTHON:
-            shown = '"$python"'
-        text += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
-    return text

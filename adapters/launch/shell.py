@@ -1,0 +1,77 @@
+"""Commands as shell text, for scripts and manifests that a user reviews before they run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .host import PYTHON
+
+HOST, PORT = "@HOST@", "@PORT@"  # placeholders in a server's command, replaced by shell variables
+# Runs until the addresses answer; an image need not have curl.
+READY = """for url in {urls}; do
+  until python -c 'import sys, urllib.request as http
+direct = http.build_opener(http.ProxyHandler({{}}))
+direct.open(sys.argv[1], timeout=10)' "$url/health" 2>/dev/null; do{check}
+    sleep 1
+  done
+done"""
+
+
+def text(words: list[str], indent: int, variables: Mapping[str, str]) -> str:
+    """A command as shell text, one option per line.
+
+    Args:
+      indent: of all lines but the first.
+      variables: {placeholder, or PYTHON: shell expression}.
+    """
+    shell = ""
+    for i, word in enumerate(words):
+        shown = shlex.quote(word)
+        before, after = ("'\"", "\"'") if shown.startswith("'") else ('"', '"')
+        for name, variable in variables.items():
+            if name:
+                shown = shown.replace(name, f"{before}{variable}{after}")
+        if word == PYTHON:
+            shown = variables[PYTHON]
+        shell += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
+    return shell
+
+
+def dump(documents: list[dict[str, Any]], head: str) -> str:
+    """YAML documents below a comment; texts of several lines as they are."""
+    parts = [yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=10**6) for one in documents]
+    return "".join(f"# {line}\n" for line in head.splitlines()) + "---\n".join(parts)
+
+
+def write(written: str, file: str, then: str) -> int:
+    """Prints a text, or writes it to a file that only its owner can read, as it may hold keys.
+
+    Args:
+      then: the command to use the file with, to be printed.
+    """
+    if not file:
+        print(written, end="")
+        return 0
+    path = Path(file)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+        out.write(written)
+    print(f"wrote {path}; review it, then run: {then} {shlex.quote(str(path))}")
+    return 0
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks."""
+
+
+def _lines(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _lines)
