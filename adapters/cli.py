@@ -264,7 +264,7 @@ def launch(*options: str) -> int:
 
 def doctor() -> int:
     """Say what is installed, which devices and kernels work, and what is missing; exit code 1 if it is broken."""
-    from . import doctor
+    from .commands import doctor
 
     return doctor.doctor()
 

@@ -1,1 +1,1 @@
-"""Commands of `areax` other than recipes: check, convert, plan, aot, new."""
+"""Commands of `areax` other than recipes: check, convert, plan, aot, new, doctor."""

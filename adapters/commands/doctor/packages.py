@@ -28,7 +28,7 @@ def python() -> Iterator[Finding]:
         yield broken(f"python {version}: areax needs 3.11 or newer; make an environment with one")
     else:
         yield ok(f"python {version}, {sys.executable}")
-    from ... import __version__
+    from .... import __version__
 
     yield ok(f"areax {__version__}, {os.path.dirname(sys.modules[__name__.partition('.')[0]].__file__ or '')}")
 

@@ -68,8 +68,8 @@ def devices(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> Itera
 
 def probe() -> tuple[dict | None, str]:
     """(what probe.py found, or None; the last line of its complaints)."""
-    # By path, with this process's packages; without -P the folder's modules would shadow others.
-    words = [sys.executable, "-P", str(Path(__file__).with_name("probe.py"))]
+    # With this process's packages; without -P those of the working directory would come first.
+    words = [sys.executable, "-P", "-m", f"{__package__}.probe"]
     environ = {
         **os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # beside a run that uses the device

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import areax
-from areax.adapters import doctor
-from areax.adapters.doctor import devices, machine, packages
+from areax.adapters.commands import doctor
+from areax.adapters.commands.doctor import devices, machine, packages
 
 JAXLIB = packages.version("jaxlib")
 SMI = """#!/bin/sh
@@ -205,7 +205,7 @@ def test_what_a_small_machine_lacks(tmp_path, monkeypatch):
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from pathlib import Path\n"
-        "from areax.adapters.doctor import machine\n"
+        "from areax.adapters.commands.doctor import machine\n"
         "environ = {'XDG_CACHE_HOME': '/proc/nowhere', 'HF_HOME': sys.argv[1]}\n"
         "for finding in machine.machine(Path(sys.argv[1]), environ): print(finding.state, finding.text)\n"
     )

@@ -1,6 +1,6 @@
 """Prints what JAX sees, as JSON on the last line: devices, their memory, and the attention kernels that run on them.
 
-It is run by path in a process of its own, which may crash or hang.
+It is run in a process of its own, which may crash or hang.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
         memory = 0
     seen = {"platform": first.platform, "kind": first.device_kind, "count": len(devices), "memory": memory}
     try:
-        from areax.adapters.launch.devices import tpu_chips
+        from ...launch.devices import tpu_chips
 
         seen["tpu_chips"] = tpu_chips({})
         seen["kernels"] = kernels(first.platform)
@@ -33,7 +33,7 @@ def kernels(platform: str) -> dict[str, str]:
     import jax
     import jax.numpy as jnp
 
-    from areax.models.attention import backends
+    from ....models.attention import backends
 
     found = {}
     for name, supports in backends.BACKENDS.items():
