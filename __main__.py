@@ -1,20 +1,20 @@
-"""Entry of the command line, which needs no package but areax to say which ones are missing."""
+"""Entry of the command line; where packages are missing it still runs `areax doctor`, which names them."""
 
 import sys
 
 
 def main() -> int:
     """Runs `areax ARGUMENTS`; returns the exit code."""
-    if sys.argv[1:] == ["doctor"]:
-        from .adapters.commands.doctor import doctor
-
-        return doctor()
     try:
         from .adapters import cli
-    except ModuleNotFoundError as error:
-        if (error.name or "areax").startswith("areax"):
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == __package__:  # ours: a bug
             raise
-        print(f"areax: needs the package of {error.name}, got none; `areax doctor` says how to get it", file=sys.stderr)
+        if sys.argv[1:] == ["doctor"]:
+            from .adapters.commands.doctor import doctor
+
+            return doctor()
+        print(f"areax: a package is missing or broken, {error}; `areax doctor` says which to install", file=sys.stderr)
         return 2
     return cli.main()
 

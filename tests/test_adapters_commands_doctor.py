@@ -98,7 +98,9 @@ def test_packages_that_are_missing(tmp_path):
     words = [sys.executable, "-S", "-m", "areax", "--help"]
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "areax: needs the package of tyro, got none; `areax doctor` says how to get it\n"
+    assert done.stderr == (
+        "areax: a package is missing or broken, No module named 'tyro'; `areax doctor` says which to install\n"
+    )
 
 
 # -- in this process -----------------------------------------------------------------------------

@@ -7,22 +7,28 @@ imported here, so that it works where packages are missing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from . import devices, machine, packages
 from .finding import Finding
 
 __all__ = ["doctor", "findings"]
 
 
-def findings() -> list[Finding]:
-    """Everything that was found, in the order to read it."""
-    return [*packages.python(), *packages.required(), *devices.devices(), *packages.extras(), *machine.machine()]
+def findings() -> Iterator[Finding]:
+    """Everything that is found, in the order to read it."""
+    yield from packages.python()
+    yield from packages.required()
+    yield from devices.devices()
+    yield from packages.extras()
+    yield from machine.machine()
 
 
 def doctor() -> int:
     """Prints a line per finding; returns 1 if something is broken."""
-    found = findings()
-    for finding in found:
-        print(f"{finding.state:7}{finding.text}")
-    broken = sum(finding.state == "broken" for finding in found)
+    broken = 0
+    for finding in findings():
+        print(f"{finding.state:7}{finding.text}", flush=True)  # devices take seconds
+        broken += finding.state == "broken"
     print(f"\n{broken} broken" if broken else "\nnothing is broken")
     return 1 if broken else 0
