@@ -93,15 +93,15 @@ def account(path):
 
 
 def database(folder):
-    """{run: (group, [(step, {name: value})])} of trackio's databases, oldest run first."""
+    """{(id, name) of a run: (group, [(step, {name: value})])} of trackio's databases, oldest run first."""
     runs = {}
     for path in folder.glob("*.db"):
         with contextlib.closing(sqlite3.connect(path)) as file:
             groups = {
-                run: json.loads(text)["_Group"] for run, text in file.execute("SELECT run_name, config FROM configs")
+                run: json.loads(text)["_Group"] for run, text in file.execute("SELECT run_id, config FROM configs")
             }
-            for run, step, values in file.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id"):
-                runs.setdefault(run, (groups[run], []))[1].append((step, json.loads(values)))
+            for run, *own in file.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY id"):
+                runs.setdefault((run, own[0]), (groups[run], []))[1].append((own[1], json.loads(own[2])))
     return runs
 
 
@@ -296,13 +296,13 @@ def test_trackio_resumes_its_run_or_starts_a_new_one_if_lines_were_removed(tmp_p
     with run_dir.open_run(tmp_path) as run, follow():  # no lines were removed: the same trackio run
         log(run, [3])
     [(first, (group, lines))] = database(trackio_folder).items()
-    assert [step for step, _ in lines] == [1, 2, 3] and group == tmp_path.name and first.startswith(f"{group}-")
+    assert [step for step, _ in lines] == [1, 2, 3] and group == tmp_path.name and first[1].startswith(f"{group}-")
     with run_dir.open_run(tmp_path, keep={"grpo": 2}) as run, follow():
         log(run, [3], plus=0.5)
     runs = database(trackio_folder)
     assert runs.pop(first) == (group, lines)
     [(second, (group, lines))] = runs.items()
-    assert json.loads((tmp_path / "trackio.json").read_text())["name"] == second and group == tmp_path.name
+    assert json.loads((tmp_path / "trackio.json").read_text())["name"] == second[1] and group == tmp_path.name
     for tag, values in wanted(tmp_path).items():
         assert [(step, value(line[tag])) for step, line in lines] == values
     assert lines[2][1]["grpo/staleness_hist"] == {"_type": "trackio.histogram", "bins": [0, 1, 2], "values": [3, 2]}
