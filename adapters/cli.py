@@ -263,7 +263,7 @@ def launch(*options: str) -> int:
 
 
 def doctor() -> int:
-    """Say what is installed, which devices and kernels work, and what is missing; exit code 1 if it is broken."""
+    """Say what is installed, which devices and kernels work, and what is missing; exits with 1 if one is broken."""
     from .commands import doctor
 
     return doctor.doctor()
