@@ -12,14 +12,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import balance, metrics, packing
+from . import balance, metrics, packing, rounding
 from .batch import Batch
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Training state: fp32 master weights, the optimiser's state, and the number of steps, skipped ones included."""
+    """Training state: weights, the optimiser's state, and the number of steps, skipped ones included.
+
+    Weights are fp32 master weights; with `Optimizer.weights` bfloat16, and with `offload`, matrices of layers are
+    narrower.
+    """
 
     params: Any
     opt_state: Any
@@ -45,10 +49,11 @@ def make_step(
     """Returns jitted `step(state, batch, *frozen) -> (state, metrics)` for a prepared Batch [M, B, T].
 
     `score(params, microbatch, *frozen) -> out` is differentiated through `objective.loss` with respect to params only:
-    `frozen` are weights that get no gradient (those under an adapter, a teacher's). Gradients are accumulated in the
-    master weights' dtype over the nonempty microbatches; their number is a traced value, so it never triggers
-    recompilation. If gradient or loss is not finite, weights and optimiser state are kept and `skipped` is 1. The state
-    is donated; on a mesh it keeps `shardings`, and the metrics are replicated.
+    `frozen` are weights that get no gradient (those under an adapter, a teacher's). Gradients of several microbatches
+    are accumulated in fp32, or the weights' wider dtype, over the nonempty ones; their number is a traced value, so it
+    never triggers recompilation. Weights in bf16 are rounded stochastically. If gradient or loss is not finite, weights
+    and optimiser state are kept and `skipped` is 1. The state is donated; on a mesh it keeps `shardings`, and the
+    metrics are replicated.
 
     Args:
       adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient, such as
@@ -58,22 +63,35 @@ def make_step(
     of the weights), `skipped`, with experts `balance.report`.
     """
 
-    one = _loss(score, objective)
+    gradient_of = whole_gradient(score, objective)
 
     def step(state: State, batch: Batch, *frozen):
-        start = Gradient(_zeros(state.params), jnp.zeros((), jnp.float32))
-        gradient, report, aux = _add(one, state.params, start, batch, frozen)
+        gradient, report, aux = gradient_of(state.params, batch, *frozen)
         state, moved = _update(optimizer, state, gradient, lambda params: adjust(params, aux))
-        return state, report | balance.report(aux) | {"loss": metrics.of(gradient.loss)} | moved
+        return state, report | moved
 
     out = None if shardings is None else (shardings, shardings.step)
     return jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
+def whole_gradient(score: Callable, objective) -> Callable:
+    """Returns `gradient(params, batch, *frozen) -> (Gradient, metrics, aux)` for a prepared Batch, not compiled: the
+    part of `make_step` before the update. `aux` is `out.aux` summed over the batch."""
+    one = _loss(score, objective)
+
+    def gradient(params, batch: Batch, *frozen):
+        start = None if batch.token_BT.shape[0] == 1 else no_gradient(params)
+        total, report, aux = _add(one, params, start, batch, frozen)
+        return total, report | balance.report(aux) | {"loss": metrics.of(total.loss)}, aux
+
+    return gradient
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gradient:
-    """The sum of the gradients of several batches, in the weights' dtype, and of their losses."""
+    """The sum of the gradients of microbatches, in fp32 or the weights' wider dtype, and of their losses; that of a
+    single one is in the weights' dtype."""
 
     params: Any
     loss: Any
@@ -81,7 +99,7 @@ class Gradient:
 
 def no_gradient(params) -> Gradient:
     """A sum of nothing; on a mesh with the shardings of the weights."""
-    return Gradient(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+    return Gradient(jax.tree.map(lambda x: jnp.zeros_like(x, _wide(x)), params), jnp.zeros((), jnp.float32))
 
 
 def make_accumulate(score: Callable, objective, shardings: State | None = None) -> Callable:
@@ -139,7 +157,11 @@ def _zeros(tree):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
-def _add(one: Callable, params, start: Gradient, batch: Batch, frozen: tuple):
+def _wide(x):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _add(one: Callable, params, start: Gradient | None, batch: Batch, frozen: tuple):
     """(`start` plus the batch's gradient and loss, metrics of the objective, `out.aux` summed)."""
     micro = lambda i: jax.tree.map(lambda x: x[i], batch)
     plus = lambda a, b: jax.tree.map(jnp.add, a, b)
@@ -148,7 +170,8 @@ def _add(one: Callable, params, start: Gradient, batch: Batch, frozen: tuple):
     def add(i, carry):
         total, report, aux = carry
         (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(params, micro(i), *frozen)
-        return plus(total, Gradient(grad, value)), metrics.merge_trees(report, new), plus(aux, more)
+        found = Gradient(grad, value)
+        return plus(total, found) if total else found, metrics.merge_trees(report, new), plus(aux, more)
 
     first = start, metrics.empty_like(shapes), _zeros(sums)
     if batch.token_BT.shape[0] == 1:  # nothing to add up
@@ -158,11 +181,12 @@ def _add(one: Callable, params, start: Gradient, batch: Batch, frozen: tuple):
 
 def _update(optimizer, state: State, gradient: Gradient, adjust: Callable = lambda params: params):
     """(state after one update, metrics); the same state, one step on, if gradient or loss is not finite."""
-    norm = optax.tree.norm(gradient.params)
+    wide = jax.tree.map(lambda x: x.astype(_wide(x)), gradient.params)
+    norm = optax.tree.norm(wide)
     finite = jnp.isfinite(norm) & jnp.isfinite(gradient.loss)
-    updates, opt_state = optimizer.update(gradient.params, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(wide, state.opt_state, state.params)
     keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-    params = keep(adjust(optax.apply_updates(state.params, updates)), state.params)
+    params = keep(adjust(rounding.apply_updates(state.params, updates, state.step)), state.params)
     moved = jnp.where(finite, optax.tree.norm(updates), 0) / jnp.maximum(optax.tree.norm(state.params), 1e-30)
     report = {
         "grad_norm": metrics.of(norm),

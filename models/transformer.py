@@ -28,7 +28,8 @@ class Run:
     """Execution options, hashable; none of them changes the mathematics.
 
     Attributes:
-      dtype: compute dtype (None = that of the weights): activations and matmuls, for example bfloat16. Norms, softmax
+      dtype: compute dtype: activations and matmuls, for example bfloat16; None = that of the weights, and in training
+        scripts bfloat16 on accelerators, float32 on a CPU (`default_dtype`). Norms, softmax
         and the head stay in fp32.
       remat: gradient checkpointing: "full" recomputes each layer from its input, "dots" all but attention and matmuls
         with weights, "none" nothing, each using more memory than the one before; "dots" is the fastest on a CPU.
@@ -76,6 +77,11 @@ class Scores:
     value_BT: Any = None
     extra: Any = None
     aux: dict[str, Any] = field(default_factory=dict)
+
+
+def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
+    """The dtype in which training scripts and servers compute on a platform unless they are told another."""
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def family(config):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import param, step
+from ..core import moments, param, step
 from . import mesh as meshes
 
 Axes = str | tuple[str, ...] | None
@@ -118,16 +118,22 @@ def of_params(table: param.Table, mesh, rules: ShardingRules = RULES):
 def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, rules: ShardingRules = RULES):
     """The shardings of a training State: moments are sharded like their weights, counters replicated.
 
-    Axes along which a moment was averaged have size 1 and are not split; frozen weights have no moments.
+    Axes along which a moment was averaged have size 1 and are not split, nor are blocks of 8-bit moments whose number
+    their devices do not divide; frozen weights have no moments.
     """
     params, everywhere = of_params(table, mesh, rules), NamedSharding(mesh, PartitionSpec())
-    left_out = lambda x: isinstance(x, optax.MaskedNode)
+    left_out = lambda x: isinstance(x, optax.MaskedNode | moments.Blocks)
 
     def one(moment, sharding):
-        if left_out(moment):
+        if isinstance(moment, optax.MaskedNode):
             return moment
-        entries = [None if size == 1 else entry for size, entry in zip(moment.shape, sharding.spec, strict=False)]
-        return NamedSharding(mesh, PartitionSpec(*entries))
+        if isinstance(moment, moments.Blocks):
+            return moments.Blocks(sharding, one(moment.scale, sharding))
+        split = []
+        for size, entry in zip(moment.shape, sharding.spec, strict=False):
+            over = math.prod(mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry or ()))
+            split.append(None if size % over else entry)
+        return NamedSharding(mesh, PartitionSpec(*split))
 
     opt_state = optax.tree.map_params(
         optimizer, one, jax.eval_shape(optimizer.init, param.abstract(table)), params, is_leaf=left_out,

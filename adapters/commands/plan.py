@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -85,26 +85,27 @@ def plan(config: Any, options: Options = Options()) -> dict:
     samples, a_row = _samples(config), config.length // sequence
     used = max(1, math.ceil(samples / a_row / config.rows))
     adapters = getattr(config, "lora", lora.Lora())
-    # Under adapters weights have the dtype of the checkpoint, and are computed with in that of `run`.
-    run = replace(config.run, dtype=config.run.dtype or "float32") if adapters.rank else config.run
+    run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
     step = aot.Step(
         settings, _objective(config), _optim(config), run, config.mesh, config.rows, config.length,
         microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(), lora=adapters,
     )  # fmt: skip
     reference = getattr(step.objective, "needs_reference", False)
+    where: Literal["", "device", "host"] = "device" if reference else ""
+    if reference and getattr(config, "offload_reference", False):
+        where = "host"
     router = getattr(settings, "router", None)
     job = Job(
         table, settings.records, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
-        dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
-        head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0),
+        dtype=run.dtype, remat=run.remat, cp=run.cp, head_chunk=run.head_chunk, top_k=getattr(settings, "top_k", 0),
         router_fp32=router is not None and router.fp32, activation=settings.activation.kind,
         chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots,
-        reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference,
+        reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + bool(where), reference=where,
         platform=chip.platform, optim=step.optim, adapters=lora.table(table, adapters) if adapters.rank else None,
         frozen=step.frozen if adapters.rank else "float32",
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
-    generation = _generation(config, options, sequence, itemsize, settings)
+    generation = _generation(config, options, sequence, itemsize, settings, chip.platform)
     made = plans.plan(job, chip, generation=generation, push_itemsize=itemsize)
     figures, checked = list(made.figures), {}
     if options.check:
@@ -168,7 +169,9 @@ def _optim(config) -> Optimizer:
     return replace(spec, steps=spec.steps or spec.warmup + 1)
 
 
-def _generation(config, options: Options, sequence: float, itemsize: int, settings) -> plans.Generation | None:
+def _generation(
+    config, options: Options, sequence: float, itemsize: int, settings, platform: str
+) -> plans.Generation | None:
     if not _generates(config):
         return None
     new = min(config.sampling.max_new_tokens, sequence)
@@ -178,7 +181,9 @@ def _generation(config, options: Options, sequence: float, itemsize: int, settin
             f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
             f"{options.rollout_chips}; set --servers, or leave it out"
         )
-    size = jnp.dtype(engine.dtype).itemsize if engine else itemsize
+    size = itemsize
+    if engine:
+        size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
     shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     return plans.Generation(

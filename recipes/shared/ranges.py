@@ -50,6 +50,20 @@ def schedule(optim: Optimizer, updates: int) -> Iterator[str]:
         )
 
 
+def narrow_adapters(optim: Optimizer, lora: Lora) -> Iterator[str]:
+    """Why an optimiser that saves memory on weights cannot train adapters, which have little."""
+    if lora.rank and optim.offload:
+        yield (
+            f"--optim.offload is for training all weights: those of --lora.rank {lora.rank} and their moments are "
+            "small; leave it out"
+        )
+    if lora.rank and optim.weights != "float32":
+        yield (
+            f"--optim.weights {optim.weights} is for training all weights: adapters of --lora.rank {lora.rank} stay in "
+            "fp32; leave it out"
+        )
+
+
 def moved_bias(balance: Balance, lora: Lora) -> Iterator[str]:
     """Why the router's bias cannot move, if it is under adapters: it is a weight of the base, and in no adapter's file.
 
