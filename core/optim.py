@@ -55,6 +55,8 @@ class Optimizer:
         of the memory of float32.
       weights: bfloat16 = the matrices of layers have no fp32 master weights: an update is rounded to bf16
         stochastically. Their gradients are still added up in fp32.
+      gradients: dtype in which the gradients of several microbatches are added up, for matrices of layers; bfloat16 is
+        rounded stochastically, and needs half the memory.
       offload: keeps master weights and moments in the memory of the host; an update streams them through the device,
         layer by layer (`parallel.offload`). The device holds matrices of layers in the dtype of the computation.
 
@@ -78,6 +80,7 @@ class Optimizer:
     ema: float = 0.0
     state: moments.Dtype = "float32"
     weights: Literal["float32", "bfloat16"] = "float32"
+    gradients: Literal["float32", "bfloat16"] = "float32"
     offload: bool = False
 
     def __post_init__(self):
@@ -103,7 +106,8 @@ class Optimizer:
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
         if not 0 <= self.ema < 1:
             raise ValueError(f"Optimizer: ema must be at least 0 and below 1, got {self.ema}; 0 is none")
-        for name, known in (("state", get_args(moments.Dtype)), ("weights", ("float32", "bfloat16"))):
+        narrow = "float32", "bfloat16"
+        for name, known in (("state", get_args(moments.Dtype)), ("weights", narrow), ("gradients", narrow)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"Optimizer: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}; choose one of "
@@ -144,6 +148,11 @@ def copied(leaf: param.Leaf) -> bool:
     """Whether a copy that is not trained may have a weight in the compute dtype: also embeddings and the head, whose
     gradients are sums that need fp32."""
     return cast(leaf) or leaf.path in ("embed", "head")
+
+
+def sums(table: param.Table, spec: Optimizer):
+    """The dtype in which each weight's gradients are added up, for `step.make_step`."""
+    return param.tree_map(lambda leaf: jnp.dtype(spec.gradients if cast(leaf) else "float32"), table)
 
 
 def narrowed(params, table: param.Table, dtype: str):

@@ -42,6 +42,13 @@ def to_float8(x, seed):
     return (jnp.sign(x) * jnp.minimum(rounded, 448)).astype(jnp.float8_e4m3fn)
 
 
+def add(a, b, seed):
+    """a + b in a's dtype; to bf16 the sum is rounded stochastically."""
+    if a.dtype != jnp.bfloat16:
+        return a + b.astype(a.dtype)
+    return to_bfloat16(a.astype(jnp.float32) + b.astype(jnp.float32), seed)
+
+
 def apply_updates(params, updates, step):
     """Weights plus updates, in the weights' dtypes: those in bf16 are rounded stochastically.
 
@@ -49,11 +56,6 @@ def apply_updates(params, updates, step):
       step: a seed, different for every update.
     """
     leaves, tree = jax.tree.flatten(params)
-
-    def one(i, p, u):
-        new = p + u
-        return to_bfloat16(new, SEED + step * len(leaves) + i) if p.dtype == jnp.bfloat16 else new.astype(p.dtype)
-
-    return jax.tree.unflatten(
-        tree, [one(i, p, u) for i, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))]
-    )
+    pairs = zip(leaves, jax.tree.leaves(updates), strict=True)
+    seed = SEED + step * len(leaves)
+    return jax.tree.unflatten(tree, [add(p, u, seed + i) for i, (p, u) in enumerate(pairs)])

@@ -45,6 +45,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     shardings: State | None = None,
     adjust: Callable = lambda params, aux: params,
+    sums: Any = None,
 ) -> Callable:
     """Returns jitted `step(state, batch, *frozen) -> (state, metrics)` for a prepared Batch [M, B, T].
 
@@ -58,12 +59,13 @@ def make_step(
     Args:
       adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient, such as
         `balance.update_biases`; `aux` is `out.aux` summed over the batch.
+      sums: as `no_gradient`.
 
     Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `update_ratio` (norm of the update over that
     of the weights), `skipped`, with experts `balance.report`.
     """
 
-    gradient_of = whole_gradient(score, objective)
+    gradient_of = whole_gradient(score, objective, sums)
 
     def step(state: State, batch: Batch, *frozen):
         gradient, report, aux = gradient_of(state.params, batch, *frozen)
@@ -74,13 +76,13 @@ def make_step(
     return jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
-def whole_gradient(score: Callable, objective) -> Callable:
+def whole_gradient(score: Callable, objective, sums: Any = None) -> Callable:
     """Returns `gradient(params, batch, *frozen) -> (Gradient, metrics, aux)` for a prepared Batch, not compiled: the
-    part of `make_step` before the update. `aux` is `out.aux` summed over the batch."""
+    part of `make_step` before the update. `aux` is `out.aux` summed over the batch; `sums` as `no_gradient`."""
     one = _loss(score, objective)
 
     def gradient(params, batch: Batch, *frozen):
-        start = None if batch.token_BT.shape[0] == 1 else no_gradient(params)
+        start = None if batch.token_BT.shape[0] == 1 else no_gradient(params, sums)
         total, report, aux = _add(one, params, start, batch, frozen)
         return total, report | balance.report(aux) | {"loss": metrics.of(total.loss)}, aux
 
@@ -90,16 +92,22 @@ def whole_gradient(score: Callable, objective) -> Callable:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gradient:
-    """The sum of the gradients of microbatches, in fp32 or the weights' wider dtype, and of their losses; that of a
-    single one is in the weights' dtype."""
+    """The sum of the gradients of microbatches, in the dtypes of `no_gradient`, and of their losses; of a single one it
+    is in the dtypes of the weights."""
 
     params: Any
     loss: Any
 
 
-def no_gradient(params) -> Gradient:
-    """A sum of nothing; on a mesh with the shardings of the weights."""
-    return Gradient(jax.tree.map(lambda x: jnp.zeros_like(x, _wide(x)), params), jnp.zeros((), jnp.float32))
+def no_gradient(params, sums: Any = None) -> Gradient:
+    """A sum of nothing; on a mesh with the shardings of the weights.
+
+    Args:
+      sums: a dtype for each weight's sum, as of `optim.sums`: fp32 or bf16, to which sums are rounded stochastically;
+        None = fp32, or the weight's wider dtype, for all.
+    """
+    sums = jax.tree.map(_wide, params) if sums is None else sums
+    return Gradient(jax.tree.map(jnp.zeros_like, params, sums), jnp.zeros((), jnp.float32))
 
 
 def make_accumulate(score: Callable, objective, shardings: State | None = None) -> Callable:
@@ -171,12 +179,21 @@ def _add(one: Callable, params, start: Gradient | None, batch: Batch, frozen: tu
         total, report, aux = carry
         (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(params, micro(i), *frozen)
         found = Gradient(grad, value)
-        return plus(total, found) if total else found, metrics.merge_trees(report, new), plus(aux, more)
+        return _plus(total, found, i) if total else found, metrics.merge_trees(report, new), plus(aux, more)
 
     first = start, metrics.empty_like(shapes), _zeros(sums)
     if batch.token_BT.shape[0] == 1:  # nothing to add up
         return add(0, first)
     return jax.lax.fori_loop(0, packing.used(batch), add, first)
+
+
+def _plus(total: Gradient, new: Gradient, place) -> Gradient:
+    """The sum; where it is in bf16, rounded stochastically."""
+    seed = jax.lax.bitcast_convert_type(new.loss, jnp.uint32) + jnp.uint32(place)
+    sums, tree = jax.tree.flatten(total.params)
+    pairs = zip(sums, jax.tree.leaves(new.params), strict=True)
+    added = [rounding.add(a, b, seed + jnp.uint32(i)) for i, (a, b) in enumerate(pairs)]
+    return Gradient(jax.tree.unflatten(tree, added), total.loss + new.loss)
 
 
 def _update(optimizer, state: State, gradient: Gradient, adjust: Callable = lambda params: params):

@@ -117,10 +117,10 @@ def init(params, table: param.Table, spec: optim.Optimizer, dtype: str, mesh) ->
     return step.State(cast(params), held, jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=everywhere)())
 
 
-def make_gradient(score: Callable, objective, table: param.Table, mesh) -> Callable:
+def make_gradient(score: Callable, objective, table: param.Table, spec: optim.Optimizer, mesh) -> Callable:
     """Returns jitted `gradient(params, batch, *frozen) -> (gradient, metrics, aux, norm, whether all is finite)`: the
     part of a step before the update."""
-    gradient_of = step.whole_gradient(score, objective)
+    gradient_of = step.whole_gradient(score, objective, optim.sums(table, spec))
     on, everywhere = rules.of_params(table, mesh), rules.of_state(optax.identity(), table, mesh).step
 
     def first(params, batch, *frozen):
@@ -139,7 +139,7 @@ def make_step(
 ) -> Callable:  # fmt: skip
     """Returns `step(state, batch, *frozen) -> (state, metrics)` for a state of `init`, as `core.step.make_step`."""
     on, everywhere = rules.of_params(table, mesh), rules.of_state(optax.identity(), table, mesh).step
-    differentiate = make_gradient(score, objective, table, mesh)
+    differentiate = make_gradient(score, objective, table, spec, mesh)
     updates = [(part, *_update(part, spec.clip, mesh)) for part in parts(table, spec, dtype)]
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(on, everywhere))

@@ -60,8 +60,14 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     figures = {name: f["value"] for name, f in report["figures"].items()}
     assert figures["generated_tokens"] == 16 * 48
     assert figures["score_flops"] > 0 and figures["reference_bytes"] == 0
-    with_kl = json.loads(run(capsys, "grpo", *options, "--objective.kl.coef", 0.1, "--json"))["figures"]
-    assert with_kl["reference_bytes"]["value"] == figures["params_bytes"]
+    kl = *options, "--objective.kl.coef", 0.1
+    with_kl = json.loads(run(capsys, "grpo", *kl, "--json"))["figures"]
+    assert 0.5 < with_kl["reference_bytes"]["value"] / figures["params_bytes"] < 0.51  # norms are in fp32
+    fp32 = json.loads(run(capsys, "grpo", *kl, "--run.dtype", "float32", "--json"))["figures"]
+    assert fp32["reference_bytes"]["value"] == figures["params_bytes"]
+    resting = json.loads(run(capsys, "grpo", *kl, "--offload-reference", "--json"))["figures"]
+    assert resting["reference_bytes"]["value"] == 0
+    assert resting["host_bytes"]["value"] == with_kl["reference_bytes"]["value"]
     assert with_kl["score_flops"]["value"] == 2 * figures["score_flops"]
     assert figures["rollout_devices"] == figures["server_devices"] == 1  # the server started by the recipe
     fleet = [*options, "--servers", "http://127.0.0.1:1", "--rollout-chips", 2]
@@ -129,7 +135,7 @@ def test_latent_vectors_and_states_are_cached_in_place_of_keys_and_values(capsys
     figures = lambda *more: json.loads(run(capsys, "grpo", *options, *more, "--json"))["figures"]
     servers = "--servers", "http://127.0.0.1:1"
     assert figures(*servers)["cache_bytes_per_token"]["value"] == 4 * (512 + 64) * 4
-    assert figures("--chip", "b200")["cache_bytes_per_token"]["value"] == 4 * (512 + 64 + 512) * 4
+    assert figures("--chip", "b200")["cache_bytes_per_token"]["value"] == 4 * (512 + 64 + 512) * 2
     hybrid = dict(
         model_type="qwen3_5_text", vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
         num_attention_heads=16, num_key_value_heads=4, head_dim=256, torch_dtype="bfloat16", tie_word_embeddings=False,
@@ -191,7 +197,7 @@ def test_a_recipe_given_by_path(capsys, model, tmp_path):
 
 def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsys, model):
     """Three microbatches of four rows hold the twelve full-length sequences of six pairs."""
-    options = ["--model", model, "--length", 32, "--rows", 4, "--batch", 6]
+    options = ["--model", model, "--length", 32, "--rows", 4, "--batch", 6, "--run.dtype", "float32"]
     for name, held in (("dpo", True), ("simpo", False)):
         report = json.loads(run(capsys, name, *options, "--json"))
         figures = {name: f["value"] for name, f in report["figures"].items()}

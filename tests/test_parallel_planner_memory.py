@@ -11,7 +11,7 @@ from areax.core import losses, optim, param
 from areax.models import layer, lora, transformer
 from areax.models.attention.segments import segments
 from areax.models.layers import moe, recurrence
-from areax.parallel import mesh
+from areax.parallel import mesh, offload
 from areax.parallel.planner import memory, plan
 from areax.parallel.planner.job import Job
 from areax.rollout.engine import caches, decode
@@ -113,6 +113,33 @@ def test_argument_bytes_of_adapters_match_the_compiled_step(family, name):
         frozen="bfloat16",
     )  # fmt: skip
     assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
+
+
+NARROW = {  # what of optimisers changes the memory of a step
+    "bf16 moments": dict(state="bfloat16"),
+    "8-bit moments": dict(state="float8"),
+    "8-bit muon": dict(name="muon", state="float8"),
+    "bf16 weights": dict(weights="bfloat16", state="float8", gradients="bfloat16"),
+    "offloaded": dict(offload=True),
+    "offloaded bf16 weights": dict(offload=True, weights="bfloat16", state="float8"),
+    "averaged bf16 weights": dict(weights="bfloat16", ema=0.9),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("layout", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
+def test_argument_bytes_of_narrow_states_match_the_compiled_step(name, layout):
+    """On the host lies what `offload.init` makes."""
+    on, config = MESHES[layout], tiny_families.config("qwen3_moe")
+    spec = optim.Optimizer(**NARROW[name])
+    compiled = aot.Step(config, losses.SFT(), spec, models.Run(dtype="bfloat16"), on, 8, 64, 2, slots=4)
+    made = job(config, on, microbatches=2, slots=4, reads=aot.reads(compiled), optim=spec, dtype="bfloat16")
+    formula = memory.memory(made)
+    assert formula.arguments == aot.compile(compiled).memory_analysis().argument_size_in_bytes
+    if spec.offload and layout == "one":
+        table = models.table(config)
+        state = offload.init(param.init(jax.random.key(0), table), table, spec, "bfloat16", mesh.make(on))
+        assert formula.host == sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
 
 
 # -- engines ---------------------------------------------------------------------------------------

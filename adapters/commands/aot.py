@@ -134,10 +134,11 @@ def compile(spec: Step):
         state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
         frozen = [placed(param.abstract(base, spec.frozen), rules.of_params(base, on))] if spec.lora.rank else []
         if spec.optim.offload:  # the update is many small programs
-            gradient: Any = offload.make_gradient(score, spec.objective, table, on)
+            gradient: Any = offload.make_gradient(score, spec.objective, table, spec.optim, on)
             placed_params = placed(params, shardings.params)
             return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *frozen).compile(CHEAP)
-        update: Any = step.make_step(score, spec.objective, optimizer, shardings)
+        sums = optim.sums(table, spec.optim)
+        update: Any = step.make_step(score, spec.objective, optimizer, shardings, sums=sums)
         return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *frozen).compile(CHEAP)
 
 

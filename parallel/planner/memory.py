@@ -33,7 +33,7 @@ class Memory:
       params: weights: fp32 unless the optimiser keeps narrower ones; under adapters the frozen ones in their dtype, and
         the adapters.
       moments: optimiser state: moments, averaged weights and counters, including the step counter.
-      gradients: the gradient; of several microbatches the accumulated ones in fp32, and those of the current one.
+      gradients: the gradient; of several microbatches their sum, and that of the current one.
       reference: weights of the reference model, which without its adapters is the model itself.
       batch: the batch's arrays that a step reads, all microbatches.
       saved: activations that layers save for the backward pass of a microbatch.
@@ -68,12 +68,13 @@ class Memory:
 def memory(job: Job, state: int | None = None) -> Memory:
     """Memory of a device during a training step; `state` is `moments(job)`, which takes a while, if it is known."""
     size = lambda leaves: sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
-    sums = sum(job.held(leaf) * max(WIDE, job.bytes_of(leaf)) for leaf in job.trained)
+    size_of_sum = lambda leaf: jnp.dtype(job.optim.gradients if optim.cast(leaf) else "float32").itemsize
+    sums = sum(job.held(leaf) * size_of_sum(leaf) for leaf in job.trained)
     state = moments(job) if state is None else state
     copy = reference(job)
     return Memory(
         params=size(job.weights),
-        moments=STEP if job.optim.offload else state,
+        moments=0 if job.optim.offload else state,
         gradients=size(job.trained) + (sums if job.microbatches > 1 else 0),
         reference=copy if job.reference == "device" else 0,
         batch=batch(job),
@@ -81,7 +82,7 @@ def memory(job: Job, state: int | None = None) -> Memory:
         logits=logits(job),
         working=max(_layer(job), _head(job)),
         streamed=streamed(job) if job.optim.offload else 0,
-        host=(state - STEP if job.optim.offload else 0) + (copy if job.reference == "host" else 0),
+        host=(state if job.optim.offload else 0) + (copy if job.reference == "host" else 0),
     )
 
 
@@ -93,10 +94,10 @@ def reference(job: Job) -> int:
 
 
 def moments(job: Job) -> int:
-    """Optimiser state of a device, sharded according to the rules, plus the step counter; with it on the host also
-    master weights."""
+    """Optimiser state of a device, sharded according to the rules, plus the step counter; or what of it, and of master
+    weights, is on the host."""
     if job.optim.offload:
-        return STEP + sum(part.layers * held(part, job) for part in offloaded(job))
+        return sum(part.layers * held(part, job) for part in offloaded(job))
     table = job.adapters or job.table
     optimizer = optim.make_optimizer(job.optim, table)
     shapes = jax.eval_shape(optimizer.init, param.abstract(table))
@@ -288,7 +289,8 @@ def _layer(job: Job) -> int:
 
 
 def _head(job: Job) -> int:
-    """Temporaries of the head: its gathered matrix as stored and as used, their gradient; softmax and gradient of the
-    logits."""
-    matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (2 * WIDE + job.itemsize)
+    """Temporaries of the head: its matrix as used, which if gathered has a copy as stored and a gradient; softmax and
+    gradient of the logits."""
+    gathered = 2 * WIDE if job.size("fsdp", "ep") > 1 else 0
+    matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (gathered + job.itemsize)
     return matrices + 2 * _chunk(job) * job.vocab * WIDE + 3 * job.local_tokens * job.embed * WIDE

@@ -78,7 +78,9 @@ def make(
         optimizer = optim.make_optimizer(spec, table)
         shardings = rules.of_state(optimizer, table, mesh)
         state = step.init(optim.narrowed(params, table, spec.weights), optimizer, shardings)
-        update = step.make_step(score, whole, optimizer, shardings, adjust=adjust(balance))
+        update = step.make_step(
+            score, whole, optimizer, shardings, adjust=adjust(balance), sums=optim.sums(table, spec)
+        )
     return Learner(
         settings, objective, adapters, state, frozen, score, step.make_scores(plain or score), jax.jit(whole.prepare),
         update, whole.needs_scores,

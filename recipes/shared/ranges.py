@@ -57,11 +57,12 @@ def narrow_adapters(optim: Optimizer, lora: Lora) -> Iterator[str]:
             f"--optim.offload is for training all weights: those of --lora.rank {lora.rank} and their moments are "
             "small; leave it out"
         )
-    if lora.rank and optim.weights != "float32":
-        yield (
-            f"--optim.weights {optim.weights} is for training all weights: adapters of --lora.rank {lora.rank} stay in "
-            "fp32; leave it out"
-        )
+    for name in ("weights", "gradients"):
+        if lora.rank and (value := getattr(optim, name)) != "float32":
+            yield (
+                f"--optim.{name} {value} is for training all weights: those of --lora.rank {lora.rank} stay in fp32; "
+                "leave it out"
+            )
 
 
 def moved_bias(balance: Balance, lora: Lora) -> Iterator[str]:
