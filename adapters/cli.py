@@ -59,7 +59,7 @@ def plan(recipe: str, *options: str) -> int:
     chosen = parse.parse(both, options, f"areax plan {recipe}", first=plan.FIRST_OPTIONS)
     report = plan.plan(chosen.recipe, chosen.plan)
     print(json.dumps(report, indent=2) if chosen.plan.json else plan.show(report))
-    return 0 if report.get("agrees", True) else 1
+    return 0 if report["fits"] and report.get("agrees", True) else 1
 
 
 def _algorithms() -> dict:

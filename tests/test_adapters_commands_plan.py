@@ -158,7 +158,7 @@ def test_latent_vectors_and_states_are_cached_in_place_of_keys_and_values(capsys
 def test_absurd_models_are_planned_in_seconds_without_arrays(capsys, tmp_path, family, options):
     (tmp_path / "config.json").write_text(json.dumps(tiny.HF | {"model_type": family, "vocab_size": 64} | options))
     began = time.process_time()
-    said = run(capsys, "sft", "--model", tmp_path, "--length", 32)
+    said = run(capsys, "sft", "--model", tmp_path, "--length", 32, code=1)
     assert re.search("fits?[ :].* usable on one h100", said) and time.process_time() - began < 20
 
 
@@ -169,12 +169,10 @@ def test_servers_on_the_trainers_device_count(capsys, model):
         text = run(capsys, "grpo", *options, *shared)
         assert re.search(rf"shared_bytes .* the same with the server, .*{word}", text)
         assert text.splitlines()[-1].startswith("fits: ")
-        assert run(capsys, "grpo", *options, *shared, *huge).splitlines()[-2].startswith("does not fit with --rows 8")
-    assert (
-        run(capsys, "grpo", *options, *huge)
-        .splitlines()[-1]
-        .startswith("the server does not fit; lower --serve.slots or --serve.context: ")
-    )
+        said = run(capsys, "grpo", *options, *shared, *huge, code=1)
+        assert said.splitlines()[-2].startswith("does not fit with --rows 8")
+    said = run(capsys, "grpo", *options, *huge, code=1)
+    assert said.splitlines()[-1].startswith("the server does not fit; lower --serve.slots or --serve.context, or name")
 
 
 def test_a_recipe_given_by_path(capsys, model, tmp_path):
@@ -216,7 +214,10 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
         (["--mesh.tp", 0], "--mesh.tp must be at least 1, got 0"),
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
-        (["--chip", "h300"], "--chip must be one of h100, h200, b200, v5p, v6e, got 'h300'; add it to parallel/"),
+        (
+            ["--chip", "h300"],
+            "--chip must be one of h100, h200, b200, b300, a100, mi300, v5p, v6e, v5e, v4, got 'h300'; add it to",
+        ),
         (["--run.dispatch", "all_to_all"], "--run.dispatch all_to_all cannot be planned"),
         (["--lora.rank", 8, "--lora.targets", "w"], "lora.targets: each must name matrices of the layers"),
         (["--balance.z", 0.1], "Balance(load=0.0, z=0.1, bias=0.0) cannot be planned"),
@@ -270,7 +271,6 @@ def test_the_guide_explains_every_figure(capsys, model):
 
 def test_a_plan_that_does_not_fit_suggests_what_would(capsys, model):
     big = ["--model", model, "--length", 1 << 20, "--rows", 1 << 14]
-    *_, verdict, rows = run(capsys, "sft", *big).splitlines()
-    assert verdict.startswith("does not fit with --rows 16384: ") and re.fullmatch(
-        r"largest --rows that fits: \d+", rows
-    )
+    *_, verdict, remedy = run(capsys, "sft", *big, code=1).splitlines()
+    assert verdict.startswith("does not fit with --rows 16384: ")
+    assert re.fullmatch(r"fits with --rows \d+, or with .*--mesh.fsdp \d+", remedy)

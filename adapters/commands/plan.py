@@ -14,7 +14,7 @@ from ...core.optim import Optimizer
 from ...models import layer, lora
 from ...models.attention.segments import segments
 from ...models.layers import recurrence
-from ...parallel.planner import memory
+from ...parallel.planner import memory, remedies
 from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
 from ...parallel.planner.job import Job
@@ -37,8 +37,8 @@ class Options:
     """Options of the plan, in addition to the recipe's.
 
     Attributes:
-      chip: accelerator of the mesh and of the generation servers: h100, h200, b200, v5p, v6e, or another that you add
-        to parallel/planner/chips.py.
+      chip: accelerator of the mesh and of the generation servers: a100, h100, h200, b200, b300, mi300, v4, v5e, v5p,
+        v6e, or another that you add to parallel/planner/chips.py.
       rollout_chips: devices reserved for generation; 0 = as many as needed to keep up with training.
       sample_tokens: mean tokens per sample, prompt plus completion; 0 = `length`, the upper bound.
       check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
@@ -61,8 +61,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
     """Computes the plan of a recipe's Config.
 
     Returns:
-      {"model", "mesh", "chip", "fits", "figures": {name: {"value", "kind", "section", "text"}}}; kind is "exact" or
-      "estimate", a name ends in its unit. With `check` also "agrees": whether argument bytes equal XLA's.
+      {"model", "mesh", "chip", "fits", "suggested", "figures": {name: {"value", "kind", "section", "text"}}}; kind is
+      "exact" or "estimate", a name ends in its unit; "suggested" are options, each of which makes the trainer fit, or
+      faster if it does. With `check` also "agrees": whether argument bytes equal XLA's.
 
     Raises:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
@@ -108,6 +109,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
     generation = _generation(config, options, sequence, itemsize, settings, chip.platform)
     made = plans.plan(job, chip, generation=generation, push_itemsize=itemsize)
     figures, checked = list(made.figures), {}
+    beside = plans.server_bytes(job, chip, generation) if generation else 0.0, generation.shares if generation else "no"
+    trains = plans.device_bytes(job, *beside) <= plans.USABLE * chip.memory
+    suggested = remedies.faster(job, chip, *beside) if trains else remedies.fitting(job, chip, *beside)
     if options.check:
         # Kernels of other platforms cannot be compiled here; they do not change the arguments.
         found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
@@ -116,6 +120,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
     return {
         "model": str(config.model), "family": settings.family, "mesh": str(config.mesh), "devices": config.mesh.devices,
         "chip": options.chip, "rows": config.rows, "length": config.length, "microbatches": used, "fits": made.fits,
+        "suggested": suggested,
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
     }  # fmt: skip
@@ -230,10 +235,14 @@ def show(report: dict) -> str:
     peak, usable = bytes_of.get("shared_bytes", bytes_of["peak_bytes"]), bytes_of["usable_bytes"]
     verdict = "fits" if report["fits"] else f"does not fit with --rows {report['rows']}"
     if peak <= usable < bytes_of.get("server_bytes", 0):
-        peak, verdict = bytes_of["server_bytes"], "the server does not fit; lower --serve.slots or --serve.context"
+        peak = bytes_of["server_bytes"]
+        verdict = "the server does not fit; lower --serve.slots or --serve.context, or name larger ones by --servers"
     lines += ["", f"{verdict}: {human('bytes', peak)} of {human('bytes', usable)} usable on one {report['chip']}"]
-    if not report["fits"] and peak > bytes_of.get("server_bytes", 0):
-        lines.append(f"largest --rows that fits: {figures['rows_that_fit']['value']}")
+    suggested = report["suggested"]
+    if peak > usable and peak != bytes_of.get("server_bytes"):
+        lines.append("fits with " + (", or with ".join(suggested) or "none of the options that save memory"))
+    elif suggested:
+        lines.append(f"faster with {suggested[0]}, which fits")
     if "agrees" in report:
         lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT equal to XLA's"))
     return "\n".join(lines)

@@ -39,7 +39,8 @@ class Memory:
       saved: activations that layers save for the backward pass of a microbatch.
       logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
       working: temporaries of the backward pass of one layer or of the head, whichever is larger.
-      streamed: with the optimiser's state on the host, what of it is on the device at a time.
+      summed: the gradient that an update reads.
+      streamed: with the optimiser's state on the host, what of it is on the device at a time, during the update.
       host: what the host holds for the device: master weights and the optimiser's state, a reference.
     """
 
@@ -51,6 +52,7 @@ class Memory:
     saved: int
     logits: int
     working: int
+    summed: int
     streamed: int = 0
     host: int = 0
 
@@ -61,8 +63,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        held = self.arguments + self.gradients + self.reference
-        return held + max(self.saved + self.logits + self.working, self.streamed)
+        backward = self.gradients + self.saved + self.logits + self.working
+        return self.arguments + self.reference + max(backward, self.summed + self.streamed)
 
 
 def memory(job: Job, state: int | None = None) -> Memory:
@@ -76,6 +78,7 @@ def memory(job: Job, state: int | None = None) -> Memory:
         params=size(job.weights),
         moments=0 if job.optim.offload else state,
         gradients=size(job.trained) + (sums if job.microbatches > 1 else 0),
+        summed=sums if job.microbatches > 1 else size(job.trained),
         reference=copy if job.reference == "device" else 0,
         batch=batch(job),
         saved=saved(job),

@@ -254,11 +254,8 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
     usable = USABLE * chip.memory
     sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
     weights, server = weights_bytes(job, g.itemsize), chips_per_server(job, chip, g.itemsize)
-    if g.embedded and server > 1:
-        raise ValueError(
-            f"plan: the recipe's server has one chip, too small for weights of {weights:,} bytes and a cache; set "
-            "--servers"
-        )
+    if g.embedded:
+        server = 1  # whether it fits is `Plan.fits`
     room = server * usable - weights
     tokens = (g.slots or 1) * g.context if g.embedded else room / g.cache if g.cache else 0
     sequence = (g.prompt + g.new) * g.cache + g.state
