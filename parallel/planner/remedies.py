@@ -28,8 +28,8 @@ def cheaper(job: Job) -> Iterator[tuple[str, Callable[[Job], Job]]]:
 
 
 def fitting(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> list[str]:
-    """Options with which the job fits, each a suggestion of its own: fewer rows; an option that saves memory, or as many
-    of them as it takes; more devices over fsdp.
+    """Options with which the job fits, each a suggestion of its own: fewer rows; an option that saves memory, or as
+    many of them as it takes; more devices over fsdp.
 
     Args:
       server, shares: as `plan.memory_figures`.
