@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from ..core import quantised
 from ..core.batch import Batch
 from ..core.segments import segment_index
 from ..core.shapes import shaped
@@ -125,7 +126,7 @@ def backbone(
         w, chosen_BTK, beside = each
         record = config.records[stack.layers[0]]
         x_BTD = checkpoint_name(x_BTD, "layer_input")
-        w = rules.gather(w, stack.params) | beside
+        w = quantised.widened(rules.gather(w, stack.params), x_BTD.dtype) | beside
         routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
         mix: AnyMixer
         if isinstance(record, Attention):

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import moments, param, step
+from ..core.quantised import QuantisedWeight
 from . import mesh as meshes
 
 Axes = str | tuple[str, ...] | None
@@ -129,17 +130,33 @@ def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, 
             return moment
         if isinstance(moment, moments.Blocks):
             return moments.Blocks(sharding, one(moment.scale, sharding))
-        split = []
-        for size, entry in zip(moment.shape, sharding.spec, strict=False):
-            over = math.prod(mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry or ()))
-            split.append(None if size % over else entry)
-        return NamedSharding(mesh, PartitionSpec(*split))
+        return _fitting(moment.shape, sharding)
 
     opt_state = optax.tree.map_params(
         optimizer, one, jax.eval_shape(optimizer.init, param.abstract(table)), params, is_leaf=left_out,
         transform_non_params=lambda _: everywhere,
     )  # fmt: skip
     return step.State(params, opt_state, everywhere)
+
+
+def _fitting(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """The sharding, with axes that the devices do not divide left whole."""
+    split = []
+    for size, entry in zip(shape, sharding.spec, strict=False):
+        over = math.prod(sharding.mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry or ()))
+        split.append(None if size % over else entry)
+    return NamedSharding(sharding.mesh, PartitionSpec(*split))
+
+
+def of_quantised(shapes, table: param.Table, mesh, rules: ShardingRules = RULES):
+    """The shardings of weights of which some are quantised; `shapes` is their tree, or their shapes."""
+
+    def one(sharding, x):
+        if not isinstance(x, QuantisedWeight):
+            return sharding
+        return dataclasses.replace(x, code=_fitting(x.code.shape, sharding), scale=_fitting(x.scale.shape, sharding))
+
+    return jax.tree.map(one, of_params(table, mesh, rules), shapes)
 
 
 def constrain(x, axes: str, rules: ShardingRules = RULES):
@@ -157,6 +174,11 @@ def gather(weights: Mapping[str, jax.Array], params: Mapping[str, param.Param]):
 
 
 def _gathered(w, axes: str):
+    if isinstance(w, QuantisedWeight):
+        blocks = " ".join([*axes.split()[:-1], "one"])  # scales of a row are few, and not always divisible
+        return dataclasses.replace(
+            w, code=constrain(w.code, axes, GATHERED), scale=constrain(w.scale, blocks, GATHERED)
+        )
     if not isinstance(w, param.LoRAWeight):
         return constrain(w, axes, GATHERED)
     a, b = (" ".join(names) for names in param.factors(tuple(axes.split()), "rank"))

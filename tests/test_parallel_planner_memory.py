@@ -103,14 +103,16 @@ def test_argument_bytes_match_the_compiled_step(family, name):
 
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(name, marks=pytest.mark.mesh) for name in UNLIKE)])
 @pytest.mark.parametrize("name", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
-def test_argument_bytes_of_adapters_match_the_compiled_step(family, name):
-    """Adapters and their moments in fp32, the frozen weights in the checkpoint's dtype."""
-    layout, config, spec = MESHES[name], tiny_families.config(family, torch_dtype="bfloat16"), lora.Lora(4)
+@pytest.mark.parametrize("base", ["stored", "nf4", pytest.param("int8", marks=pytest.mark.mesh)])
+def test_argument_bytes_of_adapters_match_the_compiled_step(family, name, base):
+    """Adapters and their moments in fp32, the frozen weights in the checkpoint's dtype, or in fewer bits."""
+    layout, config = MESHES[name], tiny_families.config(family, torch_dtype="bfloat16")
+    spec = lora.Lora(4, base=base)
     run = models.Run(dtype="float32")
     step = aot.Step(config, losses.SFT(), optim.Optimizer(), run, layout, 8, 64, 1, slots=4, lora=spec)
     made = job(
         config, layout, slots=4, reads=aot.reads(step), adapters=lora.table(models.table(config), spec),
-        frozen="bfloat16",
+        frozen="bfloat16", frozen_shapes=aot.frozen(step),
     )  # fmt: skip
     assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
 

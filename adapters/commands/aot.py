@@ -118,6 +118,14 @@ def _compile(spec: Step) -> dict:
     }
 
 
+def frozen(spec: Step):
+    """The weights under adapters, as shapes and dtypes."""
+    table = models.table(spec.config)
+    return jax.eval_shape(
+        functools.partial(lora.frozen, base=table, spec=spec.lora), param.abstract(table, spec.frozen)
+    )
+
+
 def compile(spec: Step):
     """Compiles `step(state, batch)` for this process's devices."""
     base = table = models.table(spec.config)
@@ -132,14 +140,15 @@ def compile(spec: Step):
         shardings = rules.of_state(optimizer, table, on)
         params = jax.eval_shape(lambda params: optim.narrowed(params, table, narrow), param.abstract(table))
         state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
-        frozen = [placed(param.abstract(base, spec.frozen), rules.of_params(base, on))] if spec.lora.rank else []
+        kept = frozen(spec) if spec.lora.rank else None
+        more = [placed(kept, rules.of_quantised(kept, base, on))] if spec.lora.rank else []
         if spec.optim.offload:  # the update is many small programs
             gradient: Any = offload.make_gradient(score, spec.objective, table, spec.optim, on)
             placed_params = placed(params, shardings.params)
-            return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *frozen).compile(CHEAP)
+            return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *more).compile(CHEAP)
         sums = optim.sums(table, spec.optim)
         update: Any = step.make_step(score, spec.objective, optimizer, shardings, sums=sums)
-        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *frozen).compile(CHEAP)
+        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *more).compile(CHEAP)
 
 
 def _placed(batch: Batch, on) -> Batch:

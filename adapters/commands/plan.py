@@ -103,7 +103,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
         chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots,
         reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + bool(where), reference=where,
         platform=chip.platform, optim=step.optim, adapters=lora.table(table, adapters) if adapters.rank else None,
-        frozen=step.frozen if adapters.rank else "float32",
+        frozen=step.frozen if adapters.rank else "float32", frozen_shapes=aot.frozen(step) if adapters.rank else None,
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
     generation = _generation(config, options, sequence, itemsize, settings, chip.platform)

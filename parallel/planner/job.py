@@ -51,6 +51,7 @@ class Job:
       optim: as in a recipe's Config.
       adapters: weights of adapters, which train while the model's own are frozen; None = these train.
       frozen: dtype of frozen weights.
+      frozen_shapes: the frozen weights as shapes, if some are quantised.
 
     Raises:
       ValueError: a remat policy not in `KEPT`; rows, length, heads, channels or an axis of a weight are not divisible
@@ -81,6 +82,7 @@ class Job:
     optim: Optimizer = Optimizer()
     adapters: param.Table | None = None
     frozen: str = "float32"
+    frozen_shapes: Any = None
 
     def __post_init__(self):
         if self.remat not in KEPT:

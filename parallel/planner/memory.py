@@ -75,7 +75,7 @@ def memory(job: Job, state: int | None = None) -> Memory:
     state = moments(job) if state is None else state
     copy = reference(job)
     return Memory(
-        params=size(job.weights),
+        params=size(job.weights) if job.frozen_shapes is None else _quantised(job) + size(job.trained),
         moments=0 if job.optim.offload else state,
         gradients=size(job.trained) + (sums if job.microbatches > 1 else 0),
         summed=sums if job.microbatches > 1 else size(job.trained),
@@ -87,6 +87,11 @@ def memory(job: Job, state: int | None = None) -> Memory:
         streamed=streamed(job) if job.optim.offload else 0,
         host=(state if job.optim.offload else 0) + (copy if job.reference == "host" else 0),
     )
+
+
+def _quantised(job: Job) -> int:
+    """The frozen weights, some of them in fewer bits."""
+    return _bytes(job.frozen_shapes, rules.of_quantised(job.frozen_shapes, job.table, job.mesh))
 
 
 def reference(job: Job) -> int:

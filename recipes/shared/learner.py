@@ -1,5 +1,6 @@
 """A model in training: its state, and the compiled functions that score it and update its weights or adapters."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,6 +65,7 @@ def make(
     table = models.table(settings)
     if adapters:
         peft.modules(settings, adapters)  # refuses what could not be exported once it is trained
+        params = _quantised(params, table, adapters, mesh)
         table, frozen = lora.table(table, adapters), (params, *frozen)
         score, params = lora.over_base(score, adapters), common.draw(table, seed, mesh)
         plain = lora.over_base(plain, adapters) if plain else None
@@ -85,6 +87,14 @@ def make(
         settings, objective, adapters, state, frozen, score, step.make_scores(plain or score), jax.jit(whole.prepare),
         update, whole.needs_scores,
     )  # fmt: skip
+
+
+def _quantised(params, table: param.Table, adapters: Lora, mesh):
+    """The base's weights as they are kept under adapters."""
+    if adapters.base == "stored":
+        return params
+    narrow = functools.partial(lora.frozen, base=table, spec=adapters)
+    return jax.jit(narrow, out_shardings=rules.of_quantised(jax.eval_shape(narrow, params), table, mesh))(params)
 
 
 def copy(settings, params, dtype: str):
