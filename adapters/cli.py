@@ -59,7 +59,7 @@ def plan(recipe: str, *options: str) -> int:
     chosen = parse.parse(both, options, f"areax plan {recipe}", first=plan.FIRST_OPTIONS)
     report = plan.plan(chosen.recipe, chosen.plan)
     print(json.dumps(report, indent=2) if chosen.plan.json else plan.show(report))
-    return 0 if report.get("agrees", True) else 1
+    return 0 if report["fits"] and report.get("agrees", True) else 1
 
 
 def _algorithms() -> dict:
@@ -108,7 +108,7 @@ def serve(
     port: int = 30000,
     slots: int = 16,
     context: int = 2048,
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
     reasoning: bool = True,
@@ -122,7 +122,7 @@ def serve(
       slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
-      dtype: dtype of weights and computation.
+      dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
       style: the model's format for tool calls; default: that of its chat template.

@@ -496,7 +496,7 @@ def to_tensors(config, params, dtype) -> tuple[dict[str, jax.ShapeDtypeStruct], 
 def tensors_of(table: param.Table, prefix: str, params, dtype):
     """`to_tensors` for any table; zeros where no leaf has a part of a tensor."""
     leaves = param.leaf_list(table)
-    arrays = tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, param.LoRAWeight))
+    arrays = tree_leaves_with_path(params, is_leaf=param.composite)
     found = {keystr(path, simple=True, separator="."): x for path, x in arrays}
     paths = [leaf.path for leaf in leaves]
     missing, unexpected = [path for path in paths if path not in found], [path for path in found if path not in paths]
@@ -544,7 +544,7 @@ def _rows(leaf: param.Leaf, x, dtype) -> Iterator[np.ndarray]:
     """The leaf's entries of each tensor on the host, in the order of its keys; views if it is already there."""
     wanted = jax.numpy.dtype(leaf.param.dtype or dtype)
     indices = list(np.ndindex(*leaf.unstacked_shape))
-    x = param.merged(x) if isinstance(x, param.LoRAWeight) else x
+    x = param.plain(x)
     if isinstance(x, Mapped):
         yield from (x.at(index).astype(wanted, copy=False) for index in indices)
         return

@@ -22,6 +22,7 @@ import xxhash
 from jax.experimental import multihost_utils
 
 from ..core.step import State
+from ..parallel import offload
 from . import hf, safetensors
 from .runtime.atomic_dir import sync_tree
 
@@ -255,7 +256,14 @@ def _counts(arrays: list) -> jax.Array:
 def _not_finite(tree) -> str:
     """Which array has how many numbers that are not finite; "" if there is none."""
     pairs = [(p, x) for p, x in jax.tree_util.tree_leaves_with_path(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    counts = np.asarray(_counts([x for _, x in pairs])) if pairs else np.zeros(0)
+    held = [offload.on_host(x) for _, x in pairs]
+    there = [x for (_, x), elsewhere in zip(pairs, held, strict=True) if not elsewhere]
+    of_devices = iter(np.asarray(_counts(there)) if there else ())
+    # What the host holds may be larger than a device.
+    one = lambda x: np.asarray(_counts([offload.to_device(x)]))[0]
+    counts = np.array(
+        [one(x) if elsewhere else next(of_devices) for (_, x), elsewhere in zip(pairs, held, strict=True)]
+    )
     if not counts.any():
         return ""
     first = int(np.argmax(counts > 0))

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import matrixwise, param
+from . import matrixwise, moments, param
 
 Kind = Literal["matrix", "embedding", "norm", "bias"]
 USES = {  # optimiser-specific fields
-    "adamw": ("b1", "b2", "eps"),
-    "muon": ("momentum", "b1", "b2", "eps"),
-    "lion": ("b1", "b2"),
-    "sgd": ("momentum",),
+    "adamw": ("b1", "b2", "eps", "state"),
+    "muon": ("momentum", "b1", "b2", "eps", "state"),
+    "lion": ("b1", "b2", "state"),
+    "sgd": ("momentum", "state"),
     "adafactor": (),
 }
 
@@ -51,6 +51,14 @@ class Optimizer:
       clip: maximum global gradient norm (max_grad_norm in TRL); 0 = no clipping.
       ema: decay per step of an exponential moving average of the weights, initialised with the first ones; 0 = none.
         `averaged` reads it.
+      state: dtype of the moments of matrices: float8 is 8 bits with a scale per 128 entries (`core.moments`), a quarter
+        of the memory of float32.
+      weights: bfloat16 = the matrices of layers have no fp32 master weights: an update is rounded to bf16
+        stochastically. Their gradients are still added up in fp32.
+      gradients: dtype in which the gradients of several microbatches are added up, for matrices of layers; bfloat16 is
+        rounded stochastically, and needs half the memory.
+      offload: keeps master weights and moments in the memory of the host; an update streams them through the device,
+        layer by layer (`parallel.offload`). The device holds matrices of layers in the dtype of the computation.
 
     Raises:
       ValueError: an unknown name or kind; a number outside its range; a field is set that the optimiser does not use.
@@ -70,11 +78,15 @@ class Optimizer:
     decay: tuple[Kind, ...] = ("matrix", "embedding")
     clip: float = 1.0
     ema: float = 0.0
+    state: moments.Dtype = "float32"
+    weights: Literal["float32", "bfloat16"] = "float32"
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    offload: bool = False
 
     def __post_init__(self):
         if self.name not in USES:
             raise ValueError(f"Optimizer: name must be one of {', '.join(USES)}, got {self.name!r}; choose one of them")
-        for name in ("b1", "b2", "eps", "momentum"):
+        for name in ("b1", "b2", "eps", "momentum", "state"):
             if name not in USES[self.name] and getattr(self, name) != getattr(Optimizer, name):
                 raise ValueError(
                     f"Optimizer: {self.name} does not use {name}, got {getattr(self, name)}; "
@@ -94,6 +106,17 @@ class Optimizer:
             raise ValueError(f"Optimizer: a constant schedule has no floor, got {self.floor}; choose cosine or linear")
         if not 0 <= self.ema < 1:
             raise ValueError(f"Optimizer: ema must be at least 0 and below 1, got {self.ema}; 0 is none")
+        narrow = "float32", "bfloat16"
+        for name, known in (("state", get_args(moments.Dtype)), ("weights", narrow), ("gradients", narrow)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"Optimizer: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}; choose one of "
+                    "them"
+                )
+        if self.offload and self.ema:
+            raise ValueError(
+                f"Optimizer: offload keeps no average of the weights, got ema {self.ema}; leave out one of them"
+            )
 
 
 def schedule(spec: Optimizer) -> optax.Schedule:
@@ -114,6 +137,29 @@ def schedule(spec: Optimizer) -> optax.Schedule:
     return optax.join_schedules([rise, after], [spec.warmup])
 
 
+def cast(leaf: param.Leaf) -> bool:
+    """Whether every family casts a weight to the compute dtype before it uses it: a trainable matrix of a layer, except
+    routers, which some families apply in fp32."""
+    p = leaf.param
+    return leaf.layers is not None and p.matrix and p.trainable and not p.dtype and "router" not in p.axes.split()
+
+
+def copied(leaf: param.Leaf) -> bool:
+    """Whether a copy that is not trained may have a weight in the compute dtype: also embeddings and the head, whose
+    gradients are sums that need fp32."""
+    return cast(leaf) or leaf.path in ("embed", "head")
+
+
+def sums(table: param.Table, spec: Optimizer):
+    """The dtype in which each weight's gradients are added up, for `step.make_step`."""
+    return param.tree_map(lambda leaf: jnp.dtype(spec.gradients if cast(leaf) else "float32"), table)
+
+
+def narrowed(params, table: param.Table, dtype: str):
+    """The weights with those that families `cast` in the given dtype."""
+    return param.tree_map(lambda leaf, x: x.astype(dtype) if cast(leaf) else x, table, params)
+
+
 def kind(p: param.Param) -> Kind:
     """The kind of a weight for `Optimizer.decay`, from its axes; a vector is a bias if its checkpoint key says so."""
     if p.matrix:
@@ -128,9 +174,14 @@ def make_optimizer(spec: Optimizer, table: param.Table) -> optax.GradientTransfo
     On a mesh `parallel.rules.of_state` gives the shardings of its state.
     """
     decayed = param.tree_map(lambda leaf: kind(leaf.param) in spec.decay, table)
+    direction = _direction(spec, table)
+    if spec.weights != "float32":
+        direction = moments.widened(direction)
+    if spec.state != "float32":
+        direction = moments.kept(direction, spec.state, table)
     chain = optax.chain(
         optax.clip_by_global_norm(spec.clip) if spec.clip else optax.identity(),
-        _direction(spec, table),
+        direction,
         optax.add_decayed_weights(spec.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(schedule(spec)),
         _average(spec.ema) if spec.ema else optax.identity(),
@@ -188,7 +239,7 @@ def averaged(params, opt_state):
 
 
 class AverageState(NamedTuple):
-    """Exponential moving average of the weights, in their dtype."""
+    """Exponential moving average of the weights, in fp32 or wider."""
 
     average: optax.Params
 
@@ -196,11 +247,13 @@ class AverageState(NamedTuple):
 def _average(decay: float) -> optax.GradientTransformation:
     """Passes updates through and keeps an exponential moving average of the updated weights."""
 
+    wide = lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))  # a copy, because the state is donated
+
     def init(params):
-        return AverageState(jax.tree.map(jnp.copy, params))  # copied because the state is donated
+        return AverageState(jax.tree.map(wide, params))
 
     def update(updates, state, params=None):
-        now = optax.apply_updates(params, updates)
+        now = jax.tree.map(jnp.add, params, updates)
         return updates, AverageState(optax.incremental_update(now, state.average, 1 - decay))
 
     return optax.GradientTransformation(init, update)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .parts import Part
+from .quantised import QuantisedWeight, dequantise
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class LoRAWeight:
     Acts as weight + scale * b @ a (LoRA, arXiv:2106.09685).
 
     Attributes:
+      weight: an array, or a frozen `QuantisedWeight`.
       a: [..., rank, in].
       b: [..., out, rank].
     """
@@ -189,7 +191,20 @@ def merged(w: LoRAWeight):
     """Merges the adapter into a plain weight, summed in fp32 or wider and rounded once to the weight's dtype."""
     wide = jnp.promote_types(w.weight.dtype, jnp.float32)
     change = jnp.matmul(w.b.astype(wide), w.a.astype(wide), precision="highest")
-    return (w.weight + w.scale * change).astype(w.weight.dtype)
+    base = dequantise(w.weight, wide) if isinstance(w.weight, QuantisedWeight) else w.weight
+    return (base + w.scale * change).astype(w.weight.dtype)
+
+
+def composite(x) -> bool:
+    """Whether a leaf of a parameter tree is not an array, but what `plain` makes one: for `is_leaf`."""
+    return isinstance(x, LoRAWeight | QuantisedWeight)
+
+
+def plain(x):
+    """A leaf of a parameter tree as an array: adapters merged, quantised weights as the numbers they stand for."""
+    if isinstance(x, LoRAWeight):
+        return merged(x)
+    return jax.jit(dequantise)(x) if isinstance(x, QuantisedWeight) else x
 
 
 def leaves(table: Table) -> dict:

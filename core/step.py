@@ -12,14 +12,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from . import balance, metrics, packing
+from . import balance, metrics, packing, rounding
 from .batch import Batch
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Training state: fp32 master weights, the optimiser's state, and the number of steps, skipped ones included."""
+    """Training state: weights, the optimiser's state, and the number of steps, skipped ones included.
+
+    Weights are fp32 master weights; with `Optimizer.weights` bfloat16, and with `offload`, matrices of layers are
+    narrower.
+    """
 
     params: Any
     opt_state: Any
@@ -41,47 +45,69 @@ def make_step(
     optimizer: optax.GradientTransformation,
     shardings: State | None = None,
     adjust: Callable = lambda params, aux: params,
+    sums: Any = None,
 ) -> Callable:
     """Returns jitted `step(state, batch, *frozen) -> (state, metrics)` for a prepared Batch [M, B, T].
 
     `score(params, microbatch, *frozen) -> out` is differentiated through `objective.loss` with respect to params only:
-    `frozen` are weights that get no gradient (those under an adapter, a teacher's). Gradients are accumulated in the
-    master weights' dtype over the nonempty microbatches; their number is a traced value, so it never triggers
-    recompilation. If gradient or loss is not finite, weights and optimiser state are kept and `skipped` is 1. The state
-    is donated; on a mesh it keeps `shardings`, and the metrics are replicated.
+    `frozen` are weights that get no gradient (those under an adapter, a teacher's). Gradients of several microbatches
+    are accumulated in fp32, or the weights' wider dtype, over the nonempty ones; their number is a traced value, so it
+    never triggers recompilation. Weights in bf16 are rounded stochastically. If gradient or loss is not finite, weights
+    and optimiser state are kept and `skipped` is 1. The state is donated; on a mesh it keeps `shardings`, and the
+    metrics are replicated.
 
     Args:
       adjust: f(params, aux) -> params, applied after the optimiser, outside of any gradient, such as
         `balance.update_biases`; `aux` is `out.aux` summed over the batch.
+      sums: as `no_gradient`.
 
     Metrics: those of the objective, `loss`, `grad_norm` (before clipping), `update_ratio` (norm of the update over that
     of the weights), `skipped`, with experts `balance.report`.
     """
 
-    one = _loss(score, objective)
+    gradient_of = whole_gradient(score, objective, sums)
 
     def step(state: State, batch: Batch, *frozen):
-        start = Gradient(_zeros(state.params), jnp.zeros((), jnp.float32))
-        gradient, report, aux = _add(one, state.params, start, batch, frozen)
+        gradient, report, aux = gradient_of(state.params, batch, *frozen)
         state, moved = _update(optimizer, state, gradient, lambda params: adjust(params, aux))
-        return state, report | balance.report(aux) | {"loss": metrics.of(gradient.loss)} | moved
+        return state, report | moved
 
     out = None if shardings is None else (shardings, shardings.step)
     return jax.jit(step, donate_argnums=0, out_shardings=out)
 
 
+def whole_gradient(score: Callable, objective, sums: Any = None) -> Callable:
+    """Returns `gradient(params, batch, *frozen) -> (Gradient, metrics, aux)` for a prepared Batch, not compiled: the
+    part of `make_step` before the update. `aux` is `out.aux` summed over the batch; `sums` as `no_gradient`."""
+    one = _loss(score, objective)
+
+    def gradient(params, batch: Batch, *frozen):
+        start = None if batch.token_BT.shape[0] == 1 else no_gradient(params, sums)
+        total, report, aux = _add(one, params, start, batch, frozen)
+        return total, report | balance.report(aux) | {"loss": metrics.of(total.loss)}, aux
+
+    return gradient
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gradient:
-    """The sum of the gradients of several batches, in the weights' dtype, and of their losses."""
+    """The sum of the gradients of microbatches, in the dtypes of `no_gradient`, and of their losses; of a single one it
+    is in the dtypes of the weights."""
 
     params: Any
     loss: Any
 
 
-def no_gradient(params) -> Gradient:
-    """A sum of nothing; on a mesh with the shardings of the weights."""
-    return Gradient(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
+def no_gradient(params, sums: Any = None) -> Gradient:
+    """A sum of nothing; on a mesh with the shardings of the weights.
+
+    Args:
+      sums: a dtype for each weight's sum, as of `optim.sums`: fp32 or bf16, to which sums are rounded stochastically;
+        None = fp32, or the weight's wider dtype, for all.
+    """
+    sums = jax.tree.map(_wide, params) if sums is None else sums
+    return Gradient(jax.tree.map(jnp.zeros_like, params, sums), jnp.zeros((), jnp.float32))
 
 
 def make_accumulate(score: Callable, objective, shardings: State | None = None) -> Callable:
@@ -139,7 +165,11 @@ def _zeros(tree):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
-def _add(one: Callable, params, start: Gradient, batch: Batch, frozen: tuple):
+def _wide(x):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _add(one: Callable, params, start: Gradient | None, batch: Batch, frozen: tuple):
     """(`start` plus the batch's gradient and loss, metrics of the objective, `out.aux` summed)."""
     micro = lambda i: jax.tree.map(lambda x: x[i], batch)
     plus = lambda a, b: jax.tree.map(jnp.add, a, b)
@@ -148,7 +178,8 @@ def _add(one: Callable, params, start: Gradient, batch: Batch, frozen: tuple):
     def add(i, carry):
         total, report, aux = carry
         (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(params, micro(i), *frozen)
-        return plus(total, Gradient(grad, value)), metrics.merge_trees(report, new), plus(aux, more)
+        found = Gradient(grad, value)
+        return _plus(total, found, i) if total else found, metrics.merge_trees(report, new), plus(aux, more)
 
     first = start, metrics.empty_like(shapes), _zeros(sums)
     if batch.token_BT.shape[0] == 1:  # nothing to add up
@@ -156,13 +187,23 @@ def _add(one: Callable, params, start: Gradient, batch: Batch, frozen: tuple):
     return jax.lax.fori_loop(0, packing.used(batch), add, first)
 
 
+def _plus(total: Gradient, new: Gradient, place) -> Gradient:
+    """The sum; where it is in bf16, rounded stochastically."""
+    seed = jax.lax.bitcast_convert_type(new.loss, jnp.uint32) + jnp.uint32(place)
+    sums, tree = jax.tree.flatten(total.params)
+    pairs = zip(sums, jax.tree.leaves(new.params), strict=True)
+    added = [rounding.add(a, b, seed + jnp.uint32(i)) for i, (a, b) in enumerate(pairs)]
+    return Gradient(jax.tree.unflatten(tree, added), total.loss + new.loss)
+
+
 def _update(optimizer, state: State, gradient: Gradient, adjust: Callable = lambda params: params):
     """(state after one update, metrics); the same state, one step on, if gradient or loss is not finite."""
-    norm = optax.tree.norm(gradient.params)
+    wide = jax.tree.map(lambda x: x.astype(_wide(x)), gradient.params)
+    norm = optax.tree.norm(wide)
     finite = jnp.isfinite(norm) & jnp.isfinite(gradient.loss)
-    updates, opt_state = optimizer.update(gradient.params, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(wide, state.opt_state, state.params)
     keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-    params = keep(adjust(optax.apply_updates(state.params, updates)), state.params)
+    params = keep(adjust(rounding.apply_updates(state.params, updates, state.step)), state.params)
     moved = jnp.where(finite, optax.tree.norm(updates), 0) / jnp.maximum(optax.tree.norm(state.params), 1e-30)
     report = {
         "grad_norm": metrics.of(norm),

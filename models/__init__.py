@@ -4,7 +4,7 @@ from ..core import param
 from ..parallel import rules
 from . import config_json, wrappers
 from .families import FAMILIES
-from .transformer import Run, Scores, backbone, forward, head, score, value
+from .transformer import Run, Scores, backbone, default_dtype, forward, head, score, value
 from .wrappers import text_only
 
 
@@ -42,6 +42,6 @@ def explain(config, mesh, dtype="float32") -> str:
 
 
 __all__ = [
-    "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "explain", "forward", "head", "score",
-    "table", "text_only", "value",
+    "FAMILIES", "Run", "Scores", "backbone", "config_from_hf", "config_to_hf", "default_dtype", "explain", "forward",
+    "head", "score", "table", "text_only", "value",
 ]  # fmt: skip

@@ -9,9 +9,11 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax
 
+from ..core import quantised
 from ..core.param import LoRAWeight, Param, Stack, Table, factors, merged
 from ..core.parts import Part
 
@@ -27,19 +29,25 @@ class Lora:
         the default is all projections of attention and MLPs that the family has, including routed and shared experts,
         but not routers.
       rslora: scales by alpha / sqrt(rank) instead (arXiv:2312.03732).
+      base: how the frozen weights under adapters are kept: as stored in the checkpoint, or in 8 or 4 bits with a scale
+        per 64 entries (QLoRA, arXiv:2305.14314); they are published and exported as the numbers that these stand for.
     """
 
     rank: int = 0
     alpha: float = 16.0
     targets: tuple[str, ...] = ("q", "k", "v", "o", "delta_[qkvo]", "in_*", "*gate", "*up", "*down")
     rslora: bool = False
+    base: Literal["stored", "int8", "nf4"] = "stored"
 
     def __post_init__(self):
         if self.rank < 0 or not 0 < self.alpha < math.inf:
             raise ValueError(
                 f"lora: rank must be at least 0 and alpha above 0 and finite, got {self.rank} and {self.alpha}"
             )
-        if self.rank == 0 and (self.alpha, self.targets, self.rslora) != (Lora.alpha, Lora.targets, Lora.rslora):
+        if self.base not in ("stored", *get_args(quantised.Kind)):
+            raise ValueError(f"lora: base must be one of stored, int8, nf4, got {self.base!r}; choose one of them")
+        given = self.alpha, self.targets, self.rslora, self.base
+        if self.rank == 0 and given != (Lora.alpha, Lora.targets, Lora.rslora, Lora.base):
             raise ValueError("lora: rank must be above 0 if other lora options are set, got 0")
 
     @property
@@ -103,6 +111,16 @@ def in_order(weights: Mapping[str, Param]) -> dict[str, Param]:
 
 def _uniform(key, shape, dtype):
     return jax.random.uniform(key, shape, dtype, -1, 1) * shape[-1] ** -0.5
+
+
+def frozen(params, base: Table, spec: Lora):
+    """The base's weights with those that get adapters in fewer bits, as `spec.base` says."""
+    if spec.base == "stored":
+        return params
+    names = targets(base, spec)
+    narrow = lambda name, x: quantised.quantise(x, spec.base) if name in names else x
+    stacks = [{name: narrow(name, x) for name, x in stack.items()} for stack in params["stacks"]]
+    return {**params, "stacks": stacks}
 
 
 def join(params, adapters, spec: Lora):

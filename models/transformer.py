@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from ..core import quantised
 from ..core.batch import Batch
 from ..core.segments import segment_index
 from ..core.shapes import shaped
@@ -28,7 +29,8 @@ class Run:
     """Execution options, hashable; none of them changes the mathematics.
 
     Attributes:
-      dtype: compute dtype (None = that of the weights): activations and matmuls, for example bfloat16. Norms, softmax
+      dtype: compute dtype: activations and matmuls, for example bfloat16; None = that of the weights, and in training
+        scripts bfloat16 on accelerators, float32 on a CPU (`default_dtype`). Norms, softmax
         and the head stay in fp32.
       remat: gradient checkpointing: "full" recomputes each layer from its input, "dots" all but attention and matmuls
         with weights, "none" nothing, each using more memory than the one before; "dots" is the fastest on a CPU.
@@ -78,6 +80,11 @@ class Scores:
     aux: dict[str, Any] = field(default_factory=dict)
 
 
+def default_dtype(platform: str) -> Literal["float32", "bfloat16"]:
+    """The dtype in which training scripts and servers compute on a platform unless they are told another."""
+    return "float32" if platform == "cpu" else "bfloat16"
+
+
 def family(config):
     """The model module of a config's family."""
     return FAMILIES[config.family]
@@ -119,7 +126,7 @@ def backbone(
         w, chosen_BTK, beside = each
         record = config.records[stack.layers[0]]
         x_BTD = checkpoint_name(x_BTD, "layer_input")
-        w = rules.gather(w, stack.params) | beside
+        w = quantised.widened(rules.gather(w, stack.params), x_BTD.dtype) | beside
         routing = moe.Routing(segment_BT > 0, chosen_BTK, run.dispatch, run.expert_kernel)
         mix: AnyMixer
         if isinstance(record, Attention):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import param, step
+from ..core import moments, param, step
+from ..core.quantised import QuantisedWeight
 from . import mesh as meshes
 
 Axes = str | tuple[str, ...] | None
@@ -118,22 +119,44 @@ def of_params(table: param.Table, mesh, rules: ShardingRules = RULES):
 def of_state(optimizer: optax.GradientTransformation, table: param.Table, mesh, rules: ShardingRules = RULES):
     """The shardings of a training State: moments are sharded like their weights, counters replicated.
 
-    Axes along which a moment was averaged have size 1 and are not split; frozen weights have no moments.
+    Axes along which a moment was averaged have size 1 and are not split, nor are blocks of 8-bit moments whose number
+    their devices do not divide; frozen weights have no moments.
     """
     params, everywhere = of_params(table, mesh, rules), NamedSharding(mesh, PartitionSpec())
-    left_out = lambda x: isinstance(x, optax.MaskedNode)
+    left_out = lambda x: isinstance(x, optax.MaskedNode | moments.Blocks)
 
     def one(moment, sharding):
-        if left_out(moment):
+        if isinstance(moment, optax.MaskedNode):
             return moment
-        entries = [None if size == 1 else entry for size, entry in zip(moment.shape, sharding.spec, strict=False)]
-        return NamedSharding(mesh, PartitionSpec(*entries))
+        if isinstance(moment, moments.Blocks):
+            return moments.Blocks(sharding, one(moment.scale, sharding))
+        return _fitting(moment.shape, sharding)
 
     opt_state = optax.tree.map_params(
         optimizer, one, jax.eval_shape(optimizer.init, param.abstract(table)), params, is_leaf=left_out,
         transform_non_params=lambda _: everywhere,
     )  # fmt: skip
     return step.State(params, opt_state, everywhere)
+
+
+def _fitting(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """The sharding, with axes that the devices do not divide left whole."""
+    split = []
+    for size, entry in zip(shape, sharding.spec, strict=False):
+        over = math.prod(sharding.mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry or ()))
+        split.append(None if size % over else entry)
+    return NamedSharding(sharding.mesh, PartitionSpec(*split))
+
+
+def of_quantised(shapes, table: param.Table, mesh, rules: ShardingRules = RULES):
+    """The shardings of weights of which some are quantised; `shapes` is their tree, or their shapes."""
+
+    def one(sharding, x):
+        if not isinstance(x, QuantisedWeight):
+            return sharding
+        return dataclasses.replace(x, code=_fitting(x.code.shape, sharding), scale=_fitting(x.scale.shape, sharding))
+
+    return jax.tree.map(one, of_params(table, mesh, rules), shapes)
 
 
 def constrain(x, axes: str, rules: ShardingRules = RULES):
@@ -151,6 +174,11 @@ def gather(weights: Mapping[str, jax.Array], params: Mapping[str, param.Param]):
 
 
 def _gathered(w, axes: str):
+    if isinstance(w, QuantisedWeight):
+        blocks = " ".join([*axes.split()[:-1], "one"])  # scales of a row are few, and not always divisible
+        return dataclasses.replace(
+            w, code=constrain(w.code, axes, GATHERED), scale=constrain(w.scale, blocks, GATHERED)
+        )
     if not isinstance(w, param.LoRAWeight):
         return constrain(w, axes, GATHERED)
     a, b = (" ".join(names) for names in param.factors(tuple(axes.split()), "rank"))

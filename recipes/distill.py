@@ -78,13 +78,15 @@ def train(config: Config, quiet: bool = False) -> dict:
     rows, heldout = offline.read(config, samples, quiet)
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
-    local = common.open_teacher(config.teacher, tokens, config.run, mesh) if config.teacher else None
+    run = learner.computed(config.run)
+    local = common.open_teacher(config.teacher, tokens, run, mesh) if config.teacher else None
     score = functools.partial(
         teacher.score, objective=config.objective, config=settings, teacher_config=local and local[0],
-        run=learner.computed(config.run),
+        run=run,
     )  # fmt: skip
     own = learner.make(
-        settings, params, score, config.objective, config.optim, mesh, updates=config.steps, balance=config.balance,
+        settings, params, score, config.objective, config.optim, mesh, updates=config.steps, dtype=run.dtype,
+        balance=config.balance,
         adapters=config.lora, frozen=local[1:] if local else (), seed=config.seed,
     )  # fmt: skip
     with served_teachers(config, settings.vocab) as annotate:

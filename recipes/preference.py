@@ -81,14 +81,15 @@ def train(config: Config, quiet: bool = False) -> dict:
     rows, heldout = offline.read(config, samples, quiet, check=lambda row: check(row, plain))
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = open_model(config, tokens, mesh)
-    score = functools.partial(models.score, config=settings, run=learner.computed(config.run))
+    run = learner.computed(config.run)
+    score = functools.partial(models.score, config=settings, run=run)
     own = learner.make(
-        settings, params, score, plain, config.optim, mesh, updates=config.steps, balance=config.balance,
-        adapters=config.lora, seed=config.seed,
+        settings, params, score, plain, config.optim, mesh, updates=config.steps, dtype=run.dtype,
+        balance=config.balance, adapters=config.lora, seed=config.seed,
     )  # fmt: skip
     beside: Callable = lambda batch: batch
     if plain.needs_reference:
-        reference = own.frozen[0] if own.adapters else open_model(config, tokens, mesh)[1]
+        reference = own.frozen[0] if own.adapters else learner.copy(settings, params, run.dtype)
         scores = step.make_scores(score) if own.adapters else own.scores
         beside = lambda batch: batch.replace(ref_BT=jax.block_until_ready(scores(reference, batch).logp_BT))
     return offline.fit(

@@ -56,10 +56,11 @@ def train(config: Config, quiet: bool = False) -> dict:
     rows, heldout = offline.read(config, samples, quiet)
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
-    score = functools.partial(models.score, config=settings, run=learner.computed(config.run))
+    run = learner.computed(config.run)
+    score = functools.partial(models.score, config=settings, run=run)
     own = learner.make(
-        settings, params, score, losses.SFT(), config.optim, mesh, updates=config.steps, balance=config.balance,
-        adapters=config.lora, seed=config.seed,
+        settings, params, score, losses.SFT(), config.optim, mesh, updates=config.steps, dtype=run.dtype,
+        balance=config.balance, adapters=config.lora, seed=config.seed,
     )  # fmt: skip
     return offline.fit(
         "sft", config, mesh, own, rows, heldout, samples=samples, tokens=tokens, began=began, quiet=quiet,

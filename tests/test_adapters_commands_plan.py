@@ -60,8 +60,14 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     figures = {name: f["value"] for name, f in report["figures"].items()}
     assert figures["generated_tokens"] == 16 * 48
     assert figures["score_flops"] > 0 and figures["reference_bytes"] == 0
-    with_kl = json.loads(run(capsys, "grpo", *options, "--objective.kl.coef", 0.1, "--json"))["figures"]
-    assert with_kl["reference_bytes"]["value"] == figures["params_bytes"]
+    kl = *options, "--objective.kl.coef", 0.1
+    with_kl = json.loads(run(capsys, "grpo", *kl, "--json"))["figures"]
+    assert 0.5 < with_kl["reference_bytes"]["value"] / figures["params_bytes"] < 0.51  # norms are in fp32
+    fp32 = json.loads(run(capsys, "grpo", *kl, "--run.dtype", "float32", "--json"))["figures"]
+    assert fp32["reference_bytes"]["value"] == figures["params_bytes"]
+    resting = json.loads(run(capsys, "grpo", *kl, "--offload-reference", "--json"))["figures"]
+    assert resting["reference_bytes"]["value"] == 0
+    assert resting["host_bytes"]["value"] == with_kl["reference_bytes"]["value"]
     assert with_kl["score_flops"]["value"] == 2 * figures["score_flops"]
     assert figures["rollout_devices"] == figures["server_devices"] == 1  # the server started by the recipe
     fleet = [*options, "--servers", "http://127.0.0.1:1", "--rollout-chips", 2]
@@ -129,7 +135,7 @@ def test_latent_vectors_and_states_are_cached_in_place_of_keys_and_values(capsys
     figures = lambda *more: json.loads(run(capsys, "grpo", *options, *more, "--json"))["figures"]
     servers = "--servers", "http://127.0.0.1:1"
     assert figures(*servers)["cache_bytes_per_token"]["value"] == 4 * (512 + 64) * 4
-    assert figures("--chip", "b200")["cache_bytes_per_token"]["value"] == 4 * (512 + 64 + 512) * 4
+    assert figures("--chip", "b200")["cache_bytes_per_token"]["value"] == 4 * (512 + 64 + 512) * 2
     hybrid = dict(
         model_type="qwen3_5_text", vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
         num_attention_heads=16, num_key_value_heads=4, head_dim=256, torch_dtype="bfloat16", tie_word_embeddings=False,
@@ -152,7 +158,7 @@ def test_latent_vectors_and_states_are_cached_in_place_of_keys_and_values(capsys
 def test_absurd_models_are_planned_in_seconds_without_arrays(capsys, tmp_path, family, options):
     (tmp_path / "config.json").write_text(json.dumps(tiny.HF | {"model_type": family, "vocab_size": 64} | options))
     began = time.process_time()
-    said = run(capsys, "sft", "--model", tmp_path, "--length", 32)
+    said = run(capsys, "sft", "--model", tmp_path, "--length", 32, code=1)
     assert re.search("fits?[ :].* usable on one h100", said) and time.process_time() - began < 20
 
 
@@ -163,12 +169,10 @@ def test_servers_on_the_trainers_device_count(capsys, model):
         text = run(capsys, "grpo", *options, *shared)
         assert re.search(rf"shared_bytes .* the same with the server, .*{word}", text)
         assert text.splitlines()[-1].startswith("fits: ")
-        assert run(capsys, "grpo", *options, *shared, *huge).splitlines()[-2].startswith("does not fit with --rows 8")
-    assert (
-        run(capsys, "grpo", *options, *huge)
-        .splitlines()[-1]
-        .startswith("the server does not fit; lower --serve.slots or --serve.context: ")
-    )
+        said = run(capsys, "grpo", *options, *shared, *huge, code=1)
+        assert said.splitlines()[-2].startswith("does not fit with --rows 8")
+    said = run(capsys, "grpo", *options, *huge, code=1)
+    assert said.splitlines()[-1].startswith("the server does not fit; lower --serve.slots or --serve.context, or name")
 
 
 def test_a_recipe_given_by_path(capsys, model, tmp_path):
@@ -191,7 +195,7 @@ def test_a_recipe_given_by_path(capsys, model, tmp_path):
 
 def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsys, model):
     """Three microbatches of four rows hold the twelve full-length sequences of six pairs."""
-    options = ["--model", model, "--length", 32, "--rows", 4, "--batch", 6]
+    options = ["--model", model, "--length", 32, "--rows", 4, "--batch", 6, "--run.dtype", "float32"]
     for name, held in (("dpo", True), ("simpo", False)):
         report = json.loads(run(capsys, name, *options, "--json"))
         figures = {name: f["value"] for name, f in report["figures"].items()}
@@ -210,7 +214,10 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
         (["--mesh.tp", 0], "--mesh.tp must be at least 1, got 0"),
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
-        (["--chip", "h300"], "--chip must be one of h100, h200, b200, v5p, v6e, got 'h300'; add it to parallel/"),
+        (
+            ["--chip", "h300"],
+            "--chip must be one of h100, h200, b200, b300, a100, mi300, v5p, v6e, v5e, v4, got 'h300'; add it to",
+        ),
         (["--run.dispatch", "all_to_all"], "--run.dispatch all_to_all cannot be planned"),
         (["--lora.rank", 8, "--lora.targets", "w"], "lora.targets: each must name matrices of the layers"),
         (["--balance.z", 0.1], "Balance(load=0.0, z=0.1, bias=0.0) cannot be planned"),
@@ -264,7 +271,6 @@ def test_the_guide_explains_every_figure(capsys, model):
 
 def test_a_plan_that_does_not_fit_suggests_what_would(capsys, model):
     big = ["--model", model, "--length", 1 << 20, "--rows", 1 << 14]
-    *_, verdict, rows = run(capsys, "sft", *big).splitlines()
-    assert verdict.startswith("does not fit with --rows 16384: ") and re.fullmatch(
-        r"largest --rows that fits: \d+", rows
-    )
+    *_, verdict, remedy = run(capsys, "sft", *big, code=1).splitlines()
+    assert verdict.startswith("does not fit with --rows 16384: ")
+    assert re.fullmatch(r"fits with --rows \d+, or with .*--mesh.fsdp \d+", remedy)

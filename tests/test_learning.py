@@ -5,10 +5,12 @@ After imitation a quarter of the held-out sums is right, those without a carry.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny
 
+from areax import models
 from areax.adapters.command_line.options import replaced
 from areax.adapters.tracking import run_dir
 from areax.core import losses
@@ -82,6 +84,29 @@ def test_adapters_learn_what_all_weights_do(place):
     changes = dict(lora=Lora(rank=8), optim=Optimizer(lr=2e-3, b2=0.99, warmup=10))
     assert learnt(place, "LoRA", losses.GRPO(advantage=PLAIN), **changes) >= 0.8
     assert (place / "LoRA/adapter/adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_8_bit_moments_imitate_as_well_as_those_in_fp32(place, seed):
+    """The same rows in the same order: the mean loss of the last 50 of 300 steps is the same up to noise."""
+    level = {}
+    for state in ("float32", "float8"):
+        config = demo.sft_config(demo.Config(sft_steps=300), place)
+        out = place / f"sft-{state}-{seed}"
+        sft.main(replace(config, seed=seed, out=str(out), optim=replace(config.optim, state=state)))
+        told = [x["nll"] for x in run_dir.read_lines(out / "metrics.jsonl") if "nll" in x]
+        level[state] = sum(told[-50:]) / 50
+    assert level["float8"] < 1.03 * level["float32"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_narrow_numbers_lead_past_the_teacher(place, seed):
+    """As on an accelerator, computed and served in bf16; with 8-bit moments and a reference that waits on the host."""
+    optim = Optimizer(lr=2e-4, b2=0.99, warmup=10, state="float8")
+    changes = dict(optim=optim, run=models.Run(dtype="bfloat16"), offload_reference=True, seed=seed)
+    changes |= {"serve": Serve(slots=128, context=64, dtype="bfloat16")}
+    objective = losses.GRPO(advantage=PLAIN, kl={"coef": 1e-3})
+    assert learnt(place, f"narrow-{seed}", objective, **changes) >= 0.9
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from areax.core import losses, optim, param
 from areax.models import layer, lora, transformer
 from areax.models.attention.segments import segments
 from areax.models.layers import moe, recurrence
-from areax.parallel import mesh
+from areax.parallel import mesh, offload
 from areax.parallel.planner import memory, plan
 from areax.parallel.planner.job import Job
 from areax.rollout.engine import caches, decode
@@ -103,16 +103,45 @@ def test_argument_bytes_match_the_compiled_step(family, name):
 
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(name, marks=pytest.mark.mesh) for name in UNLIKE)])
 @pytest.mark.parametrize("name", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
-def test_argument_bytes_of_adapters_match_the_compiled_step(family, name):
-    """Adapters and their moments in fp32, the frozen weights in the checkpoint's dtype."""
-    layout, config, spec = MESHES[name], tiny_families.config(family, torch_dtype="bfloat16"), lora.Lora(4)
+@pytest.mark.parametrize("base", ["stored", "nf4", pytest.param("int8", marks=pytest.mark.mesh)])
+def test_argument_bytes_of_adapters_match_the_compiled_step(family, name, base):
+    """Adapters and their moments in fp32, the frozen weights in the checkpoint's dtype, or in fewer bits."""
+    layout, config = MESHES[name], tiny_families.config(family, torch_dtype="bfloat16")
+    spec = lora.Lora(4, base=base)
     run = models.Run(dtype="float32")
     step = aot.Step(config, losses.SFT(), optim.Optimizer(), run, layout, 8, 64, 1, slots=4, lora=spec)
     made = job(
         config, layout, slots=4, reads=aot.reads(step), adapters=lora.table(models.table(config), spec),
-        frozen="bfloat16",
+        frozen="bfloat16", frozen_shapes=aot.frozen(step),
     )  # fmt: skip
     assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
+
+
+NARROW = {  # what of optimisers changes the memory of a step
+    "bf16 moments": dict(state="bfloat16"),
+    "8-bit moments": dict(state="float8"),
+    "8-bit muon": dict(name="muon", state="float8"),
+    "bf16 weights": dict(weights="bfloat16", state="float8", gradients="bfloat16"),
+    "offloaded": dict(offload=True),
+    "offloaded bf16 weights": dict(offload=True, weights="bfloat16", state="float8"),
+    "averaged bf16 weights": dict(weights="bfloat16", ema=0.9),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("layout", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
+def test_argument_bytes_of_narrow_states_match_the_compiled_step(name, layout):
+    """On the host lies what `offload.init` makes."""
+    on, config = MESHES[layout], tiny_families.config("qwen3_moe")
+    spec = optim.Optimizer(**NARROW[name])
+    compiled = aot.Step(config, losses.SFT(), spec, models.Run(dtype="bfloat16"), on, 8, 64, 2, slots=4)
+    made = job(config, on, microbatches=2, slots=4, reads=aot.reads(compiled), optim=spec, dtype="bfloat16")
+    formula = memory.memory(made)
+    assert formula.arguments == aot.compile(compiled).memory_analysis().argument_size_in_bytes
+    if spec.offload and layout == "one":
+        table = models.table(config)
+        state = offload.init(param.init(jax.random.key(0), table), table, spec, "bfloat16", mesh.make(on))
+        assert formula.host == sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
 
 
 # -- engines ---------------------------------------------------------------------------------------

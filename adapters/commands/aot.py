@@ -21,7 +21,7 @@ from ...core.batch import Batch
 from ...models import lora
 from ...models.layer import Attention
 from ...parallel import mesh as meshes
-from ...parallel import rules
+from ...parallel import offload, rules
 from ...rollout.types import supervised
 from .. import hf
 
@@ -118,6 +118,14 @@ def _compile(spec: Step) -> dict:
     }
 
 
+def frozen(spec: Step):
+    """The weights under adapters, as shapes and dtypes."""
+    table = models.table(spec.config)
+    return jax.eval_shape(
+        functools.partial(lora.frozen, base=table, spec=spec.lora), param.abstract(table, spec.frozen)
+    )
+
+
 def compile(spec: Step):
     """Compiles `step(state, batch)` for this process's devices."""
     base = table = models.table(spec.config)
@@ -125,15 +133,22 @@ def compile(spec: Step):
     if spec.lora.rank:
         table, score = lora.table(base, spec.lora), lora.over_base(score, spec.lora)
     optimizer = optim.make_optimizer(spec.optim, table)
+    narrow = spec.run.dtype if spec.optim.offload and spec.optim.weights == "float32" else spec.optim.weights
     on = meshes.make(spec.layout)
     placed = functools.partial(jax.tree.map, lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
     with jax.set_mesh(on):
         shardings = rules.of_state(optimizer, table, on)
-        params = param.abstract(table)
+        params = jax.eval_shape(lambda params: optim.narrowed(params, table, narrow), param.abstract(table))
         state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
-        frozen = [placed(param.abstract(base, spec.frozen), rules.of_params(base, on))] if spec.lora.rank else []
-        update: Any = step.make_step(score, spec.objective, optimizer, shardings)
-        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *frozen).compile(CHEAP)
+        kept = frozen(spec) if spec.lora.rank else None
+        more = [placed(kept, rules.of_quantised(kept, base, on))] if spec.lora.rank else []
+        if spec.optim.offload:  # the update is many small programs
+            gradient: Any = offload.make_gradient(score, spec.objective, table, spec.optim, on)
+            placed_params = placed(params, shardings.params)
+            return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *more).compile(CHEAP)
+        sums = optim.sums(table, spec.optim)
+        update: Any = step.make_step(score, spec.objective, optimizer, shardings, sums=sums)
+        return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *more).compile(CHEAP)
 
 
 def _placed(batch: Batch, on) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -14,7 +14,7 @@ from ...core.optim import Optimizer
 from ...models import layer, lora
 from ...models.attention.segments import segments
 from ...models.layers import recurrence
-from ...parallel.planner import memory
+from ...parallel.planner import memory, remedies
 from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
 from ...parallel.planner.job import Job
@@ -37,8 +37,8 @@ class Options:
     """Options of the plan, in addition to the recipe's.
 
     Attributes:
-      chip: accelerator of the mesh and of the generation servers: h100, h200, b200, v5p, v6e, or another that you add
-        to parallel/planner/chips.py.
+      chip: accelerator of the mesh and of the generation servers: a100, h100, h200, b200, b300, mi300, v4, v5e, v5p,
+        v6e, or another that you add to parallel/planner/chips.py.
       rollout_chips: devices reserved for generation; 0 = as many as needed to keep up with training.
       sample_tokens: mean tokens per sample, prompt plus completion; 0 = `length`, the upper bound.
       check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
@@ -61,8 +61,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
     """Computes the plan of a recipe's Config.
 
     Returns:
-      {"model", "mesh", "chip", "fits", "figures": {name: {"value", "kind", "section", "text"}}}; kind is "exact" or
-      "estimate", a name ends in its unit. With `check` also "agrees": whether argument bytes equal XLA's.
+      {"model", "mesh", "chip", "fits", "suggested", "figures": {name: {"value", "kind", "section", "text"}}}; kind is
+      "exact" or "estimate", a name ends in its unit; "suggested" are options, each of which makes the trainer fit, or
+      faster if it does. With `check` also "agrees": whether argument bytes equal XLA's.
 
     Raises:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
@@ -85,28 +86,32 @@ def plan(config: Any, options: Options = Options()) -> dict:
     samples, a_row = _samples(config), config.length // sequence
     used = max(1, math.ceil(samples / a_row / config.rows))
     adapters = getattr(config, "lora", lora.Lora())
-    # Under adapters weights have the dtype of the checkpoint, and are computed with in that of `run`.
-    run = replace(config.run, dtype=config.run.dtype or "float32") if adapters.rank else config.run
+    run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
     step = aot.Step(
         settings, _objective(config), _optim(config), run, config.mesh, config.rows, config.length,
         microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(), lora=adapters,
     )  # fmt: skip
     reference = getattr(step.objective, "needs_reference", False)
+    where: Literal["", "device", "host"] = "device" if reference else ""
+    if reference and getattr(config, "offload_reference", False):
+        where = "host"
     router = getattr(settings, "router", None)
     job = Job(
         table, settings.records, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
-        dtype=config.run.dtype or "float32", remat=config.run.remat, cp=config.run.cp,
-        head_chunk=config.run.head_chunk, top_k=getattr(settings, "top_k", 0),
+        dtype=run.dtype, remat=run.remat, cp=run.cp, head_chunk=run.head_chunk, top_k=getattr(settings, "top_k", 0),
         router_fp32=router is not None and router.fp32, activation=settings.activation.kind,
         chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots,
-        reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + reference, reference=reference,
+        reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + bool(where), reference=where,
         platform=chip.platform, optim=step.optim, adapters=lora.table(table, adapters) if adapters.rank else None,
-        frozen=step.frozen if adapters.rank else "float32",
+        frozen=step.frozen if adapters.rank else "float32", frozen_shapes=aot.frozen(step) if adapters.rank else None,
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
-    generation = _generation(config, options, sequence, itemsize, settings)
+    generation = _generation(config, options, sequence, itemsize, settings, chip.platform)
     made = plans.plan(job, chip, generation=generation, push_itemsize=itemsize)
     figures, checked = list(made.figures), {}
+    beside = plans.server_bytes(job, chip, generation) if generation else 0.0, generation.shares if generation else "no"
+    trains = plans.device_bytes(job, *beside) <= plans.USABLE * chip.memory
+    suggested = remedies.faster(job, chip, *beside) if trains else remedies.fitting(job, chip, *beside)
     if options.check:
         # Kernels of other platforms cannot be compiled here; they do not change the arguments.
         found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
@@ -115,6 +120,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
     return {
         "model": str(config.model), "family": settings.family, "mesh": str(config.mesh), "devices": config.mesh.devices,
         "chip": options.chip, "rows": config.rows, "length": config.length, "microbatches": used, "fits": made.fits,
+        "suggested": suggested,
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
     }  # fmt: skip
@@ -168,7 +174,9 @@ def _optim(config) -> Optimizer:
     return replace(spec, steps=spec.steps or spec.warmup + 1)
 
 
-def _generation(config, options: Options, sequence: float, itemsize: int, settings) -> plans.Generation | None:
+def _generation(
+    config, options: Options, sequence: float, itemsize: int, settings, platform: str
+) -> plans.Generation | None:
     if not _generates(config):
         return None
     new = min(config.sampling.max_new_tokens, sequence)
@@ -178,7 +186,9 @@ def _generation(config, options: Options, sequence: float, itemsize: int, settin
             f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
             f"{options.rollout_chips}; set --servers, or leave it out"
         )
-    size = jnp.dtype(engine.dtype).itemsize if engine else itemsize
+    size = itemsize
+    if engine:
+        size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
     shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     return plans.Generation(
@@ -225,10 +235,14 @@ def show(report: dict) -> str:
     peak, usable = bytes_of.get("shared_bytes", bytes_of["peak_bytes"]), bytes_of["usable_bytes"]
     verdict = "fits" if report["fits"] else f"does not fit with --rows {report['rows']}"
     if peak <= usable < bytes_of.get("server_bytes", 0):
-        peak, verdict = bytes_of["server_bytes"], "the server does not fit; lower --serve.slots or --serve.context"
+        peak = bytes_of["server_bytes"]
+        verdict = "the server does not fit; lower --serve.slots or --serve.context, or name larger ones by --servers"
     lines += ["", f"{verdict}: {human('bytes', peak)} of {human('bytes', usable)} usable on one {report['chip']}"]
-    if not report["fits"] and peak > bytes_of.get("server_bytes", 0):
-        lines.append(f"largest --rows that fits: {figures['rows_that_fit']['value']}")
+    suggested = report["suggested"]
+    if peak > usable and peak != bytes_of.get("server_bytes"):
+        lines.append("fits with " + (", or with ".join(suggested) or "none of the options that save memory"))
+    elif suggested:
+        lines.append(f"faster with {suggested[0]}, which fits")
     if "agrees" in report:
         lines.append("argument bytes: " + ("equal to XLA's" if report["agrees"] else "NOT equal to XLA's"))
     return "\n".join(lines)

@@ -29,7 +29,7 @@ class Server:
       devices: devices per server; the embedded engine uses one.
       slots: maximum number of sequences that a server generates concurrently.
       context: maximum sequence length, prompt plus completion; the model's limit if that is lower.
-      dtype: dtype of weights and computation.
+      dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       command: command of another server with SGLang's API, with {model}, {host} and {port} filled in:
         "python -m sglang.launch_server --model-path {model} --host {host} --port {port}"; "" = `areax serve`.
     """
@@ -37,7 +37,7 @@ class Server:
     devices: int = 1
     slots: int = 16
     context: int = 2048
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     command: str = ""
 
 

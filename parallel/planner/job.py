@@ -4,12 +4,12 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from ...core import param
+from ...core import optim, param
 from ...core.optim import Optimizer
 from .. import context, rules
 from ..mesh import AXES, BATCH, Layout
@@ -36,7 +36,7 @@ class Job:
       rows, length: B and T of a microbatch, over all devices.
       microbatches, used: M of an optimiser step, and how many of them are not empty.
       sequence: mean tokens per packed sequence, at most `length`.
-      dtype: dtype of activations and matmuls; weights, moments and gradients are fp32.
+      dtype: dtype of activations and matmuls; weights and gradients are fp32 unless `optim` says otherwise.
       remat, cp, head_chunk: as in `models.Run`.
       top_k: experts per token; 0 without experts.
       router_fp32: the routers' products are in fp32, whatever the dtype.
@@ -45,11 +45,13 @@ class Job:
       slots: J, segment slots per row.
       reads: {array of the batch that the step reads (..._BT or ..._BJ): bytes per entry}.
       scores: forward passes without gradients over the same tokens, before the step.
-      reference: one of them uses other weights, held in addition.
+      reference: one of them uses other weights, held in addition: "" = none; "device", or "host", where they are while
+        a step is taken.
       platform: platform of the devices, which determines the chunk size of logits.
       optim: as in a recipe's Config.
       adapters: weights of adapters, which train while the model's own are frozen; None = these train.
       frozen: dtype of frozen weights.
+      frozen_shapes: the frozen weights as shapes, if some are quantised.
 
     Raises:
       ValueError: a remat policy not in `KEPT`; rows, length, heads, channels or an axis of a weight are not divisible
@@ -75,11 +77,12 @@ class Job:
     slots: int = 1
     reads: Mapping[str, int] = field(default_factory=dict)
     scores: int = 0
-    reference: bool = False
+    reference: Literal["", "device", "host"] = ""
     platform: str = "cpu"
     optim: Optimizer = Optimizer()
     adapters: param.Table | None = None
     frozen: str = "float32"
+    frozen_shapes: Any = None
 
     def __post_init__(self):
         if self.remat not in KEPT:
@@ -146,9 +149,13 @@ class Job:
         return [*self.leaves, *(self.trained if self.adapters else ())]
 
     def bytes_of(self, leaf: param.Leaf) -> int:
-        """Bytes per entry of a weight on the device: fp32 if it trains, unless the table says otherwise."""
+        """Bytes per entry of a weight on the device: fp32 if it trains, unless the table says otherwise, or it has its
+        master weights on the host or none."""
         train = self.adapters is None or "rank" in leaf.axes
-        return jnp.dtype(leaf.param.dtype or ("float32" if train else self.frozen)).itemsize
+        dtype = "float32" if train else self.frozen
+        if train and optim.cast(leaf):
+            dtype = self.optim.weights if self.optim.weights != "float32" or not self.optim.offload else self.dtype
+        return jnp.dtype(leaf.param.dtype or dtype).itemsize
 
     def held(self, leaf: param.Leaf, by: rules.ShardingRules = rules.RULES) -> int:
         """Entries of a leaf that a device holds under these sharding rules."""

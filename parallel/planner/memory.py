@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
-from .. import experts, rules
+from .. import experts, offload, rules
 from .job import KEPT, Job, added, depth, expert, matrix, matrix_states, recurrent
 
 STEP = 4  # bytes of the step counter
@@ -30,14 +30,18 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      params: fp32 master weights; under adapters the frozen ones in their dtype, and the adapters.
+      params: weights: fp32 unless the optimiser keeps narrower ones; under adapters the frozen ones in their dtype, and
+        the adapters.
       moments: optimiser state: moments, averaged weights and counters, including the step counter.
-      gradients: the accumulated gradients, plus with several microbatches those of the current one.
+      gradients: the gradient; of several microbatches their sum, and that of the current one.
       reference: weights of the reference model, which without its adapters is the model itself.
       batch: the batch's arrays that a step reads, all microbatches.
       saved: activations that layers save for the backward pass of a microbatch.
       logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
       working: temporaries of the backward pass of one layer or of the head, whichever is larger.
+      summed: the gradient that an update reads.
+      streamed: with the optimiser's state on the host, what of it is on the device at a time, during the update.
+      host: what the host holds for the device: master weights and the optimiser's state, a reference.
     """
 
     params: int
@@ -48,6 +52,9 @@ class Memory:
     saved: int
     logits: int
     working: int
+    summed: int
+    streamed: int = 0
+    host: int = 0
 
     @property
     def arguments(self) -> int:
@@ -56,32 +63,75 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return self.arguments + self.gradients + self.reference + self.saved + self.logits + self.working
+        backward = self.gradients + self.saved + self.logits + self.working
+        return self.arguments + self.reference + max(backward, self.summed + self.streamed)
 
 
 def memory(job: Job, state: int | None = None) -> Memory:
     """Memory of a device during a training step; `state` is `moments(job)`, which takes a while, if it is known."""
     size = lambda leaves: sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
+    size_of_sum = lambda leaf: jnp.dtype(job.optim.gradients if optim.cast(leaf) else "float32").itemsize
+    sums = sum(job.held(leaf) * size_of_sum(leaf) for leaf in job.trained)
+    state = moments(job) if state is None else state
+    copy = reference(job)
     return Memory(
-        params=size(job.weights),
-        moments=moments(job) if state is None else state,
-        gradients=size(job.trained) * (1 if job.microbatches == 1 else 2),
-        reference=size(job.leaves) if job.reference and not job.adapters else 0,
+        params=size(job.weights) if job.frozen_shapes is None else _quantised(job) + size(job.trained),
+        moments=0 if job.optim.offload else state,
+        gradients=size(job.trained) + (sums if job.microbatches > 1 else 0),
+        summed=sums if job.microbatches > 1 else size(job.trained),
+        reference=copy if job.reference == "device" else 0,
         batch=batch(job),
         saved=saved(job),
         logits=logits(job),
         working=max(_layer(job), _head(job)),
+        streamed=streamed(job) if job.optim.offload else 0,
+        host=(state if job.optim.offload else 0) + (copy if job.reference == "host" else 0),
     )
 
 
+def _quantised(job: Job) -> int:
+    """The frozen weights, some of them in fewer bits."""
+    return _bytes(job.frozen_shapes, rules.of_quantised(job.frozen_shapes, job.table, job.mesh))
+
+
+def reference(job: Job) -> int:
+    """A copy of the weights that is not trained, with matrices in the dtype of the computation."""
+    if not job.reference or job.adapters:
+        return 0
+    return sum(job.held(leaf) * (job.itemsize if optim.copied(leaf) else job.bytes_of(leaf)) for leaf in job.leaves)
+
+
 def moments(job: Job) -> int:
-    """Optimiser state on a device, sharded according to the rules, plus the step counter."""
+    """Optimiser state of a device, sharded according to the rules, plus the step counter; or what of it, and of master
+    weights, is on the host."""
+    if job.optim.offload:
+        return sum(part.layers * held(part, job) for part in offloaded(job))
     table = job.adapters or job.table
     optimizer = optim.make_optimizer(job.optim, table)
     shapes = jax.eval_shape(optimizer.init, param.abstract(table))
-    where = rules.of_state(optimizer, table, job.mesh).opt_state
-    held = lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    return STEP + sum(jax.tree.leaves(jax.tree.map(held, shapes, where)))
+    return STEP + _bytes(shapes, rules.of_state(optimizer, table, job.mesh).opt_state)
+
+
+def offloaded(job: Job) -> list[offload.Part]:
+    return offload.parts(job.table, job.optim, job.dtype)
+
+
+def held(part: offload.Part, job: Job) -> int:
+    """Bytes that the host holds for a device of one layer of a part."""
+    shapes, where = offload.abstract(part, job.mesh)
+    return _bytes(shapes, where)
+
+
+def streamed(job: Job) -> int:
+    """What is on the device of master weights and optimiser states that the host holds: the largest parts, and in fp32
+    the weights, gradient and change of one."""
+    wide = lambda part: 3 * WIDE * sum(map(job.held, param.leaf_list(part.table)))
+    return max(offload.AHEAD * held(part, job) + wide(part) for part in offloaded(job))
+
+
+def _bytes(shapes, shardings) -> int:
+    one = lambda x, sharding: math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(jax.tree.leaves(jax.tree.map(one, shapes, shardings)))
 
 
 def batch(job: Job) -> int:
@@ -247,7 +297,8 @@ def _layer(job: Job) -> int:
 
 
 def _head(job: Job) -> int:
-    """Temporaries of the head: its gathered matrix as stored and as used, their gradient; softmax and gradient of the
-    logits."""
-    matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (2 * WIDE + job.itemsize)
+    """Temporaries of the head: its matrix as used, which if gathered has a copy as stored and a gradient; softmax and
+    gradient of the logits."""
+    gathered = 2 * WIDE if job.size("fsdp", "ep") > 1 else 0
+    matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (gathered + job.itemsize)
     return matrices + 2 * _chunk(job) * job.vocab * WIDE + 3 * job.local_tokens * job.embed * WIDE

@@ -136,8 +136,13 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
     m = memory.memory(job)
     about = job.remat == "none" or job.adapters is not None  # closely, but to the byte only in some families
     of = lambda name, value, exact, text: Figure("memory", name, value, "exact" if exact else "estimate", text)
+    narrow = job.optim.weights != "float32" or job.optim.offload
+    weights = (
+        f"matrices of layers in {job.dtype if job.optim.weights == 'float32' else job.optim.weights}, others in fp32"
+    )
+    weights = f"{job.frozen} weights, and adapters" if job.adapters else weights if narrow else "fp32 weights"
     return [
-        of("params_bytes", m.params, True, f"{job.frozen} weights, and adapters" if job.adapters else "fp32 weights"),
+        of("params_bytes", m.params, True, weights),
         of("moments_bytes", m.moments, True, f"state of {job.optim.name}" + ", averaged weights" * (job.optim.ema > 0)),
         of("batch_bytes", m.batch, True, "arrays of the batch that the step reads"),
         of("argument_bytes", m.arguments, True, "sum of these three: arguments of the compiled step"),
@@ -146,7 +151,9 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
         of("saved_bytes", m.saved, not about, f"activations saved for the backward pass, remat {job.remat}"),
         of("logits_bytes", m.logits, True, "logits, all saved" if memory.logits_kept(job) else "logits of a chunk"),
         of("working_bytes", m.working, False, "temporaries of a layer or the head"),
+        of("streamed_bytes", m.streamed, False, "of what the host holds, on the device during the update"),
         of("peak_bytes", m.peak, False, "total"),
+        of("host_bytes", m.host, True, "in the host's memory for a device: masters and moments, or a reference"),
         *(
             [of("shared_bytes", device_bytes(job, server, shares), False, f"the same with the server, {TURNS[shares]}")]
             if shares != "no" else []
@@ -210,6 +217,8 @@ def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
     overlapped = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
     m = memory.memory(job)
     update = (UPDATE * m.params + 2 * m.moments) / (STREAM * chip.bandwidth)
+    if job.optim.offload:  # copies to and from the host go on at once, and take longer than the update itself
+        update = max(update, (m.host - (memory.reference(job) if job.reference == "host" else 0)) / HOST)
     total = max(compute, overlapped) + waits + update
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [
@@ -245,11 +254,8 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
     usable = USABLE * chip.memory
     sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
     weights, server = weights_bytes(job, g.itemsize), chips_per_server(job, chip, g.itemsize)
-    if g.embedded and server > 1:
-        raise ValueError(
-            f"plan: the recipe's server has one chip, too small for weights of {weights:,} bytes and a cache; set "
-            "--servers"
-        )
+    if g.embedded:
+        server = 1  # whether it fits is `Plan.fits`
     room = server * usable - weights
     tokens = (g.slots or 1) * g.context if g.embedded else room / g.cache if g.cache else 0
     sequence = (g.prompt + g.new) * g.cache + g.state

@@ -116,7 +116,7 @@ def open_teacher(path: str, tokens, run: models.Run, on: jax.sharding.Mesh):
             )
     path = hub.folder(path, weights=True)
     with terminal.loading(path):
-        return hf.load(path, dtype=run.dtype or "float32", mesh=on)
+        return hf.load(path, dtype=run.dtype or models.default_dtype(jax.default_backend()), mesh=on)
 
 
 def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):

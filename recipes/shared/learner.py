@@ -1,18 +1,20 @@
 """A model in training: its state, and the compiled functions that score it and update its weights or adapters."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from areax import models
 from areax.adapters import hf, peft
-from areax.core import optim, step
+from areax.core import optim, param, step
 from areax.core.balance import Balance, adjust, wrap
 from areax.models import lora
 from areax.models.lora import Lora
-from areax.parallel import rules
+from areax.parallel import offload, rules
 from areax.recipes.shared import common, terminal
 
 
@@ -42,14 +44,15 @@ class Learner:
 
 def make(
     settings, params, score: Callable, objective, spec: optim.Optimizer, mesh: jax.sharding.Mesh, *, updates: int,
-    balance: Balance | None = None, adapters: Lora | None = None, frozen: tuple = (), plain: Callable | None = None,
-    seed: int = 0,
+    dtype: str = "float32", balance: Balance | None = None, adapters: Lora | None = None, frozen: tuple = (),
+    plain: Callable | None = None, seed: int = 0,
 ) -> Learner:  # fmt: skip
     """Builds a learner for an objective.
 
     Args:
       score: `score(params, microbatch, *frozen)`.
       updates: optimiser steps of the run; the length of the schedule if `spec` gives none.
+      dtype: of the computation, as `computed` gives it.
       adapters: with rank > 0 these train and `params` are frozen; a router's bias cannot move then.
       frozen: weights that are used but not trained, such as a teacher's.
       plain: replaces `score` in `scores`, without what only the loss needs.
@@ -62,18 +65,44 @@ def make(
     table = models.table(settings)
     if adapters:
         peft.modules(settings, adapters)  # refuses what could not be exported once it is trained
+        params = _quantised(params, table, adapters, mesh)
         table, frozen = lora.table(table, adapters), (params, *frozen)
         score, params = lora.over_base(score, adapters), common.draw(table, seed, mesh)
         plain = lora.over_base(plain, adapters) if plain else None
-    optimizer = optim.make_optimizer(replace(spec, steps=spec.steps or updates), table)
-    shardings = rules.of_state(optimizer, table, mesh)
+    spec = replace(spec, steps=spec.steps or updates)
     balance = balance or Balance()
     whole = wrap(objective, balance)
+    state: step.State
+    if spec.offload:
+        state = offload.init(params, table, spec, dtype, mesh)
+        update = offload.make_step(score, whole, table, spec, dtype, mesh, adjust=adjust(balance))
+    else:
+        optimizer = optim.make_optimizer(spec, table)
+        shardings = rules.of_state(optimizer, table, mesh)
+        state = step.init(optim.narrowed(params, table, spec.weights), optimizer, shardings)
+        update = step.make_step(
+            score, whole, optimizer, shardings, adjust=adjust(balance), sums=optim.sums(table, spec)
+        )
     return Learner(
-        settings, objective, adapters, step.init(params, optimizer, shardings), frozen, score,
-        step.make_scores(plain or score), jax.jit(whole.prepare),
-        step.make_step(score, whole, optimizer, shardings, adjust=adjust(balance)), whole.needs_scores,
+        settings, objective, adapters, state, frozen, score, step.make_scores(plain or score), jax.jit(whole.prepare),
+        update, whole.needs_scores,
     )  # fmt: skip
+
+
+def _quantised(params, table: param.Table, adapters: Lora, mesh):
+    """The base's weights as they are kept under adapters."""
+    if adapters.base == "stored":
+        return params
+    narrow = functools.partial(lora.frozen, base=table, spec=adapters)
+    return jax.jit(narrow, out_shardings=rules.of_quantised(jax.eval_shape(narrow, params), table, mesh))(params)
+
+
+def copy(settings, params, dtype: str):
+    """A copy of a model's weights that is not trained, with the matrices that all families cast in the given dtype: it
+    scores as they do."""
+    table = models.table(settings)
+    narrow = lambda leaf, x: jnp.array(x, dtype if optim.copied(leaf) else x.dtype, copy=True)
+    return param.tree_map(narrow, table, params)
 
 
 def dtype(adapters: Lora) -> str | None:
@@ -82,8 +111,8 @@ def dtype(adapters: Lora) -> str | None:
 
 
 def computed(run: models.Run) -> models.Run:
-    """`run` with dtype float32 if it names none, whatever the dtype of frozen weights."""
-    return replace(run, dtype=run.dtype or "float32")
+    """`run` with the platform's dtype if it names none, whatever the dtype of frozen weights."""
+    return replace(run, dtype=run.dtype or models.default_dtype(jax.default_backend()))
 
 
 def scored(own: Learner, batch):

@@ -85,6 +85,7 @@ class Options:
             *ranges.finite(self, "save_minutes"),
             *ranges.schedule(self.optim, self.steps),
             *ranges.moved_bias(self.balance, self.lora),
+            *ranges.narrow_adapters(self.optim, self.lora),
         ):
             raise ValueError(reason)
         json_object("--chat-template-kwargs", self.chat_template_kwargs)

@@ -50,6 +50,21 @@ def schedule(optim: Optimizer, updates: int) -> Iterator[str]:
         )
 
 
+def narrow_adapters(optim: Optimizer, lora: Lora) -> Iterator[str]:
+    """Why an optimiser that saves memory on weights cannot train adapters, which have little."""
+    if lora.rank and optim.offload:
+        yield (
+            f"--optim.offload is for training all weights: those of --lora.rank {lora.rank} and their moments are "
+            "small; leave it out"
+        )
+    for name in ("weights", "gradients"):
+        if lora.rank and (value := getattr(optim, name)) != "float32":
+            yield (
+                f"--optim.{name} {value} is for training all weights: those of --lora.rank {lora.rank} stay in fp32; "
+                "leave it out"
+            )
+
+
 def moved_bias(balance: Balance, lora: Lora) -> Iterator[str]:
     """Why the router's bias cannot move, if it is under adapters: it is a weight of the base, and in no adapter's file.
 

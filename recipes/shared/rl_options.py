@@ -25,7 +25,7 @@ from areax.rollout.servers import local
 from areax.rollout.types import Sampling
 from areax.rollout.workflows import agents, resolve
 
-DTYPES = ("float32", "bfloat16", "float16")  # of the servers that are started here
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the servers that are started here
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class Training:
       distill_coef: weight of the divergence from the teacher (`distill`) in the loss; 0 = none.
       reference_every: batches between updates of the KL term's reference (ref_model); 0 = it is fixed.
       reference_mix: how far an update moves the reference towards the policy; 1 = all the way.
+      offload_reference: keeps the reference's weights in the host's memory while they are not used.
       mesh: devices along each axis; their product must be 1 or the number of devices.
     """
 
@@ -150,6 +151,7 @@ class Training:
     distill_coef: float = 0.0
     reference_every: int = 0
     reference_mix: float = 1.0
+    offload_reference: bool = False
     run: models.Run = models.Run()
     mesh: Layout = Layout()
 
@@ -369,6 +371,12 @@ def _training_conflicts(config: Any) -> Iterator[str]:
     updates = (config.steps - training.critic.warmup * training.objective.needs_values) * training.minibatches
     yield from ranges.schedule(training.optim, updates * training.epochs)
     yield from ranges.moved_bias(training.balance, training.lora)
+    yield from ranges.narrow_adapters(training.optim, training.lora)
+    if training.offload_reference and (not training.objective.needs_reference or training.lora.rank):
+        yield (
+            "--offload-reference needs a reference with weights of its own, which --objective.kl.coef above 0 has and "
+            "--lora.rank above 0 has not; leave it out"
+        )
     if compared := _without_comparison(config.rollout, training):
         yield compared
     if training.lora.rank and training.reference_every:

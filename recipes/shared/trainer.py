@@ -16,7 +16,7 @@ from areax.core.batch import Batch
 from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
-from areax.parallel import rules
+from areax.parallel import offload, rules
 from areax.recipes.shared import common, describe, learner, terminal
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
@@ -89,7 +89,7 @@ def build(
         )  # fmt: skip
     policy = learner.make(
         settings, params, policy_score, objective, options.optim, mesh, updates=(steps - warmup) * updates_per_batch,
-        balance=options.balance, adapters=options.lora, frozen=frozen,
+        dtype=run.dtype, balance=options.balance, adapters=options.lora, frozen=frozen,
         plain=lambda params, batch, *_: score(params, batch), seed=seed,
     )  # fmt: skip
     trainer = Trainer(
@@ -99,7 +99,10 @@ def build(
     if options.objective.needs_reference and policy.adapters:  # the model without its adapters
         trainer.reference = FrozenModel(settings, policy.frozen[0], step.make_scores(score))
     elif options.objective.needs_reference:
-        trainer.reference = FrozenModel(settings, load("float32")[1], policy.scores)
+        # Parts of a step towards the policy would be lost in bf16.
+        dtype = run.dtype if options.reference_mix == 1 else "float32"
+        reference = FrozenModel(settings, learner.copy(settings, params, dtype), policy.scores)
+        trainer.reference = rested(trainer, reference)
     if options.objective.kl.target:
         trainer.control["kl_coef"] = options.objective.kl.coef
     return trainer
@@ -123,7 +126,9 @@ def _critic(options: CriticOptions, settings, params, run: models.Run, mesh, upd
         own["score"] = jax.jit(lambda: jnp.zeros((1, settings.embed)), out_shardings=shardings["score"])()
     # Routed experts recorded in the batch are the policy's, not the critic's.
     value = lambda params, batch: models.value(params, batch.replace(input={}), config=settings, run=run)
-    return learner.make(settings, own, value, options.objective, options.optim, mesh, updates=updates)
+    return learner.make(
+        settings, own, value, options.objective, options.optim, mesh, updates=updates, dtype=run.dtype
+    )  # fmt: skip
 
 
 def _own(x):
@@ -225,8 +230,10 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
     logp_of = lambda model, batch: jax.block_until_ready(model.scores(model.params, batch)).logp_BT
     if critic:
         batches = [b.replace(value_BT=learner.scored(critic, b).value_BT) for b in batches]
-    if reference := trainer.reference:
+    if trainer.reference:
+        reference = awake(trainer.reference)
         batches = [b.replace(ref_BT=logp_of(reference, b)) for b in batches]
+        del reference  # frees the device's copy, if the host has the weights
     if teacher := trainer.teacher:
         batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
     scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
@@ -250,10 +257,20 @@ def refresh(trainer: Trainer) -> None:
     """Moves the reference towards the policy every `reference_every` batches (TR-DPO, arXiv:2404.09656)."""
     every, mix = trainer.options.reference_every, trainer.options.reference_mix
     if trainer.reference and every and trainer.version % every == 0:
-        moved = _mixed(trainer.reference.params, trainer.policy.state.params, mix)
-        trainer.reference = replace(trainer.reference, params=moved)
+        moved = _mixed(awake(trainer.reference).params, trainer.policy.state.params, mix)
+        trainer.reference = rested(trainer, replace(trainer.reference, params=moved))
+
+
+def rested(trainer: Trainer, model: FrozenModel) -> FrozenModel:
+    """The reference where it waits between uses: with `offload_reference` in the memory of the host."""
+    return replace(model, params=offload.to_host(model.params)) if trainer.options.offload_reference else model
+
+
+def awake(model: FrozenModel) -> FrozenModel:
+    """The reference on the devices."""
+    return replace(model, params=offload.to_device(model.params))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _mixed(reference, params, mix):
-    return jax.tree.map(lambda old, new: old + mix * (new - old), reference, params)
+    return jax.tree.map(lambda old, new: (old + mix * (new - old)).astype(old.dtype), reference, params)

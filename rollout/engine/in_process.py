@@ -60,6 +60,7 @@ def serving(
       ValueError: the folder cannot be loaded.
       RuntimeError: the server ended before it was ready.
     """
+    dtype = http.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
         service = http.prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label)

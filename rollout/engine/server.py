@@ -9,11 +9,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import jax
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
 from ..chat.api import messages
@@ -44,7 +46,7 @@ def serve(
     port: int = 30000,
     slots: int = 16,
     context: int = 2048,
-    dtype: str = "float32",
+    dtype: str = "auto",
     version: str | None = None,
     seed: int = 0,
     api_key: str | None = None,
@@ -59,6 +61,7 @@ def serve(
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
+      dtype: of weights and computation; "auto" = that of the platform.
       api_key: key that requests must send as `Authorization: Bearer KEY`; whoever has it can also replace the weights.
       style, reasoning: as for `OpenAI`.
 
@@ -68,6 +71,7 @@ def serve(
     """
     guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
     with contextlib.closing(guarded) as sock:
+        dtype = known_dtype(dtype)
         weights, label = read_weights(path, dtype), version or published_label(path)
         service = prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label, seed=seed)
         del weights  # the engine has copies
@@ -81,6 +85,11 @@ def serve(
             http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
         finally:
             engine.close()
+
+
+def known_dtype(dtype: str) -> str:
+    """The dtype of weights and computation that "auto" stands for on this platform; any other is returned as given."""
+    return models.default_dtype(jax.default_backend()) if dtype == "auto" else dtype
 
 
 def published_label(path: str) -> str:

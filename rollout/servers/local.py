@@ -30,7 +30,7 @@ class Serve:
       count: number of servers, each a process with its own weights; one that dies is restarted.
       slots: sequences that a server generates at a time.
       context: longest sequence, prompt and completion; the model's limit if that is lower.
-      dtype: dtype of weights and computation.
+      dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
 
@@ -38,7 +38,7 @@ class Serve:
     count: int = 1
     slots: int = 16
     context: int = 2048
-    dtype: str = "float32"
+    dtype: str = "auto"
     restarts: int = 10
 
     def __post_init__(self):

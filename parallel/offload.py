@@ -1,0 +1,250 @@
+"""Training with master weights and moments in the host's memory, streamed through the device layer by layer.
+
+The device holds what the forward and backward passes need: matrices of layers in the dtype of the computation, all else
+in fp32, and the gradient. An update then takes one part of the model at a time, a layer or a weight outside layers:
+copies its master weights and moments to the device, updates them there, and copies them back. The numbers are those of
+`core.step`.
+"""
+
+import collections
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..core import metrics, optim, param, rounding, step
+from . import rules
+
+HOST = "pinned_host"  # memory that devices copy from and to by themselves
+LAYERS = 1024  # more than a model has parts: keeps seeds of rounding apart
+AHEAD = 2  # parts on the device at a time: one is copied while another is updated; 1 on the CPU, where queues can hang
+
+
+class Held(NamedTuple):
+    """What the host holds of a part: fp32 master weights of those that are narrower on the device, by name, and the
+    optimiser's state."""
+
+    masters: dict[str, Any]
+    opt_state: Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """Weights that are updated together: one outside layers, or those of a layer; layers of a stack are alike.
+
+    Attributes:
+      table: the weights, as those of a model of their own.
+      stack: index of the stack; None = `table` has one weight, outside layers.
+      layers: how many layers the stack has; 1 without a stack.
+      mastered: names of weights with fp32 masters on the host.
+      optimizer: the update, without clipping, which needs the gradient of all parts.
+    """
+
+    table: param.Table
+    stack: int | None
+    layers: int
+    mastered: tuple[str, ...]
+    optimizer: optax.GradientTransformation
+
+    def of(self, tree) -> dict[str, Any]:
+        """This part of a tree of weights: stacked, if it has layers."""
+        if self.stack is None:
+            return {name: tree[name] for name in self.table.top}
+        return tree["stacks"][self.stack]
+
+    def take(self, x, at):
+        """A layer of an array of this part."""
+        return x if self.stack is None else jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
+
+    def put(self, x, at, new):
+        """The array with another layer."""
+        return new if self.stack is None else jax.lax.dynamic_update_index_in_dim(x, new, at, 0)
+
+    def replaced(self, tree, new: dict[str, Any]):
+        """The tree of weights with `new` in place of this part."""
+        if self.stack is None:
+            return tree | new
+        return tree | {"stacks": [new if i == self.stack else x for i, x in enumerate(tree["stacks"])]}
+
+
+def parts(table: param.Table, spec: optim.Optimizer, dtype: str) -> list[Part]:
+    """The parts of a model that have weights to train.
+
+    Args:
+      dtype: of the computation.
+    """
+    narrow = jnp.dtype(dtype) != jnp.float32 and spec.weights == "float32"
+    leaves = param.leaves(table)["stacks"]
+    found = []
+    for stack, layers, params in (
+        *((None, 1, {name: p}) for name, p in table.top.items()),
+        *((i, len(stack.layers), stack.params) for i, stack in enumerate(table.stacks)),
+    ):
+        own = param.Table(params, (), table.dims)
+        if any(p.trainable for p in params.values()):
+            mastered = (
+                () if stack is None else tuple(name for name in params if narrow and optim.cast(leaves[stack][name]))
+            )
+            found.append(Part(own, stack, layers, mastered, optim.make_optimizer(replace(spec, clip=0.0), own)))
+    return found
+
+
+def init(params, table: param.Table, spec: optim.Optimizer, dtype: str, mesh) -> step.State:
+    """The state at step 0.
+
+    Args:
+      params: fp32 weights on the devices.
+      dtype: of the computation.
+
+    Returns:
+      Its `params` are on the devices, its `opt_state` on the host: for each of `parts` a `Held` for each layer.
+    """
+    held = []
+    for part in parts(table, spec, dtype):
+        [_, device, host], layers = _update(part, spec.clip, mesh), []
+        start = jax.jit(functools.partial(_start, part), out_shardings=device)
+        for at in range(part.layers):
+            layers.append(jax.block_until_ready(jax.device_put(start(part.of(params), np.int32(at)), host)))
+        held.append(layers)
+    narrow = dtype if spec.weights == "float32" else spec.weights
+    cast = jax.jit(lambda params: optim.narrowed(params, table, narrow), out_shardings=rules.of_params(table, mesh))
+    everywhere = rules.of_state(optax.identity(), table, mesh).step
+    return step.State(cast(params), held, jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=everywhere)())
+
+
+def make_gradient(score: Callable, objective, table: param.Table, spec: optim.Optimizer, mesh) -> Callable:
+    """Returns jitted `gradient(params, batch, *frozen) -> (gradient, metrics, aux, norm, whether all is finite)`: the
+    part of a step before the update."""
+    gradient_of = step.whole_gradient(score, objective, optim.sums(table, spec))
+    on, everywhere = rules.of_params(table, mesh), rules.of_state(optax.identity(), table, mesh).step
+
+    def first(params, batch, *frozen):
+        gradient, report, aux = gradient_of(params, batch, *frozen)
+        norm = optax.tree.norm(jax.tree.map(_wide, gradient.params))
+        finite = jnp.isfinite(norm) & jnp.isfinite(gradient.loss)
+        report |= {"grad_norm": metrics.of(norm), "skipped": metrics.of(~finite)}
+        return gradient.params, report, aux, norm, finite
+
+    return jax.jit(first, out_shardings=(on, *[everywhere] * 4))
+
+
+def make_step(
+    score: Callable, objective, table: param.Table, spec: optim.Optimizer, dtype: str, mesh,
+    adjust: Callable = lambda params, aux: params,
+) -> Callable:  # fmt: skip
+    """Returns `step(state, batch, *frozen) -> (state, metrics)` for a state of `init`, as `core.step.make_step`."""
+    on, everywhere = rules.of_params(table, mesh), rules.of_state(optax.identity(), table, mesh).step
+    differentiate = make_gradient(score, objective, table, spec, mesh)
+    updates = [(part, *_update(part, spec.clip, mesh)) for part in parts(table, spec, dtype)]
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(on, everywhere))
+    def last(params, aux, finite, moved):
+        adjusted = jax.tree.map(lambda new, old: jnp.where(finite, new, old), adjust(params, aux), params)
+        change, size = (jnp.sqrt(sum(x)) for x in zip(*moved, strict=True))
+        return adjusted, {"update_ratio": metrics.of(jnp.where(finite, change, 0) / jnp.maximum(size, 1e-30))}
+
+    def one(state: step.State, batch, *frozen):
+        gradient, report, aux, norm, finite = differentiate(state.params, batch, *frozen)
+        params, held, moved = state.params, [], []
+        copying: collections.deque = collections.deque()
+        ahead = 1 if jax.default_backend() == "cpu" else AHEAD
+        for (part, update, device, host), layers in zip(updates, state.opt_state, strict=True):
+            weights, change, new = part.of(params), part.of(gradient), []
+            for at, old in enumerate(layers):
+                while len(copying) >= ahead:
+                    jax.block_until_ready(copying.popleft())
+                there = jax.device_put(old, device)
+                weights, there, sums = update(
+                    weights, there, change, np.int32(at), norm, finite, state.step, np.int32(len(moved))
+                )
+                new.append(jax.device_put(there, host))
+                copying.append(new[-1])
+                moved.append(sums)
+            params, held = part.replaced(params, weights), [*held, new]
+        params, ratio = last(params, aux, finite, moved)
+        return step.State(params, held, state.step + 1), report | ratio
+
+    return one
+
+
+def abstract(part: Part, mesh) -> tuple[Held, Held]:
+    """What the host holds of a layer, as shapes, and its shardings."""
+    weights = param.abstract(part.table)
+    state = rules.of_state(part.optimizer, part.table, mesh)
+    masters = lambda tree: {name: tree[name] for name in part.mastered}
+    return (
+        Held(masters(weights), jax.eval_shape(part.optimizer.init, weights)),
+        Held(masters(state.params), state.opt_state),
+    )
+
+
+def _start(part: Part, params, at) -> Held:
+    """What the host holds of a layer at first."""
+    own = {name: part.take(x, at) for name, x in params.items()}
+    return Held({name: own[name] for name in part.mastered}, part.optimizer.init(_whole(own)))
+
+
+def _update(part: Part, clip: float, mesh) -> tuple[Callable, Held, Held]:
+    """(the compiled update of a layer, the shardings of what is held of it on the device, and on the host).
+
+    `update(weights, held, gradient, at, norm, finite, *seeds) -> (weights, held, squared norms of change and weights)`:
+    weights and gradient are those of all layers, of which layer `at` is updated. Weights and `held` are donated.
+
+    Args:
+      clip: as in `Optimizer`; `norm` is that of the whole gradient.
+    """
+    state = rules.of_state(part.optimizer, part.table, mesh)
+    held = Held({name: state.params[name] for name in part.mastered}, state.opt_state)
+    if part.stack is None:
+        where = part.of(state.params)
+    else:
+        stacked = replace(part.table, top={}, stacks=(param.Stack(tuple(range(part.layers)), part.table.top),))
+        [where] = rules.of_params(stacked, mesh)["stacks"]
+
+    def update(weights, held: Held, gradient, at, norm, finite, step, place):
+        own = {name: part.take(x, at) for name, x in weights.items()} | held.masters
+        clipped = lambda g: jnp.where(norm < clip, g, g / norm * clip) if clip else g
+        change = {name: clipped(_wide(part.take(x, at))) for name, x in gradient.items()}
+        changes, opt_state = part.optimizer.update(_whole(change), held.opt_state, _whole(own))
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        new = keep(rounding.apply_updates(own, {name: changes[name] for name in own}, step * LAYERS + place), own)
+        masters = {name: new[name] for name in part.mastered}
+        weights = {name: part.put(x, at, new[name].astype(x.dtype)) for name, x in weights.items()}
+        sums = tuple(optax.tree.norm(x, squared=True) for x in (changes, own))
+        return weights, Held(masters, keep(opt_state, held.opt_state)), sums
+
+    compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(where, held, state.step))
+    return compiled, held, _in(HOST, held)
+
+
+def on_host(x) -> bool:
+    """Whether an array is in the memory of the host because `to_host`, or a state of `init`, put it there."""
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST
+
+
+def to_host(tree):
+    """Arrays in the memory of the host, sharded as they are."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST), tree))
+
+
+def to_device(tree):
+    """Arrays in the memory of their devices; those that are there already are not copied."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), tree))
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _whole(own: dict[str, Any]) -> dict:
+    """Weights of a part, as the parameters of a model."""
+    return own | {"stacks": []}
+
+
+def _in(memory: str, shardings):
+    return jax.tree.map(lambda sharding: sharding.with_memory_kind(memory), shardings)

@@ -1,0 +1,85 @@
+"""What makes a training step fit the memory of its devices, or faster where memory is left."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ..mesh import BATCH
+from . import plan
+from .chips import Chip
+from .job import Job
+
+MOST_DEVICES = 4096  # that are suggested
+WORTH = 0.95  # of the step's time: more rows are suggested if they bring it below
+
+
+def cheaper(job: Job) -> Iterator[tuple[str, Callable[[Job], Job]]]:
+    """Options that save memory, and the job with them, from the cheapest in time and precision to the dearest."""
+    optim = job.optim
+    if job.remat != "full":
+        yield "--run.remat full", lambda job: replace(job, remat="full")
+    if job.adapters is None and job.reference == "device":
+        yield "--offload-reference", lambda job: replace(job, reference="host")
+    if optim.name != "adafactor" and optim.state == "float32":
+        yield "--optim.state float8", lambda job: replace(job, optim=replace(job.optim, state="float8"))
+    if job.adapters is None and optim.gradients == "float32" and job.microbatches > 1:
+        yield "--optim.gradients bfloat16", lambda job: replace(job, optim=replace(job.optim, gradients="bfloat16"))
+    if job.adapters is None and not optim.offload and not optim.ema:
+        yield "--optim.offload", lambda job: replace(job, optim=replace(job.optim, offload=True))
+
+
+def fitting(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> list[str]:
+    """Options with which the job fits, each a suggestion of its own: fewer rows; an option that saves memory, or as
+    many of them as it takes; more devices over fsdp.
+
+    Args:
+      server, shares: as `plan.memory_figures`.
+    """
+    fits = lambda job: plan.device_bytes(job, server, shares) <= plan.USABLE * chip.memory
+    found = []
+    rows = lambda job: plan.most_rows(job, chip, server, shares)
+    if least := rows(job):
+        found.append(f"--rows {least}")
+    options, changed = [], job
+    alone = [(option, change) for option, change in cheaper(job) if fits(change(job))]
+    if alone:
+        found += [option for option, _ in alone]
+    else:
+        for option, change in cheaper(job):
+            options, changed = [*options, option], change(changed)
+            if fits(changed):
+                found.append(" ".join(options))
+                break
+        else:
+            if options and not least and (least := rows(changed)):
+                found.append(" ".join([*options, f"--rows {least}"]))
+    for wider in _wider(job):
+        if fits(wider):
+            found.append(f"--mesh.fsdp {wider.layout.fsdp}" + f" --rows {wider.rows}" * (wider.rows != job.rows))
+            break
+    return found
+
+
+def _wider(job: Job) -> Iterator[Job]:
+    """The job with more devices over fsdp, as far as they divide its weights; with more rows, if they need those."""
+    layout = job.layout
+    while layout.devices < MOST_DEVICES:
+        layout = replace(layout, fsdp=2 * layout.fsdp)
+        unit = job.size(*BATCH) // job.layout.fsdp * layout.fsdp
+        try:
+            yield replace(job, layout=layout, rows=-(-job.rows // unit) * unit)
+        except ValueError:
+            return
+
+
+def faster(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> list[str]:
+    """The option of a larger microbatch that fits and makes a step faster, if one does.
+
+    Args:
+      server, shares: as `plan.memory_figures`.
+    """
+    most = min(plan.most_rows(job, chip, server, shares), job.rows * job.used)
+    if most < 2 * job.rows:
+        return []
+    wider = replace(job, rows=most, used=-(-job.rows * job.used // most), microbatches=-(-job.rows * job.used // most))
+    before, after = (plan.time(one, chip)[0] / one.tokens for one in (job, wider))
+    return [f"--rows {most}"] if after < WORTH * before else []
