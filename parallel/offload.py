@@ -150,7 +150,7 @@ def make_step(
 
     def one(state: step.State, batch, *frozen):
         gradient, report, aux, norm, finite = differentiate(state.params, batch, *frozen)
-        params, held, moved = state.params, [], []
+        params, held, moved = state.params, list[list[Held]](), list[tuple]()
         copying: collections.deque = collections.deque()
         ahead = 1 if jax.default_backend() == "cpu" else AHEAD
         for (part, update, device, host), layers in zip(updates, state.opt_state, strict=True):

@@ -133,7 +133,9 @@ def compile(spec: Step):
     if spec.lora.rank:
         table, score = lora.table(base, spec.lora), lora.over_base(score, spec.lora)
     optimizer = optim.make_optimizer(spec.optim, table)
-    narrow = spec.run.dtype if spec.optim.offload and spec.optim.weights == "float32" else spec.optim.weights
+    narrow = (
+        (spec.run.dtype or "float32") if spec.optim.offload and spec.optim.weights == "float32" else spec.optim.weights
+    )
     on = meshes.make(spec.layout)
     placed = functools.partial(jax.tree.map, lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on))
     with jax.set_mesh(on):

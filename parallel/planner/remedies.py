@@ -39,7 +39,7 @@ def fitting(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> li
     rows = lambda job: plan.most_rows(job, chip, server, shares)
     if least := rows(job):
         found.append(f"--rows {least}")
-    options, changed = [], job
+    options, changed = list[str](), job
     alone = [(option, change) for option, change in cheaper(job) if fits(change(job))]
     if alone:
         found += [option for option, _ in alone]

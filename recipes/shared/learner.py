@@ -44,7 +44,7 @@ class Learner:
 
 def make(
     settings, params, score: Callable, objective, spec: optim.Optimizer, mesh: jax.sharding.Mesh, *, updates: int,
-    dtype: str = "float32", balance: Balance | None = None, adapters: Lora | None = None, frozen: tuple = (),
+    dtype: str | None = None, balance: Balance | None = None, adapters: Lora | None = None, frozen: tuple = (),
     plain: Callable | None = None, seed: int = 0,
 ) -> Learner:  # fmt: skip
     """Builds a learner for an objective.
@@ -52,7 +52,7 @@ def make(
     Args:
       score: `score(params, microbatch, *frozen)`.
       updates: optimiser steps of the run; the length of the schedule if `spec` gives none.
-      dtype: of the computation, as `computed` gives it.
+      dtype: of the computation, as `computed` gives it; None = float32.
       adapters: with rank > 0 these train and `params` are frozen; a router's bias cannot move then.
       frozen: weights that are used but not trained, such as a teacher's.
       plain: replaces `score` in `scores`, without what only the loss needs.
@@ -74,8 +74,8 @@ def make(
     whole = wrap(objective, balance)
     state: step.State
     if spec.offload:
-        state = offload.init(params, table, spec, dtype, mesh)
-        update = offload.make_step(score, whole, table, spec, dtype, mesh, adjust=adjust(balance))
+        state = offload.init(params, table, spec, dtype or "float32", mesh)
+        update = offload.make_step(score, whole, table, spec, dtype or "float32", mesh, adjust=adjust(balance))
     else:
         optimizer = optim.make_optimizer(spec, table)
         shardings = rules.of_state(optimizer, table, mesh)
@@ -97,11 +97,11 @@ def _quantised(params, table: param.Table, adapters: Lora, mesh):
     return jax.jit(narrow, out_shardings=rules.of_quantised(jax.eval_shape(narrow, params), table, mesh))(params)
 
 
-def copy(settings, params, dtype: str):
-    """A copy of a model's weights that is not trained, with the matrices that all families cast in the given dtype: it
-    scores as they do."""
+def copy(settings, params, dtype: str | None):
+    """A copy of a model's weights that is not trained, with the matrices that all families cast in the given dtype, or
+    their own: it scores as they do."""
     table = models.table(settings)
-    narrow = lambda leaf, x: jnp.array(x, dtype if optim.copied(leaf) else x.dtype, copy=True)
+    narrow = lambda leaf, x: jnp.array(x, dtype or x.dtype if optim.copied(leaf) else x.dtype, copy=True)
     return param.tree_map(narrow, table, params)
 
 

@@ -6,6 +6,7 @@ It is run in a process of its own, which may crash or hang.
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 
 def main() -> None:
@@ -36,8 +37,9 @@ def kernels(platform: str) -> dict[str, str]:
     from ....models.attention import backends
 
     found = {}
-    for name, supports in backends.BACKENDS.items():
-        if supports.platforms is not None and platform not in supports.platforms:
+    for name in get_args(backends.Name):
+        supports = backends.BACKENDS.get(name)
+        if supports is None or supports.platforms is not None and platform not in supports.platforms:
             continue
         q_BTNH = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
         segment_BT = jnp.ones((1, 128), jnp.int32)
