@@ -21,6 +21,7 @@ from .layers import mamba, moe
 from .layers.linear import linear
 from .layers.mlp import Activation, mlp
 from .layers.norm import rms_norm
+from .layers.recurrence import time_steps
 
 DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "num_attention_heads": 32,
@@ -280,7 +281,7 @@ def mamba_layer(config: Config) -> dict[str, Param]:
             params[f"{name}_taps_bias"] = weight(config, axis, f"{AT}conv1d.bias", zeros, part=part)
     return params | {
         "decay_log": weight(config, "value_heads", f"{AT}A_log", _decays, "float32"),
-        "dt_offset": weight(config, "value_heads", f"{AT}dt_bias", partial(_time_steps, net.start), "float32"),
+        "dt_offset": weight(config, "value_heads", f"{AT}dt_bias", partial(time_steps, net.start), "float32"),
         "skip": weight(config, "value_heads", f"{AT}D", ones, "float32"),
         "out_norm": weight(config, "value_channels", f"{AT}norm.weight", ones),
     }
@@ -289,12 +290,6 @@ def mamba_layer(config: Config) -> dict[str, Param]:
 def _decays(key, shape, dtype):
     """log A of 1 to the number of heads."""
     return jnp.broadcast_to(jnp.log(jnp.arange(1, shape[-1] + 1)), shape).astype(dtype)
-
-
-def _time_steps(bounds, key, shape, dtype):
-    """The inverse softplus of time steps with a log-uniform distribution."""
-    dt = jnp.exp(jax.random.uniform(key, shape, dtype, *map(math.log, bounds)))
-    return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def block(x_BTD, w, mixer: AnyMixer, config: Config, routing=None):

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.nn.initializers import normal, ones, zeros
+from jax.nn.initializers import normal, ones
 
 from ..core.param import Param, Stack, Table
 from ..core.parts import split
@@ -17,6 +18,7 @@ from .layer import AnyMixer, Attention, Mixer, Recurrence, Recurrent
 from .layers import delta, rope
 from .layers.linear import linear
 from .layers.norm import rms_norm
+from .layers.recurrence import time_steps
 
 DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768}
 ROPE = rope.Rope(partial=0.25, sections=(11, 11, 10), interleaved=True)
@@ -129,7 +131,11 @@ def gated_queries(config: Config, params: Mapping[str, Param]) -> dict[str, Para
 
 
 def delta_net(config: Config) -> dict[str, Param]:
-    """The weights of a delta net."""
+    """The weights of a delta net.
+
+    New heads remember for a token up to a thousand, as in flash-linear-attention (`fla/layers/gated_deltanet.py`, by
+    the authors of the paper). As transformers starts them, nearly none remembers beyond one.
+    """
     std, out = dense.inits(config)
     at = f"{dense.AT}linear_attn."
     sizes = config.delta.channels.values()
@@ -142,11 +148,16 @@ def delta_net(config: Config) -> dict[str, Param]:
         "delta_gate": Param("value_channels embed", (f"{at}in_proj_z.weight",), std),
         "decay": Param("value_heads embed", (f"{at}in_proj_a.weight",), std),
         "write": Param("value_heads embed", (f"{at}in_proj_b.weight",), std),
-        "decay_log": Param("value_heads", (f"{at}A_log",), zeros, "float32"),
-        "decay_bias": Param("value_heads", (f"{at}dt_bias",), ones, "float32"),
+        "decay_log": Param("value_heads", (f"{at}A_log",), _rates, "float32"),
+        "decay_bias": Param("value_heads", (f"{at}dt_bias",), partial(time_steps, (0.001, 0.1)), "float32"),
         "out_norm": Param("value_dim", (f"{at}norm.weight",), ones),
         "delta_o": Param("embed value_channels", (f"{at}out_proj.weight",), out),
     }
+
+
+def _rates(key, shape, dtype):
+    """log A, A uniform up to 16."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16))
 
 
 def block(x_BTD, w, mixer: AnyMixer, config: Config, routing=None, mlp=dense.mlp):

@@ -167,8 +167,12 @@ def grpo_config(config: Config, out: Path, name: str) -> grpo.Config:
     )  # fmt: skip
 
 
-def write_data(config: Config, out: Path) -> int:
-    """Writes data, tokenizer and config.json of the new model; returns the number of rows to evaluate."""
+def write_data(config: Config, out: Path, model: dict = MODEL) -> int:
+    """Writes data, tokenizer and config.json of the new model; returns the number of rows to evaluate.
+
+    Args:
+      model: the config.json without what the tokenizer determines; of any family.
+    """
     splits = arithmetic.splits(arithmetic.Task(seed=config.split))
     teacher = arithmetic.demonstrations(splits["train"], error_rate=config.error_rate, seed=config.seed)
     files = {
@@ -181,7 +185,7 @@ def write_data(config: Config, out: Path) -> int:
     (out / "base").mkdir(exist_ok=True)
     tokens = tokenizer.character("0123456789+")
     tokenizer.save(tokens, out / "base")
-    source = {**MODEL, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
+    source = {**model, "vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
     hf = models.config_to_hf(models.config_from_hf(source))
     run_dir.write_json(out / "base" / "config.json", hf)
     return len(splits[config.rows])

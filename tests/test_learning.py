@@ -71,6 +71,26 @@ def test_reinforcement_leads_past_the_teacher(place, name):
     assert learnt(place, name, POLICIES[name]) >= 0.9
 
 
+HYBRID = {
+    "model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                        "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+    "tie_word_embeddings": True, "max_position_embeddings": 64, "initializer_range": 0.06,
+}  # fmt: skip
+
+
+def test_delta_nets_learn_what_attention_does(tmp_path):
+    """Imitation and GRPO with a Qwen3.5 of the size of the demo's Qwen3, in smaller batches: at least 90 %."""
+    options = demo.Config(sft_steps=700)
+    demo.write_data(options, tmp_path, HYBRID)
+    sft.main(replace(demo.sft_config(options, tmp_path), batch=128, rows=42))
+    assert 0.2 < accuracy(tmp_path / "sft/model", tmp_path) < 0.55
+    assert learnt(tmp_path, "GRPO", POLICIES["GRPO"], steps=60, evaluate_every=60, groups=32) >= 0.9
+
+
 def test_a_critic_takes_the_place_of_groups(place):
     """PPO with one completion a prompt: nothing is compared but the critic's expectation."""
     critic = CriticOptions(optim=Optimizer(lr=3e-3, b2=0.99, warmup=5), warmup=20)

@@ -12,6 +12,7 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.models import nemotron_h
+from areax.models.layers import recurrence
 from areax.rollout.engine import caches
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
@@ -235,7 +236,7 @@ def test_what_time_steps_and_decays_are_made_of_stays_in_fp32(model, tmp_path):
 
 def test_a_new_model_starts_with_the_time_steps_and_decays_of_transformers():
     net = models.config_from_hf({k: v for k, v in TINY.items() if k != "time_step_min"}).mamba
-    offset = nemotron_h._time_steps(net.start, jax.random.key(0), (2000, 6), "float32")
+    offset = recurrence.time_steps(net.start, jax.random.key(0), (2000, 6), "float32")
     log_dt = np.log(np.logaddexp(0, offset))
     assert np.isclose([log_dt.min(), log_dt.max()], np.log([0.001, 0.1]), atol=0.02).all()
     assert np.isclose(log_dt.mean(), np.log(0.01), atol=0.05)

@@ -20,6 +20,7 @@ import transformers
 from areax import models
 from areax.adapters import hf, safetensors
 from areax.adapters import torch as torch_dicts
+from areax.models import qwen3_5
 from areax.models.attention.pattern import Pattern
 
 TINY = dict(
@@ -496,6 +497,14 @@ def test_hybrids_equal_float64_token_by_token(case):
     for name, x in weights.items():
         g = x.grad.numpy()
         assert np.abs(got[name] - g).max() <= 2e-5 * np.abs(g).max(), name
+
+
+def test_heads_of_new_delta_nets_remember_for_a_token_up_to_a_thousand():
+    """The time constants of flash-linear-attention: 1 / (A dt), A uniform up to 16, log dt from 0.001 to 0.1."""
+    params = qwen3_5.delta_net(models.config_from_hf({"model_type": "qwen3_5_text"} | TINY | CASES["qwen3_5_text"]))
+    draw = lambda name: params[name].init(jax.random.key(0), (2000, 4), jnp.float32)
+    tokens = 1 / (np.exp(draw("decay_log")) * np.logaddexp(0, draw("decay_bias")))
+    np.testing.assert_allclose(np.quantile(tokens, [0.05, 0.5, 0.95]), [0.8, 12.6, 1100], rtol=0.1)
 
 
 def test_packed_rows(case):

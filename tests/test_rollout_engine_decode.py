@@ -17,7 +17,6 @@ from areax import models
 from areax.adapters import hf
 from areax.core import packing, param
 from areax.models.attention.segments import segments
-from areax.models.layer import Recurrent
 from areax.rollout.engine import caches, decode, in_process, request_parsing, sglang_api
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
@@ -241,8 +240,8 @@ def test_logprobs_equal_those_of_a_teacher_forced_forward_pass(served):
         token_BT[row, : len(prompt) + 40] = [*prompt, *progress.tokens]
     logits_BTV = forward(params, token_BT, config)
     assert float(jnp.std(logits_BTV)) > 1
-    # A change of the weights by their rounding moves log-probabilities of delta nets by 4e-5.
-    atol = 4e-5 if any(isinstance(layer, Recurrent) for layer in config.records) else 1e-5
+    # With delta nets either side is up to 2.7e-5 from float64, by token in `hybrid_oracle`: fp32 has no more digits.
+    atol = 4e-5 if hasattr(config, "delta") else 1e-5
     for row, (prompt, progress) in enumerate(zip(asked, done, strict=True)):
         n = len(prompt)
 

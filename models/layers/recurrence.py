@@ -13,6 +13,7 @@ Decays over the start of a sequence are 0, by masks: a large negative g there wo
 have M chunks each, and G keys serve R heads each.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,6 +86,12 @@ def run(prepare, inputs, segment_BT, chunk: int | None):
     out_BLMCGRV = jnp.moveaxis(out_LMBGRCV, (2, 5), (0, 3))
     out_BTNV = out_BLMCGRV.reshape(B, T + fill, -1, out_LMBGRCV.shape[-1])[:, :T]
     return out_BTNV, state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
+
+
+def time_steps(bounds, key, shape, dtype):
+    """The initial bias of time steps: the inverse softplus of a log-uniform distribution between bounds."""
+    dt = jnp.exp(jax.random.uniform(key, shape, dtype, *map(math.log, bounds)))
+    return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def decays(g_MBGRC, segment_MBC, before_MB):
