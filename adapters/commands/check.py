@@ -72,7 +72,10 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
     source = wrappers.text(json.loads(config.source))
     dtype = torch.bfloat16 if config_json.quantisation(source) else torch.float32  # numbers are those of bfloat16
     auto = AutoModelForImageTextToText if wrappers.wraps(config) else AutoModelForCausalLM
-    model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager").float().eval()
+    try:
+        model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager").float().eval()
+    except ImportError as error:  # of what it needs for some quantised checkpoints
+        raise ValueError(f"check: transformers does not load {path}: {' '.join(str(error).split())}") from error
     tokens = _text_tokens(config, model.get_input_embeddings().padding_idx)
     token_BT = np.random.default_rng(0).choice(tokens, (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
