@@ -186,8 +186,8 @@ def _open_fp8(tensors, scheme: Quantisation, where: str) -> dict:
 
 def _float8(name: str, codes: np.ndarray, scales: np.ndarray | None, scheme: Quantisation, where: str) -> Float8:
     *lead, rows, columns = codes.shape if codes.ndim > 1 else (0, 0, 0)
-    block = scheme.block or (max(1, rows), None)
-    block = (block[0], block[1] or max(1, columns))
+    height, width = scheme.block or (max(1, rows), None)
+    block = (height, width or max(1, columns))
     wanted = (*lead, -(-rows // block[0]), -(-columns // block[1]))
     if scales is None:
         raise ValueError(f"{where}: {name} is in FP8 and needs {name}{scheme.scale}, which is missing; copy it again")

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 EMBEDDED = "import json, sys; from areax.rollout.engine import server; server.serve(**json.loads(sys.argv[1]))"
@@ -157,7 +158,7 @@ def sglangs(python):
     """Yields `serve(path, log, *options)`, which is `sglang`, but starts within seconds: servers are forked from a
     process that has imported SGLang."""
     command, pipe = [python, SERVE, "--many"], subprocess.PIPE
-    parent = subprocess.Popen(
+    parent: Any = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=without_jax(), bufsize=1
     )
 
@@ -178,8 +179,9 @@ def sglangs(python):
                     os.killpg(pid, signal_)
                     time.sleep(0.5)
 
-    with ended(parent), parent.stdin:
+    with ended(parent):
         yield serve
+        parent.stdin.close()
 
 
 def free_port():

@@ -83,7 +83,7 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
         ours_BTV = np.asarray(jax.jit(models.forward, static_argnames="config")(params, token_BT, config=config))
         gradient = jax.jit(jax.grad(_loss), static_argnums=2)(params, token_BT, config) if gradients else None
     theirs_BTV = theirs.detach().numpy()
-    report = {
+    report: dict = {
         "max_logit_diff": _largest(ours_BTV - theirs_BTV),
         "max_logit": _largest(theirs_BTV),
         "logit_std": float(theirs_BTV.std()),
