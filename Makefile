@@ -108,7 +108,7 @@ test-sglang: export AREAX_SGLANG_PYTHON := $(CURDIR)/$(sglang)/bin/python
 test-sglang: $(dev) $(sglang)/.done
 endif
 test-sglang: ## run the contract tests of `make test` against the real SGLang server on the CPU (installs it, 3.3 GB)
-	$(py) -m pytest -q tests/sglang -k "not embedded"
+	$(py) -m pytest -q tests/sglang -k "not embedded" -m "wide or not wide"
 
 $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 	@echo "installing SGLang into $(sglang): a few minutes, once"

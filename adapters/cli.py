@@ -167,6 +167,7 @@ def convert(
 def check(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     against: Literal["torch"] | None = None,
+    gradients: bool = False,
     json_: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Check a checkpoint's names, shapes, hashes and finite values; with --against torch also its logits.
@@ -174,11 +175,12 @@ def check(
     Args:
       source: Hugging Face directory, or a model on the hub.
       against: "torch" compares logits with transformers, in fp32.
+      gradients: with --against torch, compares gradients of all weights, too.
       json_: print the results as JSON.
     """
     from .commands import check
 
-    report = check.check(source, against)
+    report = check.check(source, against, gradients)
     _show(report, json_)
     return 0 if report["ok"] else 1
 

@@ -171,30 +171,32 @@ def _open_fp8(tensors, scheme: Quantisation, where: str) -> dict:
     codes = {name for name, tensor in tensors.items() if tensor.dtype == E4M3}
     out = {}
     for name, tensor in tensors.items():
-        weight = name.removesuffix("_scale_inv")
-        activations = weight.removesuffix("activation_scale")
+        weight, inputs = name.removesuffix(scheme.scale), name.removesuffix(scheme.activations)
         if name in codes:
-            out[name] = _float8(name, tensor, tensors.get(f"{name}_scale_inv"), scheme, where)
+            out[name] = _float8(name, tensor, tensors.get(f"{name}{scheme.scale}"), scheme, where)
+        elif inputs != name and {f"{inputs}weight", inputs[:-1]} & codes:
+            continue
         elif weight != name and weight not in codes:
             found = f"is {tensors[weight].dtype}" if weight in tensors else "is missing"
             raise ValueError(f"{where}: {name} is the scale of {weight}, which {found}; copy the checkpoint again")
-        elif weight == name and not (activations != name and {f"{activations}weight", activations[:-1]} & codes):
+        elif weight == name:
             out[name] = tensor
     return out
 
 
 def _float8(name: str, codes: np.ndarray, scales: np.ndarray | None, scheme: Quantisation, where: str) -> Float8:
     *lead, rows, columns = codes.shape if codes.ndim > 1 else (0, 0, 0)
-    block = scheme.block or (max(1, rows), max(1, columns))
+    height, width = scheme.block or (max(1, rows), None)
+    block = (height, width or max(1, columns))
     wanted = (*lead, -(-rows // block[0]), -(-columns // block[1]))
     if scales is None:
-        raise ValueError(f"{where}: {name} is in FP8 and needs {name}_scale_inv, which is missing; copy it again")
+        raise ValueError(f"{where}: {name} is in FP8 and needs {name}{scheme.scale}, which is missing; copy it again")
     if codes.ndim < 2:
         raise ValueError(f"{where}: {name} is in FP8 and must be a matrix, got {list(codes.shape)}")
     single = scheme.block is None and not lead and scales.size == 1
     if scales.dtype not in SCALES or not (single or scales.shape == wanted):
         raise ValueError(
-            f"{where}: {name}_scale_inv must be {list(wanted)} of {' or '.join(map(str, SCALES))}, for blocks of "
+            f"{where}: {name}{scheme.scale} must be {list(wanted)} of {' or '.join(map(str, SCALES))}, for blocks of "
             f"{list(block)}, got {list(scales.shape)} of {scales.dtype}"
         )
     return Float8(f"{where}: {name}", codes.view(np.uint8), scales.reshape(wanted), block)

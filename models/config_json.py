@@ -117,11 +117,15 @@ class Quantisation:
 
     Attributes:
       method: "fp8", or "mxfp4" (OCP Microscaling Formats 1.0).
-      block: the rows and columns that share a scale in FP8; None = all of a matrix.
+      block: the rows and columns that share a scale in FP8; no columns = all of a row, None = all of a matrix.
+      scale: how the names of FP8's scales end, after that of the weight.
+      activations: how those of the scales of a matrix's inputs end.
     """
 
     method: str
-    block: tuple[int, int] | None = None
+    block: tuple[int, int | None] | None = None
+    scale: str = "_scale_inv"
+    activations: str = "activation_scale"
 
 
 def quantisation(hf: Mapping[str, Any]) -> Quantisation | None:
@@ -132,6 +136,8 @@ def quantisation(hf: Mapping[str, Any]) -> Quantisation | None:
     """
     found = hf.get("quantization_config")
     method = found.get("quant_method") if isinstance(found, dict) else None
+    if method == "compressed-tensors" and (scheme := _compressed(found)):
+        return scheme
     for name in ("compression_config", *(["quantization_config"] if method not in ("fp8", "mxfp4") else [])):
         if hf.get(name):
             raise ValueError(
@@ -158,3 +164,21 @@ def _fp8(found: Mapping[str, Any]) -> Quantisation:
             f"config.json: weight_block_size must be two whole numbers above 0, or null, got {block!r:.80}"
         )
     return Quantisation("fp8", tuple(block))
+
+
+def _compressed(found: Mapping[str, Any]) -> Quantisation | None:
+    """The Quantisation of FP8 by compressed-tensors, None if it is another of its formats."""
+    groups = found.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    parts = [group.get("weights") if isinstance(group, dict) else None for group in groups]
+    known = found.get("format") in ("float-quantized", "naive-quantized") and not found.get("kv_cache_scheme")
+    if not known or len(parts) != 1 or not isinstance(parts[0], dict):
+        return None
+    weights = parts[0]
+    blocks: dict[Any, Any] = {"channel": (1, None), "tensor": None}
+    if weights.get("strategy") == "block":
+        blocks["block"] = _fp8({"weight_block_size": weights.get("block_structure", ())}).block
+    wanted = {"type": "float", "num_bits": 8, "symmetric": True}
+    if weights.get("strategy") not in list(blocks) or any(weights.get(name) != value for name, value in wanted.items()):
+        return None
+    return Quantisation("fp8", blocks[weights["strategy"]], "_scale", "input_scale")

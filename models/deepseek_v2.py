@@ -1,6 +1,7 @@
 """DeepSeek-V2 (arXiv:2405.04434): multi-head latent attention, and experts chosen by softmax, in groups or not."""
 
 import dataclasses
+import json
 
 from ..core.param import Table
 from . import deepseek_v3, dense, mixture
@@ -34,7 +35,9 @@ def config(hf: dict) -> Config:
 
 def to_hf(config: Config) -> dict:
     """The config.json."""
-    return deepseek_v3.to_hf(config) | {"architectures": ["DeepseekV2ForCausalLM"]}
+    method = (DEFAULTS | json.loads(config.source))["topk_method"]
+    fixed = {"scoring_func": "softmax", "topk_method": method}
+    return deepseek_v3.to_hf(config) | fixed | {"architectures": ["DeepseekV2ForCausalLM"]}
 
 
 def table(config: Config) -> Table:

@@ -93,8 +93,10 @@ def latent(hf: dict, family: str, router: moe.Router, pairs: bool) -> Config:
 
 
 def to_hf(config: Config) -> dict:
-    """The config.json; the options of experts and of latent attention are those of the source."""
-    return dense.to_hf(config) | {"architectures": ["DeepseekV3ForCausalLM"]}
+    """The config.json, with the constants that SGLang needs; the options of experts and of latent attention are those
+    of the source."""
+    fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    return dense.to_hf(config) | fixed | {"architectures": ["DeepseekV3ForCausalLM"]}
 
 
 def table(config: Config) -> Table:

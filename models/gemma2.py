@@ -57,8 +57,12 @@ def attention_patterns(hf: dict, softcap: float | None = None) -> dict[str, Patt
 
 
 def to_hf(config: Config) -> dict:
-    """The config.json; scales and caps are those of the source."""
-    return dense.to_hf(config) | {"architectures": ["Gemma2ForCausalLM"], "attention_bias": config.qkv_bias}
+    """The config.json, with the activation by SGLang's name for it, too; scales and caps are those of the source."""
+    return dense.to_hf(config) | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": config.qkv_bias,
+        "hidden_act": "gelu_pytorch_tanh",
+    }
 
 
 def table(config: Config) -> Table:

@@ -26,8 +26,8 @@ class Lora:
       rank: rank of LoRA adapters (PEFT's r; 0 = no LoRA): with 0 all weights are trained.
       alpha: adapters are scaled by alpha / rank (PEFT's lora_alpha).
       targets: names of the layers' matrices in the family's table, or patterns ("expert_*") (PEFT's target_modules);
-        the default is all projections of attention and MLPs that the family has, including routed and shared experts,
-        but not routers.
+        the default is all projections of attention and MLPs that the family has, including shared experts, and routed
+        ones unless checkpoints have gate and up as one tensor of all experts, but not routers.
       rslora: scales by alpha / sqrt(rank) instead (arXiv:2312.03732).
       base: how the frozen weights under adapters are kept: as stored in the checkpoint, or in 8 or 4 bits with a scale
         per 64 entries (QLoRA, arXiv:2305.14314); they are published and exported as the numbers that these stand for.
@@ -35,7 +35,7 @@ class Lora:
 
     rank: int = 0
     alpha: float = 16.0
-    targets: tuple[str, ...] = ("q", "k", "v", "o", "delta_[qkvo]", "in_*", "*gate", "*up", "*down")
+    targets: tuple[str, ...] = ("q", "k", "v", "o", "delta_[qkvo]", "in_*", "*gate", "*up", "*down", "per_layer_out")
     rslora: bool = False
     base: Literal["stored", "int8", "nf4"] = "stored"
 
@@ -61,14 +61,17 @@ def targets(base: Table, spec: Lora) -> tuple[str, ...]:
     Raises:
       ValueError: a target matches no matrix of the layers, or there are no targets.
     """
-    matrices = dict.fromkeys(name for stack in base.stacks for name, p in stack.params.items() if p.matrix)
+    matrices = {name: p for stack in base.stacks for name, p in stack.params.items() if p.matrix}
     for pattern in spec.targets or ("",):
         if not fnmatch.filter(matrices, pattern) and spec.targets != Lora.targets:
             raise ValueError(
                 f"lora.targets: each must name matrices of the layers ({', '.join(matrices)}), got {pattern!r}; "
                 "embeddings, heads, norms and biases get no adapters"
             )
-    return tuple(name for name in matrices if any(fnmatch.fnmatchcase(name, pattern) for pattern in spec.targets))
+    routed = [name for name, p in matrices.items() if "experts" in p.axes.split()]
+    fused = spec.targets == Lora.targets and any(matrices[name].part for name in routed)
+    names = [name for name in matrices if not (fused and name in routed)]
+    return tuple(name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in spec.targets))
 
 
 def table(base: Table, spec: Lora) -> Table:

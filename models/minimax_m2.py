@@ -34,12 +34,12 @@ def config(hf: dict) -> Config:
 
 
 def to_hf(config: Config) -> dict:
-    """The config.json."""
-    return dense.to_hf(config) | {
+    """The config.json; it states the options that SGLang takes to be off where they are missing."""
+    return dense.to_hf(config) | ONLY | {
         "architectures": ["MiniMaxM2ForCausalLM"],
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.top_k,
-    }
+    }  # fmt: skip
 
 
 def table(config: Config) -> Table:

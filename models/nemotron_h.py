@@ -161,11 +161,12 @@ def layer_kinds(hf: dict) -> tuple[str, ...]:
 
 
 def to_hf(config: Config) -> dict:
-    """The config.json, with the kinds of layers in both spellings; the sizes of Mamba are those of the source."""
-    letters = {kind: letter for letter, kind in LETTERS.items()}
+    """The config.json, with the kinds of layers in both spellings, by the names that SGLang reads, too; the sizes of
+    Mamba are those of the source."""
+    letters, names = ({kind: name for name, kind in known.items()} for known in (LETTERS, FORMER))
     out = dense.to_hf(config) | {
         "architectures": ["NemotronHForCausalLM"],
-        "layers_block_type": list(config.kinds),
+        "layers_block_type": [names.get(kind, kind) for kind in config.kinds],
         "hybrid_override_pattern": "".join(letters[kind] for kind in config.kinds),
         "layer_norm_epsilon": config.norm_eps,
         "mlp_bias": config.mlp_bias,

@@ -4,12 +4,14 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 EMBEDDED = "import json, sys; from areax.rollout.engine import server; server.serve(**json.loads(sys.argv[1]))"
@@ -135,27 +137,72 @@ def stager(root, **environment):
     return command("areax.rollout.weights.stager", "--root", root, **environment)
 
 
+SERVE = str(HERE / "sglang_cpu" / "serve.py")
+
+
 @contextlib.contextmanager
 def sglang(path, python, log, *options):
     """Runs the real SGLang server on the CPU with its environment's `python`; `options` go to its command line."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:
-        port = sock.getsockname()[1]
-    command = [python, str(HERE / "sglang_cpu" / "serve.py"), "--model-path", str(path), "--port", str(port)]
-    command += options
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
+    port = free_port()
+    command = [python, SERVE, "--model-path", str(path), "--port", str(port), *options]
     with open(log, "w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=without_jax())
     with ended(process):
         remote = Remote(port)
-        deadline = time.monotonic() + 400
-        while time.monotonic() < deadline and process.poll() is None:
-            with contextlib.suppress(OSError):
-                if remote.get("/ready")[0] == 200:
-                    break
-            time.sleep(0.5)
-        else:
-            raise AssertionError(f"SGLang did not start:\n{Path(log).read_text()[-3000:]}")
+        started(remote, lambda: process.poll() is None, log)
         yield remote
+
+
+@contextlib.contextmanager
+def sglangs(python):
+    """Yields `serve(path, log, *options)`, which is `sglang`, but starts within seconds: servers are forked from a
+    process that has imported SGLang."""
+    command, pipe = [python, SERVE, "--many"], subprocess.PIPE
+    parent: Any = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=without_jax(), bufsize=1
+    )
+
+    @contextlib.contextmanager
+    def serve(path, log, *options):
+        port = free_port()
+        Path(log).touch()
+        words = ["--model-path", str(path), "--port", str(port), *options]
+        parent.stdin.write(json.dumps({"options": words, "log": str(log)}) + "\n")
+        pid = int(parent.stdout.readline())
+        try:
+            remote = Remote(port)
+            started(remote, Path(f"/proc/{pid}").exists, log)
+            yield remote
+        finally:
+            for signal_ in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal_)
+                    time.sleep(0.5)
+
+    with ended(parent):
+        yield serve
+        parent.stdin.close()
+
+
+def free_port():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as sock:
+        return sock.getsockname()[1]
+
+
+def without_jax():
+    """The environment without JAX's settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
+
+
+def started(remote, runs, log):
+    """Waits until a SGLang server can generate; its process must go on, as `runs()` says."""
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and runs():
+        with contextlib.suppress(OSError):
+            if remote.get("/ready")[0] == 200:
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"SGLang did not start:\n{Path(log).read_text()[-3000:]}")
 
 
 @contextlib.contextmanager

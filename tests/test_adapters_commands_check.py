@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
@@ -29,6 +30,19 @@ def test_a_good_checkpoint(saved):
     assert report["ok"] and report["family"] == "llama" and report["manifest"] == "verified"
     assert report["bytes"] == 4 * report["parameters"] and report["dtypes"] == ["float32"]
     assert report["logit_std"] > 1 and report["max_logit_diff"] < 1e-4 and report["max_gradient_diff"] < 1e-4
+
+
+NO_ROPE = dict(attention_bias=True, no_rope_layers=[1, 0], pad_token_id=0, bos_token_id=1)
+
+
+@pytest.mark.parametrize(("family", "options"), [("mixtral", {}), ("gemma2", {}), ("smollm3", NO_ROPE)])
+def test_gradients_that_are_not_in_torch_as_in_the_files(family, options, tmp_path):
+    """Other names than the checkpoint's, a padding token whose embedding has none, keys' biases without positions."""
+    config = tiny_families.config(family, **options)
+    hf.save(tmp_path, config, tiny.weights(models.table(config), 0.3))
+    report = check.check(tmp_path, "torch", gradients=True)
+    assert report["ok"] and report["max_gradient_diff"] < 1e-4
+    assert report["worst_gradient"] in safetensors.read(tmp_path)
 
 
 def test_tensors_with_non_finite_values_are_named(saved):
@@ -56,6 +70,8 @@ def test_a_model_with_different_outputs_fails_the_check(saved, monkeypatch):
 def test_bad_input_is_refused(saved):
     with pytest.raises(ValueError, match="against must be 'torch' or left out, got 'flax'"):
         check.check(saved, "flax")
+    with pytest.raises(ValueError, match="say which, --against torch"):
+        check.check(saved, gradients=True)
     with pytest.raises(ValueError, match="nowhere"):
         check.check(saved / "nowhere")
     data = bytearray((saved / "model.safetensors").read_bytes())

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 import torch
 import transformers
 
@@ -440,3 +441,22 @@ def test_large_models_are_saved_in_shards(tmp_path, monkeypatch):
     assert equal(hf.load(path)[1], params) and hf.verify(path)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(info.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "stated"),
+    [
+        ("deepseek_v2", {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1}),
+        ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+        ("minimax_m2", {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True}),
+        ("gemma2", {"hidden_act": "gelu_pytorch_tanh"}),
+    ],
+)
+def test_exports_state_what_sglang_needs(family, stated):
+    """Published files have these options; those that transformers writes have not."""
+    source = tiny_families.hf(family)
+    assert not stated.keys() & source.keys()
+    assert stated.items() <= models.config_to_hf(models.config_from_hf(source)).items()
+    if family == "deepseek_v2":
+        grouped = models.config_from_hf(source | {"topk_method": "group_limited_greedy"})
+        assert models.config_to_hf(grouped)["topk_method"] == "group_limited_greedy"

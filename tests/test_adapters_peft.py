@@ -470,7 +470,7 @@ def test_adapters_that_peft_cannot_represent_are_refused(base, tmp_path):
         adapters_in_files.save(tmp_path / "no", config, drawn(config, spec), spec)
     oss, _ = base("gpt_oss")
     with pytest.raises(ValueError, match="got expert_down, expert_gate, expert_up, which gpt_oss stores fused"):
-        adapters_in_files.modules(oss, lora.Lora(rank=2))
+        adapters_in_files.modules(oss, lora.Lora(rank=2, targets=("q", "expert_*")))
     assert not (tmp_path / "no").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("")

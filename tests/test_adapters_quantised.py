@@ -1,5 +1,6 @@
 """Checkpoints in FP8 and MXFP4 are read as the bfloat16 numbers that they stand for."""
 
+import importlib.util
 import json
 import re
 import tracemalloc
@@ -250,6 +251,45 @@ def test_one_scale_may_be_that_of_a_whole_matrix(qwen, tmp_path):
 # -- commands ------------------------------------------------------------------------------------
 
 
+def compressed(strategy, **weights):
+    """quantization_config as compressed-tensors writes it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | weights
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "config_groups": groups, "ignore": ["lm_head"], "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "block"])
+def test_compressed_tensors_are_read_as_they_are_decompressed(strategy, dtype, tmp_path):
+    """As dequantize(x_q, scale) of compressed-tensors 0.18: the codes in the scale's dtype, times the scale."""
+    source = original(tmp_path / "source", model_type="qwen3_moe", **FAMILIES["qwen3_moe"])
+    coded, plain = {}, {}
+    for name, x in safetensors.read(source).items():
+        coded[name] = plain[name] = np.array(x)
+        if matrices(name):
+            block = {"channel": (1, x.shape[1]), "tensor": x.shape, "block": BLOCK}[strategy]
+            coded[name], scales = quantise.fp8(x.astype(np.float64), block, dtype)
+            coded[f"{name}_scale"] = scales.reshape(1) if strategy == "tensor" else scales
+            coded[f"{name.removesuffix('weight')}input_scale"] = np.ones(1, dtype)
+            each = quantise.spread(scales, block, x.shape).astype(dtype)
+            plain[name] = (coded[name].astype(dtype) * each).astype(BF16)
+    options = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    config = compressed(strategy, block_structure=list(BLOCK))
+    quantise.checkpoint(tmp_path / "coded", options | {"quantization_config": config}, coded)
+    quantise.checkpoint(tmp_path / "plain", options, plain)
+    assert equal(hf.load(tmp_path / "coded", None)[1], hf.load(tmp_path / "plain", None)[1])
+    if importlib.util.find_spec("compressed_tensors") is None:
+        with pytest.raises(ValueError, match="check: transformers does not load .*compressed-tensors"):
+            check.check(tmp_path / "coded", "torch")
+    del coded[next(name for name in coded if name.endswith("weight_scale"))]
+    quantise.checkpoint(tmp_path / "half", options | {"quantization_config": config}, coded)
+    refused(tmp_path / "half", "is in FP8 and needs .*weight_scale, which is missing; copy it again")
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_convert_writes_the_numbers_without_quantisation(pairs, family, tmp_path, capsys):
     coded, plain = pairs[family]
@@ -395,6 +435,14 @@ def test_blocks_of_any_size_are_read(block):
         ("qwen3", {"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype of weights in FP8 must be 'fp8'"),
         ("qwen3", {"quant_method": "mxfp4"}, "weights in MXFP4 are read for gpt_oss alone, got 'qwen3'"),
         ("qwen3", {"quant_method": ["fp8"]}, "weights must not be quantised"),
+        ("qwen3", {"quant_method": "compressed-tensors"}, "weights must not be quantised"),
+        ("qwen3", compressed("channel") | {"format": "pack-quantized"}, "weights must not be quantised"),
+        ("qwen3", compressed("channel") | {"kv_cache_scheme": {"num_bits": 8}}, "weights must not be quantised"),
+        ("qwen3", compressed("channel") | {"config_groups": {"a": 1}}, "weights must not be quantised"),
+        ("qwen3", compressed("channel", type="int"), "weights must not be quantised"),
+        ("qwen3", compressed("group"), "weights must not be quantised"),
+        ("qwen3", compressed(["channel"]), "weights must not be quantised"),
+        ("qwen3", compressed("block"), "weight_block_size must be two whole numbers above 0"),
         ("qwen3", "fp8", "weights must not be quantised"),
     ],
 )

@@ -194,6 +194,17 @@ def test_a_model_that_is_not_cached_is_downloaded_once(model, tmp_path):
         assert any("model.safetensors" in path for path in asked)
 
 
+def test_a_model_with_pickles_alone_is_one_line(model, tmp_path):
+    shutil.copytree(model, tmp_path / "old")
+    (tmp_path / "old/model.safetensors").rename(tmp_path / "old/pytorch_model.bin")
+    with answering(tmp_path / "old") as (url, asked):
+        done = run(["check", NAME], HF_ENDPOINT=url, HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_DISABLE_XET="1")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.splitlines()[-1]  # after the client's progress
+    assert last.startswith(f"{NAME}: weights must be in safetensors, of which the hub has none; fetch all files")
+    assert not any(path.endswith(".bin") for path in asked)
+
+
 def test_a_name_that_is_nowhere_is_one_line_within_seconds(model, tmp_path):
     with answering(model) as (url, _):
         began = time.monotonic()

@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 import tiny
+import tiny_families
 
 from areax import models
-from areax.adapters import orbax
+from areax.adapters import orbax, peft
 from areax.core import losses, metrics, optim, packing, param, step
 from areax.models import lora
 from areax.parallel import batches, mesh, rules
@@ -229,6 +230,15 @@ def test_default_targets_are_those_that_a_family_has():
     )
     assert set(of(4)) == {"q_down", "q_up", "kv_down", "kv_up", "o", "gate", "up", "down"}
     assert set(of(None)) == {"q", "kv_down", "kv_up", "o", "gate", "up", "down"}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "gemma4_text"])
+def test_default_targets_are_those_that_peft_adapts(family):
+    config = tiny_families.config(family)
+    names = {*lora.targets(models.table(config), lora.Lora(rank=2))}
+    assert {"q", "o"} < names and not {"expert_gate", "expert_up", "expert_down"} & names
+    assert ("per_layer_out" in names) == (family == "gemma4_text")
+    peft.modules(config, lora.Lora(rank=2))
 
 
 def test_targets_are_matrices_of_layers():

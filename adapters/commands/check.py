@@ -18,6 +18,7 @@ from .. import torch as torch_adapter
 from ..runtime import hub
 
 TOLERANCE = 1e-4  # fp32: for logits relative to max(1, largest logit), for gradients to the tensor's largest entry
+ROUNDING = 1e-5  # a tensor's gradient is rounding if its entries are below this part of the largest of all
 
 
 def check(path: str | os.PathLike, against: Literal["torch"] | None = None, gradients: bool = False) -> dict:
@@ -25,7 +26,7 @@ def check(path: str | os.PathLike, against: Literal["torch"] | None = None, grad
     logits on random tokens with transformers.
 
     Args:
-      gradients: also compares the gradient of the mean cross-entropy in every tensor.
+      gradients: with `against`, also compares the gradient of the mean cross-entropy in every tensor.
 
     Returns:
       {"ok", "path", "family", "parameters", "bytes", "dtypes", "manifest", "nonfinite"}, all JSON types; with `against`
@@ -37,6 +38,8 @@ def check(path: str | os.PathLike, against: Literal["torch"] | None = None, grad
     """
     if against not in (None, "torch"):
         raise ValueError(f"check: against must be 'torch' or left out, got {against!r}")
+    if gradients and against is None:
+        raise ValueError("check: gradients are compared with another library's; say which, --against torch")
     path = hub.folder(path, weights=True)
     config = hf.read_config(path)  # first, to report an unsupported model as such
     tensors = safetensors.read(path)
@@ -69,14 +72,18 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
     source = wrappers.text(json.loads(config.source))
     dtype = torch.bfloat16 if config_json.quantisation(source) else torch.float32  # numbers are those of bfloat16
     auto = AutoModelForImageTextToText if wrappers.wraps(config) else AutoModelForCausalLM
-    model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager").float().eval()
-    token_BT = np.random.default_rng(0).choice(_text_tokens(config), (2, min(64, config.context)))
+    try:
+        model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager").float().eval()
+    except ImportError as error:  # of what it needs for some quantised checkpoints
+        raise ValueError(f"check: transformers does not load {path}: {' '.join(str(error).split())}") from error
+    tokens = _text_tokens(config, model.get_input_embeddings().padding_idx)
+    token_BT = np.random.default_rng(0).choice(tokens, (2, min(64, config.context)))
     theirs = model(input_ids=torch.from_numpy(token_BT), attention_mask=None, use_cache=False).logits
     with jax.default_matmul_precision("highest"):  # accelerators would round fp32 operands
         ours_BTV = np.asarray(jax.jit(models.forward, static_argnames="config")(params, token_BT, config=config))
         gradient = jax.jit(jax.grad(_loss), static_argnums=2)(params, token_BT, config) if gradients else None
     theirs_BTV = theirs.detach().numpy()
-    report = {
+    report: dict = {
         "max_logit_diff": _largest(ours_BTV - theirs_BTV),
         "max_logit": _largest(theirs_BTV),
         "logit_std": float(theirs_BTV.std()),
@@ -84,21 +91,36 @@ def _against_torch(path, config, params, gradients: bool) -> dict:
     if gradients:
         flat, target = theirs[:, :-1].flatten(0, 1), torch.from_numpy(token_BT[:, 1:]).flatten()
         torch.nn.functional.cross_entropy(flat, target).backward()
-        ours = torch_adapter.to_state_dict(wrappers.in_module(config), gradient)
-        diffs = {}
-        for name, weight in model.named_parameters():
-            if weight.grad is None and name not in ours:  # of another part of a wrapper
-                continue
-            diffs[name] = _largest((ours[name] - weight.grad).numpy()) / max(_largest(weight.grad.numpy()), 1e-30)
+        diffs = _gradient_diffs(config, gradient, model)
         worst = max(diffs, key=lambda name: diffs[name])
         report |= {"max_gradient_diff": diffs[worst], "worst_gradient": worst}
     return report
 
 
-def _text_tokens(config) -> list[int]:
-    """The vocabulary without the ids that stand for images and the like in a wrapper."""
+def _gradient_diffs(config, gradient, model) -> dict[str, float]:
+    """The largest difference in each tensor of a checkpoint, relative to the tensor's largest entry, or to that of all
+    tensors where it is mere rounding, as of the bias of keys without positions."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # NaN: torch has no gradient of buffers.
+    buffers = model.state_dict().keys() & dict(model.named_buffers()).keys()
+    named = {name: torch.full_like(model.get_buffer(name), torch.nan) for name in buffers}
+    named |= {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    _, theirs = torch_adapter.from_state_dict(config, revert_weight_conversion(model, named))
+    (specs, wanted), (_, got) = (hf.to_tensors(config, tree, np.float32) for tree in (theirs, gradient))
+    pairs = {name: (x, g) for name, x, g in zip(specs, got, wanted, strict=True) if not np.isnan(g).any()}
+    largest = {name: _largest(g) for name, (_, g) in pairs.items()}
+    least = ROUNDING * max(largest.values())
+    scale = lambda name: largest[name] if largest[name] > least else least / ROUNDING
+    return {name: _largest(x - g) / scale(name) for name, (x, g) in pairs.items()}
+
+
+def _text_tokens(config, padding: int | None) -> list[int]:
+    """The vocabulary without the ids that stand for images and the like in a wrapper, and without padding, of whose
+    embedding torch has no gradient."""
     options = json.loads(config.source) if wrappers.wraps(config) else {}
-    other = {value for name, value in options.items() if name.endswith(("_token_id", "_token_index"))}
+    other = {value for name, value in options.items() if name.endswith(("_token_id", "_token_index"))} | {padding}
     return [id for id in range(config.vocab) if id not in other]
 
 

@@ -26,7 +26,7 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
       needs: files of which it must have one.
 
     Raises:
-      ValueError: there is no such model, or the hub does not answer.
+      ValueError: there is no such model, it has no weights in safetensors, or the hub does not answer.
     """
     text = os.fspath(name)
     if isinstance(name, Path) or Path(text).expanduser().exists() or not NAME.fullmatch(text) or text[0] == ".":
@@ -49,12 +49,18 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
         )
     check(name)
     try:
-        return huggingface_hub.snapshot_download(name, allow_patterns=patterns)
+        found = huggingface_hub.snapshot_download(name, allow_patterns=patterns)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{name}: neither a folder here nor a model that the hub, {constants.ENDPOINT}, gives: {reason}"
         ) from None
+    if weights and not any(Path(found).glob("*.safetensors")):
+        raise ValueError(
+            f"{name}: weights must be in safetensors, of which the hub has none; fetch all files with `hf download "
+            f"{name}`, and give the folder that it prints instead, to be told how to convert them"
+        )
+    return found
 
 
 def _missing(copy: Path) -> bool:

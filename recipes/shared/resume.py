@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ SHAPING = ("model", "optim.", "lora.", "objective.", "critic.", "reference-every
 def changes(config: Any) -> list[str]:
     """The options that differ from those in `config.out`/config.json, as "--steps 2 -> 4"; none without such a file.
 
-    `out` does not count: a run may be moved.
+    `out` does not count: a run may be moved. Nor does another path to the same file or folder.
     """
     try:
         former = json.loads((Path(config.out) / run_dir.CONFIG).read_text(encoding="utf-8"))
@@ -24,7 +25,13 @@ def changes(config: Any) -> list[str]:
     if not isinstance(former, dict):
         return []
     then, now = (by_option(values, type(config)) for values in (former, run_dir.plain(config)))
-    return [f"--{k} {_shown(then[k])} -> {_shown(v)}" for k, v in now.items() if k != "out" and then.get(k, v) != v]
+    differs = lambda k, v: k != "out" and not _same(then.get(k, v), v)
+    return [f"--{k} {_shown(then[k])} -> {_shown(v)}" for k, v in now.items() if differs(k, v)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    paths = [x for x in (one, other) if isinstance(x, str) and os.path.exists(x)]
+    return one == other or (len(paths) == 2 and os.path.samefile(*paths))
 
 
 def _shown(value: Any) -> str:

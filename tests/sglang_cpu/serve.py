@@ -6,10 +6,17 @@ nothing about speed or GPU kernels. Options on the command line win over OPTIONS
 
 SGLang spawns its workers, and each runs this file again up to the guard at its end: that is how they
 come to know the stand-in and the operators below.
+
+`python serve.py --many` imports SGLang once, and forks a server for each line of its input, {"options":
+[...], "log": PATH}, whose process id it prints: a server takes seconds to start then.
 """
 
+import json
+import multiprocessing
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 OPTIONS = {
@@ -25,6 +32,7 @@ OPTIONS = {
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("PYTORCH_JIT", "0")  # which would look for the source of the functions replaced below
 sys.path.insert(0, str(Path(__file__).resolve().parent / "stubs"))
 
 import torch  # noqa: E402
@@ -66,5 +74,35 @@ def main(arguments):
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+def many():
+    # What the workers import, too, so that they need not.
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    # torch_native keeps latent vectors only, and SGLang would ask it to attend to whole keys in a prompt.
+    handler.AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's own choice, "spawn", would import all again
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    for line in sys.stdin:
+        job = json.loads(line)
+        if pid := os.fork():
+            print(pid, flush=True)
+            continue
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2), os.close(0)
+        try:
+            main(job["options"])
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    many() if sys.argv[1:] == ["--many"] else main(sys.argv[1:])
