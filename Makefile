@@ -85,8 +85,16 @@ test-mesh: $(dev) ## test every family on every kind of mesh against one device;
 
 .PHONY: test-wide
 test-wide: export XLA_FLAGS += $(fast)
-test-wide: $(dev) ## test-mesh for every family with every objective on every mesh, every recipe over processes
+test-wide: $(dev) ## test every family on meshes, in the engine and with PEFT's adapters; every recipe over processes
 	$(py) -m pytest -q $(call marked,wide) $(both)
+
+family_tests = test_logits or test_gradients or test_packed_rows or greedy or teacher or a_step or saved_adapters
+.PHONY: family-table
+family-table: export XLA_FLAGS += $(fast)
+family-table: $(dev) ## test of every family all that docs/models.md has a column for, and write the results there
+	-$(py) -m pytest -q -m "" -k "$(family_tests)" $(both) --junitxml=.cache/families.xml \
+	  tests/test_models_parity.py tests/test_rollout_engine_decode.py tests/test_parallel_mesh.py tests/test_adapters_peft.py
+	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
 .PHONY: test-learning
 test-learning: $(dev) ## test that each way of learning brings a small task to a stated level, under 20 minutes
@@ -108,7 +116,17 @@ test-sglang: export AREAX_SGLANG_PYTHON := $(CURDIR)/$(sglang)/bin/python
 test-sglang: $(dev) $(sglang)/.done
 endif
 test-sglang: ## run the contract tests of `make test` against the real SGLang server on the CPU (installs it, 3.3 GB)
-	$(py) -m pytest -q tests/sglang -k "not embedded" -m "wide or not wide"
+	$(py) -m pytest -q tests/sglang -k "not embedded"
+
+.PHONY: test-sglang-families
+ifdef AREAX_SGLANG_PYTHON
+test-sglang-families: $(dev)
+else
+test-sglang-families: export AREAX_SGLANG_PYTHON := $(CURDIR)/$(sglang)/bin/python
+test-sglang-families: $(dev) $(sglang)/.done
+endif
+test-sglang-families: ## test that the real SGLang server computes what areax does, for every family that it serves on a CPU
+	$(py) -m pytest -q tests/sglang/test_families.py -m "wide or not wide" --junitxml=.cache/sglang.xml # for `make family-table`
 
 $(sglang)/.done: tests/sglang_cpu/install.sh tests/sglang_cpu/requirements.txt
 	@echo "installing SGLang into $(sglang): a few minutes, once"

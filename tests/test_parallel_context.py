@@ -52,14 +52,16 @@ def on_mesh(layout, method, pattern, q, k, v, dout, sinks_N):
 
 
 def cases():
-    """All under `mesh`, but the one with most axes and features for each method."""
+    """Each pattern with each method, and each layout with all features; those with most axes too every day. `wide` has
+    all."""
     for method in ("gather", "ulysses", "ring"):
         for layout in LAYOUTS:
             if layout == "dp2 tp4" and method != "gather":
                 continue  # without cp the methods are the same
             for kind in PATTERNS:
-                often = layout == "dp2 cp2 tp2" and kind == "all"
-                yield pytest.param(layout, method, kind, marks=() if often else pytest.mark.mesh)
+                everyday = layout == "dp2 cp2 tp2" and kind == "all"
+                mark = pytest.mark.mesh if layout == "cp8" or kind == "all" else pytest.mark.wide
+                yield pytest.param(layout, method, kind, marks=() if everyday else mark)
 
 
 @pytest.mark.parametrize("layout, method, kind", list(cases()))

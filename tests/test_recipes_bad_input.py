@@ -331,7 +331,7 @@ OPTIONS = {
             "prompt and completion must fit in --serve.context 64 (at most the model's), got 11 tokens and "
             "--sampling.max-new-tokens 600; lower it",
         ),
-        ("--serve.dtype float8", "--serve.dtype must be one of float32, bfloat16, float16, got 'float8'"),
+        ("--serve.dtype float8", "--serve.dtype must be one of auto, float32, bfloat16, float16, got 'float8'"),
         ("--servers http://a --serve.slots 4", "--serve.* are for servers that are started here, got --serve.slots 4"),
         ("--servers a", "--servers must be addresses such as http://127.0.0.1:30000, got 'a'"),
         ("--servers http://a:99999", "--servers must be addresses such as"),
