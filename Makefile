@@ -96,6 +96,10 @@ family-table: $(dev) ## test of every family all that docs/models.md has a colum
 	  tests/test_models_parity.py tests/test_rollout_engine_decode.py tests/test_parallel_mesh.py tests/test_adapters_peft.py
 	$(py) tests/family_table.py .cache/families.xml .cache/sglang.xml
 
+.PHONY: device-table
+device-table: $(dev) ## plan every model on every kind of device, and write the tables of README and docs/devices.md
+	$(py) tests/device_table.py
+
 .PHONY: test-learning
 test-learning: $(dev) ## test that each way of learning brings a small task to a stated level, under 20 minutes
 	$(py) -m pytest -q $(call marked,learning) $(both)

@@ -1,0 +1,42 @@
+"""The tables of what trains where: README and docs/devices.md agree, and are what `areax plan` says."""
+
+import json
+import re
+
+import device_table
+import pytest
+from device_table import CHIPS, DEVICES, MODELS, ROOT, brief
+
+ROW = re.compile(r"^\| ([\w.-]+) \| `(.+)` \| ([\d.]+k) \|$", re.M)
+
+
+def written():
+    """{(model, chip, devices): (options, tokens/s)} of docs/devices.md."""
+    found = {}
+    for name, options, tokens in ROW.findall((ROOT / "docs/devices.md").read_text()):
+        mesh = [int(count) for count in re.findall(r"--mesh\.\w+ (\d+)", options)]
+        devices = 1
+        for count in mesh:
+            devices *= count
+        found[name, re.search(r"--chip (\w+)", options).group(1), devices] = options, tokens
+    return found
+
+
+def test_readme_has_the_speeds_of_the_page():
+    pages, readme = written(), (ROOT / "README.md").read_text()
+    assert len(pages) > 50
+    for name in MODELS:
+        cells = re.search(rf"^\| {re.escape(name)} \| (.+) \|$", readme, re.M).group(1).split(" | ")
+        for chip, cell in zip(CHIPS, cells, strict=True):
+            wanted = [pages.get((name, chip, count), ("", "-"))[1] for count in DEVICES]
+            assert cell == " / ".join(wanted), (name, chip)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page_is_what_the_planner_says(tmp_path, name):
+    """The options of one cell of each model, on another chip for each."""
+    pages = [(key, cell) for key, cell in written().items() if key[0] == name]
+    _, (options, tokens) = pages[list(MODELS).index(name) % len(pages)]
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"}))
+    report = device_table.planned(tmp_path, dict(re.findall(r"(--\S+)(?: ([^-]\S*))?", options)))
+    assert report["fits"] and brief(device_table.speed(report)) == tokens
