@@ -20,6 +20,7 @@ import jax
 from areax.adapters import hf, orbax
 from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import UNPREFIXED, json_object
+from areax.adapters.data import datasets
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
@@ -28,6 +29,7 @@ from areax.recipes.shared import (
     ending,
     evaluation,
     learner,
+    many_rows,
     notebook,
     probe,
     publishing,
@@ -154,10 +156,15 @@ def read(config: Config, tokens) -> tuple:
         tokens, workflow, most=options.max_prompt, room=min(length, context or length), vocabulary=model.vocab,
         context=context, new=config.rollout.sampling.max_new_tokens,
     )  # fmt: skip
-    asks = rows.asks(workflow)
-    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
-    prompts = ordered(read(config.data, limit=options.limit), options.curriculum, seed=config.seed)
-    return prompts, {name: read(source) for name, source in heldout.items()}
+    given = dict(row=options.row, check=check, bad=options.bad_rows, recognise=rows.asks(workflow))
+    train = many_rows.opened(config.data, limit=options.limit, **given)
+    if options.curriculum.order != "shuffled" and not isinstance(train, list):
+        raise ValueError(
+            f"--curriculum.order {options.curriculum.order} needs rows in memory, at most {datasets.MANY:,}, got "
+            f"{len(train):,}; use order shuffled or --limit"
+        )
+    prompts = ordered(train, options.curriculum, seed=config.seed)
+    return prompts, {name: rows.read(source, **given) for name, source in heldout.items()}
 
 
 def build_trainer(config: Config) -> Trainer:

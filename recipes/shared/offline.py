@@ -6,7 +6,7 @@ A run writes its state, metrics, checkpoint and summary to `config.out`, and res
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -19,7 +19,7 @@ from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, ending, learner, notebook, resume, rows, terminal
+from areax.recipes.shared import common, ending, learner, many_rows, notebook, resume, rows, terminal
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.executor import Prompts
 from areax.rollout.types import Sample, demonstration, supervised
@@ -68,7 +68,7 @@ def run(train: Callable, config) -> dict:
 
 def read(
     config, samples: Callable[[list[dict]], list[Sample]], quiet: bool = False, *, check: Callable = lambda row: None
-) -> tuple[list[dict], list[dict]]:
+) -> tuple[Sequence[dict], list[dict]]:
     """Reads the rows of `config.data` and `config.heldout`, and makes each one's samples once: they must fit in
     `config.length` tokens, or are left out if `config.too_long` is "drop".
 
@@ -95,9 +95,10 @@ def read(
             raise ValueError(f"a row must fit in --length {config.length} tokens, got {n}; or use --too-long drop")
         return f"longer than --length {config.length}"
 
-    read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet)
-    train, heldout = read(config.data, limit=config.limit), read(config.heldout) if config.heldout else []
-    processes.same("options and rows", config, train, heldout)
+    given = dict(row=config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet)
+    train = many_rows.opened(config.data, limit=config.limit, **given)
+    heldout = rows.read(config.heldout, **given) if config.heldout else []
+    processes.same("options and rows", config, many_rows.sampled(train), heldout)
     return train, heldout
 
 
@@ -113,7 +114,7 @@ def fit(
     config,
     mesh: jax.sharding.Mesh,
     own: Learner,
-    rows: list[dict],
+    rows: Sequence[dict],
     heldout: list[dict],
     *,
     samples: Callable,

@@ -53,16 +53,10 @@ def read(
             progress.say(f"{source}: rows are made of the fields {sorted(records[0][0])} by --row {row}")
     elif not row and not quiet and records and (known_as := formats.recognised(records[0][0])):
         progress.say(f"{source}: the workflow gets records as they are; --row {known_as} makes prompts of them")
-    convert = object_path.resolve(row) if row else None
+    use = reader(row, check, recognise)
     for record, place in records:
         try:
-            if recognise and formats.recognised(record) is None:
-                raise ValueError(
-                    f"a row needs either 'prompt' or 'messages', got the fields {sorted(record)}; also read are "
-                    f"{KNOWN}, and --row FILE.py:FUNCTION converts other records"
-                )
-            made = _converted(convert, row, record) if convert else record
-            why = f"by {row}" if made is None else check(made)
+            made, why = use(record)
         except ValueError as error:
             refused.append(ValueError(f"{place}: {error}"))
             if bad == "stop":
@@ -79,6 +73,23 @@ def read(
     for why, count in left.items() if not quiet else ():
         progress.say(f"{count:,} of {total:,} rows are left out, {why}")
     return rows
+
+
+def reader(row: str, check: Check, recognise: bool) -> Callable[[dict], tuple[dict | None, str | None]]:
+    """Makes f(record) -> (its row, why it is left out or None), which raises ValueError for a bad one; arguments as
+    `read`."""
+    convert = object_path.resolve(row) if row else None
+
+    def use(record: dict) -> tuple[dict | None, str | None]:
+        if recognise and formats.recognised(record) is None:
+            raise ValueError(
+                f"a row needs either 'prompt' or 'messages', got the fields {sorted(record)}; also read are "
+                f"{KNOWN}, and --row FILE.py:FUNCTION converts other records"
+            )
+        made = _converted(convert, row, record) if convert else record
+        return made, f"by {row}" if made is None else check(made)
+
+    return use
 
 
 def _converted(convert: Callable[[dict], Any], name: str, record: dict) -> dict | None:

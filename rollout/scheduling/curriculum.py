@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
 from .. import object_path
 from ..types import Sample
 
 Row = Mapping[str, Any]
+
+TABLE = 1 << 20  # most rows of which a permutation is kept as a table
+ROUNDS = 6  # of the Feistel network that permutes more
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,33 @@ class Prompts:
     def __getitem__(self, ordinal: int) -> Row:
         epoch, index = divmod(ordinal, len(self.rows))
         if self.shuffle:
-            index = int(_permutation(self.seed, epoch, len(self.rows))[index])
+            index = _shuffled(self.seed, epoch, len(self.rows), index)
         return self.rows[index]
 
     @property
     def order(self) -> int | None:
         """What the order depends on, apart from the rows."""
         return self.seed if self.shuffle else None
+
+
+def _shuffled(seed: int, epoch: int, size: int, index: int) -> int:
+    """The index's place in the epoch's permutation of range(size).
+
+    Above TABLE rows it is computed without a table, by a Feistel network on the next even number of bits, applied again
+    while its result is not below `size` (cycle walking, Black and Rogaway 2002).
+    """
+    if size <= TABLE:
+        return int(_permutation(seed, epoch, size)[index])
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(ROUNDS):
+            digest = xxhash.xxh3_64_intdigest(struct.pack("<4q", seed, epoch, number, right))
+            left, right = right, left ^ digest & mask
+        index = left << half | right
+        if index < size:
+            return index
 
 
 @functools.lru_cache(maxsize=4)
