@@ -55,13 +55,20 @@ def placed(
         that cannot be read at all are refused in any case.
     """
     files = _located(source, split, limit)
+    found: Iterator[Placed]
     if files is not None:
         found = itertools.chain.from_iterable(map(_read, files))
     elif Path(source).expanduser().is_dir():
         found = _numbered(_saved(Path(source).expanduser(), split), source)
     else:
         found = _hub(str(source), split, limit)
-    read = list(itertools.islice(found, limit))
+    return good(list(itertools.islice(found, limit)), source, bad)
+
+
+def good(
+    read: Sequence[Placed], source: str | Path, bad: Callable[[ValueError], None] | None = None
+) -> list[tuple[dict, str]]:
+    """The rows among `read`, with their places; what is no row is raised, or given to `bad`."""
     if not read:
         raise ValueError(f"data: the data set is empty, got {source}")
     result = []
@@ -95,6 +102,18 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
     if suffix == ".parquet":
         return indexed.Joined([_rows_of(indexed.parquet(files), source)], limit)
     return indexed.Joined([_lines_of(file) for file in files], limit)
+
+
+def given(rows: Sequence, limit: int | None = None) -> Sequence[Placed]:
+    """(row or error, its place) of the rows of a list, a `datasets.Dataset` or the like, as `many`."""
+    return indexed.Joined([indexed.Mapped(rows, lambda i, row: _entry(row, f"rows: row {i + 1}"))], limit)
+
+
+def _entry(row: Any, place: str) -> Placed:
+    return (
+        row if isinstance(row, dict) else ValueError(f"{place}: a row must be a dict, got {type(row).__name__}"),
+        place,
+    )
 
 
 def _exceeds(files, suffix):

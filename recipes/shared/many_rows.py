@@ -44,11 +44,6 @@ def over(
     return own
 
 
-def sampled(own: Sequence[dict]) -> list:
-    """What processes compare of their rows: all of those in memory; of others the number and a hundred of them."""
-    return own if isinstance(own, list) else [len(own), *(own[i] for i in spread(len(own), 100))]
-
-
 def spread(size: int, count: int) -> list[int]:
     """Up to `count` indices from 0 to `size` - 1 at equal distances."""
     return sorted({i * size // count for i in range(count)})

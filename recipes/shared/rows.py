@@ -42,9 +42,21 @@ def read(
       ValueError: a bad row, or no row is left.
     """
     refused: list[ValueError] = []
+    records = datasets.placed(source, limit=limit or None, bad=refused.append if bad == "skip" else None)
+    return made(records, refused, source, row, check=check, bad=bad, recognise=recognise, quiet=quiet)
+
+
+def made(
+    records: Sequence[tuple[dict, str]], refused: list[ValueError], source: str, row: str, *, check: Check, bad: Bad,
+    recognise: bool, quiet: bool,
+) -> list[dict]:  # fmt: skip
+    """The rows of records that were read, with their places; as `read`.
+
+    Args:
+      refused: what was read and is no record.
+    """
     left: Counter[str] = Counter()
     rows = []
-    records = datasets.placed(source, limit=limit or None, bad=refused.append if bad == "skip" else None)
     total, recognise = len(records) + len(refused), recognise and not row
     if recognise:
         known = (formats.recognised(record) for record, _ in records[: 1 if bad == "stop" else None])
@@ -56,14 +68,14 @@ def read(
     use = reader(row, check, recognise)
     for record, place in records:
         try:
-            made, why = use(record)
+            own, why = use(record)
         except ValueError as error:
             refused.append(ValueError(f"{place}: {error}"))
             if bad == "stop":
                 raise refused[0] from error
             continue
-        if made is not None and why is None:
-            rows.append(made)
+        if own is not None and why is None:
+            rows.append(own)
         elif why:
             left[why] += 1
     if refused:

@@ -83,6 +83,10 @@ class Prompts:
         return self.rows[index]
 
     @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    @property
     def order(self) -> int | None:
         """What the order depends on, apart from the rows."""
         return self.seed if self.shuffle else None
@@ -133,7 +137,7 @@ class EasyFirst:
     """An endless sequence of rows that depends only on the ordinal: sorted by difficulty each epoch, ties shuffled."""
 
     def __init__(self, rows: Sequence[Row], field: str, seed: int = 0):
-        self.rows, self.order = rows, ["easy_first", field, seed]
+        self.rows, self.size, self.order = rows, len(rows), ["easy_first", field, seed]
         self._difficulty, self._seed = difficulties(rows, field), seed
         self._epoch, self._indices = -1, np.zeros(0, int)
 
@@ -161,7 +165,7 @@ class Adaptive:
     def __init__(self, rows: Sequence[Row], spec: Curriculum, seed: int = 0):
         if not len(rows):
             raise ValueError("curriculum: at least one row is needed, got an empty data set")
-        self.rows, self.order = rows, ["success", spec.field, seed]
+        self.rows, self.size, self.order = rows, len(rows), ["success", spec.field, seed]
         self.rate = np.full(len(rows), spec.target)  # estimated success rates
         if spec.field:
             values = difficulties(rows, spec.field)
