@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tiny
 
-STEPS, SAVE = 60, 20
+STEPS, SAVE = 100, 20
 
 
 def write(file: Path, count: int) -> None:
@@ -31,8 +31,8 @@ def write(file: Path, count: int) -> None:
 def start(folder: Path, data: str, out: str) -> subprocess.Popen:
     words = ["--model", folder / "model", "--data", data, "--out", folder / out, "--steps", STEPS, "--batch", 64]
     words += ["--length", 64, "--rows", 16, "--save-every", SAVE]
-    log = (folder / f"{out}.log").open("a")
-    return subprocess.Popen([sys.executable, "-m", "areax", "train", "sft", *map(str, words)], stderr=log)
+    with (folder / f"{out}.log").open("a") as log:
+        return subprocess.Popen([sys.executable, "-m", "areax", "train", "sft", *map(str, words)], stderr=log)
 
 
 def memory(process: subprocess.Popen) -> dict[str, float]:
@@ -53,7 +53,7 @@ def train(folder: Path, data: str, out: str, kill_at: int | None = None) -> dict
     before, began = len(losses(folder / out)), time.monotonic()
     process, first, last = start(folder, data, out), {}, {}
     while process.poll() is None:
-        time.sleep(0.2)
+        time.sleep(0.05)
         done = len(losses(folder / out))
         try:
             last = memory(process)
