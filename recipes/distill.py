@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -50,20 +51,23 @@ class Config(offline_options.Options):
     objective: losses.Distill = losses.Distill(divergence="forward")
 
 
-def main(config: Config) -> dict:
+def main(config: Config, rows: Any = None) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "divergence", "seconds", ...}.
 
     In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
+
+    Args:
+      rows: what to train on instead of `config.data`, as `sources.opened`.
     """
-    return offline.run(train, config)
+    return offline.run(functools.partial(train, given=rows), config)
 
 
-async def run(config: Config) -> dict:
+async def run(config: Config, rows: Any = None) -> dict:
     """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
-    return await notebook.run_in_thread(main, config)
+    return await notebook.run_in_thread(functools.partial(main, rows=rows), config)
 
 
-def train(config: Config, quiet: bool = False) -> dict:
+def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     check(config)
     asyncio.run(client.check_keys(itertools.chain(*served.named(config.teachers).values()), key_variable=served.KEY))
@@ -75,7 +79,7 @@ def train(config: Config, quiet: bool = False) -> dict:
         made = [sample(row, offline.completion("distill", row)).replace(info={"row": row}) for row in rows]
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
-    rows, heldout = offline.read(config, samples, quiet)
+    prompts, heldout = offline.read(config, samples, quiet, given=given)
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     run = learner.computed(config.run)
@@ -91,7 +95,7 @@ def train(config: Config, quiet: bool = False) -> dict:
     )  # fmt: skip
     with served_teachers(config, settings.vocab) as annotate:
         return offline.fit(
-            "distill", config, mesh, own, rows, heldout, samples=lambda rows: annotate(samples(rows)), tokens=tokens,
+            "distill", config, mesh, own, prompts, heldout, samples=lambda rows: annotate(samples(rows)), tokens=tokens,
             began=began, quiet=quiet,
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 
@@ -25,6 +25,7 @@ from areax.adapters.tracking import sinks
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import (
     common,
+    describe,
     ending,
     evaluation,
     learner,
@@ -36,12 +37,13 @@ from areax.recipes.shared import (
     rl_log,
     rollouts,
     rows,
+    sources,
 )
 from areax.recipes.shared.rl_options import Evaluation, Prompts, Rewards, Rollout, Saving, Serving, Training, conflicts
 from areax.recipes.shared.trainer import Trainer, build, restore, saved, train_on_batch, train_packed
 from areax.rollout import loop, rewards
 from areax.rollout.fleet import offload
-from areax.rollout.scheduling.curriculum import ordered
+from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.workflows import resolve
 
 FIRST_OPTIONS = (
@@ -56,7 +58,7 @@ class Config:
 
     Attributes:
       model: Hugging Face directory: weights, config.json and tokenizer; or a model on the hub, `owner/name`.
-      data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub.
+      data: rows with "prompt" or "messages": a file, a folder, or a data set on the hub; or NAME=ROWS:WEIGHT,NAME=...
       reward: `module:function` or `file.py:function`: called as f(text, row) -> number.
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, samples.
@@ -89,11 +91,14 @@ class Config:
             raise ValueError(reason)
 
 
-def main(config: Config) -> dict:
+def main(config: Config, rows: Any = None) -> dict:
     """Trains, writes `out`/model, and returns the content of `out`/summary.json.
 
     In a job of several processes, process 0 runs rollouts, rewards and the loop. All processes together run what needs
     the devices (`collective`), each on its part of every batch. Processes other than 0 return {}.
+
+    Args:
+      rows: what to train on instead of `config.data`, as `sources.opened`.
     """
     notebook.refuse_running_loop(config)
     began = time.monotonic()
@@ -110,7 +115,7 @@ def main(config: Config) -> dict:
         tokens = common.open_tokenizer(config.model, config.prompts.chat_template_kwargs)
         if index == 0:
             sinks.check(config.saving.track)
-        data = read(config, tokens) if index == 0 else (None, {})
+        data = read(config, tokens, rows) if index == 0 else (None, {})
         processes.same("options", config)
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
@@ -129,12 +134,12 @@ def main(config: Config) -> dict:
                 return summary
 
 
-async def run(config: Config) -> dict:
+async def run(config: Config, rows: Any = None) -> dict:
     """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
-    return await notebook.run_in_thread(main, config)
+    return await notebook.run_in_thread(functools.partial(main, rows=rows), config)
 
 
-def read(config: Config, tokens) -> tuple:
+def read(config: Config, tokens, given: Any = None) -> tuple:
     """Reads (prompts, {name: held-out rows}).
 
     Raises ValueError if reward or workflow do not exist, or a key is refused.
@@ -157,8 +162,11 @@ def read(config: Config, tokens) -> tuple:
         context=context, new=config.rollout.sampling.max_new_tokens,
     )  # fmt: skip
     asks = rows.asks(workflow)
+    prompts = sources.opened(
+        config.data, given, options.row, options.limit, check=check, bad=options.bad_rows, recognise=asks,
+        seed=config.seed, spec=options.curriculum,
+    )  # fmt: skip
     read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
-    prompts = ordered(read(config.data, limit=options.limit), options.curriculum, seed=config.seed)
     return prompts, {name: read(source) for name, source in heldout.items()}
 
 
@@ -246,7 +254,8 @@ async def train(
 
         def update(groups: list) -> dict:  # log-probabilities, advantages, loss and optimiser steps; returns metrics
             with log.terminal.step(), traced(trainer.version + 1):
-                return train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
+                report = train_on_batch(trainer, groups, functools.partial(run_on_all, "update"))
+            return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
 
         def save(v: int, position) -> None:
             run_on_all("save", v, position)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -60,25 +61,30 @@ class Config(offline_options.Options):
             raise ValueError(f"--batch must be at least 2, KTO compares a row with others, got {self.batch}")
 
 
-def main(config: Config) -> dict:
+def main(config: Config, rows: Any = None) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "preference_accuracy", "seconds", ...}.
 
     In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
+
+    Args:
+      rows: what to train on instead of `config.data`, as `sources.opened`.
     """
-    return offline.run(train, replace(config, out=config.out or f"runs/{config.objective.name.lower()}"))
+    return offline.run(
+        functools.partial(train, given=rows), replace(config, out=config.out or f"runs/{config.objective.name.lower()}")
+    )
 
 
-async def run(config: Config) -> dict:
+async def run(config: Config, rows: Any = None) -> dict:
     """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
-    return await notebook.run_in_thread(main, config)
+    return await notebook.run_in_thread(functools.partial(main, rows=rows), config)
 
 
-def train(config: Config, quiet: bool = False) -> dict:
+def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began, plain = time.monotonic(), config.objective
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     samples = functools.partial(pairs, offline.sampler(tokens), plain)
-    rows, heldout = offline.read(config, samples, quiet, check=lambda row: check(row, plain))
+    prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = open_model(config, tokens, mesh)
     run = learner.computed(config.run)
@@ -93,7 +99,7 @@ def train(config: Config, quiet: bool = False) -> dict:
         scores = step.make_scores(score) if own.adapters else own.scores
         beside = lambda batch: batch.replace(ref_BT=jax.block_until_ready(scores(reference, batch).logp_BT))
     return offline.fit(
-        "preference", config, mesh, own, rows, heldout, samples=samples, beside=beside, tokens=tokens, began=began,
+        "preference", config, mesh, own, prompts, heldout, samples=samples, beside=beside, tokens=tokens, began=began,
         quiet=quiet,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ resumes the run.
 import functools
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from areax import models
 from areax.adapters.data import chat_sft
@@ -34,26 +35,29 @@ class Config(offline_options.Options):
     learn: chat_sft.Learn = "last"
 
 
-def main(config: Config) -> dict:
+def main(config: Config, rows: Any = None) -> dict:
     """Trains, writes `out`/model, and returns {"checkpoint", "steps", "loss", "seconds", ...}.
 
     In a job of several processes each trains on its part of every batch; only process 0 writes, the others return {}.
+
+    Args:
+      rows: what to train on instead of `config.data`, as `sources.opened`.
     """
-    return offline.run(train, config)
+    return offline.run(functools.partial(train, given=rows), config)
 
 
-async def run(config: Config) -> dict:
+async def run(config: Config, rows: Any = None) -> dict:
     """`main` where an event loop is running, as in a notebook; cancelled, it stops as after Ctrl-C."""
-    return await notebook.run_in_thread(main, config)
+    return await notebook.run_in_thread(functools.partial(main, rows=rows), config)
 
 
-def train(config: Config, quiet: bool = False) -> dict:
+def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     """Runs the training, the same in every process; `quiet` ones neither print nor write."""
     began = time.monotonic()
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     sample = offline.demonstrations(tokens, config.learn)
     samples = lambda rows: [sample(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
-    rows, heldout = offline.read(config, samples, quiet)
+    prompts, heldout = offline.read(config, samples, quiet, given=given)
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     run = learner.computed(config.run)
@@ -63,5 +67,5 @@ def train(config: Config, quiet: bool = False) -> dict:
         balance=config.balance, adapters=config.lora, seed=config.seed,
     )  # fmt: skip
     return offline.fit(
-        "sft", config, mesh, own, rows, heldout, samples=samples, tokens=tokens, began=began, quiet=quiet,
+        "sft", config, mesh, own, prompts, heldout, samples=samples, tokens=tokens, began=began, quiet=quiet,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import jax
@@ -241,3 +242,11 @@ def test_token_ids_round_trip_through_text(benchmark_modules):
     assert tokens.encode(peers.text(ids)) == ids and tokens.decode(ids, skip_special_tokens=True) == peers.text(ids)
     assert tokens.eos_token_id == peers.Numbers(512).eos_id() == 512
     assert tokens.pad_token_id == peers.Numbers(512).pad_id() == 513
+
+
+@pytest.mark.wide
+def test_ten_million_rows_need_no_memory_and_a_killed_run_goes_on_at_its_row(benchmark_modules, tmp_path):
+    """Of which the rows alone would be 4 GB as dicts."""
+    *runs, end = benchmark_modules("many_rows").main(tmp_path, 10_000_000)
+    assert [run["code"] for run in runs] == [0, -signal.SIGKILL, 0] and runs[1]["steps"] < runs[2]["steps"] == 100
+    assert all(run["end"]["peak"] < 1.0 for run in runs) and end["equal"]

@@ -19,6 +19,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import datasets as hf_datasets
 import jax
 import job_program
 import jobs
@@ -805,3 +806,33 @@ def test_incompatible_serving_options_give_a_one_line_error(place, changes, word
 def test_only_one_server_may_be_in_process():
     with pytest.raises(ValueError, match="--serve.count must be 1 with --serve.inside, got 2"):
         Serve(inside=True, count=2)
+
+
+def test_a_mixture_reports_each_source_and_resumes_exactly(place):
+    """Two groups of three from one source in each batch; the one taken up has the same metrics."""
+    data = f"sums={place}/rows.jsonl:3,more={place}/heldout.jsonl:1"
+    grpo.main(config(place, "mixture", data=data, save_every=2))
+    tiny.cut_off(place / "mixture", place / "mixture again", 2)
+    grpo.main(config(place, "mixture again", data=data))
+    names = [f"{source}/{name}" for source in ("sums", "more") for name in ("share", "reward", "solved_any")]
+    first, again = (
+        [{name: line[name] for name in names} for line in run_dir.read_lines(place / out / "metrics.jsonl")]
+        for out in ("mixture", "mixture again")
+    )
+    assert first == again and [(x["sums/share"], x["more/share"]) for x in first] == [(0.75, 0.25)] * 3
+    with pytest.raises(ValueError, match="--data must have the run's sources, weights and rows, mixture sums:3:40:0"):
+        grpo.main(config(place, "mixture again", data=data[:-1] + "3", steps=4))
+
+
+def test_objects_are_trained_on_like_files(place, first):
+    """A data set of `datasets` gives the run on the file; a stream is resumed at its row."""
+    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    grpo.main(config(place, "object", data=""), rows=hf_datasets.Dataset.from_list(rows))
+    for a, b in zip(leaves(place / "first/model"), leaves(place / "object/model"), strict=True):
+        np.testing.assert_array_equal(a, b)
+    stream = lambda: hf_datasets.Dataset.from_list(rows).to_iterable_dataset()
+    grpo.main(config(place, "stream", data="", save_every=2), rows=stream())
+    tiny.cut_off(place / "stream", place / "stream again", 2)
+    grpo.main(config(place, "stream again", data=""), rows=stream())
+    for a, b in zip(leaves(place / "stream/model"), leaves(place / "stream again/model"), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import glob
 import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..runtime import hub
+from . import indexed
+
+MANY = 100_000  # more rows than these are not read into memory
 
 Placed = tuple[dict | ValueError, str]  # a row, or why a line is none, and its place
 
@@ -22,9 +28,9 @@ def rows(source: str | Path, *, split: str = "train", limit: int | None = None) 
     """The rows of a data set as plain dicts, in order; at most the first `limit`.
 
     Args:
-      source: a .jsonl (also .jsonl.gz, .jsonl.zst), .json (a list of objects) or .parquet file; a folder of them, or
-        one written by `save_to_disk` of `datasets`; or on the hub `owner/name`, `owner/name:configuration` or
-        `owner/name:configuration:split`.
+      source: a .jsonl (also .jsonl.gz, .jsonl.zst), .json (a list of objects) or .parquet file; a pattern of them such
+        as `data/*.jsonl`; a folder of them, or one written by `save_to_disk` of `datasets`; or on the hub `owner/name`,
+        `owner/name:configuration` or `owner/name:configuration:split`.
       split: in a folder, at any depth, the file `train.jsonl` (.json, .parquet) or the shards
         `train-00000-of-00002.parquet`; on the hub the split, unless the source names one; ignored for a file.
       limit: maximum number of rows to read; a hub data set is then streamed instead of downloaded.
@@ -48,22 +54,21 @@ def placed(
       bad: called with the error of a line that is not a JSON object, which is then left out; None = raises it. Files
         that cannot be read at all are refused in any case.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"data: limit must be at least 1, got {limit}")
-    if not str(source):
-        raise ValueError("data: needs a file, a folder or a data set on the hub, got ''")
-    path = Path(source).expanduser()
-    if path.is_file():
-        found = _read(path)
-    elif any((path / name).is_file() for name in SAVED):
-        found = _saved(path, split)
-    elif path.is_dir():
-        found = itertools.chain.from_iterable(map(_read, _files(path, split)))
-    elif isinstance(source, Path) or _means_a_file(str(source)):
-        raise ValueError(f"data: no such file or folder, got {source}")
+    files = _located(source, split, limit)
+    found: Iterator[Placed]
+    if files is not None:
+        found = itertools.chain.from_iterable(map(_read, files))
+    elif Path(source).expanduser().is_dir():
+        found = _numbered(_saved(Path(source).expanduser(), split), source)
     else:
         found = _hub(str(source), split, limit)
-    read = list(itertools.islice(found, limit))
+    return good(list(itertools.islice(found, limit)), source, bad)
+
+
+def good(
+    read: Sequence[Placed], source: str | Path, bad: Callable[[ValueError], None] | None = None
+) -> list[tuple[dict, str]]:
+    """The rows among `read`, with their places; what is no row is raised, or given to `bad`."""
     if not read:
         raise ValueError(f"data: the data set is empty, got {source}")
     result = []
@@ -75,6 +80,94 @@ def placed(
         else:
             bad(row)
     return result
+
+
+def many(source: str | Path, *, split: str = "train", limit: int | None = None) -> Sequence[Placed] | None:
+    """Random access to (row or error, its place) of a data set with more than MANY rows, without reading it into
+    memory; None if it has fewer. Arguments as `rows`.
+
+    Compressed files are decompressed, and Parquet files copied as Arrow tables, into the cache folder of `datasets`. A
+    .json file is one value and cannot be read in parts; it counts as small.
+    """
+    files = _located(source, split, limit)
+    if limit is not None and limit <= MANY:
+        return None
+    if files is None:
+        folder = Path(source).expanduser()
+        table = _saved(folder, split) if folder.is_dir() else _loaded(str(source), split)
+        return indexed.Joined([_rows_of(table, source)], limit) if len(table) > MANY else None
+    suffix = _suffix(files[0])
+    if suffix == ".json" or not _exceeds(files, suffix):
+        return None
+    if suffix == ".parquet":
+        return indexed.Joined([_rows_of(indexed.parquet(files), source)], limit)
+    return indexed.Joined([_lines_of(file) for file in files], limit)
+
+
+def given(rows: Sequence, limit: int | None = None) -> Sequence[Placed]:
+    """(row or error, its place) of the rows of a list, a `datasets.Dataset` or the like, as `many`."""
+    return indexed.Joined([indexed.Mapped(rows, lambda i, row: _entry(row, f"rows: row {i + 1}"))], limit)
+
+
+def _entry(row: Any, place: str) -> Placed:
+    return (
+        row if isinstance(row, dict) else ValueError(f"{place}: a row must be a dict, got {type(row).__name__}"),
+        place,
+    )
+
+
+def _exceeds(files, suffix):
+    """Whether there are more than MANY rows in these files; reads no more of them than it needs."""
+    if suffix == ".parquet":
+        from pyarrow import parquet
+
+    try:
+        if suffix == ".parquet":
+            return sum(parquet.read_metadata(file).num_rows for file in files) > MANY
+        count = 0
+        for file in files:
+            with io.BufferedReader(_stream(file, suffix)) if suffix in COMPRESSED else file.open("rb") as lines:
+                count += sum(1 for _ in itertools.islice(filter(bytes.strip, lines), MANY + 1 - count))
+        return count > MANY
+    except (OSError, ValueError):  # whoever reads the rows says what is wrong with the file
+        return False
+
+
+def _lines_of(file) -> Sequence[Placed]:
+    """The rows of a JSONL file, which is decompressed into the cache if it is compressed."""
+    suffix, plain = _suffix(file), file
+    if suffix in COMPRESSED:
+        plain = indexed.decompressed(file, _chunks(file, suffix))
+    return indexed.Mapped(indexed.Lines(plain), lambda _, line: _row(line[1], f"{file}:{line[0]}"))
+
+
+def _rows_of(table, source) -> Sequence[Placed]:
+    return indexed.Mapped(table, lambda i, row: (row, f"{source}: row {i + 1}"))
+
+
+def _located(source, split, limit) -> list[Path] | None:
+    """The files of a source; None for a folder of `save_to_disk` and for the hub."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"data: limit must be at least 1, got {limit}")
+    if not str(source):
+        raise ValueError("data: needs a file, a folder or a data set on the hub, got ''")
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if any((path / name).is_file() for name in SAVED):
+        return None
+    if path.is_dir():
+        return _files(path, split)
+    if isinstance(source, str) and glob.has_magic(source):
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        if len({_suffix(file) for file in files}) == 1:
+            return files
+        raise ValueError(
+            f"data: a pattern must match files of one type, got {source}, which matches {len(files)} files"
+        )
+    if isinstance(source, Path) or _means_a_file(str(source)):
+        raise ValueError(f"data: no such file or folder, got {source}")
+    return None
 
 
 def _suffix(file):
@@ -117,7 +210,7 @@ def _read(file) -> Iterator[Placed]:
     if suffix == ".json":
         return _json(file)
     if suffix in COMPRESSED:
-        return _compressed(file, COMPRESSED[suffix])
+        return _compressed(file, suffix)
     if suffix == ".jsonl":
         return _jsonl(file, file.open("rb"))
     raise ValueError(f"data: a file must end in {', '.join(SUFFIXES)}, got {file}")
@@ -127,18 +220,34 @@ def _jsonl(file, opened):
     with opened as lines:  # bytes: lines end only at \n, not at U+2028 in a text
         for count, line in enumerate(lines, 1):
             if line.strip():
-                place = f"{file}:{count}"
-                try:
-                    yield _object(_parse(line.strip(), place), place), place
-                except ValueError as error:
-                    yield error, place
+                yield _row(line, f"{file}:{count}")
 
 
-def _compressed(file, how):
+def _row(line: bytes, place: str) -> Placed:
+    try:
+        return _object(_parse(line.strip(), place), place), place
+    except ValueError as error:
+        return error, place
+
+
+def _compressed(file, suffix):
+    try:
+        yield from _jsonl(file, io.BufferedReader(_stream(file, suffix)))
+    except OSError as error:
+        raise ValueError(f"{file}: damaged or half-written: {_line(error)}") from None
+
+
+def _stream(file, suffix):
     import pyarrow  # detects truncated streams, which zstandard takes for the end
 
+    return pyarrow.input_stream(str(file), compression=COMPRESSED[suffix])
+
+
+def _chunks(file, suffix) -> Iterator[bytes]:
+    """The decompressed bytes of a file."""
     try:
-        yield from _jsonl(file, io.BufferedReader(pyarrow.input_stream(str(file), compression=how)))
+        with _stream(file, suffix) as stream:
+            yield from iter(functools.partial(stream.read, 1 << 20), b"")
     except OSError as error:
         raise ValueError(f"{file}: damaged or half-written: {_line(error)}") from None
 
@@ -199,7 +308,8 @@ def _numbered(rows, source) -> Iterator[Placed]:
         yield row, f"{source}: row {count}"
 
 
-def _saved(folder, split) -> Iterator[Placed]:
+def _saved(folder, split) -> Any:
+    """The table of one split in a folder that `save_to_disk` of `datasets` wrote."""
     import datasets
 
     try:
@@ -208,10 +318,15 @@ def _saved(folder, split) -> Iterator[Placed]:
         raise ValueError(f"{folder}: not a folder that `save_to_disk` wrote completely: {_line(error)}") from None
     if isinstance(found, dict) and split not in found:
         raise ValueError(f"data: {folder} must hold a split {split}, got {', '.join(found)}; name a folder in it")
-    return _numbered(found[split] if isinstance(found, dict) else found, folder)
+    return found[split] if isinstance(found, dict) else found
 
 
 def _hub(source, split, limit) -> Iterator[Placed]:
+    return _numbered(_loaded(source, split, limit), source)
+
+
+def _loaded(source, split, limit=None) -> Any:
+    """The table of a data set on the hub, or a list of its first `limit` rows."""
     import datasets
 
     hub.check(source)
@@ -222,7 +337,7 @@ def _hub(source, split, limit) -> Iterator[Placed]:
     split = named or split
     try:
         found = datasets.load_dataset(name, configuration or None, split=split, streaming=limit is not None)
-        return _numbered(found if limit is None else list(itertools.islice(found, limit)), source)
+        return found if limit is None else list(itertools.islice(found, limit))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise ValueError(
             f"data: neither a local file nor a data set on the hub, got {source} (split {split}): {_line(error)}"

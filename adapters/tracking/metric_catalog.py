@@ -526,6 +526,11 @@ EVALUATED = {  # entries of an evaluation that mean something else than a step's
     "samples": "completions of all problems",
     "unscorable": "completions without a reward, which are left out",
 }
+OF_SOURCE = {  # metrics of one source of a mixture
+    "share": "share of the batch's prompts or rows",
+    "reward": "mean reward of its completions",
+    "solved_any": "share of its prompts with a reward above 0",
+}
 UNKNOWN = "logged by the recipe under this name"
 ENDINGS = {
     "_max": ", largest",
@@ -559,6 +564,8 @@ def meaning(name: str) -> str:
         return f"over held-out rows: {meaning(name.removeprefix('heldout_'))}"
     if "/" in name:
         held, _, rest = name.partition("/")
+        if rest in OF_SOURCE:
+            return f"of the source {held} of --data: {OF_SOURCE[rest]}"
         return f"of the held-out set {held}: {EVALUATED.get(rest) or meaning(rest)}"
     if name.startswith("pass@"):
         return f"share of held-out problems that one of {name[5:]} completions solves: expected best reward, unbiased"

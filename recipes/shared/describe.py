@@ -1,5 +1,7 @@
 """Metrics of a batch's samples: rewards, lengths, staleness, trainer-sampler agreement; sample texts."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from areax.adapters.tracking import run_dir
@@ -72,6 +74,25 @@ def batch(samples: list[Sample], version: int) -> dict:
         "version": version,
         "length_hist": {"edges": edges.tolist(), "counts": np.histogram(length, edges)[0].tolist()},
     }
+
+
+def by_source(groups: list[list[Sample]], source: Callable[[int], str]) -> dict[str, float | None]:
+    """Metrics of the groups of each source: share of the batch, mean reward, share of solved prompts.
+
+    Args:
+      source: the name of a prompt's source.
+    """
+    own: dict[str, list[list[float]]] = {}
+    for group in groups:
+        scored = [x for x in map(episodes.outcome, episodes.one_a_rollout(group)) if x == x]
+        own.setdefault(source(group[0].prompt), []).append(scored)
+    made: dict[str, float | None] = {}
+    for name, outcomes in sorted(own.items()):
+        every = [x for group in outcomes for x in group]
+        made[f"{name}/share"] = len(outcomes) / len(groups)
+        made[f"{name}/reward"] = float(np.mean(every)) if every else None
+        made[f"{name}/solved_any"] = float(np.mean([max(group, default=0.0) > 0 for group in outcomes]))
+    return made
 
 
 def _components(samples: list[Sample]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,9 +20,9 @@ from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, ending, learner, notebook, profiling, resume, rows, terminal
+from areax.recipes.shared import common, ending, learner, notebook, profiling, resume, rows, sources, terminal
 from areax.recipes.shared.learner import Learner, train_step
-from areax.rollout.scheduling.executor import Prompts
+from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.types import Sample, demonstration, supervised
 
 
@@ -67,8 +68,13 @@ def run(train: Callable, config) -> dict:
 
 
 def read(
-    config, samples: Callable[[list[dict]], list[Sample]], quiet: bool = False, *, check: Callable = lambda row: None
-) -> tuple[list[dict], list[dict]]:
+    config,
+    samples: Callable[[list[dict]], list[Sample]],
+    quiet: bool = False,
+    *,
+    check: Callable = lambda row: None,
+    given: Any = None,
+) -> tuple[sources.Order, list[dict]]:
     """Reads the rows of `config.data` and `config.heldout`, and makes each one's samples once: they must fit in
     `config.length` tokens, or are left out if `config.too_long` is "drop".
 
@@ -77,6 +83,7 @@ def read(
     Args:
       samples: f(rows) -> their samples.
       check: raises ValueError for a row that lacks what the objective needs.
+      given: rows instead of those of `config.data`, as `sources.opened`.
     """
     common.check_directory("--out", config.out)
     common.check_microbatch(config.model, config.rows, config.length)
@@ -95,9 +102,13 @@ def read(
             raise ValueError(f"a row must fit in --length {config.length} tokens, got {n}; or use --too-long drop")
         return f"longer than --length {config.length}"
 
+    train = sources.opened(
+        config.data, given, config.row, config.limit, check=fits, bad=config.bad_rows, recognise=True, seed=config.seed,
+        quiet=quiet,
+    )  # fmt: skip
     read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet)
-    train, heldout = read(config.data, limit=config.limit), read(config.heldout) if config.heldout else []
-    processes.same("options and rows", config, train, heldout)
+    heldout = read(config.heldout) if config.heldout else []
+    processes.same("options and rows", config, sources.sampled(train), heldout)
     return train, heldout
 
 
@@ -113,7 +124,7 @@ def fit(
     config,
     mesh: jax.sharding.Mesh,
     own: Learner,
-    rows: list[dict],
+    prompts: sources.Order,
     heldout: list[dict],
     *,
     samples: Callable,
@@ -129,11 +140,11 @@ def fit(
     Args:
       kind: the recipe, `kind` of the lines in metrics.jsonl; a state of another recipe is refused.
       config: model, out, steps, batch, length, rows, save_every, save_minutes, evaluate_every, track and seed are read.
+      prompts: the rows to train on by ordinal.
       samples: f(rows) -> the samples of a batch.
       beside: f(batch) -> the batch with what its objective needs from other models, such as reference scores.
       began: `time.monotonic()` at the start of the run, for the summary's seconds.
     """
-    prompts = Prompts(rows, seed=config.seed)
     out = Path(config.out)
     pack = lambda rows: packing.pack(samples(rows), config.length, rows=config.rows)
     said = terminal.Terminal(kind)
@@ -176,9 +187,9 @@ def fit(
             def report():
                 nonlocal pending
                 if pending:
-                    (i, values, count, learnt), pending = pending, None
+                    (i, values, count, learnt, shares), pending = pending, None
                     last.clear()
-                    last.update(metrics.to_dict(values), learnt_tokens=learnt)
+                    last.update(metrics.to_dict(values), learnt_tokens=learnt, **shares)
                     tick(i, tokens=count, loss=last["loss"])
                     said.look(i, last)
                     run.log(kind, i, **last)
@@ -187,7 +198,8 @@ def fit(
             stop.orderly()
             try:
                 for i in range(start, config.steps):
-                    batch = pack([prompts[i * config.batch + j] for j in range(config.batch)])
+                    ordinals = range(i * config.batch, (i + 1) * config.batch)
+                    batch = pack([prompts[ordinal] for ordinal in ordinals])
                     overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
                     # of several processes each waits here for the step before
                     stopped, overdue = processes.anyone(stop.asked, overdue)
@@ -197,7 +209,8 @@ def fit(
                     with said.step(), traced(i + 1) as computed:
                         now = computed(train_step(own, beside(batches.batch(batch, mesh))))
                     report()  # one step behind, so that the host prepares while the device computes
-                    done, pending = i + 1, (i + 1, now, *counts)
+                    shares = prompts.shares(ordinals) if isinstance(prompts, Mixture) else {}
+                    done, pending = i + 1, (i + 1, now, *counts, shares)
                     if heldout and config.evaluate_every and done % config.evaluate_every == 0:
                         report()
                         with said.phase(f"evaluating {len(heldout)} rows"):

@@ -21,7 +21,7 @@ class Options:
 
     Attributes:
       model: Hugging Face directory: weights, config.json and tokenizer; or a model on the hub, `owner/name`.
-      data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub.
+      data: rows to train on: a JSONL or Parquet file, a folder, or a data set on the hub; or NAME=ROWS:WEIGHT,NAME=...
       out: the run's directory: checkpoint in `model/` (with `optim.ema` the averaged weights), adapters in `adapter/`,
         state, metrics, report.
       row: function from records to rows: `module:function` or `file.py:function`, which returns None to leave a record

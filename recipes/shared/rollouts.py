@@ -126,15 +126,20 @@ def check_position(prompts, cursor: Mapping[str, Any] | None) -> None:
     if cursor is None:
         return
     data = cursor["data"]
-    if len(prompts.rows) != data["rows"]:
+    if prompts.size != data["rows"]:
         raise ValueError(
-            f"--data must have the {data['rows']} rows that the run was started with, got {len(prompts.rows)}; "
+            f"--data must have the {data['rows']} rows that the run was started with, got {prompts.size}; "
             "--limit, --row, --bad-rows and --max-prompt choose among them; or name another --out"
         )
     (*then, seed), (*now, new) = (x if isinstance(x, list) else ["shuffled", x] for x in (data["order"], prompts.order))
     if seed != new:
         raise ValueError(
             f"--seed must be the run's, {seed}, for the same order of --data, got {new}; or name another --out"
+        )
+    if then != now and "mixture" in (then[0], now[0]):
+        raise ValueError(
+            f"--data must have the run's sources, weights and rows, {' '.join(then)}, got {' '.join(now)}; or name "
+            "another --out"
         )
     if then != now:
         raise ValueError(

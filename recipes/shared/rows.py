@@ -42,9 +42,21 @@ def read(
       ValueError: a bad row, or no row is left.
     """
     refused: list[ValueError] = []
+    records = datasets.placed(source, limit=limit or None, bad=refused.append if bad == "skip" else None)
+    return made(records, refused, source, row, check=check, bad=bad, recognise=recognise, quiet=quiet)
+
+
+def made(
+    records: Sequence[tuple[dict, str]], refused: list[ValueError], source: str, row: str, *, check: Check, bad: Bad,
+    recognise: bool, quiet: bool,
+) -> list[dict]:  # fmt: skip
+    """The rows of records that were read, with their places; as `read`.
+
+    Args:
+      refused: what was read and is no record.
+    """
     left: Counter[str] = Counter()
     rows = []
-    records = datasets.placed(source, limit=limit or None, bad=refused.append if bad == "skip" else None)
     total, recognise = len(records) + len(refused), recognise and not row
     if recognise:
         known = (formats.recognised(record) for record, _ in records[: 1 if bad == "stop" else None])
@@ -53,23 +65,17 @@ def read(
             progress.say(f"{source}: rows are made of the fields {sorted(records[0][0])} by --row {row}")
     elif not row and not quiet and records and (known_as := formats.recognised(records[0][0])):
         progress.say(f"{source}: the workflow gets records as they are; --row {known_as} makes prompts of them")
-    convert = object_path.resolve(row) if row else None
+    use = reader(row, check, recognise)
     for record, place in records:
         try:
-            if recognise and formats.recognised(record) is None:
-                raise ValueError(
-                    f"a row needs either 'prompt' or 'messages', got the fields {sorted(record)}; also read are "
-                    f"{KNOWN}, and --row FILE.py:FUNCTION converts other records"
-                )
-            made = _converted(convert, row, record) if convert else record
-            why = f"by {row}" if made is None else check(made)
+            own, why = use(record)
         except ValueError as error:
             refused.append(ValueError(f"{place}: {error}"))
             if bad == "stop":
                 raise refused[0] from error
             continue
-        if made is not None and why is None:
-            rows.append(made)
+        if own is not None and why is None:
+            rows.append(own)
         elif why:
             left[why] += 1
     if refused:
@@ -79,6 +85,23 @@ def read(
     for why, count in left.items() if not quiet else ():
         progress.say(f"{count:,} of {total:,} rows are left out, {why}")
     return rows
+
+
+def reader(row: str, check: Check, recognise: bool) -> Callable[[dict], tuple[dict | None, str | None]]:
+    """Makes f(record) -> (its row, why it is left out or None), which raises ValueError for a bad one; arguments as
+    `read`."""
+    convert = object_path.resolve(row) if row else None
+
+    def use(record: dict) -> tuple[dict | None, str | None]:
+        if recognise and formats.recognised(record) is None:
+            raise ValueError(
+                f"a row needs either 'prompt' or 'messages', got the fields {sorted(record)}; also read are "
+                f"{KNOWN}, and --row FILE.py:FUNCTION converts other records"
+            )
+        made = _converted(convert, row, record) if convert else record
+        return made, f"by {row}" if made is None else check(made)
+
+    return use
 
 
 def _converted(convert: Callable[[dict], Any], name: str, record: dict) -> dict | None:

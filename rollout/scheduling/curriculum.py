@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
 from .. import object_path
 from ..types import Sample
 
 Row = Mapping[str, Any]
+
+TABLE = 1 << 20  # most rows of which a permutation is kept as a table
+ROUNDS = 6  # of the Feistel network that permutes more
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,37 @@ class Prompts:
     def __getitem__(self, ordinal: int) -> Row:
         epoch, index = divmod(ordinal, len(self.rows))
         if self.shuffle:
-            index = int(_permutation(self.seed, epoch, len(self.rows))[index])
+            index = _shuffled(self.seed, epoch, len(self.rows), index)
         return self.rows[index]
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
 
     @property
     def order(self) -> int | None:
         """What the order depends on, apart from the rows."""
         return self.seed if self.shuffle else None
+
+
+def _shuffled(seed: int, epoch: int, size: int, index: int) -> int:
+    """The index's place in the epoch's permutation of range(size).
+
+    Above TABLE rows it is computed without a table, by a Feistel network on the next even number of bits, applied again
+    while its result is not below `size` (cycle walking, Black and Rogaway 2002).
+    """
+    if size <= TABLE:
+        return int(_permutation(seed, epoch, size)[index])
+    half = ((size - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(ROUNDS):
+            digest = xxhash.xxh3_64_intdigest(struct.pack("<4q", seed, epoch, number, right))
+            left, right = right, left ^ digest & mask
+        index = left << half | right
+        if index < size:
+            return index
 
 
 @functools.lru_cache(maxsize=4)
@@ -108,7 +137,7 @@ class EasyFirst:
     """An endless sequence of rows that depends only on the ordinal: sorted by difficulty each epoch, ties shuffled."""
 
     def __init__(self, rows: Sequence[Row], field: str, seed: int = 0):
-        self.rows, self.order = rows, ["easy_first", field, seed]
+        self.rows, self.size, self.order = rows, len(rows), ["easy_first", field, seed]
         self._difficulty, self._seed = difficulties(rows, field), seed
         self._epoch, self._indices = -1, np.zeros(0, int)
 
@@ -136,7 +165,7 @@ class Adaptive:
     def __init__(self, rows: Sequence[Row], spec: Curriculum, seed: int = 0):
         if not len(rows):
             raise ValueError("curriculum: at least one row is needed, got an empty data set")
-        self.rows, self.order = rows, ["success", spec.field, seed]
+        self.rows, self.size, self.order = rows, len(rows), ["success", spec.field, seed]
         self.rate = np.full(len(rows), spec.target)  # estimated success rates
         if spec.field:
             values = difficulties(rows, spec.field)

@@ -38,6 +38,8 @@ from .curriculum import Adaptive, EasyFirst, success
 from .curriculum import Prompts as Prompts
 from .episodes import group, stop
 from .episodes import rollouts as rollouts  # the same episodes without scheduling
+from .mixture import Mixture
+from .stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Executor:
         self,
         workflow: Workflow,
         generate: Generate,
-        prompts: Prompts | EasyFirst | Adaptive,
+        prompts: Prompts | EasyFirst | Adaptive | Mixture | Stream,
         *,
         group_size: int,
         groups_per_batch: int,
@@ -180,7 +182,7 @@ class Executor:
 
     def cursor(self) -> dict[str, Any]:
         """The run's position after the batches handed out, as JSON; `Executor(cursor=...)` resumes from it."""
-        epoch, index = divmod(self._next, len(self.prompts.rows))
+        epoch, index = divmod(self._next, self.prompts.size or self._next + 1)  # of a stream unknown
         stopped = sorted([*self._deferred, *self._retrying])
         opened = sorted({*self._open, *self._running, *self._ready} - self._retrying)
         return {
@@ -207,7 +209,7 @@ class Executor:
         await stop(tasks)
 
     def _identity(self) -> dict[str, Any]:
-        return {"rows": len(self.prompts.rows), "order": self.prompts.order}
+        return {"rows": self.prompts.size, "order": self.prompts.order}
 
     def _resume(self, cursor: Mapping[str, Any]) -> None:
         now, then = self._identity(), cursor["data"]

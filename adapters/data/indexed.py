@@ -1,0 +1,113 @@
+"""Random access to the rows of large data sets at flat memory: lines of JSONL files by their offsets, other formats as
+Arrow tables that `datasets` maps into memory."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+STRIDE = 32  # lines per entry of an index: ten million lines need 5 MB
+
+Numbered = tuple[int, bytes]  # a line's number from 1, and its bytes
+
+
+class Lines:
+    """The lines of a file that are not blank, as (number from 1, bytes); keeps the offset of every 32nd."""
+
+    def __init__(self, file: str | os.PathLike):
+        self._file, self._count = file, 0
+        self._offsets, self._numbers = array("q"), array("q")
+        offset = 0
+        with open(file, "rb") as lines:  # bytes: lines end only at \n, not at U+2028 in a text
+            for number, line in enumerate(lines, 1):
+                if not line.isspace():
+                    if self._count % STRIDE == 0:
+                        self._offsets.append(offset)
+                        self._numbers.append(number)
+                    self._count += 1
+                offset += len(line)
+        self._offsets.append(offset)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Numbered:
+        block, inside = divmod(range(self._count)[index], STRIDE)
+        start, end = self._offsets[block : block + 2]
+        with open(self._file, "rb") as file:
+            file.seek(start)
+            lines = file.read(end - start).split(b"\n")
+        numbered = enumerate(lines, self._numbers[block])
+        return next(itertools.islice(((i, line) for i, line in numbered if line.strip()), inside, None))
+
+
+class Mapped(Sequence):
+    """`f(i, parts[i])` of every i, made when it is read."""
+
+    def __init__(self, parts: Any, f: Callable[[int, Any], Any]):
+        self._parts, self._f = parts, f
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index):
+        return self._f(index, self._parts[index])
+
+
+class Joined(Sequence):
+    """Sequences one after the other, up to the first `limit` entries."""
+
+    def __init__(self, parts: Sequence[Sequence], limit: int | None = None):
+        self._parts, self._ends = parts, list(itertools.accumulate(map(len, parts)))
+        self._count = min(limit or self._ends[-1], self._ends[-1])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index):
+        index = range(self._count)[index]
+        part = bisect.bisect_right(self._ends, index)
+        return self._parts[part][index - (self._ends[part - 1] if part else 0)]
+
+
+def decompressed(file: Path, chunks: Iterator[bytes]) -> Path:
+    """The decompressed content of a file, in the cache folder of `datasets`, where it is kept for the next run.
+
+    Args:
+      chunks: the content; read only if it is not in the cache.
+    """
+    import datasets
+
+    status = file.stat()
+    key = xxhash.xxh3_64_hexdigest(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode())
+    kept = Path(datasets.config.HF_DATASETS_CACHE) / "areax" / f"{key}.jsonl"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_name(f"{key}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as out:
+                out.writelines(chunks)
+            shutil.move(partial, kept)
+        finally:
+            partial.unlink(missing_ok=True)
+    return kept
+
+
+def parquet(files: Sequence[Path]) -> Any:
+    """The rows of Parquet files as a `datasets.Dataset`, whose Arrow copy in its cache is mapped into memory."""
+    import datasets
+
+    paths = [str(file.resolve()) for file in files]
+    try:
+        return datasets.load_dataset("parquet", data_files=paths, split="train", batch_size=1024)
+    except datasets.exceptions.DatasetsError as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise ValueError(f"{paths[0]}: `datasets` must read it and the {len(paths) - 1} after it: {reason}") from None

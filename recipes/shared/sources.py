@@ -1,0 +1,196 @@
+"""What a run trains on: one source or a mixture of several, named by `--data`, or given as an object in Python."""
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from areax.adapters.data import datasets, formats
+from areax.adapters.tracking import progress
+from areax.recipes.shared import evaluation, many_rows, rows
+from areax.recipes.shared.rows import Bad, Check
+from areax.rollout.scheduling.curriculum import Adaptive, Curriculum, EasyFirst, Prompts, ordered
+from areax.rollout.scheduling.mixture import Mixture
+from areax.rollout.scheduling.stream import AGAIN, Stream
+
+WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
+SHUFFLED = Curriculum()
+FIRST = 1000  # rows of a stream that are checked before anything starts
+
+Order = Prompts | EasyFirst | Adaptive | Mixture | Stream
+
+
+class Source(NamedTuple):
+    name: str
+    place: str
+    weight: Fraction
+
+
+def named(data: str) -> list[Source]:
+    """The sources of `--data`, given as ROWS or as NAME=ROWS:WEIGHT,NAME=ROWS:WEIGHT; without a weight it is 1.
+
+    Raises:
+      ValueError: one of several sources has no name, two have the same, or a weight is 0.
+    """
+    several = isinstance(data, str) and evaluation.NAMED.fullmatch(data) and not Path(data).exists()
+    texts = data.split(",") if several else [data]
+    made: list[Source] = []
+    for text in texts:
+        found = evaluation.NAMED.fullmatch(text) if several else None
+        name, place = found.groups() if found else ("", text)
+        if not name and len(texts) > 1:
+            raise ValueError(f"--data: each of several sources needs a name, as in math={text}, got {text}")
+        weighted = WEIGHT.fullmatch(place) if name else None
+        place, weight = weighted.groups() if weighted else (place, "1")
+        if not Fraction(weight):
+            raise ValueError(f"--data: a weight must be above 0, got {text}; leave the source out")
+        if name in [other.name for other in made]:
+            raise ValueError(f"--data: sources must have different names, got {name} twice")
+        made.append(Source(name, place, Fraction(weight)))
+    return made
+
+
+def opened(
+    data: str, given: Any = None, row: str = "", limit: int = 0, *, check: Check, bad: Bad, recognise: bool, seed: int,
+    spec: Curriculum = SHUFFLED, quiet: bool = False,
+) -> Order:  # fmt: skip
+    """Opens what a run trains on, in the curriculum's order; arguments as `rows.read`.
+
+    Args:
+      given: instead of `data` a list, a `datasets.Dataset` or another sequence of rows; or an iterable such as a
+        `datasets.IterableDataset` or a torch DataLoader, whose order is kept.
+    """
+    if given is not None:
+        if data:
+            raise ValueError(f"rows=: must be given without --data, got both, --data {data}; write data=''")
+        return _given(given, row, limit, check=check, bad=bad, recognise=recognise, seed=seed, spec=spec, quiet=quiet)
+    found = named(data)
+    own: dict[str, Any] = {}
+    for i, source in enumerate(found):
+        read = many_rows.opened(
+            source.place, row, limit, check=check, bad=bad, recognise=recognise, quiet=quiet
+        )  # fmt: skip
+        own[source.name] = _ordered(read, spec, seed + i)
+    if not found[0].name:
+        return own[""]
+    if spec.order == "success":
+        raise ValueError("--curriculum.order success needs one source of --data, got a mixture; use another order")
+    return Mixture(own, {source.name: source.weight for source in found}, seed)
+
+
+def sampled(order: Order) -> list:
+    """What processes compare of their rows: all of those in memory; of others their number and some of them."""
+    if isinstance(order, Mixture):
+        return [order.order, *(order[i] for i in range(100))]
+    if isinstance(order, Stream):
+        return [order[i] for i in range(100)]
+    own = order.rows
+    return own if isinstance(own, list) else [len(own), *(own[i] for i in many_rows.spread(len(own), 100))]
+
+
+def _ordered(own: Sequence[dict], spec: Curriculum, seed: int) -> Prompts | EasyFirst | Adaptive:
+    if spec.order != "shuffled" and not isinstance(own, list):
+        raise ValueError(
+            f"--curriculum.order {spec.order} needs rows in memory, at most {datasets.MANY:,}, got {len(own):,}; use "
+            "order shuffled or --limit"
+        )
+    return ordered(own, spec, seed)
+
+
+def _given(
+    given: Any, row: str, limit: int, *, check: Check, bad: Bad, recognise: bool, seed: int, spec: Curriculum,
+    quiet: bool,
+) -> Prompts | EasyFirst | Adaptive | Stream:  # fmt: skip
+    if isinstance(given, str | Mapping):
+        raise ValueError(f"rows=: must be a list, a data set or an iterable of rows, got {type(given).__name__}")
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        if spec.order != "shuffled":
+            raise ValueError(f"--curriculum.order {spec.order} needs rows in memory, got {type(given).__name__}")
+        return _stream(given, row, limit, check, bad, recognise, quiet)
+    records = datasets.given(given, limit or None)
+    if len(records) > datasets.MANY:
+        over = many_rows.over(records, "rows", row, check=check, bad=bad, recognise=recognise, quiet=quiet)
+        return _ordered(over, spec, seed)
+    refused: list[ValueError] = []
+    read = datasets.good(list(records), "rows", refused.append if bad == "skip" else None)
+    own = rows.made(read, refused, "rows", row, check=check, bad=bad, recognise=recognise, quiet=quiet)
+    return _ordered(own, spec, seed)
+
+
+def _stream(given: Iterable, row: str, limit: int, check: Check, bad: Bad, recognise: bool, quiet: bool) -> Stream:
+    """A stream of the rows that can be used, of which the FIRST are checked."""
+    own = Converted(given, row, limit, check, bad, recognise, quiet)
+    stream = Stream(own)
+    for i in range(FIRST):
+        stream[i]
+        if own.passes > 1:
+            break
+    return stream
+
+
+class Converted:
+    """The rows of an iterable of records, or of batches of them, that can be used.
+
+    Attributes:
+      passes: how often its iteration has begun.
+    """
+
+    def __init__(self, given: Iterable, row: str, limit: int, check: Check, bad: Bad, recognise: bool, quiet: bool):
+        self._given, self._row, self._limit, self._check, self._bad = given, row, limit or None, check, bad
+        self._recognise, self._say = recognise and not row, (lambda words: None) if quiet else progress.say
+        self._use: Callable | None = None
+        self._left = 0
+        self.passes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._given, "set_epoch"):
+            self._given.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict]:
+        self.passes += 1
+        if self.passes > 1 and iter(self._given) is self._given:
+            raise ValueError(f"rows=: an iterator cannot start anew, got a {type(self._given).__name__}; {AGAIN}")
+        for i, record in enumerate(itertools.islice(_unbatched(self._given), self._limit)):
+            try:
+                row, why = self._read(record)
+            except ValueError as error:
+                if self._bad == "stop":
+                    raise ValueError(f"rows: row {i + 1}: {error}") from error
+                row, why = None, f"bad (--bad-rows skip), such as row {i + 1}: {error}"
+            if row is not None and why is None:
+                yield row
+                continue
+            self._left += 1
+            if str(self._left).strip("0") == "1":  # 1, 10, 100, ...
+                self._say(f"rows: {self._left:,} rows were left out since the start, the last {why}")
+
+    def _read(self, record: Any) -> tuple[dict | None, str | None]:
+        if not isinstance(record, dict):
+            raise ValueError(f"a row must be a dict, got {type(record).__name__}")
+        if self._use is None:
+            row = self._row or (formats.recognised(record) or "" if self._recognise else "")
+            if row != self._row:
+                self._say(f"rows: rows are made of the fields {sorted(record)} by --row {row}")
+            self._use = rows.reader(row, self._check, self._recognise)
+        return self._use(record)
+
+
+def _unbatched(given: Iterable) -> Iterator:
+    """The records of an iterable; those of its batches where it is a DataLoader with batches, or gives lists."""
+    batched = getattr(given, "batch_size", None) is not None
+    for entry in given:
+        if isinstance(entry, list | tuple):
+            yield from entry
+        elif batched and isinstance(entry, Mapping):  # as torch collates: a list or tensor of each field
+            columns = [column.tolist() if hasattr(column, "tolist") else column for column in entry.values()]
+            for name, column in zip(entry, columns, strict=True):
+                if not (isinstance(column, list) and all(isinstance(x, str | int | float) for x in column)):
+                    raise ValueError(
+                        f"rows=: a DataLoader that collates lists or dicts, such as field {name!r}, takes rows apart; "
+                        "give it collate_fn=list"
+                    )
+            yield from (dict(zip(entry, values, strict=True)) for values in zip(*columns, strict=True))
+        else:
+            yield entry

@@ -1,0 +1,180 @@
+"""Rows of large data sets: the same rows as in memory, checked in part, replaced where they are left out, resumed."""
+
+import gzip
+import itertools
+import json
+from dataclasses import replace
+
+import datasets as hf_datasets
+import numpy as np
+import pyarrow
+import pytest
+import tiny
+import zstandard
+from pyarrow import parquet
+
+from areax.adapters.data import datasets, indexed
+from areax.core.optim import Optimizer
+from areax.recipes import sft
+from areax.recipes.shared import many_rows, rows
+from areax.rollout.scheduling import curriculum
+from areax.rollout.scheduling.curriculum import Prompts
+from areax.rollout.tasks import arithmetic
+
+ROWS = [{"prompt": f"{i}\u2028é", "answer": i, "tags": [{"n": i}]} for i in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch, tmp_path):
+    """Data sets of more than 40 rows count as large, and the cache of `datasets` is the test's own."""
+    monkeypatch.setattr(datasets, "MANY", 40)
+    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def lines(own):
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in own).encode()
+
+
+def write(file, own):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(own), file)
+    else:
+        file.write_bytes({".gz": gzip.compress, ".zst": zstandard.compress}.get(file.suffix, bytes)(lines(own)))
+    return file
+
+
+SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+
+
+@SUFFIXES
+def test_every_row_is_that_of_the_file(tmp_path, suffix):
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    assert list(datasets.many(file)) == datasets.placed(file)
+    assert len(datasets.many(str(file), limit=50)) == 50 and datasets.many(file, limit=40) is None
+    assert datasets.many(write(tmp_path / f"few{suffix}", ROWS[:40])) is None
+
+
+@SUFFIXES
+def test_a_folder_and_a_pattern_join_their_files(tmp_path, suffix):
+    for i in range(4):
+        write(tmp_path / "data" / f"train-0000{i}-of-00004{suffix}", ROWS[25 * i : 25 * (i + 1)])
+    pattern = f"{tmp_path}/data/train*{suffix}"
+    for source in (tmp_path, pattern):
+        own = datasets.many(source)
+        assert [row for row, _ in own] == [own[i][0] for i in range(100)] == datasets.rows(source) == ROWS
+    assert datasets.rows(pattern, limit=30) == ROWS[:30]
+    with pytest.raises(ValueError, match=r"must match files of one type, got .*/none\*.jsonl, which matches 0 files"):
+        datasets.rows(f"{tmp_path}/none*.jsonl")
+
+
+def test_tables_of_the_datasets_library(tmp_path):
+    hf_datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert list(datasets.many(tmp_path / "saved")) == datasets.placed(tmp_path / "saved")
+    write(tmp_path / "hub" / "train.jsonl", ROWS)
+    assert [row for row, _ in datasets._rows_of(datasets._loaded(str(tmp_path / "hub"), "train"), "hub")] == ROWS
+
+
+def test_lines_that_are_blank_bad_or_unfinished_keep_their_places(tmp_path):
+    content = b"\n" + lines(ROWS[:45]) + b" \n[1]\n" + lines(ROWS[45:]) + b'{"half'
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    own, bad = datasets.many(tmp_path / "rows.jsonl"), []
+    placed = datasets.placed(tmp_path / "rows.jsonl", bad=lambda error: bad.append(str(error)))
+    assert [x for x in own if isinstance(x[0], dict)] == placed and len(own) == 102
+    assert [str(x) for x, _ in own if not isinstance(x, dict)] == bad
+    assert own[45][1].endswith("rows.jsonl:48") and own[101][1].endswith("rows.jsonl:104")
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines(ROWS * 99))[:-9])
+    for read in (datasets.many, datasets.rows):
+        with pytest.raises(ValueError, match=r"rows.jsonl.gz: damaged or half-written: Truncated"):
+            read(tmp_path / "rows.jsonl.gz")
+    assert not list((tmp_path / "cache/areax").iterdir())
+
+
+def test_an_index_does_not_grow_with_the_lines(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"{}\n" * 100_000)
+    own = indexed.Lines(tmp_path / "rows.jsonl")
+    assert len(own) == 100_000 and len(own._offsets) + len(own._numbers) < 100_000 / 15
+
+
+@pytest.mark.parametrize("size", [2, 3, 100, 1023, 1024, 1025])
+def test_a_permutation_without_a_table_shows_every_row_once_an_epoch(monkeypatch, size):
+    monkeypatch.setattr(curriculum, "TABLE", 1)
+    orders = [[Prompts(range(size), seed=s)[e * size + i] for i in range(size)] for s, e in ((0, 0), (0, 1), (1, 0))]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    if size > 3:
+        assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_a_permutation_without_a_table_looks_random():
+    """Neighbours are as far apart, and places as evenly filled, as in a random order."""
+    size, count = 10_000_000, 20_000
+    at = np.array([Prompts(range(size), seed=7)[i] for i in range(count)])
+    assert len(set(at.tolist())) == count
+    hist = np.histogram(at, 20, (0, size))[0]
+    assert ((hist - count / 20) ** 2 / (count / 20)).sum() < 50  # chi-squared of 19 degrees of freedom, p = 1e-4
+    assert abs(np.abs(np.diff(at)).mean() / size - 1 / 3) < 0.01
+
+
+def test_rows_are_those_in_memory_and_left_out_ones_are_replaced(tmp_path, capsys):
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    assert list(many_rows.opened(str(file))) == rows.read(str(file))
+    check = lambda row: "odd" if row["answer"] % 2 else None
+    own, again = (many_rows.opened(str(file), check=check) for _ in range(2))
+    got = [own[i] for i in range(100)]
+    assert got == [again[i] for i in reversed(range(100))][::-1] and len(own) == 100
+    assert got[::2] == ROWS[::2] and all(row["answer"] % 2 == 0 for row in got)
+    assert len({row["answer"] for row in got[1::2]}) > 25  # not always the neighbour
+    said = capsys.readouterr().err
+    assert "100 rows stay on the disk; 100 spread over them are checked" in said
+    assert "50 of 100 rows that were checked are left out, odd" in said and ": 10 rows were left out since" in said
+
+
+def test_a_bad_row_ends_the_run_or_is_skipped(tmp_path, capsys):
+    def check(row):
+        if row["answer"] == 51:
+            raise ValueError("no 51")
+
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"rows.jsonl:52: no 51"):
+        many_rows.opened(str(file), check=check)
+    own = many_rows.opened(str(file), check=check, bad="skip")
+    assert own[51] != ROWS[51] and own[51] in ROWS
+    assert "1 of 100 rows that were checked are left out, bad (--bad-rows skip), the first: " in capsys.readouterr().err
+
+
+def test_only_some_rows_are_checked_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(many_rows, "CHECKED", 10)
+    seen = []
+    own = many_rows.opened(str(write(tmp_path / "rows.jsonl", ROWS)), check=lambda row: seen.append(row["answer"]))
+    assert seen == list(range(0, 100, 10))
+    assert own[51] == ROWS[51] and seen[10:] == [51]
+
+
+def test_too_few_good_rows_are_refused(tmp_path, monkeypatch):
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(ValueError, match="all 100 rows that were checked are left out, no; at least one is needed"):
+        many_rows.opened(str(file), check=lambda row: "no")
+    monkeypatch.setattr(many_rows, "TRIES", 3)
+    own = many_rows.opened(str(file), check=lambda row: None if row["answer"] == 0 else "no")
+    with pytest.raises(ValueError, match="3 rows one after the other are left out, the last no; at least one"):
+        own[1]
+
+
+def test_a_run_on_rows_on_the_disk_is_that_on_rows_in_memory_and_resumes_exactly(tmp_path, monkeypatch):
+    """Of sft: by metrics, which differ if one row does."""
+    tiny.model(tmp_path / "model")
+    train = arithmetic.splits()["train"]
+    tiny.rows(tmp_path / "rows.jsonl", list(itertools.islice(arithmetic.demonstrations(train), 200)))
+    config = sft.Config(
+        model=str(tmp_path / "model"), data=str(tmp_path / "rows.jsonl"), out=str(tmp_path / "disk"), steps=4, batch=8,
+        length=64, rows=4, optim=Optimizer(lr=1e-2), save_every=2,
+    )  # fmt: skip
+    on_disk = sft.main(config)
+    tiny.cut_off(tmp_path / "disk", tmp_path / "parts", 2)
+    resumed = sft.main(replace(config, out=str(tmp_path / "parts")))
+    monkeypatch.setattr(datasets, "MANY", 1000)
+    in_memory = sft.main(replace(config, out=str(tmp_path / "memory")))
+    assert on_disk["loss"] == in_memory["loss"] == resumed["loss"]

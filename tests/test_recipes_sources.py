@@ -1,0 +1,196 @@
+"""What a run trains on: mixtures by name and weight, and objects of `datasets` and torch."""
+
+import itertools
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import datasets as hf_datasets
+import pytest
+import tiny
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from areax.adapters import cli
+from areax.adapters.data import datasets
+from areax.adapters.tracking import run_dir
+from areax.core.optim import Optimizer
+from areax.recipes import sft
+from areax.recipes.shared import sources
+from areax.rollout.tasks import arithmetic
+
+ROWS = list(itertools.islice(arithmetic.demonstrations(arithmetic.splits()["train"]), 60))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sources")
+    tiny.model(path / "model")
+    tiny.rows(path / "rows.jsonl", ROWS)
+    tiny.rows(path / "few.jsonl", ROWS[:10])
+    return path
+
+
+def config(place, out, **changes):
+    base = sft.Config(
+        model=str(place / "model"), data=str(place / "rows.jsonl"), out=str(place / out), steps=4, batch=10, length=64,
+        rows=4, optim=Optimizer(lr=1e-2), save_every=2,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def opened(data="", given=None, **changes):
+    options = dict(check=lambda row: None, bad="stop", recognise=True, seed=3) | changes
+    return sources.opened(data, given, **options)
+
+
+def losses(out):
+    return [line["loss"] for line in run_dir.read_lines(out / "metrics.jsonl")]
+
+
+def test_names_and_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x=1.jsonl").write_text("{}")
+    plain = lambda place: [("", place, Fraction(1))]
+    assert sources.named("a.jsonl") == plain("a.jsonl") and sources.named(tmp_path) == plain(tmp_path)
+    assert sources.named("a, b.jsonl") == plain("a, b.jsonl") and sources.named("o/n:main:2") == plain("o/n:main:2")
+    assert sources.named("x=1.jsonl") == plain("x=1.jsonl")
+    assert sources.named("math=a.jsonl:0.7,code=o/n:main:train,c=o/n:main:2") == [
+        ("math", "a.jsonl", Fraction(7, 10)), ("code", "o/n:main:train", 1), ("c", "o/n:main", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ("a=x.jsonl,y.jsonl", "each of several sources needs a name, as in math=y.jsonl, got y.jsonl"),
+        ("a=x.jsonl,a=y.jsonl", "sources must have different names, got a twice"),
+        ("a=x.jsonl:0,b=y.jsonl", "a weight must be above 0, got a=x.jsonl:0; leave the source out"),
+    ],
+)
+def test_wrong_names_are_refused(data, words):
+    with pytest.raises(ValueError, match=words):
+        sources.named(data)
+
+
+def test_one_source_is_as_before(place):
+    assert opened(str(place / "rows.jsonl")) == sources.Prompts(ROWS, seed=3)
+
+
+def test_a_mixture_from_the_command_line_reports_its_shares_and_resumes_exactly(place):
+    options = "--steps 4 --batch 10 --length 64 --rows 4 --optim.lr 1e-2 --save-every 2".split()
+    words = ["train", "sft", "--model", f"{place}/model", "--out", f"{place}/mixed", *options]
+    words += ["--data", f"all={place}/rows.jsonl:0.7,few={place}/few.jsonl:0.3"]
+    assert cli.main(words) == 0
+    lines = list(run_dir.read_lines(place / "mixed/metrics.jsonl"))
+    assert [(line["all/share"], line["few/share"]) for line in lines] == [(0.7, 0.3)] * 4
+    tiny.cut_off(place / "mixed", place / "mixed again", 2)
+    assert cli.main(["train", "sft", "--config", f"{place}/mixed/config.json", "--out", f"{place}/mixed again"]) == 0
+    assert losses(place / "mixed again") == losses(place / "mixed")
+    assert json.loads((place / "mixed/config.json").read_text())["data"] == words[-1]
+
+
+def test_order_success_needs_one_source(place):
+    with pytest.raises(ValueError, match="order success needs one source of --data, got a mixture"):
+        opened(f"a={place}/rows.jsonl,b={place}/few.jsonl", spec=sources.Curriculum(order="success"))
+
+
+class Map(TorchDataset):
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index]
+
+
+@pytest.mark.parametrize("given", [ROWS, hf_datasets.Dataset.from_list(ROWS), Map()], ids=["list", "Dataset", "torch"])
+@pytest.mark.parametrize("many", [False, True])
+def test_rows_with_random_access_are_those_of_a_file(place, monkeypatch, given, many):
+    monkeypatch.setattr(datasets, "MANY", 10 if many else 100)
+    own, file = opened(given=given), opened(str(place / "rows.jsonl"))
+    assert [own[i] for i in range(150)] == [file[i] for i in range(150)] and len(own.rows) == 60
+    assert isinstance(own.rows, list) != many and opened(given=given, limit=20).size == 20
+
+
+class Plain(Map):
+    """Rows without lists, which torch collates."""
+
+    def __getitem__(self, index):
+        return {name: ROWS[index][name] for name in ("prompt", "completion")} | {"n": index, "share": index / 2}
+
+
+ITERABLES = {
+    "IterableDataset": lambda: hf_datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
+    "generator data set": lambda: hf_datasets.IterableDataset.from_generator(lambda: iter(ROWS)),
+    "DataLoader": lambda: DataLoader(Plain(), batch_size=8),
+    "DataLoader of rows": lambda: DataLoader(Map(), batch_size=None),
+    "DataLoader of lists": lambda: DataLoader(Map(), batch_size=8, collate_fn=list),
+}
+
+
+@pytest.mark.parametrize("made", ITERABLES.values(), ids=ITERABLES)
+def test_iterables_keep_their_order(made):
+    own, again = opened(given=made()), opened(given=made())
+    rows = [Plain()[i] for i in range(60)] if made is ITERABLES["DataLoader"] else ROWS
+    assert [own[i] for i in range(150)] == [rows[i % 60] for i in range(150)]
+    assert again[130] == rows[10] and [opened(given=made(), limit=7)[i] for i in (6, 7)] == [rows[6], rows[0]]
+
+
+def test_a_loader_that_takes_rows_apart_is_refused():
+    with pytest.raises(ValueError, match="lists or dicts, such as field '.*', takes rows apart; give it collate_fn"):
+        opened(given=DataLoader(Map(), batch_size=8))
+
+
+def test_a_shuffled_stream_has_another_order_in_each_epoch_and_resumes():
+    made = lambda: ITERABLES["IterableDataset"]().shuffle(seed=5, buffer_size=20)
+    own = opened(given=made())
+    rows = [own[i]["prompt"] for i in range(120)]
+    assert (
+        sorted(rows[:60]) == sorted(rows[60:]) and rows[:60] != rows[60:] and rows[:60] != [r["prompt"] for r in ROWS]
+    )
+    assert [opened(given=made())[i]["prompt"] for i in range(90, 120)] == rows[90:]
+
+
+def test_streams_are_converted_checked_and_skipped(capsys):
+    alpaca = [{"instruction": str(i), "output": "x"} for i in range(30)]
+
+    def check(row):
+        if row["prompt"] == "7":
+            raise ValueError("no 7")
+        return "long" if row["prompt"] == "9" else None
+
+    with pytest.raises(ValueError, match="rows: row 8: no 7"):
+        opened(given=(alpaca[:8]).__iter__(), check=check)
+    own = opened(given=hf_datasets.Dataset.from_list(alpaca).to_iterable_dataset(), check=check, bad="skip")
+    assert [own[i]["prompt"] for i in range(28)] == [str(i) for i in range(30) if i not in (7, 9)]
+    said = capsys.readouterr().err
+    assert "by --row areax.adapters.data.formats:instruction" in said
+    assert "rows: 1 rows were left out since the start, the last bad (--bad-rows skip), such as row 8: no 7" in said
+
+
+@pytest.mark.parametrize(
+    "data, given, words",
+    [
+        ("x.jsonl", ROWS, "rows=: must be given without --data, got both, --data x.jsonl; write data=''"),
+        ("", hf_datasets.DatasetDict({"train": hf_datasets.Dataset.from_list(ROWS)}), "got DatasetDict"),
+        ("", "rows.jsonl", "must be a list, a data set or an iterable of rows, got str"),
+        ("", [3], "rows: row 1: a row must be a dict, got int"),
+        ("", iter(ROWS), "an iterator cannot start anew, got a list_iterator; give a list"),
+        ("", [], "the data set is empty, got rows"),
+    ],
+)
+def test_what_is_no_data_is_refused(data, given, words):
+    with pytest.raises(ValueError, match=words):
+        opened(data, given)
+
+
+def test_sft_trains_on_objects_and_resumes_exactly(place):
+    """The same as on the file they are of; a stream with its own order, twice the same."""
+    sft.main(config(place, "file"))
+    sft.main(config(place, "object", data=""), rows=hf_datasets.Dataset.from_list(ROWS))
+    assert losses(place / "object") == losses(place / "file")
+    made = ITERABLES["DataLoader"]
+    sft.main(config(place, "stream", data=""), rows=made())
+    tiny.cut_off(place / "stream", place / "stream again", 2)
+    sft.main(config(place, "stream again", data=""), rows=made())
+    assert losses(place / "stream again") == losses(place / "stream") != losses(place / "file")
