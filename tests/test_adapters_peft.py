@@ -90,7 +90,7 @@ CASES = {
         moe_latent_size=16,
         pad_token_id=None,
     ),
-    "gpt_oss": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
+    "gpt_oss": COMMON | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12, initializer_range=0.1),
 }
 ALL = ("*",)  # routers too
 TARGETS = {
