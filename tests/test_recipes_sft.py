@@ -220,6 +220,22 @@ def test_the_weight_average_is_exported(place, runs, monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_an_offloaded_run_resumes_exactly(place):
+    """With its masters and 8-bit moments on the host; its options cannot change on the way."""
+    optim = Optimizer(lr=1e-2, offload=True, state="float8", gradients="bfloat16")
+    one = config(place, "offloaded", steps=4, optim=optim)
+    assert sft.main(one)["complete"]
+    sft.main(config(place, "offloaded-parts", steps=2, optim=optim))
+    again = config(place, "offloaded-parts", steps=4, optim=optim)
+    with pytest.raises(ValueError, match="--optim.offload true -> false"):
+        sft.main(replace(again, optim=replace(optim, offload=False)))
+    sft.main(again)
+    assert losses(place / "offloaded")[-1] < losses(place / "offloaded")[0]
+    for x, y in zip(weights(place / "offloaded/model"), weights(place / "offloaded-parts/model"), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.mesh
 def test_training_is_the_same_on_a_mesh_and_resumes_on_another(place):
     """One option: the numbers stay, and a state saved on one mesh is taken up on the next."""
