@@ -92,7 +92,9 @@ def same_metrics(got, wanted):
     for a, b in zip(got, wanted, strict=True):
         assert a.keys() == b.keys()
         for name in set(a) - {"seconds", "kind"}:
-            np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-5, err_msg=name)
+            # chi2 has squares of ratios, in which an error of a log-probability counts twice
+            rtol = 3e-5 if name.startswith("chi2") else 1e-5
+            np.testing.assert_allclose(a[name], b[name], rtol=rtol, atol=1e-5, err_msg=name)
 
 
 @contextlib.contextmanager
