@@ -82,7 +82,9 @@ def whole_gradient(score: Callable, objective, sums: Any = None) -> Callable:
     one = _loss(score, objective)
 
     def gradient(params, batch: Batch, *frozen):
-        start = None if batch.token_BT.shape[0] == 1 else no_gradient(params, sums)
+        narrow = any(x.dtype != _wide(x) for x in jax.tree.leaves(params))
+        # A single gradient of narrow weights stays narrow, which saves memory.
+        start = None if narrow and batch.token_BT.shape[0] == 1 else no_gradient(params, sums)
         total, report, aux = _add(one, params, start, batch, frozen)
         return total, report | balance.report(aux) | {"loss": metrics.of(total.loss)}, aux
 
