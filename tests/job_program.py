@@ -22,6 +22,7 @@ from areax.rollout.types import Completion, sampled
 
 # Adam that is gradient descent: steps compare as gradients do.
 PLAIN = optim.Optimizer(lr=1e4, b1=0.0, b2=0.0, eps=1e5)
+GENTLE = optim.Optimizer(lr=1e2, b1=0.0, b2=0.0, eps=1e5)  # for a critic, whose steps move the policy's ratios to 80
 
 
 def groups(seed: int) -> list:
@@ -40,7 +41,7 @@ def groups(seed: int) -> list:
 BESIDE = {  # what trains or speaks beside the policy
     "reference": lambda model: dict(objective=losses.GRPO(advantage={"std": "none"}, kl={"coef": 0.1})),
     "critic": lambda model: dict(
-        objective=losses.PPO(kl={"coef": 0.1, "target": 0.05}), critic=trainer.CriticOptions(optim=PLAIN)
+        objective=losses.PPO(kl={"coef": 0.1, "target": 0.05}), critic=trainer.CriticOptions(optim=GENTLE)
     ),
     "teacher": lambda model: dict(objective=losses.GRPO(advantage={"std": "none", "teacher": 0.5}), teacher=model),
     "adapters": lambda model: dict(
