@@ -82,9 +82,7 @@ def whole_gradient(score: Callable, objective, sums: Any = None) -> Callable:
     one = _loss(score, objective)
 
     def gradient(params, batch: Batch, *frozen):
-        narrow = any(x.dtype != _wide(x) for x in jax.tree.leaves(params))
-        # A single gradient of narrow weights stays narrow, which saves memory.
-        start = None if narrow and batch.token_BT.shape[0] == 1 else no_gradient(params, sums)
+        start = None if batch.token_BT.shape[0] == 1 else no_gradient(params, sums)
         total, report, aux = _add(one, params, start, batch, frozen)
         return total, report | balance.report(aux) | {"loss": metrics.of(total.loss)}, aux
 
@@ -181,7 +179,7 @@ def _add(one: Callable, params, start: Gradient | None, batch: Batch, frozen: tu
         total, report, aux = carry
         (value, (new, more)), grad = jax.value_and_grad(one, has_aux=True)(params, micro(i), *frozen)
         found = Gradient(grad, value)
-        return _plus(total, found, i) if total else found, metrics.merge_trees(report, new), plus(aux, more)
+        return found if total is None else _plus(total, found, i), metrics.merge_trees(report, new), plus(aux, more)
 
     first = start, metrics.empty_like(shapes), _zeros(sums)
     if batch.token_BT.shape[0] == 1:  # nothing to add up

@@ -1,4 +1,4 @@
-"""Which models train on which devices, by `areax plan`: writes docs/devices.md and the table of README.
+"""Which models fit on which devices, by `areax plan`: writes docs/devices.md and the table of README.
 
 `make device-table` runs it. Each cell follows the plan's own suggestions: from one row per device to a larger
 microbatch if that is faster, or to the options that make it fit.

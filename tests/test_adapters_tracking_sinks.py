@@ -1,6 +1,7 @@
 """Sinks follow metrics.jsonl while it grows, is truncated and grows again, within one process and across several."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -284,7 +285,7 @@ def trackio_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder := tmp_path_factory.mktemp("trackio")))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        pytest.importorskip("trackio")
+        importlib.import_module("trackio")
         yield folder
 
 

@@ -1,4 +1,4 @@
-"""The tables of what trains where: README and docs/devices.md agree, and are what `areax plan` says."""
+"""The tables of which models fit on which devices: README and docs/devices.md agree, and are what `areax plan` says."""
 
 import json
 import re

@@ -102,7 +102,7 @@ def build(
         # Parts of a step towards the policy would be lost in bf16.
         dtype = run.dtype if options.reference_mix == 1 else "float32"
         reference = FrozenModel(settings, learner.copy(settings, params, dtype), policy.scores)
-        trainer.reference = rested(trainer, reference)
+        trainer.reference = offloaded(trainer, reference)
     if options.objective.kl.target:
         trainer.control["kl_coef"] = options.objective.kl.coef
     return trainer
@@ -231,7 +231,7 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
     if critic:
         batches = [b.replace(value_BT=learner.scored(critic, b).value_BT) for b in batches]
     if trainer.reference:
-        reference = awake(trainer.reference)
+        reference = on_devices(trainer.reference)
         batches = [b.replace(ref_BT=logp_of(reference, b)) for b in batches]
         del reference  # frees the device's copy, if the host has the weights
     if teacher := trainer.teacher:
@@ -257,16 +257,16 @@ def refresh(trainer: Trainer) -> None:
     """Moves the reference towards the policy every `reference_every` batches (TR-DPO, arXiv:2404.09656)."""
     every, mix = trainer.options.reference_every, trainer.options.reference_mix
     if trainer.reference and every and trainer.version % every == 0:
-        moved = _mixed(awake(trainer.reference).params, trainer.policy.state.params, mix)
-        trainer.reference = rested(trainer, replace(trainer.reference, params=moved))
+        moved = _mixed(on_devices(trainer.reference).params, trainer.policy.state.params, mix)
+        trainer.reference = offloaded(trainer, replace(trainer.reference, params=moved))
 
 
-def rested(trainer: Trainer, model: FrozenModel) -> FrozenModel:
+def offloaded(trainer: Trainer, model: FrozenModel) -> FrozenModel:
     """The reference where it waits between uses: with `offload_reference` in the memory of the host."""
     return replace(model, params=offload.to_host(model.params)) if trainer.options.offload_reference else model
 
 
-def awake(model: FrozenModel) -> FrozenModel:
+def on_devices(model: FrozenModel) -> FrozenModel:
     """The reference on the devices."""
     return replace(model, params=offload.to_device(model.params))
 
