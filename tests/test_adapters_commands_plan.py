@@ -75,7 +75,7 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     fleet = [*options, "--servers", "http://127.0.0.1:1", "--rollout-chips", 2]
     assert json.loads(run(capsys, "grpo", *fleet, "--json"))["figures"]["rollout_devices"]["value"] == 2
     said = run(capsys, "grpo", *options, "--rollout-chips", 2, code=2)
-    assert "starts one server on one chip, got --rollout-chips 2" in said
+    assert "starts 1, on one chip each, got --rollout-chips 2" in said
     half = json.loads(run(capsys, "grpo", *options, "--sample-tokens", 32, "--json"))
     assert half["microbatches"] == report["microbatches"] / 2 == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import resource
 import time
@@ -16,8 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ... import models
-from ...core import optim, packing, param, step
+from ...core import balance, optim, packing, param, step
 from ...core.batch import Batch
+from ...core.distill import Distill, Taught
+from ...core.preference import RewardModel
+from ...models import frozen as teachers
 from ...models import lora
 from ...models.layer import Attention
 from ...parallel import mesh as meshes
@@ -27,7 +31,24 @@ from .. import hf
 
 # The code never runs, so it need not be fast; shardings are decided before code generation.
 CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-MODEL_READS = {"token_BT", "index_BT", "segment_BT", "target_BT"}  # and position_BT if a layer has positions
+MODEL_READS = {"token_BT", "index_BT", "segment_BT"}  # and position_BT if a layer has positions
+KINDS = {"input": "_BT", "target": "_BT", "component": "_BJ", "scalars": ""}  # of a Batch's dictionaries of arrays
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a batch beside those that every batch has.
+
+    Attributes:
+      where: the dictionary of `Batch` that has it.
+      name, dtype: its own.
+      tail: sizes of its axes behind those of `KINDS`.
+    """
+
+    where: str
+    name: str
+    dtype: str = "float32"
+    tail: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,10 @@ class Step:
       objective, optim, run, layout: as in a recipe's Config.
       rows, length, microbatches, slots: B, T, M and J of the Batch [M, B, T].
       lora: adapters that train over frozen weights, which have the dtype of the checkpoint; rank 0 = all weights train.
+      arrays: what the batch has beside the arrays of every batch.
+      balance: as in a recipe's Config.
+      teacher: Config of a local teacher whose distributions the step compares.
+      follows: the step of the policy, if this is that of its critic: they read the same batch.
     """
 
     config: Any
@@ -51,6 +76,33 @@ class Step:
     microbatches: int
     slots: int = 1
     lora: lora.Lora = lora.Lora()
+    arrays: tuple[Array, ...] = ()
+    balance: balance.Balance = balance.Balance()
+    teacher: Any = None
+    follows: Step | None = None
+
+    @property
+    def whole(self):
+        """The objective with the terms of `balance`."""
+        return balance.wrap(self.objective, self.balance)
+
+    @property
+    def distill(self) -> Distill | None:
+        """The divergence from a teacher in the objective."""
+        if isinstance(self.objective, Taught):
+            return self.objective.distill
+        return self.objective if isinstance(self.objective, Distill) else None
+
+    @property
+    def score(self) -> Callable:
+        """`score(params, microbatch, *frozen)` of the model in training, without adapters."""
+        if self.follows:
+            return lambda params, batch: models.value(params, batch.replace(input={}), config=self.config, run=self.run)
+        if self.distill is None:
+            return functools.partial(models.score, config=self.config, run=self.run)
+        return functools.partial(
+            teachers.score, objective=self.distill, config=self.config, teacher_config=self.teacher, run=self.run
+        )
 
     @property
     def frozen(self) -> str:
@@ -60,36 +112,67 @@ class Step:
 
 def abstract_batch(spec: Step) -> Batch:
     """The prepared Batch [M, B, T] of a step, as shapes and dtypes."""
+    if spec.follows:
+        return jax.eval_shape(spec.objective.prepare, abstract_batch(spec.follows))
     packed = packing.pack([supervised([0], [0], sample=0, rollout=0)], 2, rows=1)
+    row = spec.microbatches, spec.rows
 
     def shape(path, x):
         width = spec.length if _name(path).endswith("_BT") else spec.slots
-        return jax.ShapeDtypeStruct((spec.microbatches, spec.rows, width), x.dtype)
+        return jax.ShapeDtypeStruct((*row, width), x.dtype)
 
     batch = jax.tree_util.tree_map_with_path(shape, packed)
     score = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
-    if getattr(spec.objective, "needs_reference", False):
+    inner = spec.objective.objective if isinstance(spec.objective, Taught) else spec.objective
+    if getattr(inner, "needs_reference", False):
         batch = batch.replace(ref_BT=score)
-    return jax.eval_shape(spec.objective.prepare, batch, models.Scores(score, score, score))
+    if getattr(inner, "needs_values", False):
+        batch = batch.replace(value_BT=score)
+    lead = {"_BT": (*row, spec.length), "_BJ": (*row, spec.slots), "": row[:1]}
+    for array in spec.arrays:
+        made = jax.ShapeDtypeStruct((*lead[KINDS[array.where]], *array.tail), jnp.dtype(array.dtype))
+        batch = batch.replace(**{array.where: {**getattr(batch, array.where), array.name: made}})
+    return jax.eval_shape(spec.whole.prepare, batch, models.Scores(score, score, score, aux=_sums(spec, row[:1])))
+
+
+def _sums(spec: Step, lead: tuple[int, ...] = ()) -> dict:
+    """The `aux` of a model's Scores, as shapes."""
+    stacks = [stack for stack in models.table(spec.config).stacks if "router" in stack.params]
+    if not stacks:
+        return {}
+    layers, experts = sum(len(stack.layers) for stack in stacks), models.table(spec.config).dims["experts"]
+    sizes = {"load": (experts,), "prob": (experts,), "lse2": (), "tokens": ()}
+    return {name: jax.ShapeDtypeStruct((*lead, layers, *size), jnp.float32) for name, size in sizes.items()}
 
 
 def reads(spec: Step) -> dict[str, int]:
-    """{array: bytes per entry} of the batch's arrays that a step reads.
+    """{array: bytes per entry} of the batch's arrays that a step reads, named as in `planner.job.Job`.
 
     With one microbatch these are what the model and the loss read; with several all, since the loop takes the whole
     batch.
     """
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), abstract_batch(spec))
-    out = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
-    traced = jax.make_jaxpr(lambda batch, out: spec.objective.loss(models.Scores(out, out, out), batch))(batch, out)
-    placed = any(isinstance(layer, Attention) and (layer.rope or layer.growth) for layer in spec.config.records)
-    model = MODEL_READS | ({"position_BT"} if placed else set())
+    one = jax.ShapeDtypeStruct(batch.token_BT.shape, jnp.float32)
+    extra = {"divergence": one, "usable": jax.ShapeDtypeStruct(one.shape, bool)} if spec.distill else None
+    out = models.Scores(one, one, one, one, extra, _sums(spec))
+    traced = jax.make_jaxpr(lambda batch, out: spec.whole.loss(out, batch))(batch, out)
     used = {id(x) for equation in traced.jaxpr.eqns for x in equation.invars}
-    found = {}
+    model, found = _of_model(spec), {}
     for (path, x), variable in zip(jax.tree_util.tree_leaves_with_path(batch), traced.jaxpr.invars, strict=False):
-        if spec.microbatches > 1 or id(variable) in used or _name(path) in model:
-            found[_name(path)] = x.dtype.itemsize
+        name, kind = _name(path), _kind(path)
+        if spec.microbatches > 1 or id(variable) in used or name in model:
+            tail = x.shape[len(kind.removeprefix("_")) :]
+            found[name + kind * (not name.endswith(kind))] = x.dtype.itemsize * math.prod(tail)
     return found
+
+
+def _of_model(spec: Step) -> set[str]:
+    """Names of the arrays that the model reads."""
+    placed = any(isinstance(layer, Attention) and (layer.rope or layer.growth) for layer in spec.config.records)
+    read = MODEL_READS | ({"position_BT"} if placed else set())
+    if not spec.follows and not isinstance(spec.objective, RewardModel):
+        read |= {"target_BT", "routed_experts"}
+    return read | ({"teacher_ids", "teacher_logp"} if spec.distill and spec.teacher is None else set())
 
 
 def check(spec: Step) -> dict:
@@ -129,7 +212,7 @@ def frozen(spec: Step):
 def compile(spec: Step):
     """Compiles `step(state, batch)` for this process's devices."""
     base = table = models.table(spec.config)
-    score: Callable = functools.partial(models.score, config=spec.config, run=spec.run)
+    score = spec.score
     if spec.lora.rank:
         table, score = lora.table(base, spec.lora), lora.over_base(score, spec.lora)
     optimizer = optim.make_optimizer(spec.optim, table)
@@ -144,21 +227,26 @@ def compile(spec: Step):
         state = step.State(params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
         kept = frozen(spec) if spec.lora.rank else None
         more = [placed(kept, rules.of_quantised(kept, base, on))] if spec.lora.rank else []
+        if spec.teacher:
+            other = models.table(spec.teacher)
+            more.append(placed(param.abstract(other, spec.run.dtype or "float32"), rules.of_params(other, on)))
         if spec.optim.offload:  # the update is many small programs
-            gradient: Any = offload.make_gradient(score, spec.objective, table, spec.optim, on)
+            gradient: Any = offload.make_gradient(score, spec.whole, table, spec.optim, on)
             placed_params = placed(params, shardings.params)
             return gradient.lower(placed_params, _placed(abstract_batch(spec), on), *more).compile(CHEAP)
         sums = optim.sums(table, spec.optim)
-        update: Any = step.make_step(score, spec.objective, optimizer, shardings, sums=sums)
+        adjust = balance.adjust(spec.balance)
+        update: Any = step.make_step(score, spec.whole, optimizer, shardings, adjust=adjust, sums=sums)
         return update.lower(placed(state, shardings), _placed(abstract_batch(spec), on), *more).compile(CHEAP)
 
 
 def _placed(batch: Batch, on) -> Batch:
     """The batch with the shardings that `parallel.batches` gives it."""
+    axes = {"_BT": ("layers", "batch", "seq"), "_BJ": ("layers", "batch"), "": ("layers",)}
 
     def one(path, x):
-        axes = ("layers", "batch", "seq") if _name(path).endswith("_BT") else ("layers", "batch")
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, rules.spec(axes, mesh=on)))
+        sharding = NamedSharding(on, rules.spec(axes[_kind(path)], mesh=on))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(one, batch)
 
@@ -166,3 +254,8 @@ def _placed(batch: Batch, on) -> Batch:
 def _name(path) -> str:
     """Name of an array of a Batch: its field, or its key among the samples' extra arrays."""
     return getattr(path[-1], "name", None) or path[-1].key
+
+
+def _kind(path) -> str:
+    """The leading axes of an array of a Batch: "_BT", "_BJ", or "" if it has neither rows nor positions."""
+    return KINDS.get(path[0].name, path[0].name[-3:])

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-import jax.numpy as jnp
-
-from ... import models
-from ...core import losses, packing, param
-from ...core.optim import Optimizer
-from ...models import layer, lora
-from ...models.attention.segments import segments
-from ...models.layers import recurrence
 from ...parallel.planner import memory, remedies
 from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
-from ...parallel.planner.job import Job
-from .. import hf
 from ..command_line import options as grouped
-from ..runtime import hub
-from . import aot
+from . import aot, jobs
 
-NEEDS = ("model", "mesh", "rows", "length", "run")  # options that a recipe's Config must have
-RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve", "colocated")  # and if it generates
 FIRST_OPTIONS = (
     "model", "chip", "rollout-chips", "sample-tokens", "check", "json", "length", "rows", "mesh.dp", "mesh.fsdp",
     "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
@@ -69,141 +56,38 @@ def plan(config: Any, options: Options = Options()) -> dict:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
     """
     config = grouped.flat(config)
-    needs = NEEDS + (RL if _generates(config) else ("batch",))
-    missing = [name for name in needs if not hasattr(config, name)]
-    if missing:
-        raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
-    settings = hf.read_config(hub.folder(config.model))
-    if config.length > settings.context:
-        raise ValueError(
-            f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
-        )
-    _refuse(config)
-    table, chip = models.table(settings), CHIPS[options.chip]
-    sequence = options.sample_tokens or config.length
-    if not 0 < sequence <= config.length:
-        raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
-    samples, a_row = _samples(config), config.length // sequence
-    used = max(1, math.ceil(samples / a_row / config.rows))
-    adapters = getattr(config, "lora", lora.Lora())
-    run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
-    step = aot.Step(
-        settings, _objective(config), _optim(config), run, config.mesh, config.rows, config.length,
-        microbatches=packing.bucket(used), slots=1 << (a_row - 1).bit_length(), lora=adapters,
-    )  # fmt: skip
-    reference = getattr(step.objective, "needs_reference", False)
-    where: Literal["", "device", "host"] = "device" if reference else ""
-    if reference and getattr(config, "offload_reference", False):
-        where = "host"
-    router = getattr(settings, "router", None)
-    job = Job(
-        table, settings.records, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
-        dtype=run.dtype, remat=run.remat, cp=run.cp, head_chunk=run.head_chunk, top_k=getattr(settings, "top_k", 0),
-        router_fp32=router is not None and router.fp32, activation=settings.activation.kind,
-        chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots,
-        reads=aot.reads(step), scores=getattr(step.objective, "needs_scores", False) + bool(where), reference=where,
-        platform=chip.platform, optim=step.optim, adapters=lora.table(table, adapters) if adapters.rank else None,
-        frozen=step.frozen if adapters.rank else "float32", frozen_shapes=aot.frozen(step) if adapters.rank else None,
-    )  # fmt: skip
-    itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
-    generation = _generation(config, options, sequence, itemsize, settings, chip.platform)
-    made = plans.plan(job, chip, generation=generation, push_itemsize=itemsize)
-    figures, checked = list(made.figures), {}
+    jobs.check(config)
+    chip = CHIPS[options.chip]
+    made = jobs.made(config, chip, sample_tokens=options.sample_tokens, rollout_chips=options.rollout_chips)
+    job, generation, (step, *critics) = made.job, made.generation, made.steps
+    planned = plans.plan(job, chip, generation=generation, push_itemsize=made.itemsize)
+    figures, checked = list(planned.figures), {}
     beside = plans.server_bytes(job, chip, generation) if generation else 0.0, generation.shares if generation else "no"
     trains = plans.device_bytes(job, *beside) <= plans.USABLE * chip.memory
     suggested = remedies.faster(job, chip, *beside) if trains else remedies.fitting(job, chip, *beside)
     if options.check:
-        # Kernels of other platforms cannot be compiled here; they do not change the arguments.
-        found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
-        figures += _compiled(found)
-        checked = {"agrees": found["argument_bytes"] == memory.memory(job).arguments}
+        m = memory.memory(job)
+        agrees = True
+        for one, formula, prefix in ((step, m, ""), *((critic, m.critic, "critic_") for critic in critics)):
+            # Kernels of other platforms cannot be compiled here; they do not change the arguments.
+            found = aot.check(replace(one, run=replace(one.run, attention="auto", expert_kernel="auto")))
+            figures += _compiled(found, prefix)
+            agrees &= formula is not None and found["argument_bytes"] == formula.arguments
+        checked = {"agrees": agrees}
     return {
-        "model": str(config.model), "family": settings.family, "mesh": str(config.mesh), "devices": config.mesh.devices,
-        "chip": options.chip, "rows": config.rows, "length": config.length, "microbatches": used, "fits": made.fits,
-        "suggested": suggested,
+        "model": str(config.model), "family": made.settings.family, "mesh": str(config.mesh),
+        "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
+        "microbatches": job.used, "fits": planned.fits, "suggested": suggested,
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
     }  # fmt: skip
 
 
-def _refuse(config) -> None:
-    """Raises ValueError for options that the formulas do not cover."""
-    balance = getattr(config, "balance", None)
-    objective = _objective(config)
-    policy = isinstance(objective, losses.Policy)
-    for known, what in (
-        (not isinstance(objective, losses.KTO | losses.RewardModel), f"the objective {type(objective).__name__}"),
-        (config.run.dispatch == "gather", f"--run.dispatch {config.run.dispatch}"),
-        (not getattr(getattr(config, "sampling", None), "routed_experts", False), "--sampling.routed-experts"),
-        (not (balance and (balance.load or balance.z)), f"{balance}"),
-        (not getattr(objective, "needs_values", False), "a critic"),
-        (not (policy and objective.advantage.needs), "reward components"),
-        (
-            not isinstance(objective, losses.Distill) and not (policy and objective.advantage.teacher),
-            "the weights and work of a teacher",
-        ),
-        (not getattr(config, "distill_coef", 0), "the weights and work of a teacher"),
-        (getattr(config, "epochs", 1) == 1, f"--epochs {getattr(config, 'epochs', 1)}"),
-        (
-            not (policy and objective.correction.proximal == "interpolate"),
-            "--objective.correction.proximal interpolate",
-        ),
-    ):
-        if not known:
-            raise ValueError(f"plan: {what} cannot be planned; plan the run without it")
-
-
-def _samples(config) -> int:
-    """Samples per optimiser step."""
-    if _generates(config):
-        return config.groups * config.group_size // config.minibatches
-    return config.batch * (2 if isinstance(_objective(config), losses.Preference) else 1)
-
-
-def _generates(config) -> bool:
-    return hasattr(config, "group_size")
-
-
-def _objective(config):
-    return getattr(config, "objective", losses.SFT())
-
-
-def _optim(config) -> Optimizer:
-    """The optimiser with some valid schedule length: it does not change the state."""
-    spec = getattr(config, "optim", Optimizer())
-    return replace(spec, steps=spec.steps or spec.warmup + 1)
-
-
-def _generation(
-    config, options: Options, sequence: float, itemsize: int, settings, platform: str
-) -> plans.Generation | None:
-    if not _generates(config):
-        return None
-    new = min(config.sampling.max_new_tokens, sequence)
-    engine = None if config.servers else config.serve  # the embedded engine, started by the recipe
-    if engine and options.rollout_chips:
-        raise ValueError(
-            f"plan: without --servers the recipe starts one server on one chip, got --rollout-chips "
-            f"{options.rollout_chips}; set --servers, or leave it out"
-        )
-    size = itemsize
-    if engine:
-        size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
-    cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
-    shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
-    return plans.Generation(
-        samples=config.groups * config.group_size, prompt=sequence - new, new=new,
-        slots=engine.slots if engine else None,
-        itemsize=size, cache=cache, state=state, devices=options.rollout_chips,
-        steps=config.minibatches, ahead=config.eta, embedded=engine is not None, shares=shares,
-        context=segments(min(config.serve.context, settings.context))[-1].stop,
-    )  # fmt: skip
-
-
-def _compiled(found: dict) -> list[plans.Figure]:
-    of = lambda name, value, kind, text: plans.Figure("check", name, value, kind, text)
+def _compiled(found: dict, prefix: str = "") -> list[plans.Figure]:
+    whose = f"the {prefix[:-1]}'s step" if prefix else "the compiled step"
+    of = lambda name, value, kind, text: plans.Figure("check", prefix + name, value, kind, text)
     return [
-        of("compiled_argument_bytes", found["argument_bytes"], "exact", "arguments of the compiled step, by XLA"),
+        of("compiled_argument_bytes", found["argument_bytes"], "exact", f"arguments of {whose}, by XLA"),
         of("cpu_temporary_bytes", found["temporary_bytes"], "exact", "XLA CPU temporaries, not a GPU's"),
         of("check_s", found["seconds"], "exact", "the check took"),
         of("check_host_bytes", found["host_bytes"], "exact", "peak memory of the check"),

@@ -22,6 +22,8 @@ class Flops:
       recurrence: linear recurrences, forward and backward, in chunks.
       recomputed: what the backward pass computes again, and what recurrences compute beyond their formula.
       scores: forward passes without gradients, before the step.
+      teacher: forward passes of a teacher, before and in the step.
+      critic: the critic's step: model FLOPs, its scores included. What it recomputes is in `recomputed`.
     """
 
     matmuls: float
@@ -29,11 +31,13 @@ class Flops:
     recurrence: float
     recomputed: float
     scores: float
+    teacher: float = 0
+    critic: float = 0
 
     @property
     def model(self) -> float:
         """Model FLOPs, the numerator of MFU."""
-        return self.matmuls + self.attention + self.recurrence + self.scores
+        return self.matmuls + self.attention + self.recurrence + self.scores + self.teacher + self.critic
 
     @property
     def hardware(self) -> float:
@@ -51,7 +55,7 @@ def _active(job: Job, leaf) -> int:
     if not matrix(leaf):
         return 0
     if not nested(leaf) and leaf.path.endswith("embed"):
-        return entries(leaf) if job.tied and leaf.path == "embed" else 0
+        return entries(leaf) if job.tied and leaf.path == "embed" and not job.value else 0
     return entries(leaf) * job.top_k // job.table.dims["experts"] if expert(leaf) else entries(leaf)
 
 
@@ -127,7 +131,7 @@ def recurrence(job: Job, layer) -> tuple[float, float]:
 
 def flops(job: Job, pairs: Callable = pairs) -> Flops:
     """FLOPs of an optimiser step, with `pairs(job, layer)` query-key pairs in each layer."""
-    layers = sum(_active(job, leaf) for leaf in job.leaves if nested(leaf))
+    layers = _of_layers(job)
     mixture = sum(_active(job, leaf) for leaf in job.leaves if expert(leaf))
     low = sum(_active(job, leaf) for leaf in job.trained) if job.adapters else 0
     top = active(job) - layers
@@ -142,19 +146,46 @@ def flops(job: Job, pairs: Callable = pairs) -> Flops:
     if job.recomputes("attention"):
         again += attend
     if job.recomputes("dots"):
-        last = sum(_active(job, stack[name]) for stack in job.stacks for name in added(stack))
+        last = sum(
+            _active(job, leaf)
+            for stack in job.stacks
+            for name, leaf in stack.items()
+            if name in added(stack) or (job.names(name) and not expert(leaf))
+        )
         again += 2 * (layers - mixture - last + low) * job.tokens
     if job.recomputes("experts"):
         again += 2 * mixture * job.tokens
     if not memory.logits_kept(job):
         again += 2 * top * job.tokens
+    critic, taught = flops(job.critics_step, pairs) if job.critics_step else None, 0.0
+    if job.teachers_pass and job.teacher:
+        passes = job.teacher.scores + job.teacher.taught
+        taught = passes * forward(job.teachers_pass, pairs)
+        if job.teacher.taught:  # chunks of its logits, too, are computed again
+            again += 2 * (active(job.teachers_pass) - _of_layers(job.teachers_pass)) * job.tokens
     return Flops(
         matmuls=((4 if job.adapters else 6) * (layers + top) + 6 * low) * job.tokens,
         attention=3 * attend,
         recurrence=3 * recur,
-        recomputed=again,
-        scores=job.scores * (2 * (layers + top + low) * job.tokens + attend + recur),
+        recomputed=again + (critic.recomputed if critic else 0),
+        scores=job.scores * forward(job, pairs),
+        teacher=taught,
+        critic=critic.model if critic else 0,
     )
+
+
+def forward(job: Job, pairs: Callable = pairs) -> float:
+    """FLOPs of a forward pass over an optimiser step's tokens."""
+    low = sum(_active(job, leaf) for leaf in job.trained) if job.adapters else 0
+    mixed = sum(
+        job.tokens * recurrence(job, layer)[0] if recurrent(layer) else sum(attention(layer, pairs(job, layer)))
+        for layer in job.records
+    )
+    return 2 * (active(job) + low) * job.tokens + mixed
+
+
+def _of_layers(job: Job) -> int:
+    return sum(_active(job, leaf) for leaf in job.leaves if nested(leaf))
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -188,8 +219,22 @@ class Transfer:
 
 
 def transfers(job: Job) -> list[Transfer]:
-    """Collectives of an optimiser step, except tiny ones and those over axes of size 1."""
-    forward, backward, again = 1 + job.scores, 1, int(job.recomputes("weights"))
+    """Collectives of an optimiser step, except tiny ones and those over axes of size 1; a critic's are its own step's.
+
+    A teacher's passes gather weights and reduce activations as the model's do.
+    """
+    found = _transfers(job, 1 + job.scores, 1)
+    if job.teachers_pass and job.teacher:
+        found += _transfers(job.teachers_pass, job.teacher.scores + job.teacher.taught, 0)
+    if job.critics_step:
+        found += transfers(job.critics_step)
+    return [Transfer(t.name, t.axes, t.kind, sum(u.payload for u in found if u.name == t.name), t.overlaps)
+            for t in {t.name: t for t in reversed(found)}.values()][::-1]  # fmt: skip
+
+
+def _transfers(job: Job, forward: float, backward: int) -> list[Transfer]:
+    """Of passes forward and backward."""
+    again = backward * int(job.recomputes("weights"))
     M, item, tokens, sparse = job.used, job.itemsize, job.local_tokens, _sparse_layers(job)
     stream = tokens * job.embed * item  # the residual stream of a microbatch
     found = [
@@ -200,7 +245,12 @@ def transfers(job: Job) -> list[Transfer]:
     ]
     if job.layout.cp > 1:
         found += _context(job, forward, again, backward)
-    if sparse and job.layout.ep > 1:
+    if sparse and job.dispatch == "all_to_all":
+        copies = tokens * job.top_k * job.table.dims["expert_embed"] * item  # sent to the experts, and back
+        found.append(
+            Transfer("ep_trade", ("ep",), "trade", M * sparse * 2 * (forward + again + backward) * copies, False)
+        )
+    elif sparse and job.layout.ep > 1:
         routed = tokens * job.top_k * (INDEX + item)
         gathered = (forward + again) * (stream + routed) + backward * stream  # tokens, and gradients of outputs
         scattered = forward * stream + backward * (stream + tokens * job.top_k * item)  # indices have no gradient
@@ -209,7 +259,7 @@ def transfers(job: Job) -> list[Transfer]:
     return [t for t in found if job.size(*t.axes) > 1]
 
 
-def _summed(job: Job, forward: int, backward: int) -> float:
+def _summed(job: Job, forward: float, backward: int) -> float:
     """Bytes of the residual stream all-reduced over tp per microbatch: after attention and MLP, and before them in the
     backward pass.
 
@@ -221,26 +271,27 @@ def _summed(job: Job, forward: int, backward: int) -> float:
     parts = lambda stack: mixes(job.record(stack)) + ("router" in stack or "down" in stack)
     # What an MLP adds is not computed again, what comes before it is.
     layers = sum(
-        depth(stack) * (parts(stack) * (forward + backward) + job.recomputes("dots") * (parts(stack) - 1))
+        depth(stack) * (parts(stack) * (forward + backward) + backward * job.recomputes("dots") * (parts(stack) - 1))
         for stack in job.stacks
     )
     lookup = (forward + backward) * job.local_tokens * job.embed * WIDE  # in fp32
-    return (layers + backward) * stream + lookup  # plus the head's gradient once
+    return (layers + backward * (not job.value)) * stream + lookup  # plus the head's gradient once
 
 
-def _gathered(job: Job, forward: int, again: int) -> float:
+def _gathered(job: Job, forward: float, again: int) -> float:
     """Bytes of weights gathered over fsdp and ep per microbatch: a layer's each time it is computed."""
     total = 0
     for leaf in job.weights:
         gathered = job.held(leaf, rules.GATHERED)
         if gathered > job.held(leaf):  # the final norm is gathered again for its backward pass, embedding and head not
-            total += gathered * job.bytes_of(leaf) * (forward + (again if nested(leaf) else int(not matrix(leaf))))
+            later = again if nested(leaf) else int(job.trains and not matrix(leaf))
+            total += gathered * job.bytes_of(leaf) * (forward + later)
     return total
 
 
 def _scattered(job: Job) -> float:
     """Bytes of gradients reduce-scattered over fsdp and ep per microbatch; a tied embedding counts twice."""
-    uses = lambda leaf: 2 if job.tied and leaf.path == "embed" else 1
+    uses = lambda leaf: 2 if job.tied and leaf.path == "embed" and not job.value else 1
     gathered = [leaf for leaf in job.trained if job.held(leaf, rules.GATHERED) > job.held(leaf)]
     return sum(uses(leaf) * job.held(leaf, rules.GATHERED) * _gradient(job, leaf) for leaf in gathered)
 
@@ -256,7 +307,7 @@ def _gradient(job: Job, leaf) -> int:
     return min(job.itemsize, job.bytes_of(leaf)) if matmul else job.bytes_of(leaf)
 
 
-def _context(job: Job, forward: int, again: int, backward: int) -> list[Transfer]:
+def _context(job: Job, forward: float, again: int, backward: int) -> list[Transfer]:
     """Collectives of layers with positions sharded over cp: keys and values by the method, "gather" only as far as a
     layer's pattern reaches; what recurrent layers read and return by all-to-all."""
     M, n, tokens, item = job.used, job.layout.cp, job.local_tokens, job.itemsize
@@ -273,7 +324,7 @@ def _context(job: Job, forward: int, again: int, backward: int) -> list[Transfer
             sent["trade"] += (forward + again + backward) * (keys + outer)
         elif job.cp == "ring":
             wide = keys / item * WIDE  # gradients of keys and values are sent in fp32
-            turns = forward + job.recomputes("attention") + backward
+            turns = forward + backward * job.recomputes("attention") + backward
             sent["send"] += (n - 1) * turns * (keys + places) + backward * n * wide
         else:
             payload = (forward + again) * (keys + places) + backward * keys

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ...core import optim, param
 from ...core.optim import Optimizer
-from .. import context, rules
+from .. import context, experts, rules
 from ..mesh import AXES, BATCH, Layout
 
 # Values that each remat policy keeps on the device from a layer's forward to its backward pass; `memory.values` has
@@ -21,6 +21,61 @@ KEPT = {
     "dots": ("input", "dots", "attention", "halves", "states", "sums"),
     "none": ("norms", "operands", "qkv", "attention", "outputs", "gates", "experts", "states", "recurrence", "weights"),
 }
+# Values that layers name (`models.remat`), and weights whose products they are; "offload" keeps all on the host.
+NAMED: dict[str, tuple[str, ...]] = {
+    "layer_input": (),
+    "qkv": ("q", "k", "v", "q_gate", "q_down", "q_up", "kv_down", "kv_up", "delta_q", "delta_k", "delta_v",
+            "in_x", "in_b", "in_c", "in_dt", "in_z"),
+    "attention": (),
+    "attention_out": ("o", "delta_o", "out"),
+    "mlp_gate_up": ("gate", "up", "shared_gate", "shared_up"),
+    "states": (),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model beside the one that is planned.
+
+    Attributes:
+      table, records, top_k, router_fp32, activation: as in `Job`.
+    """
+
+    table: param.Table
+    records: Sequence[Any]
+    top_k: int = 0
+    router_fp32: bool = False
+    activation: str = "silu"
+
+
+@dataclass(frozen=True)
+class Critic:
+    """A second model, with a scalar head, that takes a step of its own after each of the policy's.
+
+    Attributes:
+      model: the critic.
+      optim, reads, scores: as in `Job`.
+    """
+
+    model: Model
+    optim: Optimizer
+    reads: Mapping[str, int]
+    scores: float = 1
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A frozen model on the devices, in the dtype of the computation.
+
+    Attributes:
+      model: the teacher.
+      scores: its forward passes before a step, for log-probabilities of the batch's tokens.
+      taught: whether the step itself computes its logits, to compare distributions.
+    """
+
+    model: Model
+    scores: float = 0
+    taught: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,24 +92,31 @@ class Job:
       microbatches, used: M of an optimiser step, and how many of them are not empty.
       sequence: mean tokens per packed sequence, at most `length`.
       dtype: dtype of activations and matmuls; weights and gradients are fp32 unless `optim` says otherwise.
-      remat, cp, head_chunk: as in `models.Run`.
+      remat, cp, head_chunk, dispatch: as in `models.Run`.
       top_k: experts per token; 0 without experts.
       router_fp32: the routers' products are in fp32, whatever the dtype.
       activation: kind of the activation of MLPs, as in `models.layers.mlp`.
       chunks: tokens per chunk of a recurrent layer, and of all rows together per block of chunks.
       slots: J, segment slots per row.
-      reads: {array of the batch that the step reads (..._BT or ..._BJ): bytes per entry}.
-      scores: forward passes without gradients over the same tokens, before the step.
+      reads: {array of the batch that the step reads: bytes per entry}; names end in _BT or _BJ unless every device has
+        the whole array, whose bytes then count.
+      scores: forward passes without gradients over the same tokens, before the step; a fraction if several steps share
+        them.
       reference: one of them uses other weights, held in addition: "" = none; "device", or "host", where they are while
         a step is taken.
+      reference_dtype: of its matrices; "" = that of the computation.
       platform: platform of the devices, which determines the chunk size of logits.
       optim: as in a recipe's Config.
       adapters: weights of adapters, which train while the model's own are frozen; None = these train.
       frozen: dtype of frozen weights.
       frozen_shapes: the frozen weights as shapes, if some are quantised.
+      value: the step reads a scalar head and computes no logits: a critic's, a reward model's.
+      whole_logits: the step compares whole distributions of each token, a chunk of tokens at a time.
+      trains: False = only forward passes, of weights in the dtype `frozen`: a teacher's.
+      critic, teacher: models beside this one.
 
     Raises:
-      ValueError: a remat policy not in `KEPT`; rows, length, heads, channels or an axis of a weight are not divisible
+      ValueError: an unknown remat policy; rows, length, heads, channels or an axis of a weight are not divisible
         by the layout.
     """
 
@@ -67,27 +129,35 @@ class Job:
     used: int
     sequence: float
     dtype: str = "float32"
-    remat: str = "full"
+    remat: str | tuple[tuple[str, str], ...] = "full"
     cp: context.Method = "gather"
     head_chunk: int | None = None
+    dispatch: experts.Method = "gather"
     top_k: int = 0
     router_fp32: bool = False
     activation: str = "silu"
     chunks: tuple[int, int] = (64, 4096)
     slots: int = 1
     reads: Mapping[str, int] = field(default_factory=dict)
-    scores: int = 0
+    scores: float = 0
     reference: Literal["", "device", "host"] = ""
+    reference_dtype: str = ""
     platform: str = "cpu"
     optim: Optimizer = Optimizer()
     adapters: param.Table | None = None
     frozen: str = "float32"
     frozen_shapes: Any = None
+    value: bool = False
+    whole_logits: bool = False
+    trains: bool = True
+    critic: Critic | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self):
-        if self.remat not in KEPT:
+        if self.remat not in KEPT and not set(self.named) <= set(NAMED):
             raise ValueError(
-                f"plan: --run.remat must be one of {', '.join(KEPT)}, got {self.remat!r}; plan with one of them"
+                f"plan: --run.remat must be one of {', '.join((*KEPT, 'offload'))}, or pairs of {', '.join(NAMED)} and "
+                f"a place, got {self.remat!r}; plan with one of them"
             )
         zigzag = 2 if self.cp == "ring" and self.layout.cp > 1 else 1
         heads = {("query heads", layer.heads, "tp x cp" if self.cp == "ulysses" else "tp", self.sharing)
@@ -110,11 +180,44 @@ class Job:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        return KEPT[self.remat]
+        return KEPT.get(self.remat, ()) if isinstance(self.remat, str) else ()
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The place of each value of `NAMED` that the policy keeps, "save" or "offload"; empty with one of `KEPT`."""
+        if self.remat in KEPT:
+            return {}
+        if isinstance(self.remat, str):
+            return dict.fromkeys(NAMED if self.remat == "offload" else [self.remat], "offload")
+        return {"layer_input": "save", **dict(self.remat)}
 
     def recomputes(self, value: str) -> bool:
         """Whether the backward pass recomputes a value; without rematerialisation it recomputes none."""
-        return self.remat != "none" and value not in self.kept
+        return self.remat != "none" and value not in self.kept and value not in self.named
+
+    def names(self, weight: str) -> bool:
+        """Whether the products of a layer's weight are among the named values that the policy keeps."""
+        return any(weight in NAMED[name] for name in self.named)
+
+    @property
+    def critics_step(self) -> "Job | None":
+        """The critic's step: it trains all its weights on the same batch."""
+        if self.critic is None:
+            return None
+        own = dict(optim=self.critic.optim, reads=self.critic.reads, scores=self.critic.scores, value=True)
+        return self._of(self.critic.model, **own)
+
+    @property
+    def teachers_pass(self) -> "Job | None":
+        """A forward pass of the teacher."""
+        if self.teacher is None:
+            return None
+        return self._of(self.teacher.model, trains=False, frozen=self.dtype)
+
+    def _of(self, model: Model, **changes) -> "Job":
+        alone = dict(adapters=None, frozen_shapes=None, reference="", scores=0, value=False, whole_logits=False)
+        fresh: dict[str, Any] = {**vars(model), **alone, "critic": None, "teacher": None, "frozen": "float32"}
+        return replace(self, **fresh | changes)
 
     def size(self, *axes: str) -> int:
         """Product of the sizes of these axes."""
@@ -141,6 +244,8 @@ class Job:
 
     @property
     def trained(self) -> list[param.Leaf]:
+        if not self.trains:
+            return []
         return [leaf for stack in self.low for leaf in stack.values()] if self.adapters else self.leaves
 
     @property
@@ -151,7 +256,7 @@ class Job:
     def bytes_of(self, leaf: param.Leaf) -> int:
         """Bytes per entry of a weight on the device: fp32 if it trains, unless the table says otherwise, or it has its
         master weights on the host or none."""
-        train = self.adapters is None or "rank" in leaf.axes
+        train = self.trains and (self.adapters is None or "rank" in leaf.axes)
         dtype = "float32" if train else self.frozen
         if train and optim.cast(leaf):
             dtype = self.optim.weights if self.optim.weights != "float32" or not self.optim.offload else self.dtype

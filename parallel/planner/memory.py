@@ -1,12 +1,13 @@
 """Closed-form memory of a training step, in bytes per device.
 
 State, gradients and batch follow from the parameter table and the sharding rules, and are exact. Activations saved for
-the backward pass are counted value by value: `job.KEPT` lists the values that a remat policy keeps, `values` their
-sizes.
+the backward pass are counted value by value: `job.KEPT` and `job.NAMED` list the values that a remat policy keeps,
+`values` and `named` their sizes.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
 from .. import experts, offload, rules
-from .job import KEPT, Job, added, depth, expert, matrix, matrix_states, recurrent
+from .job import KEPT, NAMED, Job, added, depth, expert, matrix, matrix_states, recurrent
 
 STEP = 4  # bytes of the step counter
 WIDE = 4  # bytes of values computed in fp32 whatever the compute dtype
@@ -35,13 +36,16 @@ class Memory:
       moments: optimiser state: moments, averaged weights and counters, including the step counter.
       gradients: the gradient; of several microbatches their sum, and that of the current one.
       reference: weights of the reference model, which without its adapters is the model itself.
+      taught: weights of a teacher that the step reads.
+      teacher: weights of a teacher that only scores the batch before the step.
       batch: the batch's arrays that a step reads, all microbatches.
       saved: activations that layers save for the backward pass of a microbatch.
       logits: logits of one chunk, or of all tokens if they are saved for the backward pass.
       working: temporaries of the backward pass of one layer or of the head, whichever is larger.
       summed: the gradient that an update reads.
       streamed: with the optimiser's state on the host, what of it is on the device at a time, during the update.
-      host: what the host holds for the device: master weights and the optimiser's state, a reference.
+      host: what the host holds for the device: master weights and the optimiser's state, a reference, activations.
+      critic: the critic's step, which follows this one: each has the other's state beside it.
     """
 
     params: int
@@ -55,25 +59,42 @@ class Memory:
     summed: int
     streamed: int = 0
     host: int = 0
+    taught: int = 0
+    teacher: int = 0
+    critic: "Memory | None" = None
 
     @property
     def arguments(self) -> int:
         """Arguments of the compiled step."""
-        return self.params + self.moments + self.batch
+        return self.params + self.moments + self.batch + self.taught
+
+    @property
+    def held(self) -> int:
+        """What is on the device between steps."""
+        critic = self.critic.held if self.critic else 0
+        return self.params + self.moments + self.taught + self.reference + self.teacher + critic
+
+    @property
+    def temporary(self) -> int:
+        """The most that a step has on the device beside its arguments."""
+        return max(self.gradients + self.saved + self.logits + self.working, self.summed + self.streamed)
 
     @property
     def peak(self) -> int:
-        backward = self.gradients + self.saved + self.logits + self.working
-        return self.arguments + self.reference + max(backward, self.summed + self.streamed)
+        steps = [self, self.critic] if self.critic else [self]
+        return self.held + max(step.batch + step.temporary for step in steps)
 
 
-def memory(job: Job, state: int | None = None) -> Memory:
-    """Memory of a device during a training step; `state` is `moments(job)`, which takes a while, if it is known."""
-    size = lambda leaves: sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
+def memory(job: Job, state: tuple[int, int] | None = None) -> Memory:
+    """Memory of a device during a training step; `state` is `states(job)`, which takes a while, if it is known."""
+    size = functools.partial(_size, job)
     size_of_sum = lambda leaf: jnp.dtype(job.optim.gradients if optim.cast(leaf) else "float32").itemsize
     sums = sum(job.held(leaf) * size_of_sum(leaf) for leaf in job.trained)
-    state = moments(job) if state is None else state
-    copy = reference(job)
+    state, of_critic = states(job) if state is None else state
+    copy, teacher = reference(job), job.teachers_pass
+    weights = _size(teacher, teacher.weights) if teacher else 0
+    taught = job.teacher is not None and job.teacher.taught
+    critic = memory(job.critics_step, (of_critic, 0)) if job.critics_step else None
     return Memory(
         params=size(job.weights) if job.frozen_shapes is None else _quantised(job) + size(job.trained),
         moments=0 if job.optim.offload else state,
@@ -83,10 +104,18 @@ def memory(job: Job, state: int | None = None) -> Memory:
         batch=batch(job),
         saved=saved(job),
         logits=logits(job),
-        working=max(_layer(job), _head(job)),
+        working=max(_layer(job), _head(job), _forward(teacher) if teacher else 0),
         streamed=streamed(job) if job.optim.offload else 0,
-        host=(state if job.optim.offload else 0) + (copy if job.reference == "host" else 0),
-    )
+        host=(state if job.optim.offload else 0) + (copy if job.reference == "host" else 0) + saved(job, "offload")
+        + (critic.host if critic else 0),
+        taught=weights if taught else 0,
+        teacher=0 if taught else weights,
+        critic=critic,
+    )  # fmt: skip
+
+
+def _size(job: Job, leaves: Iterable[Leaf]) -> int:
+    return sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
 
 
 def _quantised(job: Job) -> int:
@@ -95,10 +124,16 @@ def _quantised(job: Job) -> int:
 
 
 def reference(job: Job) -> int:
-    """A copy of the weights that is not trained, with matrices in the dtype of the computation."""
+    """A copy of the weights that is not trained, with matrices in `reference_dtype`."""
     if not job.reference or job.adapters:
         return 0
-    return sum(job.held(leaf) * (job.itemsize if optim.copied(leaf) else job.bytes_of(leaf)) for leaf in job.leaves)
+    narrow = jnp.dtype(job.reference_dtype or job.dtype).itemsize
+    return sum(job.held(leaf) * (narrow if optim.copied(leaf) else job.bytes_of(leaf)) for leaf in job.leaves)
+
+
+def states(job: Job) -> tuple[int, int]:
+    """`moments` of the job, and of its critic."""
+    return moments(job), moments(job.critics_step) if job.critics_step else 0
 
 
 def moments(job: Job) -> int:
@@ -135,15 +170,25 @@ def _bytes(shapes, shardings) -> int:
 
 
 def batch(job: Job) -> int:
-    """The batch's arrays that a step reads; segment arrays are sharded like rows."""
-    width = lambda name: job.length // job.layout.cp if name.endswith("_BT") else job.slots
-    return job.microbatches * job.local_rows * sum(size * width(name) for name, size in job.reads.items())
+    """The batch's arrays that a step reads; segment arrays are sharded like rows, others are whole on every device."""
+    rows = {"_BT": job.local_rows * (job.length // job.layout.cp), "_BJ": job.local_rows * job.slots}
+    return job.microbatches * sum(size * rows.get(name[-3:], 1) for name, size in job.reads.items())
 
 
-def saved(job: Job) -> int:
+def saved(job: Job, place: str = "save") -> int:
     """Activations of layers that are kept for the backward pass of a microbatch: those that scans over layers stack,
-    inputs of single layers, and keys and values that later layers use."""
-    kept = lambda stack: sum(size for name, size in values(job, stack).items() if name in job.kept)
+    inputs of single layers, and keys and values that later layers use.
+
+    Args:
+      place: "save", on the device, or "offload", in the host's memory.
+    """
+
+    def kept(stack) -> float:
+        by_name = sum(size for name, size in named(job, stack).items() if job.named.get(name) == place)
+        return by_name + sum(size for name, size in values(job, stack).items() if name in job.kept)
+
+    if place == "offload":
+        return round(sum(depth(stack) * kept(stack) for stack in job.stacks)) if job.named else 0
     tokens, item = job.local_tokens, job.itemsize
     beside = job.layers * tokens * job.table.dims.get("per_layer", 0) * item
     shared = sum(
@@ -197,6 +242,19 @@ def values(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
         "weights": 0 if as_stored else used * item,
         **(_recurrence(job, layer) if recurrent(layer) else _attention(job, layer, stack)),
         **(_mixture(job, stack) if "router" in stack else {}),
+    }
+
+
+def named(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
+    """Bytes per device, for one layer and microbatch, of each of the values that layers name: `models.remat`."""
+    found = values(job, stack)
+    products = lambda name: sum(job.width(stack[w].param.axes.split()[0]) for w in NAMED[name] if w in stack)
+    made = {name: job.local_tokens * job.itemsize * products(name) for name in NAMED}
+    return made | {
+        "layer_input": found["input"],
+        "attention": found.get("attention", 0),
+        "mlp_gate_up": made["mlp_gate_up"] + found.get("halves", 0),
+        "states": found.get("states", 0),
     }
 
 
@@ -265,20 +323,29 @@ def _mixture(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
     halves = (1 + ("expert_gate" in stack)) * rows * width * item
     biases = tokens * job.top_k * count * item if "expert_down_bias" in stack else 0
     within = job.table.dims["expert_embed"]
-    chosen = tokens * (ep * within * item + 2 * count * WIDE) + 4 * pairs * WIDE
+    # All tokens of the ep group; or a copy of each for every expert that it is sent to, of which two are kept.
+    arrived = 2 * pairs if job.dispatch == "all_to_all" and job.layout.devices > 1 else tokens * ep
+    chosen = arrived * within * item + 2 * tokens * count * WIDE + 4 * pairs * WIDE
     return {"halves": halves, "experts": halves + chosen + biases}
 
 
 def logits_kept(job: Job) -> bool:
     """Whether logits are saved for the backward pass: the rule of `core.logprobs.from_hidden`, per device."""
-    return not job.head_chunk and job.local_tokens * job.vocab <= logprobs.KEPT
+    few = job.local_tokens * job.vocab <= logprobs.KEPT
+    return job.value or not job.head_chunk and not job.whole_logits and few
 
 
 def logits(job: Job) -> int:
-    """Bytes of fp32 logits that a device holds at a time."""
+    """Bytes of fp32 logits that a device holds at a time; of a teacher, too, and of whole rows, if distributions are
+    compared."""
+    if job.value:
+        return 0
     chunk = _chunk(job)
     held = -(-job.local_tokens // chunk) * chunk if logits_kept(job) else chunk
-    return held * job.vocab * WIDE
+    if not job.whole_logits:
+        return held * job.vocab * WIDE
+    models = 1 + (job.teacher is not None and job.teacher.taught)
+    return held * models * WIDE * (job.vocab + (job.table.dims["vocab"] if job.layout.tp > 1 else 0))
 
 
 def _chunk(job: Job) -> int:
@@ -296,9 +363,23 @@ def _layer(job: Job) -> int:
     return round(max(map(at_work, job.stacks)))
 
 
+def _forward(job: Job) -> int:
+    """Temporaries of a forward pass without gradients: the largest layer's gathered weights, and its values."""
+
+    def at_work(stack):
+        weights = sum(job.whole(leaf) * (job.bytes_of(leaf) + job.itemsize) for leaf in stack.values())
+        return weights + sum(size for name, size in values(job, stack).items() if name in KEPT["none"][:-1])
+
+    return round(max(map(at_work, job.stacks)))
+
+
 def _head(job: Job) -> int:
     """Temporaries of the head: its matrix as used, which if gathered has a copy as stored and a gradient; softmax and
-    gradient of the logits."""
+    gradient of the logits, of both models if distributions are compared."""
     gathered = 2 * WIDE if job.size("fsdp", "ep") > 1 else 0
     matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (gathered + job.itemsize)
-    return matrices + 2 * _chunk(job) * job.vocab * WIDE + 3 * job.local_tokens * job.embed * WIDE
+    return (
+        matrices
+        + 2 * (logits(job) if job.whole_logits else 0 if job.value else _chunk(job) * job.vocab * WIDE)
+        + (3 * job.local_tokens * job.embed * WIDE)
+    )

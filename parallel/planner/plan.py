@@ -3,7 +3,9 @@
 Figures are exact if they follow from shapes and sharding rules, estimates if they depend on the assumptions below.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -49,7 +51,8 @@ class Generation:
       steps: optimiser steps per training batch.
       ahead: eta, batches that generation may be ahead of training.
       cache, state: bytes that a server holds for a token, and for a sequence whatever its length.
-      embedded: the recipe starts one server on one chip, whose cache holds `slots` sequences of `context` tokens.
+      embedded: the recipe starts servers, on one chip each, whose caches hold `slots` sequences of `context` tokens.
+      count: how many it starts.
       context: tokens of a sequence in the cache of that server.
       shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
         "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
@@ -66,6 +69,7 @@ class Generation:
     cache: int
     state: int = 0
     embedded: bool = False
+    count: int = 1
     context: int = 0
     shares: Shares = "no"
 
@@ -101,11 +105,11 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
     return Plan(tuple(figures), fits)
 
 
-def device_bytes(job: Job, server: float, shares: str, state: int | None = None) -> float:
+def device_bytes(job: Job, server: float, shares: str, state: tuple[int, int] | None = None) -> float:
     """Peak of a device that also holds a server's bytes, as `Generation.shares` says; `state` as `memory.memory`."""
     m = memory.memory(job, state)
     if shares == "turns":
-        return max(m.peak, m.arguments + m.reference + server)
+        return max(m.peak, m.held + m.batch + server)
     return m.peak + (server if shares == "always" else 0)
 
 
@@ -141,19 +145,22 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
         f"matrices of layers in {job.dtype if job.optim.weights == 'float32' else job.optim.weights}, others in fp32"
     )
     weights = f"{job.frozen} weights, and adapters" if job.adapters else weights if narrow else "fp32 weights"
+    logits = "logits, all saved" if memory.logits_kept(job) else "logits of a chunk"
     return [
         of("params_bytes", m.params, True, weights),
         of("moments_bytes", m.moments, True, f"state of {job.optim.name}" + ", averaged weights" * (job.optim.ema > 0)),
         of("batch_bytes", m.batch, True, "arrays of the batch that the step reads"),
-        of("argument_bytes", m.arguments, True, "sum of these three: arguments of the compiled step"),
+        of("teacher_bytes", m.taught + m.teacher, True, f"{job.dtype} weights of the teacher"),
+        of("argument_bytes", m.arguments, True, f"sum of these {4 if m.taught else 3}: arguments of the compiled step"),
         of("gradients_bytes", m.gradients, True, "gradients" + (", summed and new" if job.microbatches > 1 else "")),
         of("reference_bytes", m.reference, True, "weights of the reference policy"),
-        of("saved_bytes", m.saved, not about, f"activations saved for the backward pass, remat {job.remat}"),
-        of("logits_bytes", m.logits, True, "logits, all saved" if memory.logits_kept(job) else "logits of a chunk"),
+        of("saved_bytes", m.saved, not about, f"activations saved for the backward pass, remat {_policy(job)}"),
+        of("logits_bytes", m.logits, True, logits),
         of("working_bytes", m.working, False, "temporaries of a layer or the head"),
         of("streamed_bytes", m.streamed, False, "of what the host holds, on the device during the update"),
+        *_critic_figures(m.critic, of),
         of("peak_bytes", m.peak, False, "total"),
-        of("host_bytes", m.host, True, "in the host's memory for a device: masters and moments, or a reference"),
+        of("host_bytes", m.host, True, "in the host's memory for a device"),
         *(
             [of("shared_bytes", device_bytes(job, server, shares), False, f"the same with the server, {TURNS[shares]}")]
             if shares != "no" else []
@@ -163,9 +170,27 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
     ]  # fmt: skip
 
 
+def _policy(job: Job) -> str:
+    return job.remat if isinstance(job.remat, str) else " ".join(map(" ".join, job.remat))
+
+
+def _critic_figures(m: memory.Memory | None, of: Callable) -> list[Figure]:
+    """Memory of the critic's step, beside which the policy's state stays."""
+    if m is None:
+        return []
+    return [
+        of("critic_params_bytes", m.params, True, "weights of the critic"),
+        of("critic_moments_bytes", m.moments, True, "its optimiser's state"),
+        of("critic_argument_bytes", m.arguments, True, "arguments of its compiled step"),
+        of("critic_gradients_bytes", m.gradients, True, "its gradients, after the policy's are gone"),
+        of("critic_saved_bytes", m.saved, False, "activations that its backward pass reads"),
+        of("critic_working_bytes", m.working, False, "temporaries of one of its layers"),
+    ]
+
+
 def most_rows(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> int:
     """The largest microbatch that fits, in rows over all devices; 0 if none does. Arguments as `memory_figures`."""
-    unit, state = job.size(*BATCH), memory.moments(job)
+    unit, state = job.size(*BATCH), memory.states(job)
     fits = lambda n: device_bytes(replace(job, rows=n * unit), server, shares, state) <= USABLE * chip.memory
     if not fits(1):
         return 0
@@ -190,8 +215,10 @@ def work_figures(job: Job) -> list[Figure]:
         of("attention_flops", f.attention, "estimate", f"causal attention in sequences of {job.sequence:g} tokens"),
         of("recurrence_flops", f.recurrence, "estimate", "recurrent layers, linear in the number of tokens"),
         of("score_flops", f.scores, "estimate", "scoring passes without gradients"),
+        of("teacher_flops", f.teacher, "estimate", "forward passes of the teacher"),
+        of("critic_flops", f.critic, "estimate", "the critic: its values, and its step"),
         of("model_flops", f.model, "estimate", "sum of these, used for MFU"),
-        of("recomputed_flops", f.recomputed, "estimate", f"recomputed in the backward pass, remat {job.remat}"),
+        of("recomputed_flops", f.recomputed, "estimate", f"recomputed in the backward pass, remat {_policy(job)}"),
     ]
 
 
@@ -215,22 +242,33 @@ def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
     moving = flops.transfers(job)
     waits = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if not t.overlaps)
     overlapped = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
-    m = memory.memory(job)
-    update = (UPDATE * m.params + 2 * m.moments) / (STREAM * chip.bandwidth)
-    if job.optim.offload:  # copies to and from the host go on at once, and take longer than the update itself
-        update = max(update, (m.host - (memory.reference(job) if job.reference == "host" else 0)) / HOST)
-    total = max(compute, overlapped) + waits + update
+    updates = sum(map(functools.partial(_update_s, chip=chip), filter(None, (job, job.critics_step))))
+    copies = job.used * sum(2 * memory.saved(j, "offload") for j in (job, job.critics_step) if j) / HOST
+    total = max(compute, overlapped, copies) + waits + updates
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [
         of("compute_s", compute, f"at {MATMUL:.0%} of the chip's peak"),
         of("beside_s", overlapped, "collectives of weights and gradients, overlapped with computation"),
+        of("copies_s", copies, "activations to the host and back, overlapped with computation"),
         of("waiting_s", waits, "collectives that layers wait for"),
-        of("update_s", update, "optimiser"),
+        of("update_s", updates, "optimiser"),
         of("step_s", total, "optimiser step"),
         of("tokens_per_device_per_s", job.tokens / total / devices, "speed"),
         of("mfu", f.model / (devices * chip.flops * total), "model FLOPs over the chips' peak"),
         of("hardware_utilisation", f.hardware / (devices * chip.flops * total), "the same including recomputation"),
     ]
+
+
+def _update_s(job: Job, chip: Chip) -> float:
+    """Seconds of one optimiser's update."""
+    state = memory.moments(job)
+    if job.optim.offload:  # copies to and from the host go on at once, and take longer than the update itself
+        return max(UPDATE * _trained_bytes(job) / (STREAM * chip.bandwidth), state / HOST)
+    return (UPDATE * _trained_bytes(job) + 2 * state) / (STREAM * chip.bandwidth)
+
+
+def _trained_bytes(job: Job) -> int:
+    return sum(job.held(leaf) * job.bytes_of(leaf) for leaf in job.trained)
 
 
 def link(job: Job, chip: Chip, axes: tuple[str, ...]) -> float:
@@ -273,7 +311,7 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
     train_s, least = g.steps * step_s, batch_s(g.samples)
     servers = next(n for n in range(1, g.samples + 1) if batch_s(n) <= max(train_s, 2 * least))
     if g.embedded:
-        servers = 1
+        servers = g.count
     elif g.devices:
         if g.devices < server:
             raise ValueError(
@@ -283,7 +321,7 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
     of = lambda name, value, kind, text: Figure("generation", name, value, kind, text)
     wanted = "chips needed to keep up with training, if possible"
     if g.embedded:
-        wanted = "chip of the recipe's server"
+        wanted = "chips of the recipe's servers"
     elif g.devices:
         wanted = "chips reserved for generation"
     return [

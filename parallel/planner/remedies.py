@@ -21,10 +21,24 @@ def cheaper(job: Job) -> Iterator[tuple[str, Callable[[Job], Job]]]:
         yield "--offload-reference", lambda job: replace(job, reference="host")
     if optim.name != "adafactor" and optim.state == "float32":
         yield "--optim.state float8", lambda job: replace(job, optim=replace(job.optim, state="float8"))
+    if (critic := job.critic) and critic.optim.name != "adafactor" and critic.optim.state == "float32":
+        yield "--critic.optim.state float8", _with_critic(state="float8")
     if job.adapters is None and optim.gradients == "float32" and job.microbatches > 1:
         yield "--optim.gradients bfloat16", lambda job: replace(job, optim=replace(job.optim, gradients="bfloat16"))
     if job.adapters is None and not optim.offload and not optim.ema:
         yield "--optim.offload", lambda job: replace(job, optim=replace(job.optim, offload=True))
+    if critic and not critic.optim.offload and not critic.optim.ema:
+        yield "--critic.optim.offload", _with_critic(offload=True)
+
+
+def _with_critic(**changes) -> Callable[[Job], Job]:
+    """The job with other options of its critic's optimiser."""
+
+    def change(job: Job) -> Job:
+        assert job.critic is not None
+        return replace(job, critic=replace(job.critic, optim=replace(job.critic.optim, **changes)))
+
+    return change
 
 
 def fitting(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> list[str]:

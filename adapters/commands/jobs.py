@@ -1,0 +1,235 @@
+"""From a recipe's Config to what a plan is computed from: the steps to compile, the planner's job, generation."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from ... import models
+from ...core import losses, packing, param
+from ...core.balance import Balance
+from ...core.distill import Taught
+from ...core.optim import Optimizer
+from ...models import layer, lora
+from ...models.attention.segments import segments
+from ...models.layers import recurrence
+from ...parallel.planner import job as jobs
+from ...parallel.planner import plan as plans
+from ...parallel.planner.chips import Chip
+from .. import hf
+from ..runtime import hub
+from .aot import Array, Step, frozen, reads
+
+NEEDS = ("model", "mesh", "rows", "length", "run")  # options that a recipe's Config must have
+RL = ("group_size", "groups", "minibatches", "sampling", "eta", "servers", "serve", "colocated")  # and if it generates
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan of a recipe is computed from.
+
+    Attributes:
+      steps: the steps that `areax plan --check` compiles: the policy's or the model's, and a critic's.
+      job: the step, for the planner, with its critic and teacher.
+      generation: of a recipe that generates.
+      itemsize: bytes of an exported weight.
+    """
+
+    settings: Any
+    steps: tuple[Step, ...]
+    job: jobs.Job
+    generation: plans.Generation | None
+    itemsize: int
+
+
+def check(config: Any) -> None:
+    """Raises ValueError if a Config, as `options.flat` gives it, lacks an option that plans need, or one has a value
+    that cannot be planned."""
+    needs = NEEDS + (RL if generates(config) else ("batch",))
+    missing = [name for name in needs if not hasattr(config, name)]
+    if missing:
+        raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
+    if _taught(config) and not (config.teacher or config.teachers):
+        raise ValueError(
+            "plan: name --teacher, a directory, or --teachers, addresses of servers, to plan with; got none"
+        )
+
+
+def made(config: Any, chip: Chip, *, sample_tokens: int = 0, rollout_chips: int = 0) -> Planned:
+    """What a Config, as `options.flat` gives it, trains on a chip.
+
+    Args:
+      sample_tokens, rollout_chips: as `plan.Options`.
+    """
+    settings = hf.read_config(hub.folder(config.model))
+    if config.length > settings.context:
+        raise ValueError(
+            f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
+        )
+    sequence = sample_tokens or config.length
+    if not 0 < sequence <= config.length:
+        raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
+    a_row = config.length // sequence
+    used = max(1, math.ceil(samples(config) / a_row / config.rows))
+    run = replace(config.run, dtype=config.run.dtype or models.default_dtype(chip.platform))
+    steps = _steps(config, settings, run, packing.bucket(used), 1 << (a_row - 1).bit_length())
+    job = _job(config, steps, chip, used, sequence)
+    itemsize = hf.save_dtype(settings, param.abstract(models.table(settings))).itemsize
+    generation = None
+    if generates(config):
+        generation = _generation(config, settings, chip.platform, sequence, itemsize, rollout_chips)
+    return Planned(settings, steps, job, generation, itemsize)
+
+
+def samples(config) -> int:
+    """Samples per optimiser step."""
+    if generates(config):
+        return config.groups * config.group_size // config.minibatches
+    pairs = losses.Preference | losses.KTO | losses.RewardModel
+    return config.batch * (2 if isinstance(_objective(config), pairs) else 1)
+
+
+def generates(config) -> bool:
+    return hasattr(config, "group_size")
+
+
+def _objective(config):
+    return getattr(config, "objective", losses.SFT())
+
+
+def _taught(config) -> bool:
+    """Whether a teacher is needed: its distributions, or its log-probabilities for the advantage."""
+    objective = _objective(config)
+    scored = isinstance(objective, losses.Policy) and objective.advantage.teacher
+    return isinstance(objective, losses.Distill) or bool(getattr(config, "distill_coef", 0) or scored)
+
+
+def _optim(spec: Optimizer) -> Optimizer:
+    """The optimiser with some valid schedule length: it does not change the state."""
+    return replace(spec, steps=spec.steps or spec.warmup + 1)
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def _steps(config, settings, run: models.Run, microbatches: int, slots: int) -> tuple[Step, ...]:
+    """The step of the model, and of its critic."""
+    objective, teacher = _objective(config), None
+    if isinstance(objective, losses.RewardModel):
+        settings = replace(settings, value_head=True, tied=True)
+    if coef := getattr(config, "distill_coef", 0):
+        objective = Taught(objective, config.distill, coef)
+    if isinstance(objective, losses.Distill | Taught) and config.teacher:
+        teacher = hf.read_config(hub.folder(config.teacher))
+    step = Step(
+        settings, objective, _optim(getattr(config, "optim", Optimizer())), run, config.mesh, config.rows,
+        config.length, microbatches, slots=slots, lora=getattr(config, "lora", lora.Lora()),
+        arrays=tuple(_arrays(config, settings)), balance=getattr(config, "balance", Balance()), teacher=teacher,
+    )  # fmt: skip
+    if not getattr(_objective(config), "needs_values", False):
+        return (step,)
+    if path := config.critic.model:
+        settings = hf.read_config(hub.folder(path))
+    critic = replace(
+        step, config=replace(settings, tied=True, value_head=True), objective=config.critic.objective,
+        optim=_optim(config.critic.optim), lora=lora.Lora(), arrays=(), balance=Balance(), teacher=None, follows=step,
+    )  # fmt: skip
+    return step, critic
+
+
+def _arrays(config, settings) -> list[Array]:
+    """What samples bring along beside the arrays that every sample has."""
+    found, objective = [], _objective(config)
+    if getattr(getattr(config, "sampling", None), "routed_experts", False):
+        if not getattr(settings, "top_k", 0):
+            raise ValueError(f"plan: --sampling.routed-experts needs a model with experts, got {settings.family}")
+        found.append(Array("input", "routed_experts", "int32", (settings.layers, settings.top_k)))
+    served = bool(getattr(config, "teachers", ()))
+    if isinstance(objective, losses.Policy):
+        found += [Array("component", name) for name in objective.advantage.needs]
+        found += [Array("scalars", "kl_coef")] if objective.kl.target else []
+        found += [Array("scalars", "version", "int32")] if objective.correction.proximal == "interpolate" else []
+        if served or objective.advantage.teacher:
+            found.append(Array("target", "teacher"))
+        top_k = config.distill.top_k if getattr(config, "distill_coef", 0) else 0
+    else:
+        found += [Array("target", "teacher")] if served else []
+        top_k = getattr(objective, "top_k", 0)
+    if served and top_k:
+        found += [Array("target", "teacher_ids", "int32", (top_k,)), Array("target", "teacher_logp", tail=(top_k,))]
+    return found
+
+
+# -- the planner's job -----------------------------------------------------------------------------
+
+
+def _job(config, steps: tuple[Step, ...], chip: Chip, used: int, sequence: float) -> jobs.Job:
+    step, *critics = steps
+    inner = _objective(config)
+    epochs = getattr(config, "epochs", 1)
+    reference = getattr(inner, "needs_reference", False)
+    where: Literal["", "device", "host"] = "device" if reference else ""
+    if reference and getattr(config, "offload_reference", False):
+        where = "host"
+    moved = getattr(config, "reference_mix", 1.0) != 1
+    run, model = step.run, _model(step.config)
+    teacher = None
+    if _taught(config) and config.teacher:
+        scores = bool(isinstance(inner, losses.Policy) and inner.advantage.teacher) / epochs
+        other = hf.read_config(hub.folder(config.teacher))
+        teacher = jobs.Teacher(_model(other), scores, taught=step.distill is not None)
+    critic = None
+    if critics:
+        critic = jobs.Critic(_model(critics[0].config), critics[0].optim, reads(critics[0]), 1 / epochs)
+    adapted = step.lora.rank > 0
+    return jobs.Job(
+        model.table, model.records, config.mesh, config.rows, config.length, step.microbatches, used, sequence,
+        dtype=run.dtype or "float32", remat=run.remat, cp=run.cp, head_chunk=run.head_chunk, dispatch=run.dispatch,
+        top_k=model.top_k, router_fp32=model.router_fp32, activation=model.activation,
+        chunks=recurrence.CPU if chip.platform == "cpu" else recurrence.ELSEWHERE, slots=step.slots, reads=reads(step),
+        scores=(step.whole.needs_scores + bool(where)) / epochs, reference=where,
+        reference_dtype="float32" if moved else "", platform=chip.platform, optim=step.optim,
+        adapters=lora.table(model.table, step.lora) if adapted else None,
+        frozen=step.frozen if adapted else "float32", frozen_shapes=frozen(step) if adapted else None,
+        value=isinstance(inner, losses.RewardModel), whole_logits=step.distill is not None, critic=critic,
+        teacher=teacher,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)
+def _model(settings) -> jobs.Model:
+    router = getattr(settings, "router", None)
+    return jobs.Model(
+        models.table(settings), settings.records, getattr(settings, "top_k", 0), router is not None and router.fp32,
+        settings.activation.kind,
+    )  # fmt: skip
+
+
+def _generation(
+    config, settings, platform: str, sequence: float, itemsize: int, rollout_chips: int
+) -> plans.Generation:
+    new = min(config.sampling.max_new_tokens, sequence)
+    engine = None if config.servers else config.serve  # the embedded engine, started by the recipe
+    if engine and rollout_chips:
+        raise ValueError(
+            f"plan: without --servers the recipe starts {engine.count}, on one chip each, got --rollout-chips "
+            f"{rollout_chips}; set --servers, or leave it out"
+        )
+    size = itemsize
+    if engine:
+        size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
+    cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
+    shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
+    greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
+    return plans.Generation(
+        samples=config.groups * (config.group_size + greedy), prompt=sequence - new, new=new,
+        slots=engine.slots if engine else None,
+        itemsize=size, cache=cache, state=state, devices=rollout_chips,
+        steps=config.minibatches * getattr(config, "epochs", 1), ahead=config.eta, embedded=engine is not None,
+        shares=shares, count=engine.count if engine else 1,
+        context=segments(min(config.serve.context, settings.context))[-1].stop,
+    )  # fmt: skip
