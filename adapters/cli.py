@@ -45,7 +45,7 @@ def train(recipe: str, *options: str) -> int:
 
 def plan(recipe: str, *options: str) -> int:
     """Estimate whether a run fits and what it costs, without devices: areax plan RECIPE --model DIR ..."""
-    from .commands import plan
+    from .commands import plan, suggest
 
     module, settings = _recipe(recipe, "plan")
     # Options that a plan does not need (data, reward) are not required.
@@ -57,8 +57,9 @@ def plan(recipe: str, *options: str) -> int:
     ]
     both = dataclasses.make_dataclass("Plan", fields, namespace={"__doc__": plan.__doc__})
     chosen = parse.parse(both, options, f"areax plan {recipe}", first=plan.FIRST_OPTIONS)
-    report = plan.plan(chosen.recipe, chosen.plan)
-    print(json.dumps(report, indent=2) if chosen.plan.json else plan.show(report))
+    made, show = (suggest.suggest, suggest.show) if chosen.plan.suggest else (plan.plan, plan.show)
+    report = made(chosen.recipe, chosen.plan)
+    print(json.dumps(report, indent=2) if chosen.plan.json else show(report))
     return 0 if report["fits"] and report.get("agrees", True) else 1
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 import tiny_families
 
@@ -15,7 +14,7 @@ from areax.core.balance import Balance
 from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
-from areax.parallel.planner import memory, plan
+from areax.parallel.planner import memory
 from areax.parallel.planner.chips import CHIPS
 from areax.recipes import distill, grpo, preference, sft
 from areax.recipes.shared.rl_options import CriticOptions
@@ -31,9 +30,8 @@ def folder(tmp_path_factory):
     """f(family, **changes) -> a directory with a config.json alone."""
 
     def of(family, **changes):
-        config = {**tiny_families.OPTIONS[family], **changes}
         path = tmp_path_factory.mktemp(family)
-        hf = {**tiny_families.COMMON, "model_type": family, "torch_dtype": "bfloat16", **config}
+        hf = tiny_families.hf(family, torch_dtype="bfloat16", **changes)
         (path / "config.json").write_text(json.dumps(hf))
         return str(path)
 
@@ -100,7 +98,8 @@ CASES = {  # name: (family, Config of a directory and that of another model)
     "moved bias": ("glm4_moe", lambda own, other: rl(own, one=False, balance=Balance(z=0.1, bias=0.1))),
     "all to all": ("qwen3_moe", lambda own, other: offline(sft, own, run=models.Run(dispatch="all_to_all"))),
     "routed experts": (
-        "qwen3_moe", lambda own, other: rl(own, objective=PPO, sampling=Sampling(max_new_tokens=32, routed_experts=True))
+        "qwen3_moe",
+        lambda own, other: rl(own, objective=PPO, sampling=Sampling(max_new_tokens=32, routed_experts=True)),
     ),
     "components": (
         "qwen3",

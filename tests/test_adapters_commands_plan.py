@@ -204,7 +204,8 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         assert report["microbatches"] == 3
         assert figures["reference_bytes"] == held * figures["params_bytes"]
         assert (figures["score_flops"] > 0) == held
-    assert "the objective RewardModel cannot be planned" in run(capsys, "rewardmodel", *options, code=2)
+    figures = json.loads(run(capsys, "rewardmodel", *options, "--json"))["figures"]
+    assert figures["logits_bytes"]["value"] == 0  # a scalar head in place of the output head
 
 
 @pytest.mark.parametrize(
@@ -220,10 +221,9 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
             ["--chip", "h300"],
             "--chip must be one of h100, h200, b200, b300, a100, mi300, v5p, v6e, v5e, v4, got 'h300'; add it to",
         ),
-        (["--run.dispatch", "all_to_all"], "--run.dispatch all_to_all cannot be planned"),
         (["--lora.rank", 8, "--lora.targets", "w"], "lora.targets: each must name matrices of the layers"),
-        (["--balance.z", 0.1], "Balance(load=0.0, z=0.1, bias=0.0) cannot be planned"),
-        (["--run.remat", "offload"], "--run.remat must be one of"),
+        (["--suggest"], "--suggest needs --devices, how many there are, and --devices is for --suggest, got 0"),
+        (["--devices", 4], "--suggest needs --devices, how many there are, and --devices is for --suggest, got 4"),
         (["--chp", "h100"], "did you mean --chip?"),
     ],
 )
@@ -297,3 +297,53 @@ def test_what_a_plan_suggests_fits_and_is_faster(capsys, tmp_path):
     [more], before = planned(eight, 0)
     _, after = planned(eight | {"--rows": more.removeprefix("--rows ")}, 0)
     assert after > before
+
+
+def test_a_critic_and_a_teacher_count(capsys, model):
+    """Their weights, and what they compute; a teacher on servers costs the trainer the arrays in the batch alone."""
+    options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
+    figures = lambda recipe, *more: {
+        name: f["value"] for name, f in json.loads(run(capsys, recipe, *options, *more, "--json"))["figures"].items()
+    }
+    plain, ppo = figures("grpo"), figures("ppo")
+    policy = plain["params_bytes"] + plain["moments_bytes"]
+    assert 0.9 < (ppo["critic_params_bytes"] + ppo["critic_moments_bytes"]) / policy < 1.1
+    assert ppo["peak_bytes"] > plain["peak_bytes"] + 0.9 * policy
+    assert ppo["critic_flops"] > 0.5 * plain["matmul_flops"] and ppo["step_s"] > 1.5 * plain["step_s"]
+    passes = figures("ppo", "--epochs", 4)
+    assert passes["score_flops"] == ppo["score_flops"] / 4 and passes["train_batch_s"] > 3 * ppo["train_batch_s"]
+    taught = figures("grpo", "--distill-coef", 0.5, "--teacher", model)
+    assert 0 < taught["teacher_bytes"] < plain["params_bytes"] and taught["teacher_flops"] == plain["score_flops"]
+    servers = "--teachers", "http://127.0.0.1:1"
+    served = figures("grpo", "--distill-coef", 0.5, "--distill.top-k", 4, *servers)
+    assert served["teacher_bytes"] == served["teacher_flops"] == 0 and served["batch_bytes"] > plain["batch_bytes"]
+    said = run(capsys, "grpo", *options, "--distill-coef", 0.5, code=2)
+    assert "name --teacher, a directory, or --teachers" in said
+
+
+def test_suggestions_fit_and_are_ranked(capsys, tmp_path):
+    """Qwen3-8B on 16 H100: with the options of the first line, the plan says what the line says."""
+    (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.S).group(1))
+    options = ["--model", tmp_path, "--length", 4096]
+    report = json.loads(run(capsys, "sft", *options, "--suggest", "--devices", 16, "--json"))
+    first, *rest = report["suggestions"]
+    assert len(rest) == 2 and all(first["step_s"] <= 1.01 * one["step_s"] for one in rest)
+    planned = json.loads(run(capsys, "sft", *options, *first["options"].split(), "--json"))
+    assert planned["devices"] == 16 and planned["fits"]
+    assert planned["figures"]["peak_bytes"]["value"] == first["peak_bytes"]
+    assert planned["figures"]["step_s"]["value"] == pytest.approx(first["step_s"], rel=1e-3)
+    text = run(capsys, "sft", *options, "--suggest", "--devices", 2, "--chip", "v5e", code=1)
+    assert "does not fit on 2 x v5e with any mesh" in text and text.count("\n") == 1
+
+
+def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):
+    options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 2, "--group-size", 2]
+    report = json.loads(run(capsys, "grpo", *options, "--suggest", "--devices", 4, "--json"))
+    for one in report["suggestions"]:
+        assert one["trainers"] + one["servers"] * one["server_devices"] == 4
+        assert f"--eta {one['eta']}" in one["options"] and 0 <= one["staleness"] <= one["eta"]
+    line = run(capsys, "grpo", *options, "--suggest", "--devices", 4).splitlines()[1]
+    assert "devices train" in line and "tokens/s" in line and "staleness" in line and "of memory" in line
+    assert "got --colocated" in run(
+        capsys, "grpo", *options, "--suggest", "--devices", 4, "--colocated", "--eta", 0, code=2
+    )

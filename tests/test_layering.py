@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "rollout.servers.labels",
         "rollout.processes",
     },
+    "adapters/commands/suggest.py": {"adapters", "parallel", "core", "rollout.simulation"},
     "adapters/cli.py": ANYTHING,
     "recipes": ANYTHING,
 }

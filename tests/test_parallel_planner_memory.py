@@ -12,7 +12,7 @@ from areax.models import layer, lora, transformer
 from areax.models.attention.segments import segments
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, offload
-from areax.parallel.planner import memory, plan
+from areax.parallel.planner import generation, memory
 from areax.parallel.planner.job import Job
 from areax.rollout.engine import caches, decode
 
@@ -25,6 +25,9 @@ def job(config, layout=ONE, rows=8, length=64, microbatches=1, **rest):
     more = dict(top_k=router.top_k, router_fp32=router.fp32, activation=config.activation.kind, chunks=recurrence.CPU)
     sizes = rows, length, microbatches, microbatches, length
     return Job(models.table(config), config.records, layout, *sizes, **more | rest)
+
+
+SOME = (("attention_out", "save"), ("mlp_gate_up", "offload"))
 
 
 def wide(family):
@@ -62,11 +65,13 @@ def kept(config, run, rows, length) -> int:
 
 
 @pytest.mark.parametrize("family", [wide(family) for family in tiny_families.FAMILIES])
-@pytest.mark.parametrize("remat", ["full", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots", "offload", pytest.param(SOME, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
 def test_saved_activations_match_the_formula(family, remat, dtype):
+    """On the device and on the host together."""
     config = tiny_families.config(family)
-    formula = memory.saved(job(config, rows=5, length=128, dtype=dtype, remat=remat))
+    made = job(config, rows=5, length=128, dtype=dtype, remat=remat)
+    formula = memory.saved(made) + memory.saved(made, "offload")
     assert formula == kept(config, models.Run(dtype=dtype, remat=remat), 5, 128)
 
 
@@ -161,4 +166,4 @@ def test_a_servers_bytes_are_those_of_the_engine(family, context, slots=3):
         lambda leaf: jnp.zeros(leaf.shape, leaf.param.dtype or jnp.bfloat16), models.table(config)
     )  # fmt: skip
     staged = decode.stage(params, models.table(config), jax.devices()[0])
-    assert plan.weights_bytes(job(config), 2) == size(staged)
+    assert generation.weights_bytes(job(config), 2) == size(staged)

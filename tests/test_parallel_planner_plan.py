@@ -18,8 +18,9 @@ from areax.core import logprobs, losses, optim, param
 from areax.models import transformer
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, rules
-from areax.parallel.planner import flops, memory, plan
+from areax.parallel.planner import flops, generation, memory, plan
 from areax.parallel.planner.chips import CHIPS
+from areax.parallel.planner.figures import LINK, MATMUL, USABLE
 from areax.parallel.planner.job import Job
 
 SIZES = dict(
@@ -293,7 +294,7 @@ def test_impossible_layouts_are_refused_by_name():
 
 def test_too_many_rows_do_not_fit():
     made = job("qwen3", mesh.Layout(fsdp=2), rows=2, length=4096, remat="none")
-    most, usable = plan.most_rows(made, CHIPS["v6e"]), plan.USABLE * CHIPS["v6e"].memory
+    most, usable = plan.most_rows(made, CHIPS["v6e"]), USABLE * CHIPS["v6e"].memory
     peak = lambda rows: memory.memory(dataclasses.replace(made, rows=rows)).peak
     assert most % 2 == 0 and peak(most) <= usable < peak(most + 2)
     huge = dataclasses.replace(CHIPS["v6e"], memory=1e3)
@@ -306,22 +307,24 @@ def test_time_adds_up_and_faster_chips_are_faster():
     total = max(slow["compute_s"], slow["beside_s"]) + slow["waiting_s"] + slow["update_s"]
     assert slow["step_s"] == pytest.approx(total) and fast["step_s"] < slow["step_s"]
     assert slow["mfu"] == pytest.approx(slow["model_flops"] / (8 * CHIPS["h100"].flops * slow["step_s"]))
-    assert slow["mfu"] < slow["hardware_utilisation"] <= plan.MATMUL
+    assert slow["mfu"] < slow["hardware_utilisation"] <= MATMUL
 
 
 def test_links_are_slow_beyond_a_host():
     made, chip = job("qwen3", mesh.Layout(fsdp=8, tp=2), rows=8), CHIPS["h100"]
-    assert plan.link(made, chip, ("tp",)) == plan.LINK * chip.link
-    assert plan.link(made, chip, ("fsdp", "ep")) == plan.LINK * chip.network
+    assert plan.link(made, chip, ("tp",)) == LINK * chip.link
+    assert plan.link(made, chip, ("fsdp", "ep")) == LINK * chip.network
 
 
 def test_generation_speeds_up_with_devices_until_memory_or_slots_bound_it():
-    base = plan.Generation(
+    base = generation.Generation(
         samples=1024, prompt=100, new=900, slots=None, itemsize=2, devices=8, steps=1, ahead=1, cache=CACHE
     )  # fmt: skip
     seconds = lambda **changes: {
         f.name: f.value
-        for f in plan.generation_figures(job("qwen3"), CHIPS["h100"], dataclasses.replace(base, **changes), step_s=1.0)
+        for f in generation.generation_figures(
+            job("qwen3"), CHIPS["h100"], dataclasses.replace(base, **changes), step_s=1.0
+        )
     }
     eight, sixteen, few = seconds(), seconds(devices=16), seconds(slots=4)
     assert sixteen["generate_batch_s"] < eight["generate_batch_s"] < few["generate_batch_s"]
@@ -333,13 +336,13 @@ def test_generation_speeds_up_with_devices_until_memory_or_slots_bound_it():
 
 
 def test_servers_get_no_more_chips_than_there_are():
-    asked = plan.Generation(
+    asked = generation.Generation(
         samples=8, prompt=10, new=10, slots=None, itemsize=2, devices=1, steps=1, ahead=1, cache=CACHE
     )
     small = dataclasses.replace(CHIPS["h100"], memory=param.count(models.table(config("qwen3"))))
     figures = lambda **changes: {
         f.name: f.value
-        for f in plan.generation_figures(job("qwen3"), small, dataclasses.replace(asked, **changes), step_s=1.0)
+        for f in generation.generation_figures(job("qwen3"), small, dataclasses.replace(asked, **changes), step_s=1.0)
     }
     needed = figures(devices=0)["server_devices"]
     assert needed > 1 and figures(devices=2 * needed)["rollout_devices"] == 2 * needed
@@ -353,7 +356,7 @@ def test_servers_get_no_more_chips_than_there_are():
 def test_a_server_counts_where_it_shares_the_device(shares):
     """Its whole cache is there from the start; a server that offloads leaves the trainer its state meanwhile."""
     made, chip = job("qwen3"), CHIPS["h100"]
-    own = plan.Generation(
+    own = generation.Generation(
         samples=8, prompt=10, new=10, slots=4, itemsize=2, devices=0, steps=1, ahead=0, embedded=True, context=64,
         shares=shares, cache=CACHE,
     )  # fmt: skip
@@ -363,7 +366,7 @@ def test_a_server_counts_where_it_shares_the_device(shares):
     state = m.params + m.moments + m.batch + m.reference
     needed = {"no": max(m.peak, server), "always": m.peak + server, "turns": max(m.peak, state + server)}[shares]
     for spare in (1, -1):
-        tight = dataclasses.replace(chip, memory=(needed + spare) / plan.USABLE)
+        tight = dataclasses.replace(chip, memory=(needed + spare) / USABLE)
         assert plan.plan(made, tight, generation=own).fits == (spare > 0)
     figures = {f.name: f.value for f in plan.plan(made, chip, generation=own).figures}
     assert figures["server_bytes"] == server and figures["cache_tokens"] == 4 * 64

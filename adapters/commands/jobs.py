@@ -17,8 +17,8 @@ from ...core.optim import Optimizer
 from ...models import layer, lora
 from ...models.attention.segments import segments
 from ...models.layers import recurrence
+from ...parallel.planner import generation as generations
 from ...parallel.planner import job as jobs
-from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import Chip
 from .. import hf
 from ..runtime import hub
@@ -42,7 +42,7 @@ class Planned:
     settings: Any
     steps: tuple[Step, ...]
     job: jobs.Job
-    generation: plans.Generation | None
+    generation: generations.Generation | None
     itemsize: int
 
 
@@ -53,7 +53,7 @@ def check(config: Any) -> None:
     missing = [name for name in needs if not hasattr(config, name)]
     if missing:
         raise ValueError(f"plan: a recipe's Config needs {', '.join(needs)}, got no {missing[0]}")
-    if _taught(config) and not (config.teacher or config.teachers):
+    if _taught(config) and not (getattr(config, "teacher", "") or getattr(config, "teachers", ())):
         raise ValueError(
             "plan: name --teacher, a directory, or --teachers, addresses of servers, to plan with; got none"
         )
@@ -211,7 +211,7 @@ def _model(settings) -> jobs.Model:
 
 def _generation(
     config, settings, platform: str, sequence: float, itemsize: int, rollout_chips: int
-) -> plans.Generation:
+) -> generations.Generation:
     new = min(config.sampling.max_new_tokens, sequence)
     engine = None if config.servers else config.serve  # the embedded engine, started by the recipe
     if engine and rollout_chips:
@@ -223,9 +223,9 @@ def _generation(
     if engine:
         size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
-    shares: plans.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
+    shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
-    return plans.Generation(
+    return generations.Generation(
         samples=config.groups * (config.group_size + greedy), prompt=sequence - new, new=new,
         slots=engine.slots if engine else None,
         itemsize=size, cache=cache, state=state, devices=rollout_chips,

@@ -9,12 +9,14 @@ from typing import Any
 from ...parallel.planner import memory, remedies
 from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
+from ...parallel.planner.figures import USABLE, Figure
+from ...parallel.planner.generation import server_bytes
 from ..command_line import options as grouped
 from . import aot, jobs
 
 FIRST_OPTIONS = (
-    "model", "chip", "rollout-chips", "sample-tokens", "check", "json", "length", "rows", "mesh.dp", "mesh.fsdp",
-    "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
+    "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "check", "json", "length", "rows",
+    "mesh.dp", "mesh.fsdp", "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
 )  # fmt: skip
 SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
 
@@ -28,6 +30,9 @@ class Options:
         v6e, or another that you add to parallel/planner/chips.py.
       rollout_chips: devices reserved for generation; 0 = as many as needed to keep up with training.
       sample_tokens: mean tokens per sample, prompt plus completion; 0 = `length`, the upper bound.
+      suggest: instead, find the fastest mesh, rows and options that save memory for `devices`; where the recipe
+        generates also the split between trainer and servers, and eta, which are simulated.
+      devices: with `suggest`, how many of `chip` there are.
       check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
       json: print the plan as JSON.
     """
@@ -35,6 +40,8 @@ class Options:
     chip: str = "h100"
     rollout_chips: int = 0
     sample_tokens: int = 0
+    suggest: bool = False
+    devices: int = 0
     check: bool = False
     json: bool = False
 
@@ -42,6 +49,10 @@ class Options:
         if self.chip not in CHIPS:
             known = ", ".join(CHIPS)
             raise ValueError(f"--chip must be one of {known}, got {self.chip!r}; add it to parallel/planner/chips.py")
+        if self.suggest != (self.devices > 0):
+            raise ValueError(
+                f"--suggest needs --devices, how many there are, and --devices is for --suggest, got {self.devices}"
+            )
 
 
 def plan(config: Any, options: Options = Options()) -> dict:
@@ -62,8 +73,8 @@ def plan(config: Any, options: Options = Options()) -> dict:
     job, generation, (step, *critics) = made.job, made.generation, made.steps
     planned = plans.plan(job, chip, generation=generation, push_itemsize=made.itemsize)
     figures, checked = list(planned.figures), {}
-    beside = plans.server_bytes(job, chip, generation) if generation else 0.0, generation.shares if generation else "no"
-    trains = plans.device_bytes(job, *beside) <= plans.USABLE * chip.memory
+    beside = server_bytes(job, chip, generation) if generation else 0.0, generation.shares if generation else "no"
+    trains = plans.device_bytes(job, *beside) <= USABLE * chip.memory
     suggested = remedies.faster(job, chip, *beside) if trains else remedies.fitting(job, chip, *beside)
     if options.check:
         m = memory.memory(job)
@@ -83,9 +94,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
     }  # fmt: skip
 
 
-def _compiled(found: dict, prefix: str = "") -> list[plans.Figure]:
+def _compiled(found: dict, prefix: str = "") -> list[Figure]:
     whose = f"the {prefix[:-1]}'s step" if prefix else "the compiled step"
-    of = lambda name, value, kind, text: plans.Figure("check", prefix + name, value, kind, text)
+    of = lambda name, value, kind, text: Figure("check", prefix + name, value, kind, text)
     return [
         of("compiled_argument_bytes", found["argument_bytes"], "exact", f"arguments of {whose}, by XLA"),
         of("cpu_temporary_bytes", found["temporary_bytes"], "exact", "XLA CPU temporaries, not a GPU's"),

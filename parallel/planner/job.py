@@ -25,7 +25,7 @@ KEPT = {
 NAMED: dict[str, tuple[str, ...]] = {
     "layer_input": (),
     "qkv": ("q", "k", "v", "q_gate", "q_down", "q_up", "kv_down", "kv_up", "delta_q", "delta_k", "delta_v",
-            "in_x", "in_b", "in_c", "in_dt", "in_z"),
+            "delta_gate", "in_x", "in_b", "in_c", "in_dt", "in_gate"),
     "attention": (),
     "attention_out": ("o", "delta_o", "out"),
     "mlp_gate_up": ("gate", "up", "shared_gate", "shared_up"),
@@ -173,6 +173,7 @@ class Job:
             if value % over:
                 raise ValueError(f"{what} must be a multiple of {axes} = {over}, got {value}")
         rules.of_params(self.table, self.mesh)
+        any((self.critics_step, self.teachers_pass))  # makes them, which raises as this does
 
     @functools.cached_property
     def mesh(self) -> AbstractMesh:
@@ -199,7 +200,7 @@ class Job:
         """Whether the products of a layer's weight are among the named values that the policy keeps."""
         return any(weight in NAMED[name] for name in self.named)
 
-    @property
+    @functools.cached_property
     def critics_step(self) -> "Job | None":
         """The critic's step: it trains all its weights on the same batch."""
         if self.critic is None:
@@ -207,7 +208,7 @@ class Job:
         own = dict(optim=self.critic.optim, reads=self.critic.reads, scores=self.critic.scores, value=True)
         return self._of(self.critic.model, **own)
 
-    @property
+    @functools.cached_property
     def teachers_pass(self) -> "Job | None":
         """A forward pass of the teacher."""
         if self.teacher is None:
@@ -264,8 +265,7 @@ class Job:
 
     def held(self, leaf: param.Leaf, by: rules.ShardingRules = rules.RULES) -> int:
         """Entries of a leaf that a device holds under these sharding rules."""
-        spec = rules.spec(leaf.axes, by, where=leaf.path, shape=leaf.shape, mesh=self.mesh)
-        return math.prod(NamedSharding(self.mesh, spec).shard_shape(leaf.shape))
+        return _held(leaf.axes, leaf.shape, leaf.path, by, self.mesh)
 
     def whole(self, leaf: param.Leaf) -> int:
         """Entries of one layer of a leaf that a device holds while it is in use, gathered over fsdp and ep."""
@@ -329,6 +329,12 @@ class Job:
     @property
     def tied(self) -> bool:
         return "head" not in self.table.top
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _held(axes: tuple[str, ...], shape: tuple[int, ...], path: str, by: rules.ShardingRules, mesh: AbstractMesh) -> int:
+    spec = rules.spec(axes, by, where=path, shape=shape, mesh=mesh)
+    return math.prod(NamedSharding(mesh, spec).shard_shape(shape))
 
 
 def depth(stack: Mapping[str, param.Leaf]) -> int:

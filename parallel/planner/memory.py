@@ -5,7 +5,6 @@ the backward pass are counted value by value: `job.KEPT` and `job.NAMED` list th
 `values` and `named` their sizes.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -85,36 +84,52 @@ class Memory:
         return self.held + max(step.batch + step.temporary for step in steps)
 
 
-def memory(job: Job, state: tuple[int, int] | None = None) -> Memory:
+@dataclass(frozen=True)
+class State:
+    """What an optimiser holds for a device, which takes a while to find and does not depend on the batch.
+
+    Attributes:
+      moments: its state and the step counter; with `offload` in the host's memory, with the master weights.
+      streamed: as in `Memory`.
+    """
+
+    moments: int
+    streamed: int = 0
+
+
+States = tuple[State, State | None]  # of a job and of its critic
+
+
+def memory(job: Job, state: States | None = None) -> Memory:
     """Memory of a device during a training step; `state` is `states(job)`, which takes a while, if it is known."""
-    size = functools.partial(_size, job)
     size_of_sum = lambda leaf: jnp.dtype(job.optim.gradients if optim.cast(leaf) else "float32").itemsize
     sums = sum(job.held(leaf) * size_of_sum(leaf) for leaf in job.trained)
-    state, of_critic = states(job) if state is None else state
+    own, of_critic = states(job) if state is None else state
     copy, teacher = reference(job), job.teachers_pass
-    weights = _size(teacher, teacher.weights) if teacher else 0
+    weights = size(teacher, teacher.weights) if teacher else 0
     taught = job.teacher is not None and job.teacher.taught
-    critic = memory(job.critics_step, (of_critic, 0)) if job.critics_step else None
+    critic = memory(job.critics_step, (of_critic, None) if of_critic else None) if job.critics_step else None
     return Memory(
-        params=size(job.weights) if job.frozen_shapes is None else _quantised(job) + size(job.trained),
-        moments=0 if job.optim.offload else state,
-        gradients=size(job.trained) + (sums if job.microbatches > 1 else 0),
-        summed=sums if job.microbatches > 1 else size(job.trained),
+        params=size(job, job.weights) if job.frozen_shapes is None else _quantised(job) + size(job, job.trained),
+        moments=0 if job.optim.offload else own.moments,
+        gradients=size(job, job.trained) + (sums if job.microbatches > 1 else 0),
+        summed=sums if job.microbatches > 1 else size(job, job.trained),
         reference=copy if job.reference == "device" else 0,
         batch=batch(job),
         saved=saved(job),
         logits=logits(job),
         working=max(_layer(job), _head(job), _forward(teacher) if teacher else 0),
-        streamed=streamed(job) if job.optim.offload else 0,
-        host=(state if job.optim.offload else 0) + (copy if job.reference == "host" else 0) + saved(job, "offload")
-        + (critic.host if critic else 0),
+        streamed=own.streamed,
+        host=(own.moments if job.optim.offload else 0) + (copy if job.reference == "host" else 0)
+        + saved(job, "offload") + (critic.host if critic else 0),
         taught=weights if taught else 0,
         teacher=0 if taught else weights,
         critic=critic,
     )  # fmt: skip
 
 
-def _size(job: Job, leaves: Iterable[Leaf]) -> int:
+def size(job: Job, leaves: Iterable[Leaf]) -> int:
+    """Bytes that a device holds of weights."""
     return sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
 
 
@@ -131,9 +146,10 @@ def reference(job: Job) -> int:
     return sum(job.held(leaf) * (narrow if optim.copied(leaf) else job.bytes_of(leaf)) for leaf in job.leaves)
 
 
-def states(job: Job) -> tuple[int, int]:
-    """`moments` of the job, and of its critic."""
-    return moments(job), moments(job.critics_step) if job.critics_step else 0
+def states(job: Job) -> States:
+    """What the optimisers of the job and of its critic hold."""
+    one = lambda job: State(moments(job), streamed(job) if job.optim.offload else 0)
+    return one(job), one(job.critics_step) if job.critics_step else None
 
 
 def moments(job: Job) -> int:

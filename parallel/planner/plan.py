@@ -1,77 +1,19 @@
 """Plans a training step: whether it fits its devices and what it costs; for RL also generation and weight pushes.
 
-Figures are exact if they follow from shapes and sharding rules, estimates if they depend on the assumptions below.
+Figures are exact if they follow from shapes and sharding rules, estimates if they depend on assumptions (`figures`).
 """
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ..mesh import AXES, BATCH
 from . import flops, memory
 from .chips import Chip
-from .job import Job, entries, expert, stored
+from .figures import HOST, LINK, MATMUL, STREAM, UPDATE, USABLE, Figure
+from .generation import Generation, generation_figures, push_figures, server_bytes
+from .job import Job, entries
 
-# Assumptions of every estimate.
-MATMUL = 0.5  # fraction of peak FLOP/s reached by a step's matmuls and attention
-LINK = 0.7  # fraction of a link's bytes/s reached by collectives
-STREAM = 0.7  # fraction of HBM's bytes/s reached by the optimiser and by decoding
-FILLED = 0.7  # largest fraction of a server's usable memory for weights: the rest is for the KV cache
-USABLE = 0.92  # usable fraction of HBM: the rest is for the runtime and fragmentation
-HOST = 20e9  # bytes/s from a device to its host
-DISK = 2e9  # bytes/s to and from the folder of published weights
-Shares = Literal["no", "always", "turns"]  # whether a server is on the trainer's first device
 TURNS = {"always": "which keeps weights and cache", "turns": "one at a time"}  # of `Generation.shares`
-UPDATE = 4  # passes over the fp32 weights in an optimiser step: gradient twice, weight read and write; over state 2
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One number of a plan; its name ends in the unit."""
-
-    section: str
-    name: str
-    value: float
-    kind: Literal["exact", "estimate"]
-    text: str
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Generation for one training batch of RL.
-
-    Attributes:
-      samples: completions per training batch.
-      prompt, new: mean tokens of a prompt, and of a completion.
-      slots: maximum number of concurrent sequences per server; None = what its memory holds.
-      itemsize: bytes of a weight and a cache entry on the servers.
-      devices: devices for generation; 0 = as many as keep up with training.
-      steps: optimiser steps per training batch.
-      ahead: eta, batches that generation may be ahead of training.
-      cache, state: bytes that a server holds for a token, and for a sequence whatever its length.
-      embedded: the recipe starts servers, on one chip each, whose caches hold `slots` sequences of `context` tokens.
-      count: how many it starts.
-      context: tokens of a sequence in the cache of that server.
-      shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
-        "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
-    """
-
-    samples: int
-    prompt: float
-    new: float
-    slots: int | None
-    itemsize: int
-    devices: int
-    steps: int
-    ahead: int
-    cache: int
-    state: int = 0
-    embedded: bool = False
-    count: int = 1
-    context: int = 0
-    shares: Shares = "no"
 
 
 @dataclass(frozen=True)
@@ -105,30 +47,12 @@ def plan(job: Job, chip: Chip, *, generation: Generation | None = None, push_ite
     return Plan(tuple(figures), fits)
 
 
-def device_bytes(job: Job, server: float, shares: str, state: tuple[int, int] | None = None) -> float:
+def device_bytes(job: Job, server: float, shares: str, state: memory.States | None = None) -> float:
     """Peak of a device that also holds a server's bytes, as `Generation.shares` says; `state` as `memory.memory`."""
     m = memory.memory(job, state)
     if shares == "turns":
         return max(m.peak, m.held + m.batch + server)
     return m.peak + (server if shares == "always" else 0)
-
-
-def weights_bytes(job: Job, itemsize: int) -> int:
-    """Bytes of a server's weights, with an output head of its own."""
-    own = [job.top["embed"]] if job.tied else []
-    return sum(stored(leaf, itemsize) for leaf in [*job.leaves, *own] if leaf.path != "score")
-
-
-def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
-    return 1 << max(0, math.ceil(math.log2(weights_bytes(job, itemsize) / (FILLED * USABLE * chip.memory))))
-
-
-def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
-    """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start; of
-    others, which take what there is, a cache for one sequence."""
-    count, tokens = (g.slots or 1, g.context) if g.embedded else (1, g.prompt + g.new)
-    held = weights_bytes(job, g.itemsize) + count * (tokens * g.cache + g.state)
-    return held / (1 if g.embedded else chips_per_server(job, chip, g.itemsize))
 
 
 def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> list[Figure]:
@@ -234,15 +158,19 @@ def split(job: Job, axes: tuple[str, ...]) -> list[str]:
     return [f"{axis} {job.size(axis)}" for axis in axes if job.size(axis) > 1]
 
 
-def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
-    """(seconds per optimiser step, figures); collectives of weights and gradients overlap with computation."""
+def time(job: Job, chip: Chip, state: memory.States | None = None) -> tuple[float, list[Figure]]:
+    """(seconds per optimiser step, figures); collectives of weights and gradients overlap with computation. `state` as
+    `memory.memory`."""
     devices = job.layout.devices
     f = flops.flops(job)
     compute = f.hardware / devices / (MATMUL * chip.flops)
     moving = flops.transfers(job)
     waits = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if not t.overlaps)
     overlapped = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
-    updates = sum(map(functools.partial(_update_s, chip=chip), filter(None, (job, job.critics_step))))
+    of_job, of_critic = state or memory.states(job)
+    updates = _update_s(job, chip, of_job)
+    if job.critics_step and of_critic:
+        updates += _update_s(job.critics_step, chip, of_critic)
     copies = job.used * sum(2 * memory.saved(j, "offload") for j in (job, job.critics_step) if j) / HOST
     total = max(compute, overlapped, copies) + waits + updates
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
@@ -259,16 +187,12 @@ def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
     ]
 
 
-def _update_s(job: Job, chip: Chip) -> float:
+def _update_s(job: Job, chip: Chip, state: memory.State) -> float:
     """Seconds of one optimiser's update."""
-    state = memory.moments(job)
+    weights = memory.size(job, job.trained)
     if job.optim.offload:  # copies to and from the host go on at once, and take longer than the update itself
-        return max(UPDATE * _trained_bytes(job) / (STREAM * chip.bandwidth), state / HOST)
-    return (UPDATE * _trained_bytes(job) + 2 * state) / (STREAM * chip.bandwidth)
-
-
-def _trained_bytes(job: Job) -> int:
-    return sum(job.held(leaf) * job.bytes_of(leaf) for leaf in job.trained)
+        return max(UPDATE * weights / (STREAM * chip.bandwidth), state.moments / HOST)
+    return (UPDATE * weights + 2 * state.moments) / (STREAM * chip.bandwidth)
 
 
 def link(job: Job, chip: Chip, axes: tuple[str, ...]) -> float:
@@ -276,63 +200,3 @@ def link(job: Job, chip: Chip, axes: tuple[str, ...]) -> float:
     outermost = min((axis for axis in axes if job.size(axis) > 1), key=AXES.index)
     span = job.size(*AXES[AXES.index(outermost) :])
     return LINK * (chip.link if span <= chip.near else chip.network)
-
-
-def push_figures(job: Job, itemsize: int) -> list[Figure]:
-    """A weight push: device to host, host to a shared folder, folder to the servers."""
-    size = sum(stored(leaf, itemsize) for leaf in job.leaves)
-    return [
-        Figure("push", "push_bytes", size, "exact", f"exported weights, {itemsize} bytes each unless kept in fp32"),
-        Figure("push", "push_s", size / HOST + 2 * size / DISK, "estimate", "to the host, to a folder, to the servers"),
-    ]
-
-
-def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure]:
-    """Generation on chips of the same type: KV cache memory, and decoding speed limited by memory bandwidth."""
-    usable = USABLE * chip.memory
-    sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
-    weights, server = weights_bytes(job, g.itemsize), chips_per_server(job, chip, g.itemsize)
-    if g.embedded:
-        server = 1  # whether it fits is `Plan.fits`
-    room = server * usable - weights
-    tokens = (g.slots or 1) * g.context if g.embedded else room / g.cache if g.cache else 0
-    sequence = (g.prompt + g.new) * g.cache + g.state
-    most = (g.slots or 1) * min(1.0, g.context / (g.prompt + g.new)) if g.embedded else room / sequence
-    context = g.prompt + g.new / 2  # mean length of a sequence while it grows
-
-    def batch_s(servers: int) -> float:
-        flying = g.samples * (g.ahead + 1) / servers
-        running = max(1.0, min(flying, most, g.slots or math.inf))
-        idle = max(0.0, 1 - running * job.top_k / job.table.dims["experts"]) * sparse if sparse else 0.0
-        read = weights - idle + running * (context * g.cache + 2 * g.state)  # states are written, too
-        token_s = read / (server * STREAM * chip.bandwidth)
-        return g.samples * g.new / servers / running * token_s
-
-    train_s, least = g.steps * step_s, batch_s(g.samples)
-    servers = next(n for n in range(1, g.samples + 1) if batch_s(n) <= max(train_s, 2 * least))
-    if g.embedded:
-        servers = g.count
-    elif g.devices:
-        if g.devices < server:
-            raise ValueError(
-                f"plan: --rollout-chips must be at least {server}, as needed for a server's weights, got {g.devices}"
-            )
-        servers = g.devices // server
-    of = lambda name, value, kind, text: Figure("generation", name, value, kind, text)
-    wanted = "chips needed to keep up with training, if possible"
-    if g.embedded:
-        wanted = "chips of the recipe's servers"
-    elif g.devices:
-        wanted = "chips reserved for generation"
-    return [
-        of("server_weights_bytes", weights, "exact", "weights on a server"),
-        of("cache_bytes_per_token", g.cache, "exact", "KV cache per token"),
-        of("state_bytes", g.state, "exact", "states of recurrent layers per sequence"),
-        of("server_devices", server, "estimate", "chips per server"),
-        of("cache_tokens", tokens, "estimate", "tokens in a server's KV cache"),
-        of("server_bytes", server_bytes(job, chip, g), "estimate", "weights and KV cache on a server's chip"),
-        of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
-        of("train_batch_s", train_s, "estimate", "training on a batch"),
-        of("rollout_devices", servers * server, "estimate", wanted),
-        of("generate_batch_s", batch_s(servers), "estimate", f"generating a batch on them, {g.ahead + 1} in flight"),
-    ]

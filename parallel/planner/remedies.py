@@ -6,6 +6,7 @@ from dataclasses import replace
 from ..mesh import BATCH
 from . import plan
 from .chips import Chip
+from .figures import USABLE
 from .job import Job
 
 MOST_DEVICES = 4096  # that are suggested
@@ -48,7 +49,7 @@ def fitting(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> li
     Args:
       server, shares: as `plan.memory_figures`.
     """
-    fits = lambda job: plan.device_bytes(job, server, shares) <= plan.USABLE * chip.memory
+    fits = lambda job: plan.device_bytes(job, server, shares) <= USABLE * chip.memory
     found = []
     rows = lambda job: plan.most_rows(job, chip, server, shares)
     if least := rows(job):

@@ -1,0 +1,24 @@
+"""One number of a plan, and the assumptions behind every estimate."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MATMUL = 0.5  # fraction of peak FLOP/s reached by a step's matmuls and attention
+LINK = 0.7  # fraction of a link's bytes/s reached by collectives
+STREAM = 0.7  # fraction of HBM's bytes/s reached by the optimiser and by decoding
+FILLED = 0.7  # largest fraction of a server's usable memory for weights: the rest is for the KV cache
+USABLE = 0.92  # usable fraction of HBM: the rest is for the runtime and fragmentation
+HOST = 20e9  # bytes/s from a device to its host
+DISK = 2e9  # bytes/s to and from the folder of published weights
+UPDATE = 4  # passes over the fp32 weights in an optimiser step: gradient twice, weight read and write; over state 2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a plan; its name ends in the unit."""
+
+    section: str
+    name: str
+    value: float
+    kind: Literal["exact", "estimate"]
+    text: str

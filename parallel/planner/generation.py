@@ -1,0 +1,167 @@
+"""Generation of an RL job on chips of the trainer's type, and the pushes of weights to its servers."""
+
+import bisect
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from . import flops
+from .chips import Chip
+from .figures import DISK, FILLED, HOST, MATMUL, STREAM, USABLE, Figure
+from .job import Job, entries, expert, stored
+
+Shares = Literal["no", "always", "turns"]  # whether a server is on the trainer's first device
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation for one training batch of RL.
+
+    Attributes:
+      samples: completions per training batch.
+      prompt, new: mean tokens of a prompt, and of a completion.
+      slots: maximum number of concurrent sequences per server; None = what its memory holds.
+      itemsize: bytes of a weight and a cache entry on the servers.
+      devices: devices for generation; 0 = as many as keep up with training.
+      steps: optimiser steps per training batch.
+      ahead: eta, batches that generation may be ahead of training.
+      cache, state: bytes that a server holds for a token, and for a sequence whatever its length.
+      embedded: the recipe starts servers, on one chip each, whose caches hold `slots` sequences of `context` tokens.
+      count: how many it starts.
+      context: tokens of a sequence in the cache of that server.
+      shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
+        "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
+    """
+
+    samples: int
+    prompt: float
+    new: float
+    slots: int | None
+    itemsize: int
+    devices: int
+    steps: int
+    ahead: int
+    cache: int
+    state: int = 0
+    embedded: bool = False
+    count: int = 1
+    context: int = 0
+    shares: Shares = "no"
+
+
+def weights_bytes(job: Job, itemsize: int) -> int:
+    """Bytes of a server's weights, with an output head of its own."""
+    own = [job.top["embed"]] if job.tied else []
+    return sum(stored(leaf, itemsize) for leaf in [*job.leaves, *own] if leaf.path != "score")
+
+
+def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
+    return 1 << max(0, math.ceil(math.log2(weights_bytes(job, itemsize) / (FILLED * USABLE * chip.memory))))
+
+
+def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
+    """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start; of
+    others, which take what there is, a cache for one sequence."""
+    count, tokens = (g.slots or 1, g.context) if g.embedded else (1, g.prompt + g.new)
+    held = weights_bytes(job, g.itemsize) + count * (tokens * g.cache + g.state)
+    return held / (1 if g.embedded else chips_per_server(job, chip, g.itemsize))
+
+
+def push_figures(job: Job, itemsize: int) -> list[Figure]:
+    """A weight push: device to host, host to a shared folder, folder to the servers."""
+    size = sum(stored(leaf, itemsize) for leaf in job.leaves)
+    return [
+        Figure("push", "push_bytes", size, "exact", f"exported weights, {itemsize} bytes each unless kept in fp32"),
+        Figure("push", "push_s", size / HOST + 2 * size / DISK, "estimate", "to the host, to a folder, to the servers"),
+    ]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The speed of a server, as figures and simulations take it: decoding is bound by memory bandwidth, and reading of
+    prompts by FLOPs.
+
+    Attributes:
+      devices: its chips.
+      slots: sequences that it generates at a time.
+      cache_tokens: tokens in its KV cache; 0 = without one.
+      step_s: seconds of a decoding step that do not depend on the number of sequences: reading the weights.
+      request_s: seconds that each sequence adds: reading its keys and values, and states, which are written, too.
+      read_tokens_s: tokens of prompts per second.
+      publish_s, load_s: of a push: to the host and a folder, while training waits; from there to a server.
+    """
+
+    devices: int
+    slots: float
+    cache_tokens: float
+    step_s: float
+    request_s: float
+    read_tokens_s: float
+    publish_s: float
+    load_s: float
+
+    def token_s(self, running: float) -> float:
+        """Seconds of a decoding step, in which each running sequence gets a token."""
+        return self.step_s + running * self.request_s
+
+
+def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rates:
+    """The speed of one server with so many sequences, of which the chosen experts are read."""
+    devices = 1 if g.embedded else chips_per_server(job, chip, g.itemsize)  # whether it fits is `Plan.fits`
+    weights, bandwidth = weights_bytes(job, g.itemsize), devices * STREAM * chip.bandwidth
+    sequence, room = (g.prompt + g.new) * g.cache + g.state, devices * USABLE * chip.memory - weights
+    if g.embedded:
+        most, tokens = (g.slots or 1) * min(1.0, g.context / (g.prompt + g.new)), (g.slots or 1) * g.context
+    else:
+        most, tokens = room / sequence, room / g.cache if g.cache else 0
+    slots = max(1.0, min(most, g.slots or math.inf))
+    sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
+    chosen = min(running, slots) * job.top_k / job.table.dims["experts"] if sparse else 1.0
+    context = g.prompt + g.new / 2  # mean length of a sequence while it grows
+    size = sum(stored(leaf, g.itemsize) for leaf in job.leaves)
+    return Rates(
+        devices, slots, tokens, (weights - max(0.0, 1 - chosen) * sparse) / bandwidth,
+        (context * g.cache + 2 * g.state) / bandwidth, devices * MATMUL * chip.flops / (2 * flops.active(job)),
+        size / HOST + size / DISK, size / DISK,
+    )  # fmt: skip
+
+
+def batch_s(job: Job, chip: Chip, g: Generation, servers: int) -> float:
+    """Seconds in which so many servers generate a batch, with eta + 1 batches in flight."""
+    flying = g.samples * (g.ahead + 1) / servers
+    speed = rates(job, chip, g, flying)
+    running = max(1.0, min(flying, speed.slots))
+    return g.samples * g.new / servers / running * speed.token_s(running)
+
+
+def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> list[Figure]:
+    """Generation on chips of the same type: KV cache memory, and decoding speed limited by memory bandwidth."""
+    speed, seconds = rates(job, chip, g), functools.partial(batch_s, job, chip, g)
+    train_s, least = g.steps * step_s, seconds(g.samples)
+    wanted = "chips needed to keep up with training, if possible"
+    if g.embedded:
+        servers, wanted = g.count, "chips of the recipe's servers"
+    elif g.devices:
+        if g.devices < speed.devices:
+            raise ValueError(
+                f"plan: --rollout-chips must be at least {speed.devices}, as needed for a server's weights, got "
+                f"{g.devices}"
+            )
+        servers, wanted = g.devices // speed.devices, "chips reserved for generation"
+    else:
+        counts, enough = range(1, g.samples + 1), max(train_s, 2 * least)
+        servers = counts[bisect.bisect_left(counts, True, key=lambda n: seconds(n) <= enough)]
+    of = lambda name, value, kind, text: Figure("generation", name, value, kind, text)
+    return [
+        of("server_weights_bytes", weights_bytes(job, g.itemsize), "exact", "weights on a server"),
+        of("cache_bytes_per_token", g.cache, "exact", "KV cache per token"),
+        of("state_bytes", g.state, "exact", "states of recurrent layers per sequence"),
+        of("server_devices", speed.devices, "estimate", "chips per server"),
+        of("cache_tokens", speed.cache_tokens, "estimate", "tokens in a server's KV cache"),
+        of("server_bytes", server_bytes(job, chip, g), "estimate", "weights and KV cache on a server's chip"),
+        of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
+        of("train_batch_s", train_s, "estimate", "training on a batch"),
+        of("rollout_devices", servers * speed.devices, "estimate", wanted),
+        of("generate_batch_s", seconds(servers), "estimate", f"generating a batch on them, {g.ahead + 1} in flight"),
+    ]
