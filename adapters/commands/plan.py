@@ -196,7 +196,7 @@ def _generation(
         slots=engine.slots if engine else None,
         itemsize=size, cache=cache, state=state, devices=options.rollout_chips,
         steps=config.minibatches, ahead=config.eta, embedded=engine is not None, shares=shares,
-        context=segments(min(config.serve.context, settings.context))[-1].stop,
+        context=segments(min(config.serve.context or config.length, settings.context))[-1].stop,
     )  # fmt: skip
 
 
