@@ -93,7 +93,7 @@ def sampled(order: Order) -> list:
     return some(order.rows)
 
 
-def some(own: Sequence[dict]) -> list:
+def some(own: Sequence) -> list:
     """The rows if they are in memory, else their number and SOME of them."""
     return own if isinstance(own, list) else [len(own), *(own[i] for i in many_rows.spread(len(own), SOME))]
 

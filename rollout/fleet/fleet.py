@@ -352,7 +352,8 @@ class Fleet:
             if idle:  # a server that aborts at once must not be asked in a tight loop
                 await asyncio.sleep(backoff(idle - 1))
         self.counts["tokens"] += len(tokens)
-        self.counts["out_of_time"] += late
+        if late:
+            self.counts["out_of_time"] += 1
         version = [version_of(label) for label in labels]
         finish: Finish = "length" if part.finish == "abort" else part.finish
         events.emit(

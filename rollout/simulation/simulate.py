@@ -212,7 +212,8 @@ async def play(
     tokens = lengths(config, most * size)
     ages: Counter[int] = Counter()
     steps: list[dict[str, float]] = []
-    trained, spans = [0], []
+    trained = [0]
+    spans: list[bool] = []
     begun = config.steps // 3
     marks: list[tuple[float, list[float]]] = []
     now = asyncio.get_running_loop().time
