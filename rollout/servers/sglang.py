@@ -287,7 +287,8 @@ def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -
     if [row[1] for row in rows] != tokens:
         raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
     logp = [row[0] for row in rows]
-    if not all(isinstance(value, float | int) and math.isfinite(value) for value in logp):
+    values = np.array(logp)  # of objects if one is no number
+    if len(logp) and not (values.dtype.kind in "fi" and np.isfinite(values).all()):
         raise ServerError("a log-probability is missing or not finite")
     if tokens and "weight_versions" not in meta:
         raise ServerError(
