@@ -13,7 +13,7 @@ from areax.adapters.command_line.options import JSON, json_object
 from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
 from areax.adapters.tracking import run_dir
-from areax.recipes.shared import common, evaluation, notebook, ranges, rows
+from areax.recipes.shared import common, evaluation, many_rows, notebook, ranges, rows
 from areax.recipes.shared.rl_options import serving_conflicts
 from areax.rollout import rewards
 from areax.rollout.processes import memory
@@ -21,6 +21,8 @@ from areax.rollout.scheduling import executor
 from areax.rollout.servers import local
 from areax.rollout.types import Sampling
 from areax.rollout.workflows import agents, resolve
+
+PROMPT = 2048  # tokens of a prompt for which servers started here have room
 
 
 @dataclass(frozen=True)
@@ -132,18 +134,19 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
             f"--samples {config.samples} needs --sampling.temperature above 0, got 0: greedy completions are equal"
         )
     settings = None if config.servers else hf.read_config(hub.folder(config.model))  # servers may be all that has it
-    context, vocabulary = (min(config.serve.context, settings.context), settings.vocab) if settings else (0, 0)
+    serve = config.serve.sized(PROMPT + config.sampling.max_new_tokens)
+    context, vocabulary = (min(serve.context, settings.context), settings.vocab) if settings else (0, 0)
     check = rows.prompts(
         tokens, config.workflow, most=config.max_prompt, room=context, vocabulary=vocabulary, context=context,
         new=config.sampling.max_new_tokens,
     )  # fmt: skip
-    asked = rows.read(
+    asked = many_rows.every(
         config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
     )
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         fleet = await enter(
-            common.fleet(config.servers, config.model, config.serve, concurrency=config.max_concurrent * config.samples)
+            common.fleet(config.servers, config.model, serve, concurrency=config.max_concurrent * config.samples)
         )
         reward = await enter(
             rewards.pool(

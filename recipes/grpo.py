@@ -29,6 +29,7 @@ from areax.recipes.shared import (
     ending,
     evaluation,
     learner,
+    many_rows,
     notebook,
     probe,
     profiling,
@@ -156,7 +157,7 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
     options, heldout, serving = config.prompts, evaluation.named(config.evaluation.heldout), config.serving
     length = config.training.length
     model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
-    context = 0 if serving.servers else min(serving.serve.context, model.context)
+    context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
     check = rows.prompts(
         tokens, workflow, most=options.max_prompt, room=min(length, context or length), vocabulary=model.vocab,
         context=context, new=config.rollout.sampling.max_new_tokens,
@@ -166,7 +167,7 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
         config.data, given, options.row, options.limit, check=check, bad=options.bad_rows, recognise=asks,
         seed=config.seed, spec=options.curriculum,
     )  # fmt: skip
-    read = functools.partial(rows.read, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
+    read = functools.partial(many_rows.every, row=options.row, check=check, bad=options.bad_rows, recognise=asks)
     return prompts, {name: read(source) for name, source in heldout.items()}
 
 
@@ -209,7 +210,9 @@ async def train(
     start, objective, eta = trainer.version, config.training.objective, config.rollout.eta
     steps, complete = max(config.steps, start), common.complete(config, start)
     prompts, heldout = data
-    rollouts.check_position(prompts, cursor)
+    if cursor is not None:
+        sources.check_same(prompts, cursor["data"])
+    identity = sources.identity(prompts)
     async with contextlib.AsyncExitStack() as stack:
         enter, enter_async = stack.enter_context, stack.enter_async_context
 
@@ -220,7 +223,8 @@ async def train(
         log = enter(rl_log.opened(config, config.saving, tokens, start))
         fleet = await enter_async(
             common.fleet(
-                config.serving.servers, sync.path, config.serving.serve, log=Path(config.out) / "server.log",
+                config.serving.servers, sync.path, config.serving.serve.sized(config.training.length),
+                log=Path(config.out) / "server.log", longest=config.training.length,
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
                 handover=sync.handover, first=sync.first, timeout_s=config.serving.completion_timeout_s,
                 experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
@@ -258,7 +262,7 @@ async def train(
             return report | (describe.by_source(groups, prompts.source) if isinstance(prompts, Mixture) else {})
 
         def save(v: int, position) -> None:
-            run_on_all("save", v, position)
+            run_on_all("save", v, position | {"data": identity})
 
         async def evaluate(v: int) -> None:
             with log.terminal.phase(f"evaluating version {v}"):

@@ -32,6 +32,7 @@ async def connect(
     handover: Handover | None = None,
     timeouts: Timeouts = TIMEOUTS,
     experts_per_token: int = 0,
+    longest: int = 0,
 ) -> AsyncIterator[Fleet]:
     """Yields the servers at `urls` as a Fleet, once each has reported which weights it serves.
 
@@ -50,6 +51,8 @@ async def connect(
       timeouts: how failures are detected and recovered from.
       experts_per_token: of a mixture of experts, to read what `generate(routed_experts=True)` asks for: servers send it
         without its shape.
+      longest: tokens at which generation ends, prompt included, whatever `max_new_tokens` is, or earlier where a server
+        takes less; a longer prompt raises ValueError. 0 = servers refuse what they do not take.
 
     Raises ServerError if a server or a stager does not answer, ValueError for invalid addresses, and if one refuses the
     key.
@@ -87,7 +90,7 @@ async def connect(
             await asyncio.gather(*(server.stager.check(timeout_s=ready_s) for server in servers if server.stager))
         fleet = assemble(
             servers, concurrency=concurrency, timeout_s=timeout_s, restart=restart, timeouts=timeouts,
-            experts_per_token=experts_per_token,
+            experts_per_token=experts_per_token, longest=longest,
         )  # fmt: skip
         watching = asyncio.create_task(health.watch(fleet))
         try:

@@ -10,7 +10,7 @@ process loses at most its last few lines; a truncated last line is removed when 
 
 | kind | emitted for | fields |
 |---|---|---|
-| call | a completion | url, prompt_tokens, tokens, versions [[version, tokens], ...], finish, resumed |
+| call | a completion | url, prompt_tokens, tokens, versions [[version, tokens], ...], finish, resumed, out_of_time |
 | episode | an episode that ended | rows: tokens, sampled, logp of the sampled ones, versions, rewards, finish |
 | group | a group that ended | admitted (version), outcome: accepted, rejected (no sample), refused, failed, stopped |
 | batch | a batch handed out | version, prompts |

@@ -324,10 +324,10 @@ OPTIONS = {
         ("--evaluate-every 2", "--evaluate-every 2 needs --heldout, rows to evaluate on, got none"),
         ("--length 65", "--length must be at most 64, the context of"),
         ("--serve.slots 0", "--serve.slots must be at least 1, got 0"),
-        ("--serve.context 1", "--serve.context must be at least 2, got 1"),
+        ("--serve.context 1", "--serve.context must be at least 2, or 0 = as long as needed, got 1"),
         ("--serve.context 8", "a prompt must leave room for a completion within 8 tokens, got 11"),
         (
-            "--sampling.max-new-tokens 600",
+            "--sampling.max-new-tokens 600 --serve.context 64",
             "prompt and completion must fit in --serve.context 64 (at most the model's), got 11 tokens and "
             "--sampling.max-new-tokens 600; lower it",
         ),

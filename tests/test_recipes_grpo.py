@@ -146,7 +146,7 @@ def test_a_resume_with_other_options_says_which_or_is_refused_and_leaves_config_
     [said] = [line for line in capsys.readouterr().err.splitlines() if "other options" in line]
     assert said == (
         f"{out}: goes on from step 2 with other options, --groups 4 -> 2, --optim.lr 0.01 -> 0.001, "
-        f"--servers none -> {own.serving.servers[0]}, --serve.slots 8 -> 16, --serve.context 64 -> 2048, "
+        f"--servers none -> {own.serving.servers[0]}, --serve.slots 8 -> 16, --serve.context 64 -> 0, "
         f"--heldout {place}/heldout.jsonl -> none, --save-every 2 -> 0; the former are in config.1.json"
     )
     assert (out / "config.1.json").read_text() == before and options("config.json")["rollout"]["groups"] == 2

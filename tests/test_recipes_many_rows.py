@@ -1,5 +1,7 @@
 """Rows of large data sets: the same rows as in memory, checked in part, replaced where they are left out, resumed."""
 
+import asyncio
+import fcntl
 import gzip
 import itertools
 import json
@@ -16,10 +18,11 @@ from pyarrow import parquet
 from areax.adapters.data import datasets, indexed
 from areax.core.optim import Optimizer
 from areax.recipes import sft
-from areax.recipes.shared import many_rows, rows
-from areax.rollout.scheduling import curriculum
+from areax.recipes.shared import many_rows, rows, sources
+from areax.rollout.scheduling import curriculum, executor
 from areax.rollout.scheduling.curriculum import Prompts
 from areax.rollout.tasks import arithmetic
+from areax.rollout.types import Completion, sampled
 
 ROWS = [{"prompt": f"{i}\u2028é", "answer": i, "tags": [{"n": i}]} for i in range(100)]
 
@@ -161,6 +164,94 @@ def test_too_few_good_rows_are_refused(tmp_path, monkeypatch):
     own = many_rows.opened(str(file), check=lambda row: None if row["answer"] == 0 else "no")
     with pytest.raises(ValueError, match="3 rows one after the other are left out, the last no; at least one"):
         own[1]
+
+
+@SUFFIXES
+def test_iteration_gives_what_random_access_gives(tmp_path, suffix):
+    for i in range(4):
+        write(tmp_path / "data" / f"train-0000{i}-of-00004{suffix}", ROWS[25 * i : 25 * (i + 1)])
+    for own in (datasets.many(tmp_path), datasets.many(tmp_path, limit=60), datasets.given(ROWS, 70)):
+        assert list(own) == [own[i] for i in range(len(own))] and len(list(own)) == len(own)
+
+
+def test_what_a_killed_decompression_left_is_removed(tmp_path):
+    """But nothing that a running one writes."""
+    cache = tmp_path / "cache/areax"
+    cache.mkdir(parents=True)
+    for name in ("0.ab.partial", "1.cd.partial"):
+        (cache / name).write_bytes(b"{}")
+    with (cache / "1.cd.partial").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert len(datasets.many(write(tmp_path / "rows.jsonl.gz", ROWS))) == 100
+        assert [file.name for file in cache.glob("*.partial")] == ["1.cd.partial"]
+    datasets.many(write(tmp_path / "more.jsonl.zst", ROWS))
+    assert sorted(file.suffix for file in cache.iterdir()) == [".jsonl", ".jsonl"]
+
+
+def test_held_out_rows_stay_on_the_disk_and_none_is_replaced(tmp_path, capsys):
+    file = str(write(tmp_path / "rows.jsonl", ROWS))
+    seen: list[int] = []
+
+    def check(row):
+        seen.append(row["answer"])
+        return "odd" if row["answer"] % 2 else None
+
+    own = many_rows.every(file, check=check)
+    assert seen == list(range(100)) and isinstance(own, many_rows.Usable)
+    said = capsys.readouterr().err
+    assert "50 rows stay on the disk" in said and "50 of 100 rows that were checked are left out, odd" in said
+    assert list(own) == [own[i] for i in range(50)] == own[:] == rows.read(file, check=check) == ROWS[::2]
+    assert own[7:9] == ROWS[14:18:2] and own[-1] == ROWS[98]
+    assert isinstance(many_rows.every(file, limit=40), list)
+    with pytest.raises(ValueError, match="all 100 rows that were checked are left out, no; at least one is needed"):
+        many_rows.every(file, check=lambda row: "no")
+
+
+@pytest.mark.parametrize(
+    "data", ["{0}/rows.jsonl", "a={0}/rows.jsonl:0.7,b={0}/more.jsonl:0.3"], ids=["one", "mixture"]
+)
+def test_reinforcement_learning_that_is_killed_takes_every_prompt_once(tmp_path, data):
+    """Groups in flight at the last saved batch run again; those of batches that were not saved, too."""
+    write(tmp_path / "rows.jsonl", ROWS)
+    write(tmp_path / "more.jsonl", [row | {"answer": row["answer"] + 100} for row in ROWS[:60]])
+    G, last, saved, killed = 4, 30, 11, 17
+
+    def prompts():
+        return sources.opened(
+            data.format(tmp_path), check=lambda row: None, bad="stop", recognise=True, seed=3
+        )  # fmt: skip
+
+    async def play(first, end, cursor):
+        """(the rows of batches `first` .. `end` - 1 by prompt, the prompts played, the cursor after each batch)."""
+        trained, played, cursors = {}, [], {}
+
+        async def workflow(generate, row):
+            played.append(row["answer"])
+            await asyncio.sleep(0.001 * (row["answer"] * 7 % 5))
+            done = Completion([2], [-1.0], [0], "stop")
+            return sampled([1], done, temperature=1.0, reward=1.0, info={"row": row})
+
+        async with executor.Executor(
+            workflow, None, prompts(), group_size=1, groups_per_batch=G, eta=2, max_concurrent=7, batches=last,
+            cursor=cursor,
+        ) as rollout:  # fmt: skip
+            for v in range(first, end):
+                rollout.admit(v)
+                for [sample] in await rollout.batch(v):
+                    assert sample.prompt not in trained
+                    trained[sample.prompt] = sample.info["row"]
+                cursors[v + 1] = json.loads(json.dumps(rollout.cursor()))
+            return trained, played, cursors
+
+    whole, *_ = asyncio.run(play(0, last, None))
+    before, _, cursors = asyncio.run(play(0, killed, None))
+    before = {prompt: row for prompt, row in list(before.items())[: G * saved]}
+    opened = cursors[saved]["open"]
+    after, played, _ = asyncio.run(play(saved, last, cursors[saved]))
+    assert opened and {order[prompt]["answer"] for order in [prompts()] for prompt in opened} <= set(played)
+    assert not before.keys() & after.keys() and before | after == whole
+    order = prompts()
+    assert whole == {i: order[i] for i in range(G * last)}
 
 
 def test_a_run_on_rows_on_the_disk_is_that_on_rows_in_memory_and_resumes_exactly(tmp_path, monkeypatch):

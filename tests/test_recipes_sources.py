@@ -77,7 +77,7 @@ def test_one_source_is_as_before(place):
     assert opened(str(place / "rows.jsonl")) == sources.Prompts(ROWS, seed=3)
 
 
-def test_a_mixture_from_the_command_line_reports_its_shares_and_resumes_exactly(place):
+def test_a_mixture_from_the_command_line_reports_its_shares_and_resumes_exactly(place, capsys):
     options = "--steps 4 --batch 10 --length 64 --rows 4 --optim.lr 1e-2 --save-every 2".split()
     words = ["train", "sft", "--model", f"{place}/model", "--out", f"{place}/mixed", *options]
     words += ["--data", f"all={place}/rows.jsonl:0.7,few={place}/few.jsonl:0.3"]
@@ -87,7 +87,41 @@ def test_a_mixture_from_the_command_line_reports_its_shares_and_resumes_exactly(
     tiny.cut_off(place / "mixed", place / "mixed again", 2)
     assert cli.main(["train", "sft", "--config", f"{place}/mixed/config.json", "--out", f"{place}/mixed again"]) == 0
     assert losses(place / "mixed again") == losses(place / "mixed")
+    tiny.cut_off(place / "mixed", place / "mixed otherwise", 2)
+    changed = [word.replace(":0.7", ":0.6").replace("/mixed", "/mixed otherwise") for word in words]
+    assert cli.main(changed) == 2
+    assert "--data must have the run's sources, weights and rows, mixture all:7:60:0" in capsys.readouterr().err
     assert json.loads((place / "mixed/config.json").read_text())["data"] == words[-1]
+
+
+def test_a_run_that_goes_on_must_find_the_same_rows(place, tmp_path):
+    """Their sources, weights, order and, in a hundred places of each source, content."""
+    tiny.rows(tmp_path / "other.jsonl", [{**row, "prompt": row["prompt"][::-1]} for row in ROWS])
+    tiny.rows(tmp_path / "short.jsonl", ROWS[:50])
+    (tmp_path / "same.jsonl").write_bytes((place / "rows.jsonl").read_bytes())
+    two = lambda file, weight=0.7, name="all": f"{name}={file}:{weight},few={place}/few.jsonl:0.3"
+    mixed = json.loads(json.dumps(sources.identity(opened(two(place / "rows.jsonl")))))
+    one = json.loads(json.dumps(sources.identity(opened(str(place / "rows.jsonl")))))
+    for data, then, words in (
+        (two(tmp_path / "same.jsonl"), mixed, None),
+        (two(place / "rows.jsonl", 0.6), mixed, "the run's sources, weights and rows, mixture all:7:60:3 few:3"),
+        (two(place / "rows.jsonl", name="every"), mixed, "weights and rows, .* got mixture every:7:60:3 few:3"),
+        (two(tmp_path / "short.jsonl"), mixed, "sources, weights and rows, .* got mixture all:7:50:3 few:3:10:4"),
+        (two(tmp_path / "other.jsonl"), mixed, "must have the rows that the run was started with, got others"),
+        (str(place / "rows.jsonl"), mixed, "sources, weights and rows, mixture .* got shuffled"),
+        (str(tmp_path / "same.jsonl"), one, None),
+        (str(tmp_path / "short.jsonl"), one, "must have the 60 rows that the run was started with, got 50"),
+        (str(tmp_path / "other.jsonl"), one, "must have the rows that the run was started with, got others"),
+    ):  # fmt: skip
+        if words is None:
+            sources.check_same(opened(data), then)
+        else:
+            with pytest.raises(ValueError, match=words):
+                sources.check_same(opened(data), then)
+    with pytest.raises(ValueError, match="--seed must be the run's, 3, for the same order of --data, got 4"):
+        sources.check_same(opened(two(place / "rows.jsonl"), seed=4), mixed)
+    stream = opened(given=ITERABLES["DataLoader"]())
+    sources.check_same(stream, sources.identity(stream))
 
 
 def test_order_success_needs_one_source(place):

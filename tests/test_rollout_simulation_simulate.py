@@ -1,6 +1,7 @@
 """Simulated runs whose results can be computed by hand, and properties that hold for all of them."""
 
 import asyncio
+import collections
 import dataclasses
 import json
 import math
@@ -80,6 +81,84 @@ def test_servers_generate_while_the_trainer_trains_saves_and_evaluates(eta, step
     clock.run(main())
     assert (marks[-1] - marks[1]) / (steps - 2) == pytest.approx(step_s, abs=0.011)
     assert len(answers) == steps + 1 and all(len(samples[0].tokens) == 51 for rows in answers for samples in rows)
+
+
+# Answers of up to 32k tokens with a heavy tail on 16 servers, in units of 128 tokens; every request has a slot.
+TAIL = simulate.Config(
+    servers=16, server=Rates(slots=64, step_s=1.28, request_s=0.0, read_tokens_s=1e12, load_s=0.0), publish_s=0.0,
+    groups=16, group_size=16, prompt=1, new=62.5, cv=1.0, longest=256, steps=9, train_tokens_s=150.0,
+    max_concurrent=48,
+)  # fmt: skip
+
+
+def by_hand(config, eta):
+    """The run group by group: (seconds per step, trainer idle, slots busy, {staleness: groups}, share of answers over
+    several versions), counted as in an `Outcome`. A push takes no time and interrupts nothing.
+
+    A group starts while fewer than max_concurrent run and at most (eta + version + 1) * groups are consumed, finished
+    or running. A batch takes the oldest, once those left over can still be taken in time.
+    """
+    G, S, token_s = config.groups, config.group_size, config.server.step_s
+    group_L = simulate.lengths(config, (config.steps + eta + 2) * G * S).reshape(-1, S)
+    now, version, batch, began, free = 0.0, 0, 0, 0, True  # free: the trainer trains nothing
+    running, ready = {}, {}  # group: (version, start, end)
+    pushes, ends, taken, trains, spent = [0.0], [], [], 0.0, []
+
+    def closes():
+        order = sorted(ready, key=lambda g: (ready[g][0], g))
+        left = [own[0] for g, own in {**running, **ready}.items() if g not in order[:G]]
+        in_time = all(sum(v <= batch - eta + k for v in left) <= k * G for k in range(eta)) and (eta or not left)
+        return order[:G] if len(order) >= G and in_time else None
+
+    while len(ends) < config.steps:
+        while len(running) < config.max_concurrent and batch * G + len(ready) + len(running) < (eta + version + 1) * G:
+            running[began] = version, now, now + token_s * group_L[began].max()
+            began += 1
+        if free and (chosen := closes()):
+            free, trains = False, now + (group_L[chosen] + config.prompt).sum() / config.train_tokens_s
+            taken.append([(g, *ready.pop(g)) for g in chosen])
+            spent.append(trains - now)
+            batch += 1
+            continue
+        now = min([end for _, _, end in running.values()] + ([] if free else [trains]))
+        ready |= {g: running.pop(g) for g in [g for g, own in running.items() if own[2] <= now]}
+        if not free and trains <= now:
+            free, version = True, version + 1
+            ends.append(now)
+            pushes.append(now)
+    skip = config.steps // 3
+    seconds, used = ends[-1] - ends[skip - 1], 0.0
+    for g in range(began):
+        start = (running | ready | {g: own for part in taken for g, *own in part})[g][1]
+        stop = np.minimum(start + token_s * group_L[g], ends[-1])
+        used += np.maximum(stop - np.maximum(start, ends[skip - 1]), 0).sum()
+    ages, spans = collections.Counter(), []
+    for at, part in list(enumerate(taken))[skip:]:
+        for g, own, start, _ in part:
+            ages[at - own] += 1
+            spans += [any(start < push < start + token_s * n for push in pushes) for n in group_L[g]]
+    busy = used / seconds / (config.servers * config.server.slots)
+    return seconds / (config.steps - skip), 1 - sum(spent[skip:]) / seconds, busy, dict(ages), np.mean(spans)
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_long_answers_wait_and_age_as_by_hand(eta):
+    """A push costs the real controller's requests their current token: up to 1.3 s of the 160 s of a step."""
+    one = simulate.simulate(TAIL, eta)
+    step_s, idle, busy, ages, spanning = by_hand(TAIL, eta)
+    assert one.step_s == pytest.approx(step_s, rel=0.01) and one.idle == pytest.approx(idle, abs=0.01)
+    assert one.busy == pytest.approx(busy, rel=0.01) and one.spanning == pytest.approx(spanning, abs=0.02)
+    assert one.staleness == ages and max(ages) == eta
+    if eta == 0:  # in closed form: a batch takes as long as its longest answer, and then its training
+        batch_L = simulate.lengths(TAIL, TAIL.steps * 256).reshape(TAIL.steps, 256)[TAIL.steps // 3 :]
+        waits = 1.28 * batch_L.max(1) + (batch_L + 1).sum(1) / 150
+        assert one.step_s == pytest.approx(waits.mean(), rel=1e-3) and one.spanning == 0
+        assert one.busy == pytest.approx(1.28 * batch_L.sum() / (16 * 64 * waits.sum()), rel=1e-3)
+        # While it generates, a slot with an answer of mean length idles for 1 - mean / max.
+        idle_L = 1 - batch_L.mean(1) / batch_L.max(1)
+        assert 0.6 < idle_L.min() and 1 - one.busy * 4 * waits.sum() / (1.28 * batch_L.max(1).sum()) == pytest.approx(
+            np.average(idle_L, weights=batch_L.max(1)), abs=2e-3
+        )
 
 
 def test_the_best_setting_is_the_least_eta_that_is_about_as_fast_as_any():

@@ -231,5 +231,5 @@ def _generation(
         itemsize=size, cache=cache, state=state, devices=rollout_chips,
         steps=config.minibatches * getattr(config, "epochs", 1), ahead=config.eta, embedded=engine is not None,
         shares=shares, count=engine.count if engine else 1,
-        context=segments(min(config.serve.context, settings.context))[-1].stop,
+        context=segments(min(config.serve.context or config.length, settings.context))[-1].stop,
     )  # fmt: skip

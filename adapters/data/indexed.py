@@ -4,13 +4,15 @@ Arrow tables that `datasets` maps into memory."""
 from __future__ import annotations
 
 import bisect
+import contextlib
+import fcntl
 import itertools
 import os
-import shutil
+import secrets
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -39,6 +41,10 @@ class Lines:
     def __len__(self) -> int:
         return self._count
 
+    def __iter__(self) -> Iterator[Numbered]:
+        with open(self._file, "rb") as lines:
+            yield from ((number, line) for number, line in enumerate(lines, 1) if not line.isspace())
+
     def __getitem__(self, index: int) -> Numbered:
         block, inside = divmod(range(self._count)[index], STRIDE)
         start, end = self._offsets[block : block + 2]
@@ -61,6 +67,9 @@ class Mapped(Sequence):
     def __getitem__(self, index):
         return self._f(index, self._parts[index])
 
+    def __iter__(self):
+        return (self._f(index, part) for index, part in enumerate(self._parts))
+
 
 class Joined(Sequence):
     """Sequences one after the other, up to the first `limit` entries."""
@@ -77,9 +86,14 @@ class Joined(Sequence):
         part = bisect.bisect_right(self._ends, index)
         return self._parts[part][index - (self._ends[part - 1] if part else 0)]
 
+    def __iter__(self):
+        return itertools.islice(itertools.chain.from_iterable(self._parts), self._count)
+
 
 def decompressed(file: Path, chunks: Iterator[bytes]) -> Path:
     """The decompressed content of a file, in the cache folder of `datasets`, where it is kept for the next run.
+
+    Removes what processes that were killed meanwhile left half-written.
 
     Args:
       chunks: the content; read only if it is not in the cache.
@@ -91,14 +105,37 @@ def decompressed(file: Path, chunks: Iterator[bytes]) -> Path:
     kept = Path(datasets.config.HF_DATASETS_CACHE) / "areax" / f"{key}.jsonl"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_name(f"{key}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as out:
-                out.writelines(chunks)
-            shutil.move(partial, kept)
-        finally:
-            partial.unlink(missing_ok=True)
+        _sweep(kept.parent)
+        with _partial(kept) as partial:
+            partial.writelines(chunks)
+            partial.flush()
+            os.replace(partial.name, kept)
     return kept
+
+
+@contextlib.contextmanager
+def _partial(kept: Path) -> Iterator[BinaryIO]:
+    """A new file beside `kept`, locked so that no `_sweep` removes it; removed at the end unless it was renamed."""
+    while True:
+        name = kept.with_name(f"{kept.stem}.{secrets.token_hex(6)}.partial")
+        with name.open("wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not name.exists():  # another process swept it before it was locked
+                continue
+            try:
+                yield file
+            finally:
+                name.unlink(missing_ok=True)
+            return
+
+
+def _sweep(folder: Path) -> None:
+    """Removes the partial files of processes that are gone."""
+    for left in folder.glob("*.partial"):
+        with contextlib.suppress(OSError), left.open("rb") as file:  # locked, removed meanwhile, or not ours
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def parquet(files: Sequence[Path]) -> Any:

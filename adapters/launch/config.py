@@ -28,7 +28,8 @@ class Server:
     Attributes:
       devices: devices per server; the embedded engine uses one.
       slots: maximum number of sequences that a server generates concurrently.
-      context: maximum sequence length, prompt plus completion; the model's limit if that is lower.
+      context: maximum sequence length, prompt plus completion; the model's limit if that is lower. 0 = the command's
+        `--length`, if it has one.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       command: command of another server with SGLang's API, with {model}, {host} and {port} filled in:
         "python -m sglang.launch_server --model-path {model} --host {host} --port {port}"; "" = `areax serve`.
@@ -36,7 +37,7 @@ class Server:
 
     devices: int = 1
     slots: int = 16
-    context: int = 2048
+    context: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     command: str = ""
 
@@ -250,9 +251,10 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
         for name, value in filled.items():
             words = [word.replace(name, value) for word in words]
         return words
+    context = str(server.context or option(command, "--length") or "")
     return [
         PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port), "--slots", str(server.slots),
-        "--context", str(server.context), "--dtype", server.dtype,
+        *(["--context", context] if context else []), "--dtype", server.dtype,
     ]  # fmt: skip
 
 

@@ -256,8 +256,9 @@ CHARTS = (
         "Seconds that finished groups waited for their batch, and requests for a free server.", zero=True,
     ),
     Chart(
-        "Asynchrony", "Left out", ("rejected", "refused", "failed", "stopped", "too_long"),
-        "Groups without samples, rejected by the filter, lost to server failures, or surplus; and rows too long.",
+        "Asynchrony", "Left out", ("rejected", "refused", "failed", "stopped", "too_long", "out_of_time"),
+        "Groups without samples, rejected by the filter, lost to server failures, or surplus; rows too long; answers "
+        "out of time.",
         zero=True,
     ),
     Chart(
@@ -349,6 +350,7 @@ METRICS = {
     "mismatch_k3": "mean of r - 1 - log r, r = trainer / sampler probability; 0 = equal",
     "mismatch_k3_now": "the same only over tokens of the current version: only numerical differences",
     "nll": "negative log-likelihood of a target token, nats",
+    "out_of_time": "answers of the step that ended because their episode's time was over",
     "partial": "fraction of answers with tokens of several versions (partial rollouts)",
     "perplexity_ratio": "exp of the mean log (trainer / sampler) of a token",
     "ppo_kl": "mean log (proximal / new policy) of a token: exactly 0 at the first update on a batch",
@@ -415,8 +417,8 @@ METRICS = {
 
 # Counts per line, which add up over the steps.
 COUNTED = {
-    "failed", "generated_tokens", "push_bytes", "push_stage_bytes", "refused", "rejected", "request_retries", "retries",
-    "reward_retries", "samples", "skipped", "tokens", "too_long",
+    "failed", "generated_tokens", "out_of_time", "push_bytes", "push_stage_bytes", "refused", "rejected",
+    "request_retries", "retries", "reward_retries", "samples", "skipped", "tokens", "too_long",
 }  # fmt: skip
 
 # Values below or above these bounds trigger an alarm. Bounds on agreement are other systems' release criteria:

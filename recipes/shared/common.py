@@ -19,6 +19,7 @@ from areax.adapters import hf, safetensors, tokenizer
 from areax.adapters.command_line.options import json_object
 from areax.adapters.runtime import hub
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
+from areax.adapters.tracking import progress
 from areax.core import metrics, param
 from areax.core.balance import Balance
 from areax.parallel import mesh, rules
@@ -213,6 +214,7 @@ async def fleet(
     handover: Handover | None = None,
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
     experts_per_token: int = 0,
+    longest: int = 0,
 ) -> AsyncIterator[client.Fleet]:
     """Connects to the servers at `urls`; without any, starts servers of checkpoint `path` here and restarts those that
     die.
@@ -221,13 +223,14 @@ async def fleet(
       timeout_s: how long a completion may take without progress (`client.connect`).
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
+      longest: tokens at which generation ends, as `client.connect`; says if servers take less.
     """
     keys.read(keys.SERVER)  # an invalid one is refused before servers start
     path = path if urls else hub.folder(os.fspath(path), weights=True)
     prepare = None
     connect = functools.partial(
         client.connect, concurrency=concurrency, timeout_s=timeout_s, experts_per_token=experts_per_token,
-        timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
+        longest=longest, timeouts=replace(client.TIMEOUTS, max_restarts=serve.restarts),
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         if urls:
@@ -247,4 +250,9 @@ async def fleet(
             fleet = await stack.enter_async_context(reached)
         for server in fleet.servers:
             server.handover, server.prepare, server.fresh = handover, prepare, not urls
+            if 0 < server.context < longest:
+                progress.say(
+                    f"{server.url}: takes sequences of at most {server.context:,} tokens, where answers end, less than "
+                    f"--length {longest:,}; start it with a longer context (SGLang: --context-length) or more memory"
+                )
         yield fleet

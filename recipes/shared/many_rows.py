@@ -1,5 +1,6 @@
 """Rows of data sets that are too large for memory: read, converted and checked one at a time."""
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,24 @@ def over(
 
     Raises ValueError for the first bad one, or if all of them are left out.
     """
+    own = _rows(records, source, row, check, bad, recognise, quiet)
+    own.check()
+    return own
+
+
+def every(
+    source: str, row: str = "", limit: int = 0, *, check: Check = lambda row: None, bad: Bad = "stop",
+    recognise: bool = False, quiet: bool = False,
+) -> Sequence[dict]:  # fmt: skip
+    """As `rows.read`, for evaluations: of a data set with more than `datasets.MANY` rows all are checked, none is
+    replaced, and they stay on the disk."""
+    records = datasets.many(source, limit=limit or None)
+    if records is None:
+        return rows.read(source, row, limit, check=check, bad=bad, recognise=recognise, quiet=quiet)
+    return _rows(records, source, row, check, bad, recognise, quiet).usable()
+
+
+def _rows(records, source, row, check, bad, recognise, quiet) -> "Rows":
     say = (lambda words: None) if quiet else progress.say
     recognise = recognise and not row
     if recognise:
@@ -39,9 +58,7 @@ def over(
         row = formats.recognised(first) or ""
         if row:
             say(f"{source}: rows are made of the fields {sorted(first)} by --row {row}")
-    own = Rows(records, source, rows.reader(row, check, recognise), bad, say)
-    own.check()
-    return own
+    return Rows(records, source, rows.reader(row, check, recognise), bad, say)
 
 
 def spread(size: int, count: int) -> list[int]:
@@ -73,7 +90,7 @@ class Rows(Sequence):
         index = range(len(self))[index]
         for attempt in range(TRIES):
             at = int(np.random.default_rng([index, attempt]).integers(len(self))) if attempt else index
-            row, why = self._read(at)
+            row, why = self.read(at)
             if why is None:
                 return row
             self._left[why] += 1
@@ -86,22 +103,40 @@ class Rows(Sequence):
     def check(self) -> None:
         """Checks CHECKED rows; prints how many are left out, and why."""
         chosen = spread(len(self), CHECKED)
-        left = Counter(why for _, why in map(self._read, chosen) if why is not None)
+        left = Counter(why for _, why in map(self.read, chosen) if why is not None)
         self._say(
             f"{self._source}: {len(self):,} rows stay on the disk; {len(chosen):,} spread over them are checked, the "
             "others when they are read"
         )
-        if left.total() == len(chosen):
+        self._report(left, len(chosen))
+
+    def usable(self) -> "Usable":
+        """Reads and checks all rows; prints how many are left out, and why."""
+        kept, left = array("q"), Counter[str]()
+        for index, (record, place) in enumerate(self._records):
+            _, why = self._made(record, place)
+            if why is None:
+                kept.append(index)
+            else:
+                left[why] += 1
+        self._say(f"{self._source}: {len(kept):,} rows stay on the disk, where they are read when they are used")
+        self._report(left, len(self))
+        return Usable(self, kept)
+
+    def _report(self, left: Counter[str], checked: int) -> None:
+        if left.total() == checked:
             raise ValueError(
-                f"{self._source}: all {len(chosen)} rows that were checked are left out, {'; '.join(left)}; at least "
-                "one is needed"
+                f"{self._source}: all {checked} rows that were checked are left out, {'; '.join(left)}; at least one "
+                "is needed"
             )
         for why, count in left.items():
-            self._say(f"{count:,} of {len(chosen):,} rows that were checked are left out, {why}")
+            self._say(f"{count:,} of {checked:,} rows that were checked are left out, {why}")
 
-    def _read(self, index: int) -> tuple[dict, str | None]:
+    def read(self, index: int) -> tuple[dict, str | None]:
         """(row, why it is left out); raises ValueError for a bad row unless those are skipped."""
-        record, place = self._records[index]
+        return self._made(*self._records[index])
+
+    def _made(self, record: dict | ValueError, place: str) -> tuple[dict, str | None]:
         try:
             if isinstance(record, ValueError):
                 raise record
@@ -115,3 +150,17 @@ class Rows(Sequence):
             self._refused = self._refused or str(error)
             return {}, f"bad (--bad-rows skip), the first: {self._refused}"
         return row or {}, why
+
+
+class Usable(Sequence):
+    """The rows of `Rows` at these indices, read on access."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]):
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index):
+        chosen = self._indices[index]
+        return [self._rows.read(i)[0] for i in chosen] if isinstance(index, slice) else self._rows.read(chosen)[0]

@@ -6,7 +6,7 @@ A run writes its state, metrics, checkpoint and summary to `config.out`, and res
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,18 @@ from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
 from areax.parallel import batches
 from areax.parallel.multihost import processes
-from areax.recipes.shared import common, ending, learner, notebook, profiling, resume, rows, sources, terminal
+from areax.recipes.shared import (
+    common,
+    ending,
+    learner,
+    many_rows,
+    notebook,
+    profiling,
+    resume,
+    rows,
+    sources,
+    terminal,
+)
 from areax.recipes.shared.learner import Learner, train_step
 from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.types import Sample, demonstration, supervised
@@ -74,7 +85,7 @@ def read(
     *,
     check: Callable = lambda row: None,
     given: Any = None,
-) -> tuple[sources.Order, list[dict]]:
+) -> tuple[sources.Order, Sequence[dict]]:
     """Reads the rows of `config.data` and `config.heldout`, and makes each one's samples once: they must fit in
     `config.length` tokens, or are left out if `config.too_long` is "drop".
 
@@ -106,9 +117,10 @@ def read(
         config.data, given, config.row, config.limit, check=fits, bad=config.bad_rows, recognise=True, seed=config.seed,
         quiet=quiet,
     )  # fmt: skip
-    read = functools.partial(rows.read, row=config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet)
-    heldout = read(config.heldout) if config.heldout else []
-    processes.same("options and rows", config, sources.sampled(train), heldout)
+    heldout = many_rows.every(
+        config.heldout, config.row, check=fits, bad=config.bad_rows, recognise=True, quiet=quiet
+    ) if config.heldout else []  # fmt: skip
+    processes.same("options and rows", config, sources.sampled(train), sources.some(heldout))
     return train, heldout
 
 
@@ -125,7 +137,7 @@ def fit(
     mesh: jax.sharding.Mesh,
     own: Learner,
     prompts: sources.Order,
-    heldout: list[dict],
+    heldout: Sequence[dict],
     *,
     samples: Callable,
     beside: Callable = lambda batch: batch,
@@ -172,6 +184,9 @@ def fit(
                 raise ValueError(
                     f"--out {config.out}: holds a run of {made}, which {kind} cannot go on with; name another directory"
                 )
+            if "data" in (cursor or {}):
+                sources.check_same(prompts, cursor["data"])
+        position = {"recipe": kind, "data": sources.identity(prompts)}
         complete = common.complete(config, start, quiet)
         with (
             run_dir.open_run(out, keep={kind: start}, quiet=quiet) as run,
@@ -218,7 +233,7 @@ def fit(
                     due = overdue or (config.save_every and done % config.save_every == 0)
                     if due and done < config.steps:
                         report()  # first: a state that is saved has its line, whenever the run is killed
-                        store.save(done, own.state, {"recipe": kind})
+                        store.save(done, own.state, position)
                         saved_at = time.monotonic()
             finally:
                 report()
@@ -228,7 +243,7 @@ def fit(
                     last.update(evaluate())
                 run.log(kind, done, **{k: v for k, v in last.items() if k.startswith("heldout")})
         if done > (store.latest or 0):  # the last step may have been saved already
-            store.save(done, own.state, {"recipe": kind})
+            store.save(done, own.state, position)
         checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
         summary = {
             "checkpoint": str(checkpoint), "steps": done, "complete": not stopped,

@@ -65,6 +65,8 @@ class Rollout:
       max_concurrent: maximum number of groups in flight.
       oversample: extra groups per batch: it takes the first groups to finish; the others are stopped and run again in a
         later batch. For eta 0, so that a batch does not wait for its slowest groups.
+      episode_timeout_s: seconds after which an episode ends with the answers it has, waits for a server included; the
+        answer in progress counts as truncated at the length limit, as `objective.shaping.truncated` says. 0 = no limit.
     """
 
     workflow: str = "areax.rollout.workflows:single_turn"
@@ -75,6 +77,7 @@ class Rollout:
     eta: int = 1
     max_concurrent: int = 128
     oversample: int = 0
+    episode_timeout_s: float = 0.0
     sampling: Sampling = Sampling()
 
 
@@ -118,7 +121,7 @@ class Training:
     """Optimisation.
 
     Attributes:
-      length: longest prompt and completion together; also tokens per packed row.
+      length: longest prompt and completion together, where generation ends; also tokens per packed row.
       rows: packed rows per microbatch.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
       epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
@@ -252,6 +255,7 @@ def _out_of_range(config: Any) -> Iterator[str]:
     workers = rewards.reward_workers
     yield from memory.lacking(f"--reward-workers {workers}", workers * memory.WORKER)
     yield from ranges.finite(config.saving, "save_minutes")
+    yield from ranges.finite(rollout, "episode_timeout_s")
     yield from ranges.finite(training, "distill_coef")
     yield from serving_conflicts(config.serving.servers, config.serving.serve)
     for part, option, holds, rule in (
@@ -276,9 +280,10 @@ def serving_conflicts(servers: Sequence[str], serve: local.Serve) -> Iterator[st
     for url in servers:
         if not _is_address(url):
             yield f"--servers must be addresses such as http://127.0.0.1:30000, got {url!r}"
-    for name, least in (("slots", 1), ("context", 2)):
-        if getattr(serve, name) < least:
-            yield f"--serve.{name} must be at least {least}, got {getattr(serve, name)}"
+    if serve.slots < 1:
+        yield f"--serve.slots must be at least 1, got {serve.slots}"
+    if serve.context < 2 and serve.context:
+        yield f"--serve.context must be at least 2, or 0 = as long as needed, got {serve.context}"
     if serve.dtype not in DTYPES:
         yield f"--serve.dtype must be one of {', '.join(DTYPES)}, got {serve.dtype!r}"
 

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,8 @@ async def opened(
             options=json_object("--workflow-options", rollout.workflow_options),
         )  # fmt: skip
         train = fitting(await enter(bind(sampling=rollout.sampling)), training.length, rollout)
+        if rollout.episode_timeout_s:
+            train = functools.partial(timed, train, rollout.episode_timeout_s)
         if training.teachers:
             fleets = {
                 name: await enter(client.connect(own, key_variable=teacher.KEY))
@@ -121,31 +123,19 @@ def fitting(episode: Workflow, length: int, rollout: Rollout) -> Workflow:
     return fits
 
 
-def check_position(prompts, cursor: Mapping[str, Any] | None) -> None:
-    """Raises ValueError if a run cannot go on from `cursor` because its rows or their order are others now."""
-    if cursor is None:
-        return
-    data = cursor["data"]
-    if prompts.size != data["rows"]:
-        raise ValueError(
-            f"--data must have the {data['rows']} rows that the run was started with, got {prompts.size}; "
-            "--limit, --row, --bad-rows and --max-prompt choose among them; or name another --out"
-        )
-    (*then, seed), (*now, new) = (x if isinstance(x, list) else ["shuffled", x] for x in (data["order"], prompts.order))
-    if seed != new:
-        raise ValueError(
-            f"--seed must be the run's, {seed}, for the same order of --data, got {new}; or name another --out"
-        )
-    if then != now and "mixture" in (then[0], now[0]):
-        raise ValueError(
-            f"--data must have the run's sources, weights and rows, {' '.join(then)}, got {' '.join(now)}; or name "
-            "another --out"
-        )
-    if then != now:
-        raise ValueError(
-            f"--curriculum.order and field must be the run's, {' '.join(then)}, got {' '.join(now)}; or name another "
-            "--out"
-        )
+async def timed(episode: Workflow, seconds: float, generate: Generate, row: Mapping[str, Any]):
+    """Plays an episode for at most so many seconds: what it generates then ends, and further requests are refused."""
+    clock = asyncio.get_running_loop().time
+    until, begun = clock() + seconds, False
+
+    async def within(tokens, **sampling):
+        nonlocal begun
+        if begun and clock() >= until:
+            raise ValueError(f"the episode's --episode-timeout-s {seconds:g} are over")
+        begun = True
+        return await generate(tokens, **sampling, until=until)
+
+    return await episode(within, row)
 
 
 def scheduler(
@@ -162,14 +152,18 @@ def scheduler(
 
 
 async def evaluate(
-    episode: Workflow, generate: Generate, sets: dict[str, list[dict]], *, samples: int, max_concurrent: int,
+    episode: Workflow, generate: Generate, sets: dict[str, Sequence[dict]], *, samples: int, max_concurrent: int,
     seed: int | None,
 ) -> dict[str, dict]:  # fmt: skip
     """{name: `evaluation.summary`} of held-out sets, `samples` episodes of each row."""
-    rows = [row for own in sets.values() for row in own]
     with events.context(of="evaluation"):
         groups = await executor.rollouts(
-            episode, generate, rows, group_size=samples, max_concurrent=max_concurrent, seed=seed
+            episode,
+            generate,
+            itertools.chain(*sets.values()),
+            group_size=samples,
+            max_concurrent=max_concurrent,
+            seed=seed,
         )
     left = iter(groups)
     return {name: evaluation.summary(list(itertools.islice(left, len(own))), samples) for name, own in sets.items()}

@@ -1,11 +1,14 @@
 """What a run trains on: one source or a mixture of several, named by `--data`, or given as an object in Python."""
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import xxhash
 
 from areax.adapters.data import datasets, formats
 from areax.adapters.tracking import progress
@@ -17,6 +20,7 @@ from areax.rollout.scheduling.stream import AGAIN, Stream
 
 WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
 SHUFFLED = Curriculum()
+SOME = 100  # rows of a source that tell whether it is the same
 FIRST = 1000  # rows of a stream that are checked before anything starts
 
 Order = Prompts | EasyFirst | Adaptive | Mixture | Stream
@@ -86,8 +90,57 @@ def sampled(order: Order) -> list:
         return [order.order, *(order[i] for i in range(100))]
     if isinstance(order, Stream):
         return [order[i] for i in range(100)]
-    own = order.rows
-    return own if isinstance(own, list) else [len(own), *(own[i] for i in many_rows.spread(len(own), 100))]
+    return some(order.rows)
+
+
+def some(own: Sequence) -> list:
+    """The rows if they are in memory, else their number and SOME of them."""
+    return own if isinstance(own, list) else [len(own), *(own[i] for i in many_rows.spread(len(own), SOME))]
+
+
+def identity(order: Order) -> dict[str, Any]:
+    """What a run that goes on must find again: the number of rows, their order, and a hash of SOME of each source's
+    rows, None of a stream's."""
+    content = None
+    if not isinstance(order, Stream):
+        owns = order.contents if isinstance(order, Mixture) else [order.rows]
+        seen = [own[i] for own in owns for i in many_rows.spread(len(own), SOME)]
+        content = xxhash.xxh3_64_hexdigest(json.dumps(seen, sort_keys=True, default=str).encode())
+    return {"rows": order.size, "order": order.order, "content": content}
+
+
+def check_same(order: Order, then: Mapping[str, Any]) -> None:
+    """Raises ValueError if a run cannot go on because its rows or their order are others now.
+
+    Args:
+      then: the `identity` that its state was saved with.
+    """
+    now = identity(order)
+    was, own = (x if isinstance(x, list) else ["shuffled", x] for x in (then["order"], now["order"]))
+    if was[-1] != own[-1]:
+        raise ValueError(
+            f"--seed must be the run's, {was[-1]}, for the same order of --data, got {own[-1]}; or name another --out"
+        )
+    if was != own and "mixture" in (was[0], own[0]):
+        raise ValueError(
+            f"--data must have the run's sources, weights and rows, {_shown(was)}, got {_shown(own)}; or name another "
+            "--out"
+        )
+    if now["rows"] != then["rows"]:
+        raise ValueError(
+            f"--data must have the {then['rows']} rows that the run was started with, got {now['rows']}; --limit, "
+            "--row, --bad-rows and what is left out as too long choose among them; or name another --out"
+        )
+    if was != own:
+        raise ValueError(
+            f"--curriculum.order and field must be the run's, {_shown(was)}, got {_shown(own)}; or name another --out"
+        )
+    if then.get("content") and then["content"] != now["content"]:
+        raise ValueError("--data must have the rows that the run was started with, got others; or name another --out")
+
+
+def _shown(order: list) -> str:
+    return " ".join(map(str, order[:-1]))
 
 
 def _ordered(own: Sequence[dict], spec: Curriculum, seed: int) -> Prompts | EasyFirst | Adaptive:

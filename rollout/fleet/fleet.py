@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import random
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ Result = TypeVar("Result")
 
 REPEATS = 2  # after a broken connection: a request that crashes its server must not crash them all
 IDLE_ABORTS = 8  # consecutive aborts without a new token
+ABORT_S = 1.0  # between aborts of a request that is out of time
 
 
 Attempt = Callable[[Server, str], Coroutine[Any, Any, Part]]  # (server, adapter) -> its answer
@@ -106,8 +108,8 @@ class Fleet:
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
         string), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered` (concurrency limits),
         `refused`, `broken`, `rerouted` (its server was taken out of traffic), `strange` (sampled with weights that the
-        server was not given); of servers: the states they entered, `recovered, restarted, joined, left`; of pushes:
-        `undone`.
+        server was not given), `out_of_time` (completions that `until` ended); of servers: the states they entered,
+        `recovered, restarted, joined, left`; of pushes: `undone`.
       waits: how long requests waited here for a server with room.
     """
 
@@ -121,6 +123,7 @@ class Fleet:
         restart: Restart | None = None,
         timeouts: Timeouts = TIMEOUTS,
         experts_per_token: int = 0,
+        longest: int = 0,
     ):
         """
         Args:
@@ -128,6 +131,7 @@ class Fleet:
           concurrency: most requests on one server at a time; the others wait here, in order.
           timeout_s: longest time without progress of a `generate` call; see `client.connect`.
           experts_per_token: of the model, for `routed_experts`.
+          longest: tokens at which generation ends, prompt included; see `client.connect`.
         """
         self.servers = list(servers)
         self.published: Published | None = None
@@ -138,7 +142,7 @@ class Fleet:
         self.counts: collections.Counter[str] = collections.Counter()
         self.waits = gauges.Waits()
         self._recover, self._concurrency, self._timeout_s = recover, concurrency, timeout_s
-        self._experts_per_token = experts_per_token
+        self._experts_per_token, self._longest = experts_per_token, longest
         self._waiting: collections.deque[asyncio.Future] = collections.deque()
 
     @property
@@ -166,6 +170,11 @@ class Fleet:
         return healthy | recovering | set(labels_of(self.published))
 
     @property
+    def context(self) -> int:
+        """The longest sequence that all servers take, in tokens, of those that report it; 0 = none does."""
+        return min((server.context for server in self.servers if server.context), default=0)
+
+    @property
     def seeded(self) -> bool:
         """Whether all servers honour `seed`."""
         return all(server.seeded for server in self.servers)
@@ -186,6 +195,7 @@ class Fleet:
         routed_experts: bool = False,
         json_schema: str = "",
         seed: int | None = None,
+        until: float | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Completion:
         """Continues the prompt `tokens` by up to `max_new_tokens`; finish is `stop` or `length`.
@@ -200,6 +210,8 @@ class Fleet:
             a resumption recomputes them with other weights.
           seed: the random stream of this completion; retries and resumptions continue it, because servers draw token i
             with (seed, absolute index). Needs `fleet.seeded`.
+          until: time of the event loop's clock at which generation ends, waits included: the completion is then what
+            there is, at least one token, with finish `length`.
           on_tokens: called with all tokens so far as they arrive. After a retry, or a resumption with stop strings,
             they may differ from before; an exception in it ends the request.
 
@@ -220,6 +232,14 @@ class Fleet:
                 "generate: routed_experts needs a model with experts, got experts_per_token 0; say how many a token "
                 "goes to, as in connect(..., experts_per_token=8)"
             )
+        if self._longest:
+            longest = min(self._longest, self.context or self._longest)
+            if len(tokens) >= longest:
+                raise ValueError(
+                    f"generate: a prompt must leave room for a completion within {longest} tokens, got {len(tokens)}"
+                )
+            max_new_tokens = min(max_new_tokens, longest - len(tokens))
+            min_new_tokens = min(min_new_tokens, max_new_tokens)
         if seed is None and self.seeded:  # such servers give every request without a seed the same
             seed = random.getrandbits(63)
         sampling = {
@@ -237,7 +257,7 @@ class Fleet:
         }
         trouble: list[str] = []
         work = lambda limit: self._generate(
-            [int(t) for t in tokens], sampling, routed_experts, trouble, limit, on_tokens
+            [int(t) for t in tokens], sampling, routed_experts, trouble, limit, until, on_tokens
         )
         return await self._in_time("generate", work, trouble)
 
@@ -275,10 +295,12 @@ class Fleet:
         experts: bool,
         trouble: list[str],
         limit: asyncio.Timeout,
+        until: float | None,
         on_tokens: Callable[[list[int]], None] | None,
     ) -> Completion:
         self.counts["requests"] += 1
-        begun = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time
+        begun, late = now(), False
         most, least = sampling["max_new_tokens"], sampling["min_new_tokens"]
         reach = max((len(word.encode()) for word in sampling.get("stop", ())), default=1) - 1
         tokens: list[int] = []
@@ -299,8 +321,9 @@ class Fleet:
 
             wanted = self._experts_per_token if experts else 0
             attempt = functools.partial(
-                _attempt, [*prompt, *tokens], sampling | left, wanted, on_new if on_tokens else None
-            )
+                _attempt, [*prompt, *tokens], sampling | left, wanted, None if late else until,
+                on_new if on_tokens else None,
+            )  # fmt: skip
             server, part = await self._send([*prompt, *tokens], attempt, trouble, labels[-1] if labels else "")
             if experts:
                 routed = _joined(routed, part, len(prompt) + len(tokens))
@@ -311,6 +334,12 @@ class Fleet:
             labels += part.labels
             if part.finish != "abort" or len(tokens) == most:
                 break
+            late = until is not None and now() >= until
+            if late and tokens:
+                break
+            if late:  # it was still waiting
+                most = 1
+                continue
             if reach:
                 keep = max(0, len(tokens) - reach)
                 self.counts["dropped"] += len(tokens) - keep
@@ -323,11 +352,13 @@ class Fleet:
             if idle:  # a server that aborts at once must not be asked in a tight loop
                 await asyncio.sleep(backoff(idle - 1))
         self.counts["tokens"] += len(tokens)
+        if late:
+            self.counts["out_of_time"] += 1
         version = [version_of(label) for label in labels]
         finish: Finish = "length" if part.finish == "abort" else part.finish
         events.emit(
             "call", begun=begun, url=server.url, prompt_tokens=len(prompt), tokens=len(tokens),
-            versions=events.runs(version), finish=finish, resumed=resumed,
+            versions=events.runs(version), finish=finish, resumed=resumed, out_of_time=late,
         )  # fmt: skip
         return Completion(
             tokens=tokens,
@@ -597,11 +628,27 @@ def _stop(tasks: Iterable[asyncio.Task]) -> None:
         task.cancel()
 
 
-async def _attempt(tokens, sampling, experts, on_tokens, server: Server, adapter: str) -> Part:
-    # The cache key is the version: a push `in_place` leaves prefixes of the old weights behind.
-    return await server.api.generate(
-        tokens, sampling, experts_per_token=experts, adapter=adapter, cache_key=server.label, on_tokens=on_tokens
-    )
+async def _attempt(tokens, sampling, experts, until, on_tokens, server: Server, adapter: str) -> Part:
+    name = "" if until is None else secrets.token_hex(16)
+    ending = None if until is None else asyncio.create_task(_abort_at(until, server, name))
+    try:
+        # The cache key is the version: a push `in_place` leaves prefixes of the old weights behind.
+        return await server.api.generate(
+            tokens, sampling, experts_per_token=experts, adapter=adapter, cache_key=server.label, rid=name,
+            on_tokens=on_tokens,
+        )  # fmt: skip
+    finally:
+        if ending:
+            ending.cancel()
+
+
+async def _abort_at(until: float, server: Server, name: str) -> None:
+    """Aborts the request `name` at a time of the loop's clock, until it is cancelled: an abort may overtake it."""
+    await asyncio.sleep(until - asyncio.get_running_loop().time())
+    while True:
+        with contextlib.suppress(ServerError):  # the request fails alike
+            await server.api.abort(name)
+        await asyncio.sleep(ABORT_S)
 
 
 def _joined(before: np.ndarray | None, part: Part, asked: int) -> np.ndarray | None:

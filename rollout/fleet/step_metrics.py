@@ -58,6 +58,7 @@ class Figures:
         push_...: of the pushes that ended in the step, added up, as in `push.PushReport`; of push_probe_diff
           the largest.
         too_long: rows that ended in the step and do not fit into a packed row.
+        out_of_time: completions that ended in the step because their episode's time was over.
         The growth of `counts`, and request_retries: requests sent again.
         """
         events = [self._events.popleft() for _ in range(len(self._events))]
@@ -66,6 +67,7 @@ class Figures:
         self._counted = now
         metrics: dict[str, Any] = {name: now[name] - before[name] for name in now}
         metrics["too_long"] = len(of("left_out"))
+        metrics["out_of_time"] = sum(call["out_of_time"] for call in of("call"))
         metrics["generated_tokens"] = sum(call["tokens"] for call in of("call"))
         if seconds["step_s"] > 0:
             metrics["trainer_idle"] = 1 - sum(seconds[part] for part in WORK) / seconds["step_s"]

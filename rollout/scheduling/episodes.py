@@ -37,13 +37,28 @@ async def rollouts(
     (needs servers that honour it) the same policy gives the same samples.
     Raises the first error; a ServerError once an episode has failed ATTEMPTS times.
     """
-    limit = asyncio.Semaphore(max_concurrent)
+    limit, failed = asyncio.Semaphore(max_concurrent), False
 
     async def one(prompt: int, row: Mapping[str, Any]) -> list[Sample]:
-        async with limit:
+        nonlocal failed
+        try:
             return await group(workflow, generate, row, prompt=prompt, size=group_size, seed=seed)
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            limit.release()
 
-    return await _together([one(prompt, row) for prompt, row in enumerate(rows)])
+    tasks: list[asyncio.Task] = []
+    try:
+        for prompt, row in enumerate(rows):  # one is read when there is room for it
+            await limit.acquire()
+            if failed:
+                break
+            tasks.append(asyncio.create_task(one(prompt, row)))
+        return await asyncio.gather(*tasks)
+    finally:
+        await stop(tasks)
 
 
 async def group(

@@ -56,6 +56,11 @@ class Mixture:
         return self._sources[0].rows
 
     @property
+    def contents(self) -> list[Any]:
+        """The rows of each source."""
+        return [source.rows for source in self._sources]
+
+    @property
     def size(self) -> int:
         return sum(source.size or 0 for source in self._sources)
 

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from ..processes import guard, memory
@@ -29,7 +29,8 @@ class Serve:
         evaluations, which have no trainer.
       count: number of servers, each a process with its own weights; one that dies is restarted.
       slots: sequences that a server generates at a time.
-      context: longest sequence, prompt and completion; the model's limit if that is lower.
+      context: longest sequence, prompt and completion, for which every slot reserves memory; the model's limit if that
+        is lower. 0 = what the recipe needs: `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
@@ -37,7 +38,7 @@ class Serve:
     inside: bool = False
     count: int = 1
     slots: int = 16
-    context: int = 2048
+    context: int = 0
     dtype: str = "auto"
     restarts: int = 10
 
@@ -48,6 +49,10 @@ class Serve:
         memory.check(f"--serve.count {self.count}", self.count * memory.PROCESS)
         if self.restarts < 0:
             raise ValueError(f"--serve.restarts must be at least 0, got {self.restarts}")
+
+    def sized(self, length: int) -> Serve:
+        """These options, with a context of `length` tokens if none is given."""
+        return replace(self, context=self.context or length)
 
 
 class Local:
@@ -81,7 +86,8 @@ class Local:
         """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`."""
         options = self._options
         command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
-        command += ["--slots", str(options.slots), "--context", str(options.context), "--dtype", options.dtype]
+        command += ["--slots", str(options.slots), "--dtype", options.dtype]
+        command += ["--context", str(options.context)] if options.context else []
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,

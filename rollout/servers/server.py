@@ -45,7 +45,7 @@ class Server:
       api: its HTTP calls.
       labels: weight labels it may report, in the order of the pushes.
       admitted: index in `labels` of the newest verified one.
-      seeded, stages, ranks, layout, slots: as `sglang.Description`.
+      seeded, stages, ranks, layout, slots, context: as `sglang.Description`.
       stager: fetches versions to where the server can read them; None if it sees the trainer's files.
       handover: passes it the arrays of a version, if that has any; None = it reads the directory.
       prepare: stages such arrays next to the current weights, before generation is paused.
@@ -77,6 +77,7 @@ class Server:
     ranks: int = 1
     layout: str = ""
     slots: int = 0
+    context: int = 0
     stager: Stager | None = None
     handover: Handover | None = None
     prepare: Callable[[Published], Awaitable[None]] | None = None
@@ -161,6 +162,6 @@ async def connect(
     info = await api.describe(timeout_s=ready_s)
     return Server(
         api, [info.label], seeded=info.seeded, stages=info.stages, ranks=info.ranks, layout=info.layout,
-        slots=info.slots, handover=handover, released=info.released,
+        slots=info.slots, context=info.context, handover=handover, released=info.released,
         cached=prefix_routing.Cached(info.capacity) if info.capacity else prefix_routing.Cached(),
     )  # fmt: skip

@@ -43,6 +43,7 @@ class Description:
       released: it has released its memory.
       capacity: tokens whose keys and values fit into its cache; 0 = unknown.
       slots: sequences it generates at a time; 0 = unknown.
+      context: tokens of its longest sequence, by its limits and by its cache; 0 = unknown.
     """
 
     label: str
@@ -53,6 +54,7 @@ class Description:
     released: bool
     capacity: int
     slots: int
+    context: int
 
 
 class SGLang(Endpoint):
@@ -62,7 +64,7 @@ class SGLang(Endpoint):
         """The server's own description; raises as `call`."""
         label = await self.weight_label(timeout_s=timeout_s)
         info = await self.server_info(timeout_s=timeout_s)
-        capacity = info.get("max_total_num_tokens")
+        capacity = _positive(info, "max_total_num_tokens")
         return Description(
             label=label,
             seeded=info.get("enable_deterministic_inference") is True,
@@ -70,8 +72,9 @@ class SGLang(Endpoint):
             ranks=int(info.get("tp_size") or 1),
             layout=json.dumps([info.get(name) for name in LAYOUT]),
             released=any(state.get("released") for state in info.get("internal_states") or ()),
-            capacity=capacity if isinstance(capacity, int) and capacity > 0 else 0,
+            capacity=capacity,
             slots=_slots(info),
+            context=_context(info),
         )
 
     async def health(self, *, timeout_s: float = 20.0) -> bool:
@@ -197,6 +200,7 @@ class SGLang(Endpoint):
         experts_per_token: int = 0,
         adapter: str = "",
         cache_key: str = "",
+        rid: str = "",
         on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Part:
         """Makes one attempt to continue `tokens`.
@@ -207,6 +211,7 @@ class SGLang(Endpoint):
             them without their shape.
           adapter: the adapter to use; "" = none.
           cache_key: requests with different keys share no cached prefix.
+          rid: a name for `abort`; "" = the server's choice.
           on_tokens: called with all ids so far whenever there are new ones; the answer is then streamed.
 
         Raises:
@@ -214,7 +219,7 @@ class SGLang(Endpoint):
           ServerError: an answer that breaks the contract.
           ValueError: the server refused the request.
         """
-        body = _body(tokens, sampling, adapter, cache_key)
+        body = _body(tokens, sampling, adapter, cache_key) | ({"rid": rid} if rid else {})
         if experts_per_token:
             body["return_routed_experts"] = True
         if on_tokens is None:
@@ -282,7 +287,8 @@ def _parse(answer: Mapping[str, Any], experts_per_token: int, generated: bool) -
     if [row[1] for row in rows] != tokens:
         raise ServerError(f"logprobs of {len(rows)} tokens do not belong to the {len(tokens)} ids")
     logp = [row[0] for row in rows]
-    if not all(isinstance(value, float | int) and math.isfinite(value) for value in logp):
+    values = np.array(logp)  # of objects if one is no number
+    if len(logp) and not (values.dtype.kind in "fi" and np.isfinite(values).all()):
         raise ServerError("a log-probability is missing or not finite")
     if tokens and "weight_versions" not in meta:
         raise ServerError(
@@ -340,6 +346,17 @@ def _adapter_refusal(info: Mapping[str, Any], rank: int, modules: Collection[str
     if info.get("dp_size", 1) != 1:
         return "has several replicas (--dp-size), on which SGLang loads no adapters; start a server for each"
     return ""
+
+
+def _positive(info: Mapping[str, Any], name: str) -> int:
+    value = info.get(name)
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _context(info: Mapping[str, Any]) -> int:
+    # SGLang's context_length is null if it is the model's; max_req_input_len is then a few tokens below the limit.
+    limit = _positive(info, "context_length") or _positive(info, "max_req_input_len")
+    return min(filter(None, (limit, _positive(info, "max_total_num_tokens"))), default=0)
 
 
 def _slots(info: Mapping[str, Any]) -> int:

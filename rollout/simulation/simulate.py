@@ -125,6 +125,7 @@ class Outcome:
       busy: mean share of the servers' slots that are decoding.
       tokens_s: generated tokens trained on per second.
       staleness: number of groups by versions between admission and batch.
+      spanning: share of the answers with tokens of several versions.
       stopped: groups stopped per step.
       length_bias: relative excess in length of trained over started groups, over the last batches.
     """
@@ -138,6 +139,7 @@ class Outcome:
     busy: float
     tokens_s: float
     staleness: dict[int, int]
+    spanning: float
     stopped: float
     length_bias: float
 
@@ -211,6 +213,7 @@ async def play(
     ages: Counter[int] = Counter()
     steps: list[dict[str, float]] = []
     trained = [0]
+    spans: list[bool] = []
     begun = config.steps // 3
     marks: list[tuple[float, list[float]]] = []
     now = asyncio.get_running_loop().time
@@ -236,6 +239,7 @@ async def play(
             steps.append(seconds)
             ages.update(v - 1 - samples[0].info["admitted"] for samples in groups)
             trained[0] += sum(int(s.mask.sum()) for samples in groups for s in samples)
+            spans.extend(np.ptp(s.version[s.mask]) > 0 for samples in groups for s in samples)
 
     rows = [  # a stopped group has the same lengths when it is rerun
         {"prompt": [i] * config.prompt, "tokens": itertools.cycle(group)}
@@ -257,7 +261,7 @@ async def play(
     return Outcome(
         servers=config.servers, trainers=config.trainers, eta=eta, oversample=oversample,
         step_s=total / len(steps), idle=1 - work / total, busy=statistics.mean(shares),
-        tokens_s=trained[0] / total, staleness=dict(sorted(ages.items())),
+        tokens_s=trained[0] / total, staleness=dict(sorted(ages.items())), spanning=statistics.mean(map(float, spans)),
         stopped=stopped / config.steps, length_bias=bias,
     )  # fmt: skip
 
@@ -272,13 +276,14 @@ def show(config: Config, outcomes: list[Outcome]) -> str:
     """Formats the outcomes as a table."""
     chosen = best(outcomes)
     over = any(config.oversample)
-    title = "servers  trainers  eta   s a step  trainer idle  servers busy  tokens/s trained  mean staleness"
+    title = "servers  trainers  eta   s a step  trainer idle  servers busy  tokens/s trained  staleness  most  spanning"
     lines = [title + "  oversample  stopped a step  length bias" * over]
     for one in outcomes:
         more = f"  {one.oversample:10}  {one.stopped:14.2f}  {one.length_bias:11.1%}" if over else ""
         lines.append(
             f"{one.servers:7}  {one.trainers:8}  {one.eta:3}  {one.step_s:9.2f}  {one.idle:12.1%}  {one.busy:12.1%}  "
-            f"{one.tokens_s:16,.0f}  {one.mean_staleness:14.2f}{more}{'  <- best' if one == chosen else ''}"
+            f"{one.tokens_s:16,.0f}  {one.mean_staleness:9.2f}  {max(one.staleness):4}  {one.spanning:8.1%}{more}"
+            f"{'  <- best' if one == chosen else ''}"
         )
     lines.append(
         f"best: the least eta within {BEST:.0%} of the fastest. Simulated: {config.steps} steps of "
