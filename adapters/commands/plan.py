@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,9 +15,10 @@ from ...core.optim import Optimizer
 from ...models import layer, lora
 from ...models.attention.segments import segments
 from ...models.layers import recurrence
+from ...parallel import mesh as meshes
 from ...parallel.planner import memory, remedies
 from ...parallel.planner import plan as plans
-from ...parallel.planner.chips import CHIPS
+from ...parallel.planner.chips import CHIPS, Chip
 from ...parallel.planner.job import Job
 from .. import hf
 from ..command_line import options as grouped
@@ -68,7 +70,69 @@ def plan(config: Any, options: Options = Options()) -> dict:
     Raises:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
     """
-    config = grouped.flat(config)
+    config, chip = grouped.flat(config), CHIPS[options.chip]
+    if auto := getattr(config, "rows", 0) == "auto":
+        config.rows = _rows(config, chip, options)
+    planned = _planned(config, chip, options)
+    job, step, generation = planned.job, planned.step, planned.generation
+    made = plans.plan(job, chip, generation=generation, push_itemsize=planned.itemsize)
+    figures, checked, beside = list(made.figures), {}, planned.beside
+    trains = plans.device_bytes(job, *beside) <= plans.USABLE * chip.memory
+    suggested = remedies.fitting(job, chip, *beside)
+    if trains:
+        suggested = [] if auto else remedies.faster(job, chip, *beside)
+    if options.check:
+        # Kernels of other platforms cannot be compiled here; they do not change the arguments.
+        found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
+        figures += _compiled(found)
+        checked = {"agrees": found["argument_bytes"] == memory.memory(job).arguments}
+    return {
+        "model": str(config.model), "family": step.config.family, "mesh": str(config.mesh),
+        "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
+        "microbatches": job.used, "fits": made.fits, "suggested": suggested, **checked,
+        "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
+                    for f in figures},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan is made of.
+
+    Attributes:
+      job, generation: the planner's input.
+      step: the same step, to compile.
+      itemsize: bytes of a weight in an exported checkpoint.
+      beside: a server's bytes, and whether it is on the trainer's first device, as `plans.memory_figures` takes them.
+    """
+
+    job: Job
+    generation: plans.Generation | None
+    step: aot.Step
+    itemsize: int
+    beside: tuple[float, plans.Shares]
+
+
+def rows(config: Any, chip: Chip, options: Options = Options()) -> int:
+    """The rows per microbatch that `--rows auto` chooses on such a chip: `remedies.paying`.
+
+    Args:
+      config: a recipe's Config, whose own `rows` are not read.
+
+    Raises:
+      ValueError: as `plan`.
+    """
+    return _rows(grouped.flat(config), chip, options)
+
+
+def _rows(config: Any, chip: Chip, options: Options) -> int:
+    config = copy.copy(config)
+    config.rows = math.prod(getattr(config.mesh, axis) for axis in meshes.BATCH)
+    planned = _planned(config, chip, options)
+    return remedies.paying(planned.job, chip, *planned.beside) or config.rows
+
+
+def _planned(config: Any, chip: Chip, options: Options) -> Planned:
     needs = NEEDS + (RL if _generates(config) else ("batch",))
     missing = [name for name in needs if not hasattr(config, name)]
     if missing:
@@ -79,7 +143,7 @@ def plan(config: Any, options: Options = Options()) -> dict:
             f"plan: --length must be at most {settings.context}, the context of {config.model}, got {config.length}"
         )
     _refuse(config)
-    table, chip = models.table(settings), CHIPS[options.chip]
+    table = models.table(settings)
     sequence = options.sample_tokens or config.length
     if not 0 < sequence <= config.length:
         raise ValueError(f"plan: --sample-tokens must be from 1 to --length {config.length}, got {sequence}")
@@ -107,23 +171,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
     )  # fmt: skip
     itemsize = hf.save_dtype(settings, param.abstract(table)).itemsize
     generation = _generation(config, options, sequence, itemsize, settings, chip.platform)
-    made = plans.plan(job, chip, generation=generation, push_itemsize=itemsize)
-    figures, checked = list(made.figures), {}
-    beside = plans.server_bytes(job, chip, generation) if generation else 0.0, generation.shares if generation else "no"
-    trains = plans.device_bytes(job, *beside) <= plans.USABLE * chip.memory
-    suggested = remedies.faster(job, chip, *beside) if trains else remedies.fitting(job, chip, *beside)
-    if options.check:
-        # Kernels of other platforms cannot be compiled here; they do not change the arguments.
-        found = aot.check(replace(step, run=replace(step.run, attention="auto", expert_kernel="auto")))
-        figures += _compiled(found)
-        checked = {"agrees": found["argument_bytes"] == memory.memory(job).arguments}
-    return {
-        "model": str(config.model), "family": settings.family, "mesh": str(config.mesh), "devices": config.mesh.devices,
-        "chip": options.chip, "rows": config.rows, "length": config.length, "microbatches": used, "fits": made.fits,
-        "suggested": suggested,
-        **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
-                               for f in figures},
-    }  # fmt: skip
+    shares: plans.Shares = generation.shares if generation else "no"
+    beside = plans.server_bytes(job, chip, generation) if generation else 0.0, shares
+    return Planned(job, generation, step, itemsize, beside)
 
 
 def _refuse(config) -> None:

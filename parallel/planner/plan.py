@@ -217,14 +217,17 @@ def time(job: Job, chip: Chip) -> tuple[float, list[Figure]]:
     overlapped = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
     m = memory.memory(job)
     update = (UPDATE * m.params + 2 * m.moments) / (STREAM * chip.bandwidth)
+    # For each microbatch the sum of the gradients is read and written, and the new one read.
+    summing = job.used * (m.gradients + m.summed) / (STREAM * chip.bandwidth) if job.microbatches > 1 else 0.0
     if job.optim.offload:  # copies to and from the host go on at once, and take longer than the update itself
         update = max(update, (m.host - (memory.reference(job) if job.reference == "host" else 0)) / HOST)
-    total = max(compute, overlapped) + waits + update
+    total = max(compute, overlapped) + waits + summing + update
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [
         of("compute_s", compute, f"at {MATMUL:.0%} of the chip's peak"),
         of("beside_s", overlapped, "collectives of weights and gradients, overlapped with computation"),
         of("waiting_s", waits, "collectives that layers wait for"),
+        of("summing_s", summing, "gradients of microbatches added up"),
         of("update_s", update, "optimiser"),
         of("step_s", total, "optimiser step"),
         of("tokens_per_device_per_s", job.tokens / total / devices, "speed"),
