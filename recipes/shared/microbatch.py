@@ -29,8 +29,8 @@ class Room:
 
 
 def rows(config: Any, sequence: int = 0) -> int:
-    """The rows of a microbatch: `config.rows`, or what `plan.rows` chooses for this process's kind of device if that is
-    "auto".
+    """The rows of a microbatch: `config.rows`, or if that is "auto" what `plan.rows` chooses for the devices that are
+    there. All processes of a job call it, and get the same.
 
     Args:
       sequence: mean tokens per sample; 0 = `length`, the upper bound.
@@ -41,7 +41,7 @@ def rows(config: Any, sequence: int = 0) -> int:
     chip, unit = here(jax.local_devices()[0]), _unit(flat)
     if chip is None:
         return -(-PLAIN // unit) * unit
-    chosen = plan.rows(config, chip, plan.Options(sample_tokens=sequence))
+    chosen = processes.least(plan.rows(config, chip, plan.Options(sample_tokens=sequence)))
     if jax.process_index() == 0:
         progress.say(f"--rows auto: {chosen} rows of {flat.length} tokens per microbatch, by the plan")
     return chosen
