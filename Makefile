@@ -102,7 +102,7 @@ device-table: $(dev) ## plan every model on every kind of device, and write the 
 
 .PHONY: test-learning
 test-learning: $(dev) ## test that each way of learning brings a small task to a stated level, under 20 minutes
-	$(py) -m pytest -q $(call marked,learning) $(both)
+	$(py) -m pytest -q $(call marked,learning) $(both) -o faulthandler_timeout=1800
 
 .PHONY: test-agents
 test-agents: $(dev) ## test that an agent of each SDK learns which tool a question needs

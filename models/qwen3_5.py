@@ -95,7 +95,15 @@ def to_hf(config: Config) -> dict:
         "architectures": ["Qwen3_5ForCausalLM"],
         "attention_bias": config.qkv_bias,
         "layer_types": [dense.FULL if isinstance(record, Attention) else LINEAR for record in config.records],
+        **interval(config),
     }
+
+
+def interval(config: Config) -> dict[str, int]:
+    """The option by which SGLang places Qwen3-Next's layers with attention, if they are every n-th layer."""
+    full = [i for i, record in enumerate(config.records) if isinstance(record, Attention)]
+    every = full[0] + 1 if full else 0
+    return {"full_attention_interval": every} if full and full == [*range(full[0], len(config.records), every)] else {}
 
 
 def table(config: Config) -> Table:

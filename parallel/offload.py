@@ -34,6 +34,17 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Step:
+    """A training step of several programs; `lower` is that of the largest."""
+
+    take: Callable
+    lower: Callable
+
+    def __call__(self, *arguments):
+        return self.take(*arguments)
+
+
+@dataclass(frozen=True)
 class Part:
     """Weights that are updated together: one outside layers, or those of a layer; layers of a stack are alike.
 
@@ -136,10 +147,11 @@ def make_gradient(score: Callable, objective, table: param.Table, spec: optim.Op
 def make_step(
     score: Callable, objective, table: param.Table, spec: optim.Optimizer, dtype: str, mesh,
     adjust: Callable = lambda params, aux: params,
-) -> Callable:  # fmt: skip
-    """Returns `step(state, batch, *frozen) -> (state, metrics)` for a state of `init`, as `core.step.make_step`."""
+) -> Step:  # fmt: skip
+    """Returns `step(state, batch, *frozen) -> (state, metrics)` for a state of `init`, as `core.step.make_step`; its
+    `lower` is that of the largest of its programs, the gradient's."""
     on, everywhere = rules.of_params(table, mesh), rules.of_state(optax.identity(), table, mesh).step
-    differentiate = make_gradient(score, objective, table, spec, mesh)
+    differentiate: Any = make_gradient(score, objective, table, spec, mesh)
     updates = [(part, *_update(part, spec.clip, mesh)) for part in parts(table, spec, dtype)]
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(on, everywhere))
@@ -169,7 +181,7 @@ def make_step(
         params, ratio = last(params, aux, finite, moved)
         return step.State(params, held, state.step + 1), report | ratio
 
-    return one
+    return Step(one, lambda state, batch, *frozen: differentiate.lower(state.params, batch, *frozen))
 
 
 def abstract(part: Part, mesh) -> tuple[Held, Held]:

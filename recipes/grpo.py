@@ -30,6 +30,7 @@ from areax.recipes.shared import (
     evaluation,
     learner,
     many_rows,
+    microbatch,
     notebook,
     probe,
     profiling,
@@ -110,6 +111,8 @@ def main(config: Config, rows: Any = None) -> dict:
     inside = config.serving.serve.inside
     if config.serving.colocated and not inside:
         common.share_devices()
+    elif config.serving.servers or inside:  # no server of its own on these devices
+        common.take_devices()
     with processes.job() as index, ending.stop_signal() as stop:
         if inside and jax.process_count() > 1:
             raise ValueError(f"--serve.inside needs a trainer of one process, got {jax.process_count()}")
@@ -174,8 +177,9 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
 def build_trainer(config: Config) -> Trainer:
     """Builds the trainer: models, optimisers and compiled functions."""
     return build(
-        config.training, model=config.model, init=config.init, seed=config.seed, steps=config.steps,
-        temperature=config.rollout.sampling.temperature, shuffle_rewards=config.rewards.shuffle_rewards,
+        config.training, rows=microbatch.rows(config), model=config.model, init=config.init, seed=config.seed,
+        steps=config.steps, temperature=config.rollout.sampling.temperature,
+        shuffle_rewards=config.rewards.shuffle_rewards,
     )  # fmt: skip
 
 

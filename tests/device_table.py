@@ -1,7 +1,7 @@
 """Which models fit on which devices, by `areax plan`: writes docs/devices.md and the table of README.
 
-`make device-table` runs it. Each cell follows the plan's own suggestions: from one row per device to a larger
-microbatch if that is faster, or to the options that make it fit.
+`make device-table` runs it. Each cell follows the plan's own suggestions: `--rows auto`, and the options that make it
+fit.
 """
 
 import contextlib
@@ -67,17 +67,18 @@ def layouts(name: str, devices: int) -> list[dict[str, object]]:
 
 
 def best(name: str, folder: Path, chip: str, devices: int) -> tuple[dict[str, object], float]:
-    """(options of the fastest plan that fits, its tokens/s per device); ({}, 0) if none fits."""
+    """(options of the fastest plan that fits, with the rows it chooses, and its tokens/s per device); ({}, 0) if none
+    fits."""
     found: tuple[dict[str, object], float] = ({}, 0.0)
     for layout in layouts(name, devices):
-        options = {"--chip": chip, **layout, "--rows": devices, "--batch": 16 * devices}
+        options = {"--chip": chip, **layout, "--batch": 16 * devices}
         report = planned(folder, options)
         here = [each for each in report["suggested"] if "--mesh.fsdp" not in each]
         if here:
             options |= dict(re.findall(r"(--\S+)(?: ([^-]\S*))?", here[0]))
             report = planned(folder, options)
         if speed(report) > found[1]:
-            found = options, speed(report)
+            found = options | {"--rows": report["rows"]}, speed(report)
     return found
 
 

@@ -76,8 +76,10 @@ def test_rl_plans_include_generation_and_scoring(capsys, model):
     assert json.loads(run(capsys, "grpo", *fleet, "--json"))["figures"]["rollout_devices"]["value"] == 2
     said = run(capsys, "grpo", *options, "--rollout-chips", 2, code=2)
     assert "starts 1, on one chip each, got --rollout-chips 2" in said
-    half = json.loads(run(capsys, "grpo", *options, "--sample-tokens", 32, "--json"))
-    assert half["microbatches"] == report["microbatches"] / 2 == 1
+    whole, half = (
+        json.loads(run(capsys, "grpo", *options, "--rows", 8, "--sample-tokens", n, "--json")) for n in (64, 32)
+    )
+    assert half["microbatches"] == whole["microbatches"] / 2 == 1
 
 
 # Config.json as published, in bfloat16; billions of weights, and of those that a token uses, as published.
@@ -172,7 +174,7 @@ def test_servers_on_the_trainers_device_count(capsys, model):
         assert re.search(rf"shared_bytes .* the same with the server, .*{word}", text)
         assert re.search("^fits: ", text, re.M)
         said = run(capsys, "grpo", *options, *shared, *huge, code=1)
-        assert said.splitlines()[-2].startswith("does not fit with --rows 8")
+        assert said.splitlines()[-2].startswith("does not fit with --rows 1:")
     said = run(capsys, "grpo", *options, *huge, code=1)
     assert said.splitlines()[-1].startswith("the server does not fit; lower --serve.slots or --serve.context, or name")
 
@@ -212,7 +214,7 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
     "options, line",
     [
         (["--mesh.tp", 3], "query heads must be a multiple of tp = 3, got 2"),
-        (["--mesh.fsdp", 3], "--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
+        (["--mesh.fsdp", 3, "--rows", 8], "--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
         (["--mesh.fsdp", 5, "--rows", 5], "embed: embed of size 32 cannot be split over fsdp = 5 devices"),
         (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
         (["--mesh.tp", 0], "--mesh.tp must be at least 1, got 0"),

@@ -109,6 +109,7 @@ def run(words, **environment):
     )
 
 
+@pytest.mark.slow
 def test_runs_and_evaluations_start_servers_of_them(cache, model, tmp_path):
     """In processes of their own, which start `areax serve`."""
     cached(model, cache)

@@ -1063,3 +1063,15 @@ def test_impossible_experts_are_refused(family, option, words):
     assert models.config_from_hf(TINY | experts).top_k == 4
     with pytest.raises(ValueError, match=f"config.json: .*{words}"):
         models.config_from_hf(TINY | experts | option)
+
+
+@pytest.mark.parametrize(
+    "kinds, every", [("LLFLLF", 3), ("LLF", 3), ("LFLLFL", None), ("FLFL", None), ("LLLL", None), ("LFLFL", 2)]
+)
+def test_hybrids_say_where_their_attention_is_as_sglang_reads_it(kinds, every):
+    """Its Qwen3-Next places attention in every n-th layer, whatever layer_types says."""
+    names = {"L": "linear_attention", "F": "full_attention"}
+    layers = {"layer_types": [names[kind] for kind in kinds], "num_hidden_layers": len(kinds)}
+    case = {name: value for name, value in CASES["qwen3_next"].items() if name != "full_attention_interval"}
+    config = models.config_from_hf({"model_type": "qwen3_next"} | TINY | case | layers)
+    assert models.config_to_hf(config).get("full_attention_interval") == every

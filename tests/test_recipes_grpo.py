@@ -824,6 +824,7 @@ def test_a_mixture_reports_each_source_and_resumes_exactly(place):
         grpo.main(config(place, "mixture again", data=data[:-1] + "3", steps=4))
 
 
+@pytest.mark.slow
 def test_objects_are_trained_on_like_files(place, first):
     """A data set of `datasets` gives the run on the file; a stream is resumed at its row."""
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]

@@ -70,6 +70,7 @@ def test_a_run_that_is_stopped_writes_what_it_has(place, tmp_path, capsys):
     assert marked(out, "sft", capsys.readouterr().err, f"steps 2 to {last}") == list(range(2, last + 1))
 
 
+@pytest.mark.slow
 def test_reinforcement_learning_is_traced(place, tmp_path, capsys):
     out = tmp_path / "run"
     options = {

@@ -138,7 +138,7 @@ def test_a_demo_whose_first_stage_is_stopped_goes_no_further(tmp_path):
     assert process.wait(120) == 130 and not (tmp_path / "grpo").exists()
 
 
-@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_run_whose_last_state_does_not_fit_on_the_disk_has_no_summary(place, tmp_path, recipe):
     """Its checkpoint does fit; a summary would call the run complete."""
     out, most = tmp_path / "run", (place / "model" / "model.safetensors").stat().st_size + 5000

@@ -7,7 +7,8 @@ import json
 import numbers
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -52,6 +53,8 @@ def check(config: Any) -> None:
 def _is_a(value: Any, hint: Any) -> bool:
     if kinds := dataclasses_of(hint):
         return isinstance(value, kinds)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_is_a(value, kind) for kind in get_args(hint))
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is tuple:
@@ -62,6 +65,10 @@ def _is_a(value: Any, hint: Any) -> bool:
 def _described(hint: Any) -> str:
     if kinds := dataclasses_of(hint):
         return f"of type {' or '.join(kind.__name__ for kind in kinds)}"
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_described, get_args(hint)))
+    if get_origin(hint) is Literal and len(get_args(hint)) == 1:
+        return repr(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     return f"a tuple of {KINDS[get_args(hint)[0]][0][2:]}s" if get_origin(hint) is tuple else KINDS[hint][0]

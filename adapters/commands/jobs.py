@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ from ...core.optim import Optimizer
 from ...models import layer, lora
 from ...models.attention.segments import segments
 from ...models.layers import recurrence
+from ...parallel import mesh as meshes
 from ...parallel.planner import generation as generations
 from ...parallel.planner import job as jobs
+from ...parallel.planner import remedies
 from ...parallel.planner.chips import Chip
 from .. import hf
 from ..runtime import hub
@@ -83,6 +86,24 @@ def made(config: Any, chip: Chip, *, sample_tokens: int = 0, rollout_chips: int 
     if generates(config):
         generation = _generation(config, settings, chip.platform, sequence, itemsize, rollout_chips)
     return Planned(settings, steps, job, generation, itemsize)
+
+
+def beside(planned: Planned, chip: Chip) -> tuple[float, generations.Shares]:
+    """A server's bytes, and whether it is on the trainer's first device, as `plan.memory_figures` takes them."""
+    g = planned.generation
+    return (generations.server_bytes(planned.job, chip, g), g.shares) if g else (0.0, "no")
+
+
+def rows(config: Any, chip: Chip, *, sample_tokens: int = 0, rollout_chips: int = 0) -> int:
+    """The rows per microbatch that `--rows auto` chooses on a chip: `remedies.paying`, or the fewest if none fit.
+
+    Args:
+      config: as for `made`; its own `rows` are not read.
+    """
+    config = copy.copy(config)
+    config.rows = math.prod(getattr(config.mesh, axis) for axis in meshes.BATCH)
+    planned = made(config, chip, sample_tokens=sample_tokens, rollout_chips=rollout_chips)
+    return remedies.paying(planned.job, chip, *beside(planned, chip)) or config.rows
 
 
 def samples(config) -> int:

@@ -10,7 +10,6 @@ from ...parallel.planner import memory, remedies
 from ...parallel.planner import plan as plans
 from ...parallel.planner.chips import CHIPS
 from ...parallel.planner.figures import USABLE, Figure
-from ...parallel.planner.generation import server_bytes
 from ..command_line import options as grouped
 from . import aot, jobs
 
@@ -66,16 +65,19 @@ def plan(config: Any, options: Options = Options()) -> dict:
     Raises:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
     """
-    config = grouped.flat(config)
+    config, chip = grouped.flat(config), CHIPS[options.chip]
     jobs.check(config)
-    chip = CHIPS[options.chip]
-    made = jobs.made(config, chip, sample_tokens=options.sample_tokens, rollout_chips=options.rollout_chips)
+    known = dict(sample_tokens=options.sample_tokens, rollout_chips=options.rollout_chips)
+    if auto := config.rows == "auto":
+        config.rows = jobs.rows(config, chip, **known)
+    made = jobs.made(config, chip, **known)
     job, generation, (step, *critics) = made.job, made.generation, made.steps
     planned = plans.plan(job, chip, generation=generation, push_itemsize=made.itemsize)
-    figures, checked = list(planned.figures), {}
-    beside = server_bytes(job, chip, generation) if generation else 0.0, generation.shares if generation else "no"
+    figures, checked, beside = list(planned.figures), {}, jobs.beside(made, chip)
     trains = plans.device_bytes(job, *beside) <= USABLE * chip.memory
-    suggested = remedies.faster(job, chip, *beside) if trains else remedies.fitting(job, chip, *beside)
+    suggested = remedies.fitting(job, chip, *beside)
+    if trains:
+        suggested = [] if auto else remedies.faster(job, chip, *beside)
     if options.check:
         m = memory.memory(job)
         agrees = True

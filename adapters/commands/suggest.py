@@ -80,7 +80,7 @@ def suggest(config: Any, options: Any) -> dict:
         )
     if generates and not config.servers:
         config.servers = (SERVER,)  # of any kind: the recipe's own is one on one chip
-    given, config.mesh = config.mesh, Layout()
+    given, config.mesh, config.rows = config.mesh, Layout(), 1  # the search chooses both
     made = jobs.made(config, chip, sample_tokens=options.sample_tokens)
     rows = math.ceil(jobs.samples(config) / (config.length // int(made.job.sequence)))
     if generates:

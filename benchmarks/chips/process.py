@@ -17,12 +17,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from areax.parallel.planner import chips
 from chips import rows
 from chips.steps import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(__file__).parents[1] / "chip.py"
-KINDS = {"H100": "h100", "H200": "h200", "B200": "b200", "TPU v5p": "v5p", "TPU v6": "v6e"}  # in JAX's device_kind
 SHARE = "0.94"  # of GPU memory for JAX, whose default is 0.75
 TAIL = 15  # lines of output shown of a failed step
 
@@ -42,7 +42,7 @@ class Device:
     @property
     def chip(self) -> str | None:
         """Its name in `areax plan`, None if it has none."""
-        return next((name for words, name in KINDS.items() if words in self.kind), None)
+        return chips.named(self.kind)
 
 
 def device() -> Device:

@@ -113,6 +113,13 @@ def anyone(*flags: bool) -> list[bool]:
     return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
 
 
+def least(value: int) -> int:
+    """The smallest of the processes' values; all processes must call it and get the same."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.process_allgather(np.array(value)).min())
+
+
 def shown(value) -> str:
     """The repr of a value, without the addresses that those of functions have, which differ from process to process."""
     return re.sub(r" at 0x[0-9a-f]+(?=>)", "", repr(value))

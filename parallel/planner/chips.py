@@ -26,6 +26,16 @@ class Chip:
     network: float
 
 
+def named(kind: str) -> str | None:
+    """The name in `CHIPS` of a device with JAX's device_kind `kind`; None if it has none."""
+    return next((name for words, name in KINDS.items() if words in kind), None)
+
+
+# What JAX's device_kind of each contains.
+KINDS = {
+    "A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200", "B300": "b300", "MI300": "mi300", "TPU v4": "v4",
+    "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6": "v6e",
+}  # fmt: skip
 CHIPS = {
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s with sparsity, so half of that dense; 80 GB, 3.35 TB/s; NVLink 900 GB/s
     # bidirectional. DGX H100: 8 GPUs, each with a ConnectX-7 of 400 Gb/s.

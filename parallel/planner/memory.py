@@ -102,8 +102,6 @@ States = tuple[State, State | None]  # of a job and of its critic
 
 def memory(job: Job, state: States | None = None) -> Memory:
     """Memory of a device during a training step; `state` is `states(job)`, which takes a while, if it is known."""
-    size_of_sum = lambda leaf: jnp.dtype(job.optim.gradients if optim.cast(leaf) else "float32").itemsize
-    sums = sum(job.held(leaf) * size_of_sum(leaf) for leaf in job.trained)
     own, of_critic = states(job) if state is None else state
     copy, teacher = reference(job), job.teachers_pass
     weights = size(teacher, teacher.weights) if teacher else 0
@@ -112,8 +110,8 @@ def memory(job: Job, state: States | None = None) -> Memory:
     return Memory(
         params=size(job, job.weights) if job.frozen_shapes is None else _quantised(job) + size(job, job.trained),
         moments=0 if job.optim.offload else own.moments,
-        gradients=size(job, job.trained) + (sums if job.microbatches > 1 else 0),
-        summed=sums if job.microbatches > 1 else size(job, job.trained),
+        gradients=size(job, job.trained) + (sums(job) if job.microbatches > 1 else 0),
+        summed=sums(job) if job.microbatches > 1 else size(job, job.trained),
         reference=copy if job.reference == "device" else 0,
         batch=batch(job),
         saved=saved(job),
@@ -131,6 +129,12 @@ def memory(job: Job, state: States | None = None) -> Memory:
 def size(job: Job, leaves: Iterable[Leaf]) -> int:
     """Bytes that a device holds of weights."""
     return sum(job.held(leaf) * job.bytes_of(leaf) for leaf in leaves)
+
+
+def sums(job: Job) -> int:
+    """The sum of the gradients of several microbatches."""
+    itemsize = lambda leaf: jnp.dtype(job.optim.gradients if optim.cast(leaf) else "float32").itemsize
+    return sum(job.held(leaf) * itemsize(leaf) for leaf in job.trained)
 
 
 def _quantised(job: Job) -> int:

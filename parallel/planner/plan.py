@@ -168,23 +168,31 @@ def time(job: Job, chip: Chip, state: memory.States | None = None) -> tuple[floa
     waits = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if not t.overlaps)
     overlapped = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
     of_job, of_critic = state or memory.states(job)
-    updates = _update_s(job, chip, of_job)
+    updates, summing = _update_s(job, chip, of_job), _summing_s(job, chip)
     if job.critics_step and of_critic:
         updates += _update_s(job.critics_step, chip, of_critic)
+        summing += _summing_s(job.critics_step, chip)
     copies = job.used * sum(2 * memory.saved(j, "offload") for j in (job, job.critics_step) if j) / HOST
-    total = max(compute, overlapped, copies) + waits + updates
+    total = max(compute, overlapped, copies) + waits + summing + updates
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [
         of("compute_s", compute, f"at {MATMUL:.0%} of the chip's peak"),
         of("beside_s", overlapped, "collectives of weights and gradients, overlapped with computation"),
         of("copies_s", copies, "activations to the host and back, overlapped with computation"),
         of("waiting_s", waits, "collectives that layers wait for"),
+        of("summing_s", summing, "gradients of microbatches added up"),
         of("update_s", updates, "optimiser"),
         of("step_s", total, "optimiser step"),
         of("tokens_per_device_per_s", job.tokens / total / devices, "speed"),
         of("mfu", f.model / (devices * chip.flops * total), "model FLOPs over the chips' peak"),
         of("hardware_utilisation", f.hardware / (devices * chip.flops * total), "the same including recomputation"),
     ]
+
+
+def _summing_s(job: Job, chip: Chip) -> float:
+    """Seconds to add up the gradients of microbatches: each reads and writes their sum, and reads its own."""
+    moved = 2 * memory.sums(job) + memory.size(job, job.trained)
+    return job.used * moved / (STREAM * chip.bandwidth) if job.microbatches > 1 else 0.0
 
 
 def _update_s(job: Job, chip: Chip, state: memory.State) -> float:

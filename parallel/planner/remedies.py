@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ...core import packing
 from ..mesh import BATCH
 from . import plan
 from .chips import Chip
@@ -86,6 +87,30 @@ def _wider(job: Job) -> Iterator[Job]:
             return
 
 
+def paying(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> int:
+    """The fewest rows of a microbatch with which a step is about as fast as with any number that fits; 0 if none fits.
+
+    More rows would only fill up with padding: a step's last microbatch is seldom full.
+
+    Args:
+      job: a step with any number of rows.
+      server, shares: as `plan.memory_figures`.
+    """
+    unit, rows = job.size(*BATCH), job.rows * job.used
+    most = min(plan.most_rows(job, chip, server, shares), -(-rows // unit) * unit)
+    if not most:
+        return 0
+    sizes = [*(unit << n for n in range((most // unit).bit_length())), most]
+    seconds = {size: plan.time(_of(job, rows, size), chip)[0] for size in sizes}
+    return next(size for size in sizes if WORTH * seconds[size] <= min(seconds.values()))
+
+
+def _of(job: Job, rows: int, size: int) -> Job:
+    """The same step in microbatches of `size` rows."""
+    used = -(-rows // size)
+    return replace(job, rows=size, used=used, microbatches=packing.bucket(used))
+
+
 def faster(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> list[str]:
     """The option of a larger microbatch that fits and makes a step faster, if one does.
 
@@ -95,6 +120,6 @@ def faster(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> lis
     most = min(plan.most_rows(job, chip, server, shares), job.rows * job.used)
     if most < 2 * job.rows:
         return []
-    wider = replace(job, rows=most, used=-(-job.rows * job.used // most), microbatches=-(-job.rows * job.used // most))
+    wider = _of(job, job.rows * job.used, most)
     before, after = (plan.time(one, chip)[0] / one.tokens for one in (job, wider))
     return [f"--rows {most}"] if after < WORTH * before else []

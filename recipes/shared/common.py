@@ -30,6 +30,7 @@ from areax.rollout.processes import folders, keys, memory
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
 
+SHARE = "0.94"  # of GPU memory for JAX: plans count on `planner.plan.USABLE` of it
 TOKEN = 40  # bytes of a token in a batch's arrays
 RUN = "run.lock"  # in a run's directory: locked while a process trains there; holds the run's id
 
@@ -45,8 +46,15 @@ def share_devices() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 
-def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Mesh:
-    """Makes the mesh of a layout.
+def take_devices() -> None:
+    """Makes this process take nearly all memory of its GPUs, of which JAX reserves three quarters by default; call it
+    before JAX computes anything. A share set in the environment is kept."""
+    if not {"XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"} & set(os.environ):
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", SHARE)
+
+
+def open_mesh(layout: mesh.Layout, *, rows: int | str, length: int) -> jax.sharding.Mesh:
+    """Makes the mesh of a layout; `rows` may be "auto".
 
     Raises:
       ValueError: it does not fit the devices, or does not divide microbatches of `rows` rows of `length` tokens.
@@ -55,7 +63,7 @@ def open_mesh(layout: mesh.Layout, *, rows: int, length: int) -> jax.sharding.Me
     for option, value, axes, over in (
         ("rows", rows, " x ".join(mesh.BATCH), batch), ("length", length, "cp", layout.cp)
     ):  # fmt: skip
-        if value % over:
+        if value != "auto" and int(value) % over:
             raise ValueError(f"--{option} must be a multiple of {axes} = {over}, got {value}")
     return mesh.make(layout)
 
@@ -125,14 +133,15 @@ def draw(table: param.Table, seed: int, on: jax.sharding.Mesh):
     return jax.jit(lambda key: param.init(key, table), out_shardings=rules.of_params(table, on))(jax.random.key(seed))
 
 
-def check_microbatch(model: str, rows: int, length: int) -> None:
+def check_microbatch(model: str, rows: int | str, length: int) -> None:
     """Raises ValueError if rows of `length` tokens are longer than the model's context, so that nothing could fill
-    them, or if `rows` of them do not fit into memory, with one activation of each token."""
+    them, or if `rows` of them, unless "auto", do not fit into memory, with one activation of each token."""
     config = hf.read_config(hub.folder(model))
     if length > config.context:
         raise ValueError(f"--length must be at most {config.context}, the context of {model}, got {length}")
     there = memory.of_devices(jax.local_devices()) * jax.process_count()
-    memory.check(f"--rows {rows} of --length {length}", rows * length * (TOKEN + 2 * config.embed), there)
+    least = 1 if rows == "auto" else int(rows)
+    memory.check(f"--rows {rows} of --length {length}", least * length * (TOKEN + 2 * config.embed), there)
 
 
 def check_balance(model: str, balance: Balance) -> None:

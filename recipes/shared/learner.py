@@ -26,7 +26,8 @@ class Learner:
       objective: the objective without load-balancing terms, which `prepare` and `step` include.
       state: training state of the trainable weights: all of them, or the adapters.
       frozen: further arguments of `score`, `scores` and `step`: the base weights first if adapters train.
-      score: `score(params, microbatch, *frozen)`, not compiled; `scores`, `prepare` and `step` are.
+      score: `score(params, microbatch, *frozen)`, not compiled; `scores`, `prepare` and `step` are, and `step` can be
+        lowered.
       needs_scores: whether `prepare` needs scores of the current weights.
     """
 
@@ -38,7 +39,7 @@ class Learner:
     score: Callable
     scores: Callable
     prepare: Callable
-    step: Callable
+    step: Any
     needs_scores: bool
 
 
@@ -73,6 +74,7 @@ def make(
     balance = balance or Balance()
     whole = wrap(objective, balance)
     state: step.State
+    update: Any
     if spec.offload:
         state = offload.init(params, table, spec, dtype or "float32", mesh)
         update = offload.make_step(score, whole, table, spec, dtype or "float32", mesh, adjust=adjust(balance))
@@ -121,10 +123,14 @@ def scored(own: Learner, batch):
     return jax.block_until_ready(own.scores(own.state.params, batch, *own.frozen))
 
 
+def prepared(own: Learner, batch):
+    """A batch [M, B, T] with what the objective reads, at the current weights."""
+    return own.prepare(batch, scored(own, batch) if own.needs_scores else None)
+
+
 def train_step(own: Learner, batch):
-    """Takes one optimiser step on a batch [M, B, T], updating the state; returns the metrics."""
-    seen = scored(own, batch) if own.needs_scores else None
-    own.state, report = own.step(own.state, own.prepare(batch, seen), *own.frozen)
+    """Takes one optimiser step on a prepared batch [M, B, T], updating the state; returns the metrics."""
+    own.state, report = own.step(own.state, batch, *own.frozen)
     return report
 
 

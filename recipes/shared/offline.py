@@ -18,6 +18,7 @@ from areax.adapters.data import chat_sft
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import progress, run_dir, sinks
 from areax.core import metrics, packing, step
+from areax.core.batch import Batch
 from areax.parallel import batches
 from areax.parallel.multihost import processes
 from areax.recipes.shared import (
@@ -25,6 +26,7 @@ from areax.recipes.shared import (
     ending,
     learner,
     many_rows,
+    microbatch,
     notebook,
     profiling,
     resume,
@@ -68,6 +70,7 @@ def run(train: Callable, config) -> dict:
     """Runs `train(config, quiet=)` in every process of the job; returns its summary in process 0, {} in the others."""
     notebook.refuse_running_loop(config)
     common.keep_memory()
+    common.take_devices()
     blas.one_thread()
     compile_cache.keep()
     compile_time.measure()
@@ -158,9 +161,16 @@ def fit(
       began: `time.monotonic()` at the start of the run, for the summary's seconds.
     """
     out = Path(config.out)
-    pack = lambda rows: packing.pack(samples(rows), config.length, rows=config.rows)
+    size = 0  # rows of a microbatch, once samples are there
+
+    def pack(rows: Sequence) -> Batch:
+        nonlocal size
+        made = samples(rows)
+        size = size or microbatch.rows(config, -(-sum(len(sample.tokens) for sample in made) // len(made)))
+        return packing.pack(made, config.length, rows=size)
+
     said = terminal.Terminal(kind)
-    ready, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
+    prepare, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
 
     def evaluate() -> dict:
         report: dict = {}
@@ -168,7 +178,7 @@ def fit(
             batch = beside(batches.batch(pack(heldout[i : i + config.batch]), mesh))
             jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
             seen = learner.scored(own, batch) if own.objective.needs_scores else None
-            new = loss(own.state.params, ready(batch, seen), *own.frozen)
+            new = loss(own.state.params, prepare(batch, seen), *own.frozen)
             report = common.merge(report, new) if report else new
         return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
 
@@ -222,7 +232,12 @@ def fit(
                         break
                     counts = int(np.sum(batch.segment_BT > 0)), int(np.sum(batch.mask_BT))
                     with said.step(), traced(i + 1) as computed:
-                        now = computed(train_step(own, beside(batches.batch(batch, mesh))))
+                        ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
+                        while i == start and (less := microbatch.fewer(config, own, ready, size)) < size:
+                            size = less
+                            batch = pack([prompts[ordinal] for ordinal in ordinals])
+                            ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
+                        now = computed(train_step(own, ready))
                     report()  # one step behind, so that the host prepares while the device computes
                     shares = prompts.shares(ordinals) if isinstance(prompts, Mixture) else {}
                     done, pending = i + 1, (i + 1, now, *counts, shares)

@@ -12,6 +12,7 @@ from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes.shared import profiling, ranges
+from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
 
 
@@ -37,7 +38,8 @@ class Options:
       length: longest sequence; also tokens per packed row.
       too_long: what to do with rows longer than `length`: "refuse" ends the run at the first, "drop" leaves them out
         and prints how many.
-      rows: packed rows per microbatch.
+      rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
+        CPU.
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
       mesh: devices along each axis; their product must be 1 or the number of devices.
@@ -63,7 +65,7 @@ class Options:
     batch: int = 64
     length: int = 1024
     too_long: Literal["refuse", "drop"] = "refuse"
-    rows: int = 8
+    rows: Rows = "auto"
     optim: Optimizer = Optimizer(lr=1e-5, warmup=10)
     lora: Lora = Lora()
     balance: Balance = Balance()

@@ -17,10 +17,12 @@ def integers(options: Any, **least: int) -> Iterator[str]:
     """Why integers among a dataclass's options are out of range, one sentence each.
 
     Args:
-      least: {option: its smallest value}.
+      least: {option: its smallest value}; "auto" instead of an integer is in range.
     """
     for name, smallest in least.items():
         value = getattr(options, name)
+        if value == "auto":
+            continue
         if not smallest <= value <= MOST:
             rule = f"at least {smallest}" if value < smallest else f"at most {MOST}"
             yield f"--{name.replace('_', '-')} must be {rule}, got {value}"

@@ -17,6 +17,7 @@ from areax.core.optim import Optimizer
 from areax.models.lora import Lora
 from areax.parallel.mesh import Layout
 from areax.recipes.shared import evaluation, ranges
+from areax.recipes.shared.microbatch import Rows
 from areax.recipes.shared.rows import Bad
 from areax.rollout.fleet.push import Push
 from areax.rollout.processes import keys, memory
@@ -122,7 +123,8 @@ class Training:
 
     Attributes:
       length: longest prompt and completion together, where generation ends; also tokens per packed row.
-      rows: packed rows per microbatch.
+      rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
+        CPU.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
       epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
       lora: trains adapters instead of all weights, with the base model as the reference; rank 0 = all weights.
@@ -140,7 +142,7 @@ class Training:
     """
 
     length: int = 1024
-    rows: int = 8
+    rows: Rows = "auto"
     minibatches: int = 1
     epochs: int = 1
     objective: losses.Policy = losses.GRPO()

@@ -17,7 +17,7 @@ from areax.core.distill import Taught
 from areax.models import frozen as frozen_models
 from areax.parallel import batches as placement
 from areax.parallel import offload, rules
-from areax.recipes.shared import common, describe, learner, terminal
+from areax.recipes.shared import common, describe, learner, microbatch, terminal
 from areax.recipes.shared.learner import Learner
 from areax.recipes.shared.rl_options import CriticOptions, Training
 from areax.rollout.types import Sample
@@ -38,36 +38,41 @@ class Trainer:
 
     Attributes:
       version: batches consumed.
+      rows: packed rows per microbatch.
       shuffle_seed: if set, permutes the rewards of every batch (a control experiment).
       reference, teacher: frozen models for the objective's KL and distillation terms, if it has those.
+      checked: whether a step in microbatches of `rows` rows is known to fit the devices, or `options` say how many.
       control: coefficients that adapt from batch to batch.
     """
 
     options: Training
     mesh: jax.sharding.Mesh
     policy: Learner
+    rows: int
     critic: Learner | None = None
     shuffle_seed: int | None = None
     reference: FrozenModel | None = None
     teacher: FrozenModel | None = None
     version: int = 0
+    checked: bool = False
     control: dict[str, float] = field(default_factory=dict)
 
 
 def build(
-    options: Training, *, model: str, steps: int, init: Literal["checkpoint", "random"] = "checkpoint", seed: int = 0,
-    temperature: float = 1.0, shuffle_rewards: bool = False,
+    options: Training, *, rows: int, model: str, steps: int, init: Literal["checkpoint", "random"] = "checkpoint",
+    seed: int = 0, temperature: float = 1.0, shuffle_rewards: bool = False,
 ) -> Trainer:  # fmt: skip
     """Builds a trainer: models, optimisers and compiled functions.
 
     Args:
+      rows: rows per microbatch: those of `options`, if it says how many.
       model: Hugging Face directory of the policy.
       steps: batches of the whole run, for the learning rate schedule.
       init: "random" = new weights from `seed`.
       temperature: sampling temperature, at which log-probabilities are computed.
       shuffle_rewards: see `rl_options.Rewards`.
     """
-    mesh = common.open_mesh(options.mesh, rows=options.rows, length=options.length)
+    mesh = common.open_mesh(options.mesh, rows=rows, length=options.length)
     load = lambda dtype: common.open_model(model, init, seed, mesh, dtype)
     settings, params = load(learner.dtype(options.lora))
     run = learner.computed(options.run)
@@ -93,7 +98,7 @@ def build(
         plain=lambda params, batch, *_: score(params, batch), seed=seed,
     )  # fmt: skip
     trainer = Trainer(
-        options, mesh, policy, critic, shuffle_seed=seed if shuffle_rewards else None,
+        options, mesh, policy, rows, critic, shuffle_seed=seed if shuffle_rewards else None,
         teacher=teacher if options.objective.advantage.teacher else None,
     )  # fmt: skip
     if options.objective.needs_reference and policy.adapters:  # the model without its adapters
@@ -182,11 +187,14 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     size = len(groups) // options.minibatches
     samples = [[s for g in groups[i : i + size] for s in g] for i in range(0, len(groups), size)]
     needs = options.objective.advantage.needs
-    batches = [packing.pack(part, options.length, rows=options.rows, components=needs) for part in samples]
     scalars = {**trainer.control}
     if options.objective.correction.proximal == "interpolate":
         scalars["version"] = version
-    report, scored = (run or functools.partial(train_packed, trainer))(batches, scalars)
+    learnt = None
+    while learnt is None:
+        batches = [packing.pack(part, options.length, rows=trainer.rows, components=needs) for part in samples]
+        learnt = (run or functools.partial(train_packed, trainer))(batches, scalars)
+    report, scored = learnt
     flat = [s for part in samples for s in part]
     values = {**signals.finalize_metrics(report), **describe.batch(flat, version), **trainer.control}
     if "effective_fraction" in report:  # each pass over the batch counts its sequences anew
@@ -202,7 +210,7 @@ def train_on_batch(trainer: Trainer, groups: list[list[Sample]], run: Callable |
     return {**values, "groups": [traced]}
 
 
-def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, float]) -> tuple[dict, list]:
+def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, float]) -> tuple[dict, list] | None:
     """The part of `train_on_batch` that every process of a job runs, with the same arrays; returns as `learn`.
 
     Args:
@@ -213,17 +221,19 @@ def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, floa
         batches = [batch.with_scalars(**scalars) for batch in batches]
     with jax.set_mesh(trainer.mesh):
         result = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
-        trainer.version += 1
-        refresh(trainer)
+        if result:
+            trainer.version += 1
+            refresh(trainer)
     return result
 
 
-def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
+def learn(trainer: Trainer, batches: list) -> tuple[dict, list] | None:
     """Takes a batch's optimiser steps, in `epochs` passes over its minibatches.
 
     Returns:
       (metrics, logps): merged metrics, with the critic's prefixed "critic_" if the policy has the same name; the
-      log-probabilities of each minibatch before the first step, empty if the objective needs no scores.
+      log-probabilities of each minibatch before the first step, empty if the objective needs no scores. None if nothing
+      was done: the first step does not fit the devices, and `trainer.rows` are fewer now.
     """
     policy, critic, options = trainer.policy, trainer.critic, trainer.options
     # One at a time: gloo, which connects processes on the CPU, hangs if many computations are queued.
@@ -238,6 +248,11 @@ def learn(trainer: Trainer, batches: list) -> tuple[dict, list]:
         batches = [b.replace(target={**b.target, "teacher": logp_of(teacher, b)}) for b in batches]
     scores = [learner.scored(policy, b) if policy.needs_scores else None for b in batches]
     ready = [policy.prepare(b, score) for b, score in zip(batches, scores, strict=True)]
+    if not trainer.checked:
+        rows, trainer.rows = trainer.rows, microbatch.fewer(options, policy, ready[0], trainer.rows)
+        trainer.checked = rows == trainer.rows
+        if not trainer.checked:
+            return None
     report: dict = {}
     for batch in ready * options.epochs:
         new: dict = {}
