@@ -26,7 +26,7 @@ import tiny
 from areax.rollout.scheduling.curriculum import Prompts
 from areax.rollout.scheduling.mixture import Mixture
 
-STEPS, SAVE = 100, 20
+STEPS, SAVE = {False: 100, True: 30}, {False: 20, True: 10}  # whether in RL: steps, and between checkpoints
 GROUPS, SIZE = 8, 2  # of a batch in RL
 REWARD = """
 def score(text, row):
@@ -60,8 +60,8 @@ def write(file: Path, count: int, first: int = 0) -> None:
 
 
 def start(folder: Path, data: str, out: str, rl: bool) -> subprocess.Popen:
-    words = ["--model", folder / "model", "--data", data, "--out", folder / out, "--steps", STEPS, "--length", 64]
-    words += ["--rows", 16, "--save-every", SAVE]
+    words = ["--model", folder / "model", "--data", data, "--out", folder / out, "--steps", STEPS[rl], "--length", 64]
+    words += ["--rows", 16, "--save-every", SAVE[rl]]
     if rl:
         (folder / f"{out}.py").write_text(REWARD.format(file=str(folder / f"{out}.ids")))
         words += ["--reward", f"{folder}/{out}.py:score", "--groups", GROUPS, "--group-size", SIZE, "--eta", 1]
@@ -113,10 +113,10 @@ def prompts(folder: Path, out: str, order: Prompts | Mixture) -> dict:
                if line["kind"] == "batch"}  # fmt: skip
     trained = collections.Counter(prompt for own in batches.values() for prompt in own)
     scored = collections.Counter(map(int, (folder / f"{out}.ids").read_text().split()))
-    ids = {order[i]["id"] for i in range(STEPS * GROUPS)}
+    ids = {order[i]["id"] for i in range(STEPS[True] * GROUPS)}
     return {
         "run": out,
-        "each_once": trained == collections.Counter(range(STEPS * GROUPS)),
+        "each_once": trained == collections.Counter(range(STEPS[True] * GROUPS)),
         "no_others": scored.keys() == ids and min(scored.values()) >= SIZE,
         "taken_again": sum(count > SIZE for count in scored.values()),
     }
@@ -143,13 +143,13 @@ def main(folder: Path, count: int, rl: bool = False) -> list[dict]:
 
     for name, (data, order) in runs.items():
         whole, killed = f"{name}rl-whole" if rl else "whole", f"{name}rl-killed" if rl else "killed"
-        for out, kill_at in ((whole, None), (killed, SAVE + 5), (killed, None)):
+        for out, kill_at in ((whole, None), (killed, SAVE[rl] + 5), (killed, None)):
             say({"rows": count, **train(folder, data, out, kill_at, rl)})
         if rl:
             say(prompts(folder, whole, order))
             say(prompts(folder, killed, order))
         else:
-            say({"equal": losses(folder / killed) == losses(folder / whole), "steps": STEPS})
+            say({"equal": losses(folder / killed) == losses(folder / whole), "steps": STEPS[rl]})
     return lines
 
 

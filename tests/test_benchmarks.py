@@ -250,3 +250,16 @@ def test_ten_million_rows_need_no_memory_and_a_killed_run_goes_on_at_its_row(ben
     *runs, end = benchmark_modules("many_rows").main(tmp_path, 10_000_000)
     assert [run["code"] for run in runs] == [0, -signal.SIGKILL, 0] and runs[1]["steps"] < runs[2]["steps"] == 100
     assert all(run["end"]["peak"] < 1.0 for run in runs) and end["equal"]
+
+
+@pytest.mark.wide
+def test_reinforcement_learning_on_ten_million_rows_goes_on_at_its_prompt(benchmark_modules, tmp_path):
+    """Of one file, and of a mixture of two."""
+    lines = benchmark_modules("many_rows").main(tmp_path, 10_000_000, rl=True)
+    for part in (lines[:5], lines[5:]):
+        assert [run["code"] for run in part[:3]] == [0, -signal.SIGKILL, 0] and part[1]["steps"] < part[2][
+            "steps"
+        ] == 30
+        assert all(run["end"]["peak"] < 1.5 for run in part[:3])
+        assert all(order["each_once"] and order["no_others"] for order in part[3:])
+        assert part[3]["taken_again"] == 0 < part[4]["taken_again"]

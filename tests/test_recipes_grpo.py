@@ -527,7 +527,6 @@ def test_a_reward_that_raises_ends_the_run_with_one_line(place):
         ({"model": "nowhere"}, "nowhere"),
         ({"oversample": 5}, "--oversample must be from 0 to --groups 4, got 5"),
         ({"length": 8}, "rows.jsonl:1: a prompt must leave room for a completion within 8 tokens, got"),
-        ({"length": 14}, "must fit in a row of 14"),
         ({"objective": GRPO(advantage={"components": ("style",)})}, "every sample needs the component style"),
         ({"sampling": Sampling(max_new_tokens=4, top_p=0.9)}, "--sampling.top-p must be 1.0"),
     ],

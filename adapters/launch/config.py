@@ -156,7 +156,7 @@ class Config:
             ("servers", self.servers, 0, MOST),
             ("server.devices", self.server.devices, 1, MOST_DEVICES),
             ("server.slots", self.server.slots, 1, math.inf),
-            ("server.context", self.server.context, 2, math.inf),
+            ("server.context", self.server.context, 0, math.inf),
             ("cpus", self.cpus, 1, math.inf),
             ("kubernetes.restarts", self.kubernetes.restarts, 0, MOST),
             ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0, MOST_DEVICES),

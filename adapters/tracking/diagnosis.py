@@ -116,7 +116,7 @@ CONDITIONS = (
     ),
     Condition(
         "truncated", (_unhealthy("truncated"),), "most completions end at the length limit",
-        "raise --sampling.max-new-tokens, or see in samples.jsonl whether the model ever ends its answers",
+        "raise --sampling.max-new-tokens or --length, or see in samples.jsonl whether the model ever ends its answers",
     ),
     Condition(
         "empty", (_unhealthy("empty"),), "completions are empty: no token but the end",
