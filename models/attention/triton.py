@@ -74,7 +74,7 @@ def forward(q_BTNH, k_BSKH, v_BSKV, here, there, *, pattern, interpret, aligned)
     not. A query that sees no key gets a log-sum-exp of -7e29, and any output."""
     T, V, how = q_BTNH.shape[1], v_BSKV.shape[3], (pattern.factor(q_BTNH.shape[3]), pattern.softcap, interpret)
     seen = _seen_keys(here, there, pattern)
-    out_BTNV, lse2_BNT = _over_queries(*map(_fill, (q_BTNH, k_BSKH, v_BSKV)), seen, *how)
+    out_BTNV, lse2_BNT = _over_queries(_fill(q_BTNH), _fill(k_BSKH), _fill(v_BSKV), seen, *how)
     return out_BTNV[:, :T, :, :V], (lse2_BNT * log(2))[:, :, :T].swapaxes(1, 2)[..., None]
 
 
@@ -83,9 +83,11 @@ def backward(
 ):  # fmt: skip
     """Gradients (dq, dk, dv) of one block in fp32; arguments as of `chunked.backward`."""
     how = pattern.factor(q_BTNH.shape[3]), pattern.softcap, interpret
-    inputs = [_fill(x) for x in (q_BTNH, k_BSKH, v_BSKV, dout_BTNV)]
-    lse2_BNT, inner_BNT = (_rows(x[..., 0]).swapaxes(1, 2) for x in (lse_BTN1 / log(2), inner_BTN1))
-    grads = _gradients(*inputs, lse2_BNT, inner_BNT, _seen_keys(here, there, pattern), *how, jnp.float32)
+    inputs = _fill(q_BTNH), _fill(k_BSKH), _fill(v_BSKV), _fill(dout_BTNV)
+    by_head = lambda x_BTN1: _rows(x_BTN1[..., 0]).swapaxes(1, 2)
+    grads = _gradients(
+        *inputs, by_head(lse_BTN1 / log(2)), by_head(inner_BTN1), _seen_keys(here, there, pattern), *how, jnp.float32
+    )
     return tuple(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in zip(grads, (q_BTNH, k_BSKH, v_BSKV), strict=True))
 
 
@@ -141,10 +143,11 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, seen, scale, softcap, interpret):
 
 
 def _backward(scale, softcap, interpret, kept, given):
-    *inputs, seen, out_BTNV, lse2_BNT = kept
+    q_BTNH, k_BSKH, v_BSKV, seen, out_BTNV, lse2_BNT = kept
     dout_BTNV, dlse_BNT = given
     inner_BNT = jnp.einsum("BTNV,BTNV->BNT", dout_BTNV, out_BTNV, preferred_element_type=jnp.float32) - dlse_BNT
-    return *_gradients(*inputs, dout_BTNV, lse2_BNT, inner_BNT, seen, scale, softcap, interpret), None
+    how = scale, softcap, interpret
+    return *_gradients(q_BTNH, k_BSKH, v_BSKV, dout_BTNV, lse2_BNT, inner_BNT, seen, *how), None
 
 
 _causal.defvjp(_forward, _backward)
@@ -160,7 +163,7 @@ def _over_queries(q_BTNH, k_BSKH, v_BSKV, seen, scale, softcap, interpret):
         grid=(T // block.queries, B, N), in_specs=[tile(H), full(H), full(V), *places], out_specs=[tile(V), row],
         out_shape=[jax.ShapeDtypeStruct((B, T, N, V), q_BTNH.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         **_options("forward", block, interpret),
-    )(q_BTNH, k_BSKH, v_BSKV, *seen, *_keys(*seen, block))  # fmt: skip
+    )(q_BTNH, k_BSKH, v_BSKV, *seen, *_keys(seen, block))  # fmt: skip
 
 
 def _gradients(
@@ -176,13 +179,13 @@ def _gradients(
         partial(_dq_kernel, block=of_queries, **how), grid=(T // of_queries.queries, B, N),
         in_specs=[tile(H), full(H), full(V), tile(V), row, row, *places], out_specs=tile(H),
         out_shape=like(q_BTNH), **_options("dq", of_queries, interpret),
-    )(*inputs, *_keys(*seen, of_queries))  # fmt: skip
+    )(*inputs, *_keys(seen, of_queries))  # fmt: skip
     tile, group, row, places = _by_keys(of_keys, T, S, N // K)
     dk_BSKH, dv_BSKV = pl.pallas_call(
         partial(_dkv_kernel, block=of_keys, **how), grid=(S // of_keys.keys, B, K),
         in_specs=[group(H), tile(H), tile(V), group(V), row, row, *places], out_specs=[tile(H), tile(V)],
         out_shape=[like(k_BSKH), like(v_BSKV)], **_options("dkv", of_keys, interpret),
-    )(*inputs, *_queries(*seen, of_keys, S))  # fmt: skip
+    )(*inputs, *_queries(seen, of_keys, S))  # fmt: skip
     return dq_BTNH, dk_BSKH, dv_BSKV
 
 
@@ -282,23 +285,24 @@ def _seen(first, last, column):
     return (first <= column) & (column <= last)
 
 
-def _keys(first_BT, last_BT, block):
+def _keys(seen, block):
     """Range [begin, end) of key blocks for each block of queries, each [B, blocks of queries]."""
-    first_BI, last_BI = _bounds(first_BT, last_BT, block)
+    first_BI, last_BI = _bounds(seen, block)
     return first_BI // block.keys, last_BI // block.keys + 1
 
 
-def _queries(first_BT, last_BT, block, S):
+def _queries(seen, block, S):
     """Range [begin, end) of query blocks for each block of keys, each [B, blocks of keys]."""
-    first_BI1, last_BI1 = (x[:, :, None] for x in _bounds(first_BT, last_BT, block))
+    first_BI1, last_BI1 = (x[:, :, None] for x in _bounds(seen, block))
     begins_J, count = jnp.arange(0, S, block.keys, dtype=jnp.int32), first_BI1.shape[1]
     sees_BIJ = (first_BI1 < (begins_J + block.keys)[None, None]) & (last_BI1 >= begins_J[None, None])
     at_I1 = jnp.arange(count, dtype=jnp.int32)[None, :, None]
     return jnp.min(jnp.where(sees_BIJ, at_I1, count), 1), jnp.max(jnp.where(sees_BIJ, at_I1 + 1, 0), 1)
 
 
-def _bounds(first_BT, last_BT, block):
+def _bounds(seen, block):
     """Positions of the first and the last key of each block of queries, each [B, blocks of queries]."""
+    first_BT, last_BT = seen
     part = lambda x_BT: x_BT.reshape(x_BT.shape[0], -1, block.queries)
     return part(first_BT).min(-1), part(last_BT).max(-1)
 
