@@ -7,7 +7,8 @@ pass (arXiv:1604.06174).
 - qkv: queries, keys and values before norms and rope
 - attention: output of attention, and the log-sum-exp of its scores
 - attention_out: output of attention's output projection
-- mlp_gate_up: both halves of the gated MLP's hidden layer before the activation, also in experts
+- mlp_gate_up: both halves of the gated MLP's hidden layer before the activation, also in experts; over ep those of the
+  first round (`parallel.experts`), later ones are always recomputed
 - states: a recurrent layer's states at the starts of chunks
 """
 

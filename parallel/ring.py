@@ -22,7 +22,7 @@ def order(length: int, devices: int) -> np.ndarray:
     return np.concatenate([pieces[[i, 2 * devices - 1 - i]].reshape(-1) for i in range(devices)])
 
 
-def attention(forward, backward, keep, axis: str):
+def attention(forward, backward, keep, axis: str, along: tuple[int, int] = (3, 2)):
     """Returns a function of each device's `q_BKGTH, k_BKTH, v_BKTV, where` that attends over the whole ring.
 
     It returns (out_BKGTV, lse_BKGT1): the log-sum-exp is that of all scores of a query, and has a gradient.
@@ -35,7 +35,11 @@ def attention(forward, backward, keep, axis: str):
       backward: one block, `(q, k, v, here, there, lse, inner, dout, aligned=) -> (dq, dk, dv)`; inner is the sum over V
         of dout * out, less the gradient of lse.
       keep: names the backward pass's residuals for rematerialisation policies.
+      along: axis of positions in arrays of queries, outputs and log-sum-exps, and in keys and values, as here by
+        default. The axes may be in another order.
     """
+
+    of_queries, of_keys = along
 
     @jax.custom_vjp
     def ring(q_BKGTH, k_BKTH, v_BKTV, where):
@@ -43,11 +47,11 @@ def attention(forward, backward, keep, axis: str):
 
     def run(q, k, v, where):
         def lower(k, v, there):
-            return wide(forward(q, first(k, 2), first(v, 2), where, first(there, 1), aligned=False))
+            return wide(forward(q, first(k, of_keys), first(v, of_keys), where, first(there, 1), aligned=False))
 
         def higher(k, v, there):
-            out, lse = wide(forward(last(q, 3), k, v, last(where, 1), there, aligned=False))
-            return behind(out, 3), behind(lse, 3, -jnp.inf)
+            out, lse = wide(forward(last(q, of_queries), k, v, last(where, 1), there, aligned=False))
+            return behind(out, of_queries), behind(lse, of_queries, -jnp.inf)
 
         def turn(r, carry):
             travelling, out, lse = carry
@@ -67,14 +71,16 @@ def attention(forward, backward, keep, axis: str):
         inner = jnp.sum(dout.astype(lse.dtype) * out, -1, keepdims=True) - dlse
 
         def lower(k, v, there):
-            block = q, first(k, 2), first(v, 2), where, first(there, 1)
+            block = q, first(k, of_keys), first(v, of_keys), where, first(there, 1)
             dq, dk, dv = backward(*block, lse, inner, dout, aligned=False)
-            return dq, ahead(dk, 2), ahead(dv, 2)
+            return dq, ahead(dk, of_keys), ahead(dv, of_keys)
 
         def higher(k, v, there):
-            block = last(q, 3), k, v, last(where, 1), there
-            dq, dk, dv = backward(*block, last(lse, 3), last(inner, 3), last(dout, 3), aligned=False)
-            return behind(dq, 3), dk, dv
+            block = last(q, of_queries), k, v, last(where, 1), there
+            dq, dk, dv = backward(
+                *block, last(lse, of_queries), last(inner, of_queries), last(dout, of_queries), aligned=False
+            )
+            return behind(dq, of_queries), dk, dv
 
         def turn(r, carry):
             travelling, grads, dq = carry

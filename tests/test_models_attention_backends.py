@@ -118,6 +118,76 @@ def test_triton_fills_rows_and_heads():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+# Queries and keys of a device in "gather", as positions of the row: a part of it and all of it; or the first part, and
+# before its own keys those of the last part, as devices fetch them for a window.
+PARTS = {
+    "middle": (np.arange(70, 170), np.arange(T)),
+    "half": (np.arange(128, 256), np.arange(T)),
+    "wrapped": (np.arange(128), np.r_[128:256, 0:128]),
+}
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    "name, part, kind",
+    [
+        *(("triton", part, kind) for part in ("middle", "half") for kind in (None, "softcap", "all")),
+        *(("splash", "half", kind) for kind in (None, "all but chunks")),
+        *((name, "wrapped", "all but chunks") for name in CASES),
+    ],
+)
+def test_kernels_attend_to_keys_of_other_tokens(name, part, kind):
+    """With sinks, and values of another size, in sequences that begin before the queries do."""
+    pattern, (atol, atol_of_gradients) = PATTERNS.get(kind, PLAIN), CASES[name][2]
+    queries, keys = PARTS[part]
+    q, k, v, dout = arrays(32, V=48)
+    segment_BT = jnp.asarray(segments())
+    where = segment_BT, segment_index(segment_BT)
+    real_BT11 = segments()[:, queries, None, None] > 0
+    here, there = ([x[:, at] for x in where] for at in (queries, keys))
+    names = dict(key_segment_BS=there[0], key_index_BS=there[1], pattern=pattern)
+    kernel = lambda q, k, v, sinks_N: CASES[name][0](q, k, v, here[0], sinks_N, index_BT=here[1], **names)
+    plain = lambda q, k, v, sinks_N: chunked.causal(q, k, v, *here, sinks_N, **names)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(causal):
+        out, back = jax.vjp(causal, q[:, queries], k[:, keys], v[:, keys], jnp.linspace(-1, 3, N))
+        return out * real_BT11, *back(dout[:, queries] * real_BT11)
+
+    for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), run(kernel), run(plain), strict=True):
+        scale = 10 if what == "dsinks" else 1  # a sum over the rows' tokens
+        np.testing.assert_allclose(a, b, atol=scale * (atol if what == "out" else atol_of_gradients), err_msg=what)
+
+
+def over_cp(kernel, ring, method, pattern):
+    """f(q, k, v, segment, sinks): a kernel with positions over cp."""
+
+    def causal(q, k, v, segment_BT, index_BT, sinks_N, **others):
+        return kernel(q, k, v, segment_BT, sinks_N, index_BT=index_BT, pattern=pattern, **others)
+
+    def attend(q, k, v, segment_BT, sinks_N):
+        into, back = context.arrange(method, q.shape[1])
+        rows = *map(into, (q, k, v, segment_BT, segment_index(segment_BT))), sinks_N
+        passed = partial(ring, axis="cp", pattern=pattern)
+        return back(context.attention(causal, passed, *rows, method=method, pattern=pattern))
+
+    return attend
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name, method", [("triton", "gather"), ("triton", "ring"), ("splash", "gather")])
+@pytest.mark.parametrize("kind", [None, "all but chunks"])
+def test_kernels_with_positions_over_devices(kind, name, method):
+    """Sequences that cross the borders of devices, and of the pieces that a ring makes of a row; heads over tp."""
+    pattern, (atol, atol_of_gradients) = PATTERNS.get(kind, PLAIN), CASES[name][2]
+    attend = over_cp(CASES[name][0], partial(triton.ring, interpret=True), method, pattern)
+    with jax.set_mesh(mesh.make(mesh.Layout(dp=2, cp=2, tp=2))):
+        got = passes(lambda q, k, v, sinks_N: attend(q, k, v, jnp.asarray(segments()), sinks_N), 32, sinks=True)
+    for what, a, b in zip(("out", "dq", "dk", "dv", "dsinks"), got, reference(32, pattern, sinks=True), strict=True):
+        scale = 10 if what == "dsinks" else 1
+        np.testing.assert_allclose(a, b, atol=scale * (atol if what == "out" else atol_of_gradients), err_msg=what)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("N, T, window", [(K, T, None), (3 * K, 200, 37)])
 @pytest.mark.parametrize("H", [8, 64, 72, 128, 256])
@@ -265,6 +335,34 @@ def test_triton_lowers_for_gpus(H, V, dtype, pattern, sinks_N, monkeypatch):
     assert calls == ["__gpu$xla.gpu.triton"] * 3 and len(verified) == 3
 
 
+def lowered_over_cp(kernel, method, platform, length):
+    """Names of the custom calls of the forward and backward pass with positions over four devices."""
+    attend = over_cp(kernel, triton.ring, method, MOST)
+    with jax.set_mesh(mesh.make(mesh.Layout(dp=2, cp=4))):
+        shape = lambda heads: jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16)
+
+        def run(q, k, v, segment_BT):
+            out, back = jax.vjp(lambda q, k, v: attend(q, k, v, segment_BT, SINKS), q, k, v)
+            return out, *back(out)
+
+        args = shape(N), shape(K), shape(K), jax.ShapeDtypeStruct((2, length), jnp.int32)
+        text = jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return [name for name in re.findall(r"custom_call @([\w.$]+)", text) if "triton" in name or "tpu" in name]
+
+
+@pytest.mark.parametrize("method, kernels", [("gather", 3), ("ring", 9)])
+def test_triton_lowers_for_gpus_with_positions_over_devices(method, kernels, monkeypatch):
+    """In a ring, the device's own block and one of each other kind, forward and twice backward."""
+    verified = triton_ir.verify(monkeypatch)
+    calls = lowered_over_cp(triton.causal, method, "cuda", 1000)
+    assert calls == ["__gpu$xla.gpu.triton"] * kernels and len(verified) == kernels
+
+
+@pytest.mark.parametrize("length", [1024, 4096])  # all keys; those within the window
+def test_splash_lowers_for_tpus_with_positions_over_devices(length):
+    assert lowered_over_cp(splash.causal, "gather", "tpu", length) == ["tpu_custom_call"] * 3
+
+
 @pytest.mark.parametrize("window", [None, 300])
 def test_cudnn_lowers_for_gpus(window, monkeypatch):
     """Lowering asks which cuDNN is installed; without one it is told."""
@@ -285,9 +383,10 @@ def needs(platform="gpu", dtype="bfloat16", length=4096, head_dim=128, **more):
     [
         ("splash", needs("gpu"), "attention splash: platform gpu not supported; use triton or chunked"),
         ("splash", needs("tpu", length=200), "attention splash: length 200 not supported; use chunked"),
-        ("splash", needs("tpu", other_keys=True), "splash: other_keys True .*; use chunked"),
         ("splash", needs("tpu", chunk=8192), "splash: chunk 8192 .*; use chunked"),
-        ("triton", needs(other_keys=True), "attention triton: other_keys True not supported; use chunked"),
+        ("splash", needs("tpu", ring=True), "attention splash: ring True not supported; use chunked"),
+        ("cudnn", needs(packing=False, ring=True), "cudnn: ring True not supported; use triton or chunked"),
+        ("cudnn", needs(packing=False, other_keys=True), "cudnn: other_keys True .*; use triton or chunked"),
         ("triton", needs("tpu", packing=False), "triton: platform tpu .*; use splash or chunked"),
         ("triton", needs(head_dim=512), "triton: head_dim 512 .*; use chunked"),
         ("triton", needs(value_dim=512), "triton: value_dim 512 .*; use chunked"),
@@ -314,9 +413,13 @@ def test_unsupported_options_are_refused_by_name(name, asked, words):
         (needs("cpu", packing=False, window=8), "chunked"),
         (needs("tpu"), "splash"),
         (needs("tpu", window=4096), "splash"),
-        (needs("tpu", other_keys=True), "chunked"),
+        (needs("tpu", other_keys=True, window=8), "splash"),
+        (needs("tpu", other_keys=True, chunk=8), "chunked"),
+        (needs("tpu", ring=True), "chunked"),
         (needs(), "triton"),
         (needs(window=8), "triton"),
+        (needs(other_keys=True, window=8, chunk=16), "triton"),
+        (needs(ring=True, sinks=True, softcap=30.0), "triton"),
         (needs(query_chunk=128), "chunked"),
         (needs(packing=False, window=8), "cudnn"),
         (needs(packing=False, scale=1.0, value_dim=128), "cudnn"),
@@ -354,7 +457,7 @@ def test_a_run_says_which():
     with pytest.raises(ValueError, match="attention splash: platform cpu and length 64 not supported; use chunked"):
         forward("splash")
     with jax.set_mesh(mesh.make(mesh.Layout(dp=2, cp=4))):
-        with pytest.raises(ValueError, match="attention triton: ring over cp not supported; use chunked"):
+        with pytest.raises(ValueError, match="attention triton: platform cpu not supported; use chunked"):
             forward("triton", "ring")
         with pytest.raises(ValueError, match="attention cudnn: .*other_keys True not supported; use chunked"):
             forward("cudnn", "gather")

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from areax.core import param
+from areax.models import remat
 from areax.models.layers import mlp, moe
 from areax.parallel import experts, mesh
-from areax.parallel.exchange import exchange
+from areax.parallel.exchange import before, exchange
 from areax.parallel.shard_map import island
 
 B, T, D, F, E, K = 8, 6, 12, 8, 16, 3
@@ -67,6 +69,87 @@ def test_dispatch_equals_one_device(layout, method):
             np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()), err_msg=kind)
 
 
+ROUTES = "even", "skewed", "one expert"
+
+
+def routes(kind, top_k):
+    """i32[B, T, top_k], different experts for a token."""
+    rng, prob_E = np.random.default_rng(3), np.ones(E)
+    if kind == "skewed":
+        prob_E = 1.0 / np.arange(1, E + 1) ** 2
+    if kind == "one expert":
+        prob_E = np.where(np.arange(E) == 5, 1.0, 1e-30)
+    draw = lambda: rng.choice(E, top_k, replace=False, p=prob_E / prob_E.sum())
+    return np.stack([draw() for _ in range(B * T)]).reshape(B, T, top_k).astype(np.int32)
+
+
+@cache
+def biased(adapted):
+    """The weights of experts with biases, with adapters or without."""
+    rng = np.random.default_rng(4)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    lora = lambda w: param.LoRAWeight(w, draw(E, 2, w.shape[2]), draw(E, w.shape[1], 2), 0.5)
+    _, _, w, _ = inputs()
+    w = {name: lora(x) for name, x in w.items()} if adapted else w
+    return w | {"gate_bias": draw(E, F), "up_bias": draw(E, F)}
+
+
+@partial(jax.jit, static_argnames=("adapted", "method", "keep", "on"))
+def biased_mixture(index_BTK, adapted, method, keep, on):
+    """As `mixture`, under a rematerialisation policy."""
+    x_BTD, _, _, cotangent_BTD = inputs()
+    weight_BTK = np.random.default_rng(5).normal(size=index_BTK.shape).astype(np.float32)
+    mix = remat.checkpoint(keep)(lambda x, weight, w: experts.dispatch(moe.compute, x, index_BTK, weight, w, method))
+    out_BTD, back = jax.vjp(mix, x_BTD, weight_BTK, biased(adapted))
+    return out_BTD, back(cotangent_BTD)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("method", ["gather", "all_to_all"])
+@pytest.mark.parametrize(
+    "ep, top_k, adapted, keep",
+    [
+        (2, 1, True, "none"),
+        (4, 2, False, (("mlp_gate_up", "save"),)),
+        (8, 4, True, "full"),
+        (8, 1, False, "dots"),
+    ],
+)
+def test_pairs_beyond_the_capacity_are_computed_in_rounds(ep, top_k, adapted, keep, method):
+    """Values and all gradients, for routing that takes one round, a few, and as many as there can be."""
+    on, took = mesh.make(mesh.Layout(fsdp=8 // ep, ep=ep)), []
+    for kind in ROUTES:
+        index_BTK = routes(kind, top_k)
+        group_GP = index_BTK.reshape(8 // ep, -1) // (E // ep)  # the device of each pair, a line for each ep group
+        most = max(np.bincount(pairs, minlength=ep).max() for pairs in group_GP)
+        took.append(-(-most // experts.capacity(group_GP.shape[1], ep)))
+        with jax.set_mesh(on):
+            got = biased_mixture(index_BTK, adapted, method, keep, on)
+        wanted = biased_mixture(index_BTK, adapted, "gather", "none", None)
+        for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()), err_msg=kind)
+    assert took[0] == 1 and (took == [1, 1, 1] if ep == 2 else took[0] < took[1] <= took[2])
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("method", ["gather", "all_to_all"])
+def test_memory_of_experts_does_not_grow_with_the_worst_case(method, monkeypatch):
+    """XLA's temporaries of a device's gradients, beside those with room for every routing."""
+    shape = jax.ShapeDtypeStruct
+    x_BTD, weight_BTK = shape((8, 128, 32), jnp.float32), shape((8, 128, 4), jnp.float32)
+    index_BTK, w = shape((8, 128, 4), jnp.int32), {name: shape((E, 32, 32), jnp.float32) for name in inputs()[2]}
+
+    def size():
+        loss = lambda x, weight, w, index: jnp.sum(experts.dispatch(moe.compute, x, index, weight, w, method))
+        with jax.set_mesh(mesh.make(mesh.Layout(ep=8))):
+            step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x_BTD, weight_BTK, w, index_BTK)
+            return step.compile().memory_analysis().temp_size_in_bytes
+
+    bounded = size()
+    monkeypatch.setattr(experts, "SLACK", 8)
+    assert bounded < 0.6 * size()
+
+
 # What a layer may be, besides the one above: its router, its activation, names of weights that it lacks.
 LAYERS = {
     "gpt_oss": (moe.Router(K, normalise=True), mlp.Activation("clamped", 2.0), ("router_bias", "shared_up")),
@@ -111,7 +194,7 @@ def test_layers_equal_those_of_one_device(kind, method):
 
 
 def exchanged(x_PD, count_NN, R, how):
-    fn = lambda x, c: exchange(x, c, R, "ep", how)
+    fn = lambda x, c: exchange(x, c, before(c, 1), before(c, 0), R, "ep", how)
     return island(fn, (P("ep"), P()), P("ep"))(x_PD, count_NN)
 
 

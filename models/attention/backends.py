@@ -24,6 +24,7 @@ class Needs:
       value_dim: size of values; None = head_dim.
       packing: rows may hold several sequences, or padding.
       other_keys: keys differ from the queries' tokens, as when rows are gathered over cp.
+      ring: positions are sharded, and keys are passed around a ring of devices.
       query_chunk: queries per chunk, if a chunk size is requested.
       window, chunk, scale, softcap: those of the `Pattern`.
       sinks: each head has a learnt logit without a value (attention sinks, arXiv:2508.10925).
@@ -36,6 +37,7 @@ class Needs:
     value_dim: int | None = None
     packing: bool = True
     other_keys: bool = False
+    ring: bool = False
     query_chunk: int | None = None
     window: int | None = None
     chunk: int | None = None
@@ -64,6 +66,7 @@ class Supports:
     value_dim: bool = False
     packing: bool = False
     other_keys: bool = False
+    ring: bool = False
     query_chunk: bool = False
     window: bool = False
     chunk: bool = False
@@ -77,15 +80,16 @@ FLOAT = *HALF, "float32"
 # Keyed by file name in this folder, in the order in which "auto" tries them.
 BACKENDS: dict[str, Supports] = {
     "splash": Supports(
-        ("tpu",), length=128, value_dim=True, packing=True, window=True, scale=True, softcap=True, sinks=True
+        ("tpu",), length=128, value_dim=True, packing=True, other_keys=True, window=True, scale=True, softcap=True,
+        sinks=True,
     ),
     "cudnn": Supports(("gpu",), HALF, head_dim=8, most_head_dim=128, window=True, scale=True),
     "triton": Supports(
-        ("gpu",), FLOAT, most_head_dim=256, value_dim=True, packing=True, window=True, chunk=True, scale=True,
-        softcap=True, sinks=True,
+        ("gpu",), FLOAT, most_head_dim=256, value_dim=True, packing=True, other_keys=True, ring=True, window=True,
+        chunk=True, scale=True, softcap=True, sinks=True,
     ),
     "chunked": Supports(
-        value_dim=True, packing=True, other_keys=True, query_chunk=True, window=True, chunk=True, scale=True,
+        value_dim=True, packing=True, other_keys=True, ring=True, query_chunk=True, window=True, chunk=True, scale=True,
         softcap=True, sinks=True,
     ),
 }  # fmt: skip
@@ -103,6 +107,7 @@ def refusals(name: str, needs: Needs) -> list[str]:
         "value_dim": value_dim == needs.head_dim or (has.value_dim and value_dim <= (has.most_head_dim or value_dim)),
         "packing": has.packing or not needs.packing,
         "other_keys": has.other_keys or not needs.other_keys,
+        "ring": has.ring or not needs.ring,
         "query_chunk": has.query_chunk or needs.query_chunk is None,
         "window": has.window or needs.window is None,
         "chunk": has.chunk or needs.chunk is None,
@@ -145,20 +150,28 @@ def causal(
         other_keys=key_index_BS is not None, query_chunk=query_chunk, sinks=sinks_N is not None, **asdict(pattern),
     )  # fmt: skip
     name = choose(backend, needs)
+    others = {} if key_index_BS is None else dict(key_segment_BS=key_segment_BS, key_index_BS=key_index_BS)
     if name == "chunked":
-        more = dict(query_chunk=query_chunk, key_segment_BS=key_segment_BS, key_index_BS=key_index_BS)
-        return chunked.causal(q_BTNH, k_BSKH, v_BSKV, segment_BT, index_BT, sinks_N, pattern=pattern, **more)
+        more = dict(pattern=pattern, query_chunk=query_chunk, **others)
+        return chunked.causal(q_BTNH, k_BSKH, v_BSKV, segment_BT, index_BT, sinks_N, **more)
     kernel = importlib.import_module(f".{name}", __package__)  # lazy: kernels import platform libraries
     sinks = () if sinks_N is None else (sinks_N,)
-    return kernel.causal(q_BTNH, k_BSKH, v_BSKV, segment_BT, *sinks, pattern=pattern)
+    if others:
+        others["index_BT"] = index_BT
+    return kernel.causal(q_BTNH, k_BSKH, v_BSKV, segment_BT, *sinks, pattern=pattern, **others)
 
 
-def ring(*rows, backend: Name, **more):
-    """`chunked.ring`; no other backend implements it.
-
-    Raises:
-      ValueError: another backend is requested.
-    """
-    if backend not in ("auto", "chunked"):
-        raise ValueError(f"attention {backend}: ring over cp not supported; use chunked, or ulysses over cp")
-    return chunked.ring(*rows, **more)
+def ring(
+    q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N=None, *, axis: str, backend: Name, pattern: Pattern = PLAIN,
+    query_chunk: int | None = None,
+):  # fmt: skip
+    """`chunked.ring`, computed by a backend. Raises as `choose`."""
+    needs = Needs(
+        jax.default_backend(), q_BTNH.dtype.name, q_BTNH.shape[1], q_BTNH.shape[3], v_BTKV.shape[3], ring=True,
+        query_chunk=query_chunk, sinks=sinks_N is not None, **asdict(pattern),
+    )  # fmt: skip
+    name = choose(backend, needs)
+    rows, how = (q_BTNH, k_BTKH, v_BTKV, segment_BT, index_BT, sinks_N), dict(axis=axis, pattern=pattern)
+    if name == "chunked":
+        return chunked.ring(*rows, query_chunk=query_chunk, **how)
+    return importlib.import_module(f".{name}", __package__).ring(*rows, **how)

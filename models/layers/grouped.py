@@ -6,6 +6,8 @@ CPU, and in the backward pass on a GPU, it costs as much as multiplying every ro
 a TPU, else blocked: triton has been lowered for GPUs and run in interpret mode, but not yet on a GPU.
 """
 
+import functools
+import operator
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -44,7 +46,7 @@ def plan(expert_P, E: int, parts: int = 1) -> Plan:
     """Sorts pairs by expert; pairs with an expert outside [0, E) are left out.
 
     Args:
-      parts: as in `experts.blocks`, which gives the number of blocks.
+      parts: as in `experts.blocks`, which gives the number of blocks; at most `experts.capacity` pairs are in.
     """
     P = len(expert_P)
     S, block = experts.blocks(P, E, parts)
@@ -76,9 +78,8 @@ def _spread(x_AD, pair_R, row_P, K):
 
 def _collect(K, plan, dx_RD):
     """Backward of `_spread` as a gather: both permutations are known, so no scatter is needed."""
-    wide = jnp.promote_types(dx_RD.dtype, jnp.float32)
     _, row_P = plan
-    return take(dx_RD, row_P).reshape(-1, K, dx_RD.shape[1]).sum(1, dtype=wide).astype(dx_RD.dtype), None, None
+    return sums(dx_RD, row_P.reshape(-1, K)).astype(dx_RD.dtype), None, None
 
 
 _spread.defvjp(lambda x_AD, pair_R, row_P, K: (_spread(x_AD, pair_R, row_P, K), (pair_R, row_P)), _collect)
@@ -89,12 +90,48 @@ def take(rows_AD, index_R):
     return rows_AD.at[index_R].get(mode="fill", fill_value=0)
 
 
+def sums(rows_RD, row_AK, weight_AK=None):
+    """Each token's sum over its rows, times their weights if given, [A, D], in fp32 or wider.
+
+    One expert of each token at a time where there are fewer rows than pairs, whose array [A, K, D] would be larger.
+    """
+    wide = jnp.promote_types(rows_RD.dtype, jnp.float32)
+    if len(rows_RD) >= row_AK.size and weight_AK is None:
+        return take(rows_RD, row_AK).sum(1, dtype=wide)
+
+    def one(k):
+        rows_AD = take(rows_RD, row_AK[:, k]).astype(wide)
+        return rows_AD if weight_AK is None else rows_AD * weight_AK[:, k, None].astype(wide)
+
+    return functools.reduce(operator.add, map(one, range(row_AK.shape[1])))
+
+
 @shaped
 def combine(out_RD, weight_AK, plan: Plan):
     """Weighted sum over each token's rows, [A, D], accumulated in fp32 or wider, in out's dtype."""
+    if len(plan.pair_R) < weight_AK.size:
+        return _combine(out_RD, weight_AK, plan.row_P, plan.pair_R)
     wide = jnp.promote_types(out_RD.dtype, jnp.float32)
     out_AKD = gather(out_RD, plan, weight_AK.shape[1])
     return jnp.einsum("AKD,AK->AD", out_AKD, weight_AK, preferred_element_type=wide).astype(out_RD.dtype)
+
+
+@jax.custom_vjp
+def _combine(out_RD, weight_AK, row_P, pair_R):
+    """`combine` for fewer rows than pairs, forward and backward without an array of all pairs [A, K, D]."""
+    return sums(out_RD, row_P.reshape(weight_AK.shape), weight_AK).astype(out_RD.dtype)
+
+
+def _split(kept, dout_AD):
+    out_RD, weight_AK, row_P, pair_R = kept
+    wide = jnp.promote_types(out_RD.dtype, jnp.float32)
+    dout_RD = take(dout_AD, pair_R // weight_AK.shape[1])
+    dweight_R1 = jnp.sum(dout_RD.astype(wide) * out_RD, -1, keepdims=True)
+    dweight_AK = take(dweight_R1, row_P).reshape(weight_AK.shape).astype(weight_AK.dtype)
+    return dout_RD * take(weight_AK.reshape(-1, 1), pair_R), dweight_AK, None, None
+
+
+_combine.defvjp(lambda *inputs: (_combine(*inputs), inputs), _split)
 
 
 def gather(rows_RD, plan: Plan, K: int):

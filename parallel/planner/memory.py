@@ -335,7 +335,7 @@ def _recurrence(job: Job, layer) -> dict[str, float]:
 
 
 def _mixture(job: Job, stack: Mapping[str, Leaf]) -> dict[str, float]:
-    """Bytes of the values of a layer's experts: room for all pairs of the ep group, for any routing."""
+    """Bytes of the values of a layer's experts, in the first round: usual routing takes no other."""
     tokens, ep, item = job.local_tokens, job.layout.ep, job.itemsize
     count, width = job.table.dims["experts"], job.width("expert_ffn")
     pairs = tokens * ep * job.top_k
