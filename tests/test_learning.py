@@ -4,6 +4,7 @@ The task is the demo's: two-digit addition, imitated from a teacher that forgets
 After imitation a quarter of the held-out sums is right, those without a carry.
 """
 
+import functools
 import json
 from dataclasses import replace
 
@@ -114,17 +115,36 @@ def test_adapters_learn_what_all_weights_do(place):
     assert (place / "LoRA/adapter/adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_8_bit_moments_imitate_as_well_as_those_in_fp32(place, seed):
-    """The same rows in the same order: the mean loss of the last 30 of 150 steps is the same up to noise."""
-    level = {}
-    for state in ("float32", "float8"):
-        config = demo.sft_config(demo.Config(sft_steps=150), place)
-        out = place / f"sft-{state}-{seed}"
+@pytest.fixture(scope="module")
+def levels(tmp_path_factory):
+    """level(state, seed): the mean loss of the last 50 of 300 steps of imitation, with moments in that dtype."""
+    path = tmp_path_factory.mktemp("levels")
+    demo.write_data(demo.Config(), path)
+
+    @functools.cache
+    def level(state: str, seed: int) -> float:
+        config = demo.sft_config(demo.Config(sft_steps=300), path)
+        out = path / f"{state}-{seed}"
         sft.main(replace(config, seed=seed, out=str(out), optim=replace(config.optim, state=state)))
         told = [x["nll"] for x in run_dir.read_lines(out / "metrics.jsonl") if "nll" in x]
-        level[state] = sum(told[-30:]) / 30
-    assert level["float8"] < 1.03 * level["float32"]
+        return sum(told[-50:]) / 50
+
+    return level
+
+
+SEEDS = [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_8_bit_moments_imitate_as_those_in_fp32(levels, seed):
+    """The same rows in the same order; runs part when the carry is learnt, a few steps earlier or later by chance."""
+    assert levels("float8", seed) < 1.15 * levels("float32", seed)
+
+
+def test_8_bit_moments_reach_the_level_of_those_in_fp32(levels):
+    """The mean over seeds."""
+    narrow, wide = (sum(levels(state, seed) for seed in SEEDS) for state in ("float8", "float32"))
+    assert narrow < 1.05 * wide
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
