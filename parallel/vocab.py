@@ -86,7 +86,8 @@ def score(
 
     def split(hidden_BTD, head_VD, *given):
         head_VD, narrow_VD = _gathered(head_VD, hidden_BTD.dtype)
-        return local(hidden_BTD, head_VD, *given, axis="tp" if meshes.size("tp") > 1 else None, narrow_VD=narrow_VD)
+        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None, narrow_VD=narrow_VD)
+        return one(hidden_BTD, head_VD, *given)
 
     each = rows()
     specs = each, spec(STORED), each, each, each, ((each, TABLE),) * len(others)
