@@ -89,19 +89,19 @@ def _project(h_CD, head_VD, narrow_VD):
 
 
 def _project_backward(kept, d_CV):
-    h_CD, head_VD, narrow_VD = kept
+    h_CD, none_0D, narrow_VD = kept
     wide, d_CV = d_CV.dtype, d_CV.astype(jnp.promote_types(h_CD.dtype, jnp.bfloat16))
     dhead_VD = jnp.einsum("CV,CD->VD", d_CV, h_CD, preferred_element_type=wide)
-    return (d_CV @ narrow_VD).astype(h_CD.dtype), dhead_VD.astype(head_VD.dtype), None
+    return (d_CV @ narrow_VD).astype(h_CD.dtype), dhead_VD.astype(none_0D.dtype), None
 
 
-_project.defvjp(lambda *given: (_project(*given), given), _project_backward)
+_project.defvjp(lambda h, head, narrow: (_project(h, head, narrow), (h, head[:0], narrow)), _project_backward)
 
 
 @shaped
 def from_hidden(
     hidden_AD, head_VD, target_A, *, temperature=1.0, chunk=None, per_chunk=None, beside=None, others=(), logits=(),
-    axis=None,
+    axis=None, narrow=None,
 ):  # fmt: skip
     """Computes (logp, entropy, logsumexp), each f32[A], of softmax(hidden @ head^T / temperature), chunk by chunk.
 
@@ -119,6 +119,8 @@ def from_hidden(
       logits: for the model and each of the others a function of single products of hidden state and head, applied
         before the temperature: a scale or a soft cap; none = the products are the logits.
       axis: mesh axis over which the heads' rows are sharded, as in `from_logits`; `per_chunk` still gets whole rows.
+      narrow: the head in the dtype of the hidden states, [V, D]; then `head_VD` only gets the gradient, and its numbers
+        are not read. None = a cast of it.
 
     Returns:
       logp_A, entropy_A, lse_A, and per_chunk's results with leading axis A (None without it).
@@ -132,7 +134,8 @@ def from_hidden(
 
     others_AE = [hidden_AE for hidden_AE, _ in others]
     heads = [(head, jax.lax.stop_gradient(head).astype(h.dtype)) for h, head in ((hidden_AD, head_VD), *others)]
-
+    if narrow is not None:
+        heads[0] = head_VD, jax.lax.stop_gradient(narrow)
     made = logits or [lambda product_CV: product_CV] * len(heads)
 
     def one(h_CD, target_C, temperature_C, given, others_CE):

@@ -410,5 +410,5 @@ def add(x_BTD, out_BTD, config: Config):
 
 def embed(params, token_BT, config: Config, dtype):
     """Token embeddings, in the compute dtype; so is their scale, as in transformers."""
-    x_BTD = vocab.take(params["embed"], token_BT).astype(dtype)
+    x_BTD = vocab.take(params["embed"], token_BT, dtype)
     return x_BTD if config.embed_scale == 1 else x_BTD * jnp.asarray(config.embed_scale, dtype)

@@ -228,7 +228,7 @@ def per_layer(params, token_BT, x_BTD, config: Config):
     """Each layer's own input, [layers, B, T, per_layer]: by the token, and by its embedding; None without them."""
     if not config.per_layer:
         return None
-    found = vocab.take(params["per_layer_embed"], token_BT).astype(x_BTD.dtype)
+    found = vocab.take(params["per_layer_embed"], token_BT, x_BTD.dtype)
     found = found * jnp.asarray(math.sqrt(config.per_layer), x_BTD.dtype)
     made = linear(x_BTD, params["per_layer_projection"]) * config.embed**-0.5
     apart = lambda x: x.reshape(*x.shape[:2], config.layers, config.per_layer)

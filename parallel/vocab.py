@@ -1,4 +1,5 @@
-"""Vocabulary-parallel embedding and head: rows are sharded over tp, logits gathered only for `per_chunk`."""
+"""Vocabulary-parallel embedding and head: rows are sharded over tp, columns over fsdp and ep; logits are gathered only
+for `per_chunk`."""
 
 import functools
 
@@ -9,24 +10,51 @@ from jax.sharding import PartitionSpec as P
 from ..core import logprobs
 from ..core.shapes import shaped
 from . import mesh as meshes
+from .rules import spec
 from .shard_map import island, rows
 
-TABLE = P("tp", None)  # embedding or head matrix while in use
+TABLE = P("tp", None)  # a frozen model's head matrix while in use
+STORED = "vocab", "embed"  # axes of embedding and head matrices, as devices hold them
+COLUMNS = "fsdp", "ep"  # mesh axes that split their columns, and the rows of a batch
 
 
-def take(table_VD, token_BT):
-    """Embedding lookup, [B, T, D]: each device looks up the tokens in its shard, summed over tp."""
+def take(table_VD, token_BT, dtype):
+    """Embedding lookup, [B, T, D] in `dtype`.
+
+    A device looks up the tokens of all that share its columns (fsdp, ep) in the part of the table that it holds, and
+    they trade what they found: the table is never gathered, nor its gradient. Rows are summed over tp.
+    """
     if meshes.one_device():
-        return jnp.take(table_VD, token_BT, axis=0)
+        return jnp.take(table_VD, token_BT, axis=0).astype(dtype)
 
     def local(table_VD, token_BT):
         V = table_VD.shape[0]
+        token_BT = jax.lax.all_gather(token_BT, COLUMNS, axis=0, tiled=True)
         row_BT = token_BT - V * jax.lax.axis_index("tp")
         here_BT = (row_BT >= 0) & (row_BT < V)
-        x_BTD = jnp.take(table_VD, jnp.clip(row_BT, 0, V - 1), axis=0)
-        return jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0), "tp")
+        x_BTD = jnp.take(table_VD, jnp.clip(row_BT, 0, V - 1), axis=0).astype(dtype)
+        x_BTD = jax.lax.psum(jnp.where(here_BT[..., None], x_BTD, 0), "tp")
+        return jax.lax.all_to_all(x_BTD, COLUMNS, 0, 2, tiled=True)
 
-    return island(local, (TABLE, rows()), rows())(table_VD, token_BT)
+    return island(local, (spec(STORED), rows()), rows())(table_VD, token_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(part_VD, dtype):
+    """(a stand-in for the whole matrix, for gradients alone: its numbers are never read; the whole matrix in `dtype`).
+
+    Only the second is sent, so a head that is computed in bf16 is not gathered in fp32; gradients are summed in the
+    matrix's own dtype, and scattered.
+    """
+    whole_VD = jax.lax.all_gather(part_VD.astype(dtype), COLUMNS, axis=1, tiled=True)
+    return jnp.zeros(whole_VD.shape, part_VD.dtype), whole_VD
+
+
+def _scatter(dtype, _, given):
+    return (jax.lax.psum_scatter(given[0], COLUMNS, scatter_dimension=1, tiled=True),)
+
+
+_gathered.defvjp(lambda part_VD, dtype: (_gathered(part_VD, dtype), None), _scatter)
 
 
 @shaped
@@ -42,19 +70,25 @@ def score(
       logits: as in `from_hidden`.
     """
 
-    def local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others, axis=None):
+    def local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others, axis=None, narrow_VD=None):
         B, T, _ = hidden_BTD.shape
         flat = lambda x: x.reshape(B * T, *x.shape[2:])
         out = logprobs.from_hidden(
             flat(hidden_BTD), head_VD, flat(target_BT), temperature=flat(temperature_BT), chunk=chunk,
             per_chunk=per_chunk, beside=jax.tree.map(flat, beside),
             others=[(flat(hidden_BTE), head_VE) for hidden_BTE, head_VE in others], logits=logits, axis=axis,
+            narrow=narrow_VD,
         )  # fmt: skip
         return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), out)
 
     if meshes.one_device():
         return local(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others)
-    split = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None)
+
+    def split(hidden_BTD, head_VD, *given):
+        head_VD, narrow_VD = _gathered(head_VD, hidden_BTD.dtype)
+        one = functools.partial(local, axis="tp" if meshes.size("tp") > 1 else None, narrow_VD=narrow_VD)
+        return one(hidden_BTD, head_VD, *given)
+
     each = rows()
-    specs = each, TABLE, each, each, each, ((each, TABLE),) * len(others)
+    specs = each, spec(STORED), each, each, each, ((each, TABLE),) * len(others)
     return island(split, specs, each)(hidden_BTD, head_VD, target_BT, temperature_BT, beside, others)

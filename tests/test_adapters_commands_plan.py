@@ -319,8 +319,7 @@ def test_a_critic_and_a_teacher_count(capsys, model):
     servers = "--teachers", "http://127.0.0.1:1"
     served = figures("grpo", "--distill-coef", 0.5, "--distill.top-k", 4, *servers)
     assert served["teacher_bytes"] == served["teacher_flops"] == 0 and served["batch_bytes"] > plain["batch_bytes"]
-    said = run(capsys, "grpo", *options, "--distill-coef", 0.5, code=2)
-    assert "name --teacher, a directory, or --teachers" in said
+    assert "name --teacher, a directory, or --teachers" in run(capsys, "distill", "--model", model, code=2)
 
 
 def test_suggestions_fit_and_are_ranked(capsys, tmp_path):

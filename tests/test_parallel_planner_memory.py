@@ -122,6 +122,7 @@ def test_argument_bytes_of_adapters_match_the_compiled_step(family, name, base):
     assert memory.memory(made).arguments == aot.compile(step).memory_analysis().argument_size_in_bytes
 
 
+NEAR = 4
 NARROW = {  # what of optimisers changes the memory of a step
     "bf16 moments": dict(state="bfloat16"),
     "8-bit moments": dict(state="float8"),
@@ -136,13 +137,16 @@ NARROW = {  # what of optimisers changes the memory of a step
 @pytest.mark.parametrize("name", NARROW)
 @pytest.mark.parametrize("layout", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
 def test_argument_bytes_of_narrow_states_match_the_compiled_step(name, layout):
-    """On the host lies what `offload.init` makes."""
+    """On the host lies what `offload.init` makes. The CPU backend has three times the formula's temporaries, whatever
+    the state: it computes bf16 in fp32 and copies the blocks of experts. Here: within a factor of NEAR."""
     on, config = MESHES[layout], tiny_families.config("qwen3_moe")
     spec = optim.Optimizer(**NARROW[name])
     compiled = aot.Step(config, losses.SFT(), spec, models.Run(dtype="bfloat16"), on, 8, 64, 2, slots=4)
     made = job(config, on, microbatches=2, slots=4, reads=aot.reads(compiled), optim=spec, dtype="bfloat16")
-    formula = memory.memory(made)
-    assert formula.arguments == aot.compile(compiled).memory_analysis().argument_size_in_bytes
+    formula, analysis = memory.memory(made), aot.compile(compiled).memory_analysis()
+    assert formula.arguments == analysis.argument_size_in_bytes
+    if layout == "one":
+        assert 1 / NEAR < formula.temporary / analysis.temp_size_in_bytes < NEAR
     if spec.offload and layout == "one":
         table = models.table(config)
         state = offload.init(param.init(jax.random.key(0), table), table, spec, "bfloat16", mesh.make(on))

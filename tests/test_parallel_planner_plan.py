@@ -233,13 +233,15 @@ def payloads(made: Job) -> dict[str, float]:
 @pytest.mark.mesh
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_fsdp_traffic_matches_the_formula(remat):
-    """Gathers of weights to the byte; their gradients too, which XLA sums on a CPU before it parts them."""
+    """Gathers of weights to the byte, and of the tokens to look up; gradients too, which XLA sums on a CPU before it
+    parts them but for the head's; what was looked up."""
     layout = mesh.Layout(fsdp=8)
     got = collectives(compiled("qwen3", layout, run=models.Run(remat=remat)).as_text(), 3)
     formula = payloads(job("qwen3", layout, remat=remat))
-    assert got["all-gather"] == formula["weights_gather"]
+    assert got["all-gather"] == formula["weights_gather"] + B * T * 4
+    assert got["all-to-all"] == formula["lookup_trade"]
     norms = 3 * 2 * config("qwen3").head_dim * 4  # q_norm and k_norm, which no device splits
-    assert got["all-reduce"] == formula["gradients_scatter"] + norms
+    assert got["all-reduce"] + 8 * got["reduce-scatter"] == formula["gradients_scatter"] + norms
 
 
 @pytest.mark.mesh
@@ -257,7 +259,7 @@ def test_each_mesh_axis_has_its_own_communication():
     cp = mesh.Layout(cp=2)
     for method, name in (("gather", "cp_gather"), ("ulysses", "cp_trade"), ("ring", "cp_send")):
         assert names("qwen3", cp, cp=method) == {"gradients_reduce", name}
-    ep = {"weights_gather", "gradients_scatter", "ep_gather", "ep_scatter"}
+    ep = {"weights_gather", "gradients_scatter", "lookup_trade", "ep_gather", "ep_scatter"}
     assert names("qwen3_moe", mesh.Layout(ep=2)) == ep
 
 

@@ -154,8 +154,8 @@ def _with_servers(config, made: jobs.Planned, chip: Chip, devices: int, rows: in
     split = sorted(split, key=lambda one: (one[0], one[1]))[:SPLITS]
     found = []
     with _progress("simulated", len(split) * len(etas)) as tick:
-        for i, (_, servers, best) in enumerate(split):
-            found.append(_least_eta(config, chip, g, best, servers, etas))
+        for i, (_, servers, trainer) in enumerate(split):
+            found.append(_least_eta(config, chip, g, trainer, servers, etas))
             tick((i + 1) * len(etas))
     return sorted(found, key=lambda one: one.batch_s)[:SHOWN]
 

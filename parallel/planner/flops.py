@@ -241,6 +241,7 @@ def _transfers(job: Job, forward: float, backward: int) -> list[Transfer]:
         Transfer("weights_gather", ("fsdp", "ep"), "gather", M * _gathered(job, forward, again), True),
         Transfer("gradients_scatter", ("fsdp", "ep"), "gather", M * _scattered(job), True),
         Transfer("gradients_reduce", ("dp", "cp"), "reduce", M * _reduced(job), True),
+        Transfer("lookup_trade", ("fsdp", "ep"), "trade", M * (forward + backward) * stream * len(job.lookups), False),
         Transfer("tp_reduce", ("tp",), "reduce", M * _summed(job, forward, backward), False),
     ]
     if job.layout.cp > 1:
@@ -274,26 +275,28 @@ def _summed(job: Job, forward: float, backward: int) -> float:
         depth(stack) * (parts(stack) * (forward + backward) + backward * job.recomputes("dots") * (parts(stack) - 1))
         for stack in job.stacks
     )
-    lookup = (forward + backward) * job.local_tokens * job.embed * WIDE  # in fp32
-    return (layers + backward * (not job.value)) * stream + lookup  # plus the head's gradient once
+    # Plus embeddings, which all devices that share columns look up, and the head's gradient once.
+    return (layers + forward + backward + backward * (not job.value)) * stream
 
 
 def _gathered(job: Job, forward: float, again: int) -> float:
-    """Bytes of weights gathered over fsdp and ep per microbatch: a layer's each time it is computed."""
-    total = 0
+    """Bytes of weights gathered over fsdp and ep per microbatch: a layer's each time it is computed, the head's in the
+    dtype of the computation."""
+    total = 0.0
     for leaf in job.weights:
         gathered = job.held(leaf, rules.GATHERED)
-        if gathered > job.held(leaf):  # the final norm is gathered again for its backward pass, embedding and head not
-            later = again if nested(leaf) else int(job.trains and not matrix(leaf))
-            total += gathered * job.bytes_of(leaf) * (forward + later)
+        if gathered == job.held(leaf) or job.looked_up(leaf):
+            continue
+        # The final norm is gathered again for its backward pass, the head not.
+        later = again if nested(leaf) else int(job.trains and not matrix(leaf))
+        total += gathered * (job.itemsize if job.is_head(leaf) else job.bytes_of(leaf)) * (forward + later)
     return total
 
 
 def _scattered(job: Job) -> float:
-    """Bytes of gradients reduce-scattered over fsdp and ep per microbatch; a tied embedding counts twice."""
-    uses = lambda leaf: 2 if job.tied and leaf.path == "embed" and not job.value else 1
-    gathered = [leaf for leaf in job.trained if job.held(leaf, rules.GATHERED) > job.held(leaf)]
-    return sum(uses(leaf) * job.held(leaf, rules.GATHERED) * _gradient(job, leaf) for leaf in gathered)
+    """Bytes of gradients reduce-scattered over fsdp and ep per microbatch; those of embeddings are not divided."""
+    parted = [leaf for leaf in job.trained if job.held(leaf, rules.GATHERED) > job.held(leaf)]
+    return sum(job.held(leaf, rules.GATHERED) * _gradient(job, leaf) for leaf in parted if not job.looked_up(leaf))
 
 
 def _reduced(job: Job) -> float:

@@ -111,6 +111,8 @@ def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rat
     devices = 1 if g.embedded else chips_per_server(job, chip, g.itemsize)  # whether it fits is `Plan.fits`
     weights, bandwidth = weights_bytes(job, g.itemsize), devices * STREAM * chip.bandwidth
     sequence, room = (g.prompt + g.new) * g.cache + g.state, devices * USABLE * chip.memory - weights
+    most: float
+    tokens: float
     if g.embedded:
         most, tokens = (g.slots or 1) * min(1.0, g.context / (g.prompt + g.new)), (g.slots or 1) * g.context
     else:

@@ -330,6 +330,19 @@ class Job:
     def tied(self) -> bool:
         return "head" not in self.table.top
 
+    @property
+    def lookups(self) -> list[param.Leaf]:
+        """Tables that tokens are looked up in, where they lie."""
+        return [leaf for leaf in self.top.values() if leaf.path.endswith("embed")]
+
+    def is_head(self, leaf: param.Leaf) -> bool:
+        """Whether logits are products with it."""
+        return not self.value and leaf.path == ("embed" if self.tied else "head")
+
+    def looked_up(self, leaf: param.Leaf) -> bool:
+        """Whether tokens are only looked up in it."""
+        return leaf.layers is None and leaf.path.endswith("embed") and not self.is_head(leaf)
+
 
 @functools.lru_cache(maxsize=1 << 16)
 def _held(axes: tuple[str, ...], shape: tuple[int, ...], path: str, by: rules.ShardingRules, mesh: AbstractMesh) -> int:

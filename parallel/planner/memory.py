@@ -394,12 +394,9 @@ def _forward(job: Job) -> int:
 
 
 def _head(job: Job) -> int:
-    """Temporaries of the head: its matrix as used, which if gathered has a copy as stored and a gradient; softmax and
-    gradient of the logits, of both models if distributions are compared."""
-    gathered = 2 * WIDE if job.size("fsdp", "ep") > 1 else 0
-    matrices = sum(job.whole(leaf) for leaf in job.top.values() if matrix(leaf)) * (gathered + job.itemsize)
-    return (
-        matrices
-        + 2 * (logits(job) if job.whole_logits else 0 if job.value else _chunk(job) * job.vocab * WIDE)
-        + (3 * job.local_tokens * job.embed * WIDE)
-    )
+    """Temporaries of the head: its matrix in the dtype of the computation, and if it is gathered its gradient; softmax
+    and gradient of the logits, of both models if distributions are compared."""
+    gathered = WIDE if job.size("fsdp", "ep") > 1 else 0
+    matrices = sum(job.whole(leaf) for leaf in job.top.values() if job.is_head(leaf)) * (gathered + job.itemsize)
+    rows = 0 if job.value else _chunk(job) * job.vocab * WIDE
+    return matrices + 2 * (logits(job) if job.whole_logits else rows) + 3 * job.local_tokens * job.embed * WIDE

@@ -69,13 +69,14 @@ def memory_figures(job: Job, chip: Chip, server: float = 0.0, shares: str = "no"
         f"matrices of layers in {job.dtype if job.optim.weights == 'float32' else job.optim.weights}, others in fp32"
     )
     weights = f"{job.frozen} weights, and adapters" if job.adapters else weights if narrow else "fp32 weights"
+    counted = "four" if m.taught else "three"
     logits = "logits, all saved" if memory.logits_kept(job) else "logits of a chunk"
     return [
         of("params_bytes", m.params, True, weights),
         of("moments_bytes", m.moments, True, f"state of {job.optim.name}" + ", averaged weights" * (job.optim.ema > 0)),
         of("batch_bytes", m.batch, True, "arrays of the batch that the step reads"),
         of("teacher_bytes", m.taught + m.teacher, True, f"{job.dtype} weights of the teacher"),
-        of("argument_bytes", m.arguments, True, f"sum of these {4 if m.taught else 3}: arguments of the compiled step"),
+        of("argument_bytes", m.arguments, True, f"sum of these {counted}: arguments of the compiled step"),
         of("gradients_bytes", m.gradients, True, "gradients" + (", summed and new" if job.microbatches > 1 else "")),
         of("reference_bytes", m.reference, True, "weights of the reference policy"),
         of("saved_bytes", m.saved, not about, f"activations saved for the backward pass, remat {_policy(job)}"),

@@ -1,0 +1,55 @@
+"""Embedding and head on a mesh: numbers and gradients of one device, and what is sent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from areax.parallel import mesh, rules, vocab
+
+B, T, V, D = 8, 6, 32, 16
+LAYOUTS = mesh.Layout(fsdp=2, ep=2, tp=2), mesh.Layout(dp=2, cp=2, fsdp=2), mesh.Layout(fsdp=8)
+
+
+def loss(tables, token_BT, dtype):
+    """A sum that reads the embedding of every token, and every entry of the head."""
+    x_BTD = vocab.take(tables["embed"], token_BT, dtype)
+    ones_BT = jnp.ones(token_BT.shape, jnp.float32)
+    logp_BT, entropy_BT, _, _ = vocab.score(x_BTD, tables["head"], token_BT[:, ::-1], temperature_BT=ones_BT)
+    return jnp.sum(logp_BT * jnp.arange(T, dtype=jnp.float32)[None]) + jnp.sum(entropy_BT)
+
+
+def given():
+    rng = np.random.default_rng(0)
+    tables = {name: rng.standard_normal((V, D)).astype(np.float32) for name in ("embed", "head")}
+    return tables, rng.integers(0, V, (B, T)).astype(np.int32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype, near", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_numbers_and_gradients_are_those_of_one_device(layout, dtype, near):
+    """Gradients are summed in fp32 in either dtype; matmuls in bf16 round."""
+    tables, token_BT = given()
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    wanted, gradient = step(tables, token_BT, dtype)
+    on = mesh.make(layout)
+    with jax.set_mesh(on):
+        where = NamedSharding(on, rules.spec(vocab.STORED))
+        rows = NamedSharding(on, rules.spec(("batch", "seq")))
+        got, parts = step(jax.device_put(tables, where), jax.device_put(token_BT, rows), dtype)
+    np.testing.assert_allclose(got, wanted, rtol=near)
+    for name, x in gradient.items():
+        assert parts[name].dtype == jnp.float32
+        np.testing.assert_allclose(parts[name], x, atol=near * np.abs(x).max(), err_msg=name)
+
+
+def test_an_embedding_is_not_gathered_and_a_head_in_the_dtype_of_the_computation():
+    tables, token_BT = given()
+    on = mesh.make(mesh.Layout(fsdp=8))
+    with jax.set_mesh(on):
+        placed = jax.device_put(tables, NamedSharding(on, rules.spec(vocab.STORED)))
+        text = jax.jit(jax.grad(loss), static_argnums=2).lower(placed, token_BT, "bfloat16").as_text()
+    gathers = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
+    results = sorted(line.rpartition("-> ")[2] for line in gathers)
+    assert results == [f"tensor<{V}x{D}xbf16>", f"tensor<{B}x{T}xi32>"]
