@@ -221,7 +221,7 @@ def test_the_command_line(capsys):
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", range(4))
 def test_the_guide_shows_what_it_prints(capsys, which):
     page = (Path(__file__).parents[1] / "docs/simulate.md").read_text()
     command, shown = re.findall(r"\$ areax (simulate .*)\n((?:.*\n)*?)```", page)[which]

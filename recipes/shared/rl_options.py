@@ -121,7 +121,7 @@ class Training:
     """Optimisation.
 
     Attributes:
-      length: longest prompt and completion together, where generation ends; also tokens per packed row.
+      length: longest prompt and completion together; also tokens per packed row.
       rows: packed rows per microbatch.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
       epochs: passes over the minibatches of a batch (ppo_epochs, num_iterations elsewhere).
