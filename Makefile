@@ -101,6 +101,7 @@ device-table: $(dev) ## plan every model on every kind of device, and write the 
 	$(py) tests/device_table.py
 
 .PHONY: test-learning
+test-learning: export XLA_FLAGS += --xla_cpu_experimental_ynn_fusion_type=# XLA's CPU backend has not all products of bf16
 test-learning: $(dev) ## test that each way of learning brings a small task to a stated level, under 20 minutes
 	$(py) -m pytest -q $(call marked,learning) $(both) -o faulthandler_timeout=1800
 

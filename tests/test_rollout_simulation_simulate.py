@@ -220,8 +220,9 @@ def test_the_command_line(capsys):
     assert found["outcomes"][0]["step_s"] == pytest.approx(step_s)
 
 
-@pytest.mark.docs
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    "which", [pytest.param(i, marks=pytest.mark.docs if i < 2 else pytest.mark.wide) for i in range(4)]
+)  # the last two take a minute each
 def test_the_guide_shows_what_it_prints(capsys, which):
     page = (Path(__file__).parents[1] / "docs/simulate.md").read_text()
     command, shown = re.findall(r"\$ areax (simulate .*)\n((?:.*\n)*?)```", page)[which]

@@ -122,7 +122,7 @@ class Training:
     """Optimisation.
 
     Attributes:
-      length: longest prompt and completion together, where generation ends; also tokens per packed row.
+      length: longest prompt and completion together; also tokens per packed row.
       rows: packed rows per microbatch; "auto" = as many as fit the devices by the plan and make a step faster, 8 on a
         CPU.
       minibatches: optimiser steps per batch, each on an equal share of its groups.
