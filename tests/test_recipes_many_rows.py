@@ -5,6 +5,9 @@ import fcntl
 import gzip
 import itertools
 import json
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import datasets as hf_datasets
@@ -94,6 +97,49 @@ def test_a_damaged_file_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"rows.jsonl.gz: damaged or half-written: Truncated"):
             read(tmp_path / "rows.jsonl.gz")
     assert not list((tmp_path / "cache/areax").iterdir())
+
+
+def replaced(file, content):
+    (file.parent / "other").write_bytes(content)
+    os.replace(file.parent / "other", file)
+
+
+def grown(file, content):
+    with file.open("ab") as end:
+        end.write(content)
+
+
+CHANGES = {"replaced": replaced, "grown": grown, "cut": lambda file, content: os.truncate(file, 40)}
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["open", "opened again"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_during_the_run_gives_no_other_rows(tmp_path, monkeypatch, change, keep):
+    """One that is kept open and replaced stays what it was; anything else is one line, in each way of reading."""
+    monkeypatch.setattr(indexed, "OPEN", 1 if keep else 0)
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    own = many_rows.opened(str(file))
+    CHANGES[change](file, lines(ROWS[::-1]))
+    if keep and change == "replaced":
+        assert own[51] == ROWS[51] and list(own) == ROWS
+        return
+    for read in (lambda: own[51], lambda: own[0], lambda: list(own), own.check, own.usable):
+        with pytest.raises(ValueError, match=r"rows.jsonl: must stay as it was when the run began, [\d,]+ bytes, got"):
+            read()
+
+
+def test_an_index_is_read_by_threads_at_once_and_pickled_without_its_file(tmp_path):
+    """By threads, which share an open file's position as forked processes do."""
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    own = indexed.Lines(file)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(own.__getitem__, [*range(100)] * 4)) == list(own) * 4
+    again = pickle.loads(pickle.dumps(own))
+    assert list(again) == list(own)
+    replaced(file, lines(ROWS[::-1]))
+    assert json.loads(own[3][1]) == ROWS[3]
+    with pytest.raises(ValueError, match="rows.jsonl: must stay as it was"):
+        again[3]
 
 
 def test_an_index_does_not_grow_with_the_lines(tmp_path):

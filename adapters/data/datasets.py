@@ -101,7 +101,7 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
         return None
     if suffix == ".parquet":
         return indexed.Joined([_rows_of(indexed.parquet(files), source)], limit)
-    return indexed.Joined([_lines_of(file) for file in files], limit)
+    return indexed.Joined([_lines_of(file, keep=len(files) <= indexed.OPEN) for file in files], limit)
 
 
 def given(rows: Sequence, limit: int | None = None) -> Sequence[Placed]:
@@ -133,12 +133,12 @@ def _exceeds(files, suffix):
         return False
 
 
-def _lines_of(file) -> Sequence[Placed]:
+def _lines_of(file, keep) -> Sequence[Placed]:
     """The rows of a JSONL file, which is decompressed into the cache if it is compressed."""
     suffix, plain = _suffix(file), file
     if suffix in COMPRESSED:
         plain = indexed.decompressed(file, _chunks(file, suffix))
-    return indexed.Mapped(indexed.Lines(plain), lambda _, line: _row(line[1], f"{file}:{line[0]}"))
+    return indexed.Mapped(indexed.Lines(plain, keep), lambda _, line: _row(line[1], f"{file}:{line[0]}"))
 
 
 def _rows_of(table, source) -> Sequence[Placed]:
