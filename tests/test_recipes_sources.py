@@ -2,10 +2,12 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 import datasets as hf_datasets
+import pandas
 import pytest
 import tiny
 from torch.utils.data import DataLoader
@@ -146,6 +148,33 @@ def test_rows_with_random_access_are_those_of_a_file(place, monkeypatch, given, 
     assert isinstance(own.rows, list) != many and opened(given=given, limit=20).size == 20
 
 
+class Short(Map):
+    """A data set whose code fails inside with the error that ends an iteration."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __getitem__(self, index):
+        if index == 30:
+            raise self._error("list index out of range")
+        return ROWS[index]
+
+
+class ShortSequence(Short, Sequence):
+    """Its iteration, of `Sequence`, ends at the error."""
+
+
+@pytest.mark.parametrize("short, error", [(Short, IndexError), (Short, StopIteration), (ShortSequence, IndexError)])
+@pytest.mark.parametrize("many", [False, True])
+def test_rows_with_random_access_are_all_there_or_refused(monkeypatch, short, error, many):
+    monkeypatch.setattr(datasets, "MANY", 10 if many else 100)
+    words = f"rows: row 31: must exist, as there are 60 by len\\(\\), got {error.__name__}: list index out of range"
+    for bad in ("stop", "skip"):
+        with pytest.raises(ValueError, match=words):
+            opened(given=short(error), bad=bad)
+    assert opened(given=short(error), limit=30).size == 30
+
+
 class Plain(Map):
     """Rows without lists, which torch collates."""
 
@@ -208,6 +237,7 @@ def test_streams_are_converted_checked_and_skipped(capsys):
         ("x.jsonl", ROWS, "rows=: must be given without --data, got both, --data x.jsonl; write data=''"),
         ("", hf_datasets.DatasetDict({"train": hf_datasets.Dataset.from_list(ROWS)}), "got DatasetDict"),
         ("", "rows.jsonl", "must be a list, a data set or an iterable of rows, got str"),
+        ("", pandas.DataFrame(ROWS), r"iterable of rows, got DataFrame; give its to_dict\('records'\)"),
         ("", [3], "rows: row 1: a row must be a dict, got int"),
         ("", iter(ROWS), "an iterator cannot start anew, got a list_iterator; give a list"),
         ("", [], "the data set is empty, got rows"),

@@ -105,8 +105,35 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
 
 
 def given(rows: Sequence, limit: int | None = None) -> Sequence[Placed]:
-    """(row or error, its place) of the rows of a list, a `datasets.Dataset` or the like, as `many`."""
-    return indexed.Joined([indexed.Mapped(rows, lambda i, row: _entry(row, f"rows: row {i + 1}"))], limit)
+    """(row or error, its place) of the rows of a list, a `datasets.Dataset` or the like, as `many`; as many as its
+    length says."""
+    return indexed.Joined([_Given(rows)], limit)
+
+
+class _Given(Sequence[Placed]):
+    """All rows of an object: an IndexError of its code, which ends an iteration silently, is refused."""
+
+    def __init__(self, rows: Any):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        place = f"rows: row {index + 1}"
+        try:
+            return _entry(self._rows[index], place)
+        except (IndexError, StopIteration) as error:
+            raise ValueError(
+                f"{place}: must exist, as there are {len(self)} by len(), got {type(error).__name__}: {_line(error)}"
+            ) from error
+
+    def __iter__(self) -> Iterator[Placed]:
+        count = 0
+        if hasattr(self._rows, "__iter__"):  # of `datasets` twice as fast as by index
+            for count, row in enumerate(self._rows, 1):
+                yield _entry(row, f"rows: row {count}")
+        yield from (self[index] for index in range(count, len(self)))
 
 
 def _entry(row: Any, place: str) -> Placed:

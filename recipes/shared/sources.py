@@ -158,6 +158,11 @@ def _given(
 ) -> Prompts | EasyFirst | Adaptive | Stream:  # fmt: skip
     if isinstance(given, str | Mapping):
         raise ValueError(f"rows=: must be a list, a data set or an iterable of rows, got {type(given).__name__}")
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):  # of pandas, whose index and iteration give columns
+        raise ValueError(
+            f"rows=: must be a list, a data set or an iterable of rows, got {type(given).__name__}; give its "
+            "to_dict('records')"
+        )
     if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
         if spec.order != "shuffled":
             raise ValueError(f"--curriculum.order {spec.order} needs rows in memory, got {type(given).__name__}")
