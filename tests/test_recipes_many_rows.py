@@ -1,6 +1,7 @@
 """Rows of large data sets: the same rows as in memory, checked in part, replaced where they are left out, resumed."""
 
 import asyncio
+import contextlib
 import fcntl
 import gzip
 import itertools
@@ -232,6 +233,72 @@ def test_what_a_killed_decompression_left_is_removed(tmp_path):
         assert [file.name for file in cache.glob("*.partial")] == ["1.cd.partial"]
     datasets.many(write(tmp_path / "more.jsonl.zst", ROWS))
     assert sorted(file.suffix for file in cache.iterdir()) == [".jsonl", ".jsonl"]
+
+
+@pytest.mark.parametrize("damage", [lambda copy: os.truncate(copy, 100), lambda copy: os.truncate(copy, 0)])
+def test_a_decompressed_copy_that_is_not_whole_is_made_again(tmp_path, damage):
+    file = write(tmp_path / "rows.jsonl.gz", ROWS)
+    assert list(datasets.many(file)) == datasets.placed(file)
+    [copy] = (tmp_path / "cache/areax").iterdir()
+    made = copy.stat().st_mtime_ns, copy.stat().st_ino
+    datasets.many(file)
+    assert (copy.stat().st_mtime_ns, copy.stat().st_ino) == made
+    damage(copy)
+    assert list(datasets.many(file)) == datasets.placed(file) and list(copy.parent.iterdir()) == [copy]
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    order = []
+    fsync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: order.append("fsync") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *names: order.append("rename") or rename(*names))
+    datasets.many(write(tmp_path / "rows.jsonl.gz", ROWS))
+    assert order == ["fsync", "rename"]
+
+
+def test_a_file_that_changes_while_it_is_decompressed_is_refused(tmp_path):
+    file = write(tmp_path / "rows.jsonl.gz", ROWS)
+
+    def chunks():
+        yield lines(ROWS)
+        os.utime(file, ns=(1, 1))
+
+    with pytest.raises(ValueError, match="rows.jsonl.gz: must not change while it is decompressed"):
+        indexed.decompressed(file, chunks())
+    assert not list((tmp_path / "cache/areax").iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+def test_a_cache_without_room_is_named(tmp_path, monkeypatch, suffix):
+    def full(*arguments, **options):
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(b"x")
+            yield
+
+    def read(*arguments, **options):
+        try:
+            next(full())
+        except OSError as error:
+            raise hf_datasets.exceptions.DatasetGenerationError("An error occurred") from error
+
+    monkeypatch.setattr(indexed, "_partial", contextlib.contextmanager(full))
+    monkeypatch.setattr(hf_datasets, "load_dataset", read)
+    words = (
+        rf"rows{suffix}: needs a copy in the cache folder of `datasets`, .*/cache, .*: No space left on device; make"
+    )
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    for read in (lambda: datasets.many(file), lambda: datasets._loaded(f"owner/rows{suffix}", "train")):
+        with pytest.raises(ValueError, match=words) as error:
+            read()
+        assert "HF_DATASETS_CACHE" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(
+        ValueError, match="rows.jsonl.gz: needs a copy in the cache folder .*: Not a directory; make room"
+    ):
+        datasets.many(write(tmp_path / "rows.jsonl.gz", ROWS))
 
 
 def test_held_out_rows_stay_on_the_disk_and_none_is_replaced(tmp_path, capsys):

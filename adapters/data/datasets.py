@@ -366,6 +366,8 @@ def _loaded(source, split, limit=None) -> Any:
         found = datasets.load_dataset(name, configuration or None, split=split, streaming=limit is not None)
         return found if limit is None else list(itertools.islice(found, limit))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        if full := indexed.disk_full(source, error):
+            raise full from error
         raise ValueError(
             f"data: neither a local file nor a data set on the hub, got {source} (split {split}): {_line(error)}"
         ) from None

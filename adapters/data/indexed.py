@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -146,31 +147,82 @@ class Joined(Sequence):
 def decompressed(file: Path, chunks: Iterator[bytes]) -> Path:
     """The decompressed content of a file, in the cache folder of `datasets`, where it is kept for the next run.
 
-    Removes what processes that were killed meanwhile left half-written.
+    Its name ends in the hash of its content; a copy with another content is made again. Removes what processes that
+    were killed meanwhile left half-written.
 
     Args:
       chunks: the content; read only if it is not in the cache.
+
+    Raises:
+      ValueError: the cache folder cannot be written, or the file changes meanwhile.
     """
     import datasets
 
-    status = file.stat()
-    key = xxhash.xxh3_64_hexdigest(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode())
-    kept = Path(datasets.config.HF_DATASETS_CACHE) / "areax" / f"{key}.jsonl"
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(kept.parent)
-        with _partial(kept) as partial:
-            partial.writelines(chunks)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "areax"
+    key = _key(file)
+    for kept in folder.glob(f"{key}-*.jsonl"):
+        if kept.stem == f"{key}-{_hash(kept)}":
+            return kept
+    digest = xxhash.xxh3_128()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        with _partial(folder, key) as partial:
+            for chunk in chunks:
+                digest.update(chunk)
+                partial.write(chunk)
             partial.flush()
+            os.fsync(partial.fileno())
+            if not file.exists() or _key(file) != key:
+                raise ValueError(f"{file}: must not change while it is decompressed; start again once it is complete")
+            kept = folder / f"{key}-{digest.hexdigest()}.jsonl"
             os.replace(partial.name, kept)
+    except OSError as error:
+        raise _not_cached(file, error) from error
     return kept
 
 
+def _key(file: Path) -> str:
+    status = file.stat()
+    return xxhash.xxh3_64_hexdigest(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}".encode())
+
+
+def _hash(file: Path) -> str:
+    """The xxh3_128 of a file, which is read whole, as it is when its lines are indexed next; "" if it cannot be."""
+    digest = xxhash.xxh3_128()
+    try:
+        with file.open("rb") as content:
+            while chunk := content.read(1 << 22):
+                digest.update(chunk)
+    except OSError:
+        return ""
+    return digest.hexdigest()
+
+
+def _not_cached(file: Path | str, error: OSError) -> ValueError:
+    import datasets
+
+    return ValueError(
+        f"{file}: needs a copy in the cache folder of `datasets`, {datasets.config.HF_DATASETS_CACHE}, which cannot be "
+        f"written: {error.strerror or error}; make room there, or set HF_DATASETS_CACHE to another folder"
+    )
+
+
+def disk_full(source: str, error: BaseException | None) -> ValueError | None:
+    """What to say if an error of `datasets`, or one that it comes from, is that of a full disk."""
+    while error is not None:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(error, OSError) and (full or str(error).startswith("Not enough disk space")):  # as it foresees it
+            return _not_cached(source, error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
 @contextlib.contextmanager
-def _partial(kept: Path) -> Iterator[BinaryIO]:
-    """A new file beside `kept`, locked so that no `_sweep` removes it; removed at the end unless it was renamed."""
+def _partial(folder: Path, key: str) -> Iterator[BinaryIO]:
+    """A new file, locked so that no `_sweep` removes it; removed at the end unless it was renamed."""
     while True:
-        name = kept.with_name(f"{kept.stem}.{secrets.token_hex(6)}.partial")
+        name = folder / f"{key}.{secrets.token_hex(6)}.partial"
         with name.open("wb") as file:
             with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -198,6 +250,8 @@ def parquet(files: Sequence[Path]) -> Any:
     paths = [str(file.resolve()) for file in files]
     try:
         return datasets.load_dataset("parquet", data_files=paths, split="train", batch_size=1024)
-    except datasets.exceptions.DatasetsError as error:
+    except (datasets.exceptions.DatasetsError, OSError) as error:
+        if full := disk_full(paths[0], error):
+            raise full from error
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{paths[0]}: `datasets` must read it and the {len(paths) - 1} after it: {reason}") from None
