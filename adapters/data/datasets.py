@@ -7,6 +7,7 @@ import glob
 import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -58,8 +59,8 @@ def placed(
     found: Iterator[Placed]
     if files is not None:
         found = itertools.chain.from_iterable(map(_read, files))
-    elif Path(source).expanduser().is_dir():
-        found = _numbered(_saved(Path(source).expanduser(), split), source)
+    elif (folder := _path(source)).is_dir():
+        found = _numbered(_saved(folder, split), source)
     else:
         found = _hub(str(source), split, limit)
     return good(list(itertools.islice(found, limit)), source, bad)
@@ -93,7 +94,7 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
     if limit is not None and limit <= MANY:
         return None
     if files is None:
-        folder = Path(source).expanduser()
+        folder = _path(source)
         table = _saved(folder, split) if folder.is_dir() else _loaded(str(source), split)
         return indexed.Joined([_rows_of(table, source)], limit) if len(table) > MANY else None
     suffix = _suffix(files[0])
@@ -172,13 +173,17 @@ def _rows_of(table, source) -> Sequence[Placed]:
     return indexed.Mapped(table, lambda i, row: (row, f"{source}: row {i + 1}"))
 
 
+def _path(source) -> Path:
+    return Path(os.path.expanduser(source))  # of `Path` it raises RuntimeError without such a user
+
+
 def _located(source, split, limit) -> list[Path] | None:
     """The files of a source; None for a folder of `save_to_disk` and for the hub."""
     if limit is not None and limit < 1:
         raise ValueError(f"data: limit must be at least 1, got {limit}")
     if not str(source):
         raise ValueError("data: needs a file, a folder or a data set on the hub, got ''")
-    path = Path(source).expanduser()
+    path = _path(source)
     if path.is_file():
         return [path]
     if any((path / name).is_file() for name in SAVED):
@@ -201,9 +206,16 @@ def _suffix(file):
     return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")
 
 
+def means_the_hub(source: str) -> bool:
+    """Whether a source that is a text names a data set on the hub, not files here."""
+    return not (_means_a_file(source) or glob.has_magic(source) or os.path.exists(source))
+
+
 def _means_a_file(source):
     name = source.partition(":")[0]
-    return source.endswith(SUFFIXES) or name.count("/") > 1 or name.startswith(("/", ".", "~"))
+    if source.endswith(SUFFIXES) or name.endswith(SUFFIXES):
+        return True
+    return name.count("/") > 1 or name.startswith(("/", ".", "~"))
 
 
 def _files(folder, split):
