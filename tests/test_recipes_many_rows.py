@@ -19,6 +19,7 @@ import tiny
 import zstandard
 from pyarrow import parquet
 
+from areax.adapters import orbax
 from areax.adapters.data import datasets, indexed
 from areax.core.optim import Optimizer
 from areax.recipes import sft
@@ -368,7 +369,8 @@ def test_reinforcement_learning_that_is_killed_takes_every_prompt_once(tmp_path,
 
 
 def test_a_run_on_rows_on_the_disk_is_that_on_rows_in_memory_and_resumes_exactly(tmp_path, monkeypatch):
-    """Of sft: by metrics, which differ if one row does."""
+    """Of sft: by metrics, which differ if one row does. A bad row in the middle ends it in a saved state."""
+    monkeypatch.setattr(many_rows, "CHECKED", 2)
     tiny.model(tmp_path / "model")
     train = arithmetic.splits()["train"]
     tiny.rows(tmp_path / "rows.jsonl", list(itertools.islice(arithmetic.demonstrations(train), 200)))
@@ -377,8 +379,15 @@ def test_a_run_on_rows_on_the_disk_is_that_on_rows_in_memory_and_resumes_exactly
         length=64, rows=4, optim=Optimizer(lr=1e-2), save_every=2,
     )  # fmt: skip
     on_disk = sft.main(config)
-    tiny.cut_off(tmp_path / "disk", tmp_path / "parts", 2)
-    resumed = sft.main(replace(config, out=str(tmp_path / "parts")))
+    order, content = Prompts(range(200), config.seed), (tmp_path / "rows.jsonl").read_bytes()
+    bad = next(order[i] for i in range(16, 24) if order[i] % 2)  # of the third batch, not among those compared
+    tiny.rows(tmp_path / "rows.jsonl", [row if i != bad else {} for i, row in enumerate(datasets.rows(config.data))])
+    parts = replace(config, out=str(tmp_path / "parts"), save_every=0)
+    with pytest.raises(ValueError, match=f"rows.jsonl:{bad + 1}: a row needs"):
+        sft.main(parts)
+    assert orbax.versions(tmp_path / "parts/state") == [2]
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    resumed = sft.main(parts)
     monkeypatch.setattr(datasets, "MANY", 1000)
     in_memory = sft.main(replace(config, out=str(tmp_path / "memory")))
     assert on_disk["loss"] == in_memory["loss"] == resumed["loss"]
