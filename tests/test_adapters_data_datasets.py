@@ -147,6 +147,9 @@ def test_a_bad_folder_is_refused(tmp_path):
     [
         ("rows.jsonl", "no such file or folder, got rows.jsonl"),
         ("/no/such", "no such file or folder, got /no/such"),
+        ("~nosuchuser/a.jsonl", "no such file or folder, got ~nosuchuser/a.jsonl"),
+        ("~nosuchuser/*.jsonl", "a pattern must match files of one type, got ~nosuchuser/"),
+        ("rows.jsonl:half", "no such file or folder, got rows.jsonl:half"),
         ("./rows", "no such file or folder, got ./rows"),
         ("a/b/c", "no such file or folder, got a/b/c"),
         ("no-such/data:main", "neither a local file nor a data set on the hub, got no-such/data:main"),

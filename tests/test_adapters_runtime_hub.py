@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -55,6 +56,18 @@ def test_a_path_is_itself(tmp_path, cache, monkeypatch):
     (tmp_path / "owner/tiny").mkdir(parents=True)
     for path in (NAME, "model", "./a/b", "/a/b", "a/b/c", tmp_path / "a"):  # a folder of that name wins
         assert hub.folder(path) == os.fspath(path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~/owner/tiny", "~/a", Path("~/a")):
+        assert hub.folder(path) == os.fspath(path).replace("~", str(tmp_path))
+
+
+def test_what_cannot_be_a_path_is_one_line(capsys, tmp_path):
+    rows = tiny.rows(tmp_path / "rows.jsonl", [ROW] * 4)
+    for name in ("~nosuchuser/tiny", "owner/" + "x" * 300):
+        words = ["train", "sft", "--model", name, "--data", str(rows), "--out", str(tmp_path / "out")]
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert name in said and said.count("\n") == 1, said
 
 
 def test_a_cached_model_needs_no_network(cache, model):

@@ -1,10 +1,14 @@
 """Rows of large data sets: the same rows as in memory, checked in part, replaced where they are left out, resumed."""
 
 import asyncio
+import contextlib
 import fcntl
 import gzip
 import itertools
 import json
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import datasets as hf_datasets
@@ -15,6 +19,7 @@ import tiny
 import zstandard
 from pyarrow import parquet
 
+from areax.adapters import orbax
 from areax.adapters.data import datasets, indexed
 from areax.core.optim import Optimizer
 from areax.recipes import sft
@@ -94,6 +99,49 @@ def test_a_damaged_file_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"rows.jsonl.gz: damaged or half-written: Truncated"):
             read(tmp_path / "rows.jsonl.gz")
     assert not list((tmp_path / "cache/areax").iterdir())
+
+
+def replaced(file, content):
+    (file.parent / "other").write_bytes(content)
+    os.replace(file.parent / "other", file)
+
+
+def grown(file, content):
+    with file.open("ab") as end:
+        end.write(content)
+
+
+CHANGES = {"replaced": replaced, "grown": grown, "cut": lambda file, content: os.truncate(file, 40)}
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["open", "opened again"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_changes_during_the_run_gives_no_other_rows(tmp_path, monkeypatch, change, keep):
+    """One that is kept open and replaced stays what it was; anything else is one line, in each way of reading."""
+    monkeypatch.setattr(indexed, "OPEN", 1 if keep else 0)
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    own = many_rows.opened(str(file))
+    CHANGES[change](file, lines(ROWS[::-1]))
+    if keep and change == "replaced":
+        assert own[51] == ROWS[51] and list(own) == ROWS
+        return
+    for read in (lambda: own[51], lambda: own[0], lambda: list(own), own.check, own.usable):
+        with pytest.raises(ValueError, match=r"rows.jsonl: must stay as it was when the run began, [\d,]+ bytes, got"):
+            read()
+
+
+def test_an_index_is_read_by_threads_at_once_and_pickled_without_its_file(tmp_path):
+    """By threads, which share an open file's position as forked processes do."""
+    file = write(tmp_path / "rows.jsonl", ROWS)
+    own = indexed.Lines(file)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(own.__getitem__, [*range(100)] * 4)) == list(own) * 4
+    again = pickle.loads(pickle.dumps(own))
+    assert list(again) == list(own)
+    replaced(file, lines(ROWS[::-1]))
+    assert json.loads(own[3][1]) == ROWS[3]
+    with pytest.raises(ValueError, match="rows.jsonl: must stay as it was"):
+        again[3]
 
 
 def test_an_index_does_not_grow_with_the_lines(tmp_path):
@@ -188,6 +236,72 @@ def test_what_a_killed_decompression_left_is_removed(tmp_path):
     assert sorted(file.suffix for file in cache.iterdir()) == [".jsonl", ".jsonl"]
 
 
+@pytest.mark.parametrize("damage", [lambda copy: os.truncate(copy, 100), lambda copy: os.truncate(copy, 0)])
+def test_a_decompressed_copy_that_is_not_whole_is_made_again(tmp_path, damage):
+    file = write(tmp_path / "rows.jsonl.gz", ROWS)
+    assert list(datasets.many(file)) == datasets.placed(file)
+    [copy] = (tmp_path / "cache/areax").iterdir()
+    made = copy.stat().st_mtime_ns, copy.stat().st_ino
+    datasets.many(file)
+    assert (copy.stat().st_mtime_ns, copy.stat().st_ino) == made
+    damage(copy)
+    assert list(datasets.many(file)) == datasets.placed(file) and list(copy.parent.iterdir()) == [copy]
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    order = []
+    fsync, rename = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: order.append("fsync") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *names: order.append("rename") or rename(*names))
+    datasets.many(write(tmp_path / "rows.jsonl.gz", ROWS))
+    assert order == ["fsync", "rename"]
+
+
+def test_a_file_that_changes_while_it_is_decompressed_is_refused(tmp_path):
+    file = write(tmp_path / "rows.jsonl.gz", ROWS)
+
+    def chunks():
+        yield lines(ROWS)
+        os.utime(file, ns=(1, 1))
+
+    with pytest.raises(ValueError, match="rows.jsonl.gz: must not change while it is decompressed"):
+        indexed.decompressed(file, chunks())
+    assert not list((tmp_path / "cache/areax").iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+def test_a_cache_without_room_is_named(tmp_path, monkeypatch, suffix):
+    def full(*arguments, **options):
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(b"x")
+            yield
+
+    def read(*arguments, **options):
+        try:
+            next(full())
+        except OSError as error:
+            raise hf_datasets.exceptions.DatasetGenerationError("An error occurred") from error
+
+    monkeypatch.setattr(indexed, "_partial", contextlib.contextmanager(full))
+    monkeypatch.setattr(hf_datasets, "load_dataset", read)
+    words = (
+        rf"rows{suffix}: needs a copy in the cache folder of `datasets`, .*/cache, .*: No space left on device; make"
+    )
+    file = write(tmp_path / f"rows{suffix}", ROWS)
+    for read in (lambda: datasets.many(file), lambda: datasets._loaded(f"owner/rows{suffix}", "train")):
+        with pytest.raises(ValueError, match=words) as error:
+            read()
+        assert "HF_DATASETS_CACHE" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(
+        ValueError, match="rows.jsonl.gz: needs a copy in the cache folder .*: Not a directory; make room"
+    ):
+        datasets.many(write(tmp_path / "rows.jsonl.gz", ROWS))
+
+
 def test_held_out_rows_stay_on_the_disk_and_none_is_replaced(tmp_path, capsys):
     file = str(write(tmp_path / "rows.jsonl", ROWS))
     seen: list[int] = []
@@ -255,7 +369,8 @@ def test_reinforcement_learning_that_is_killed_takes_every_prompt_once(tmp_path,
 
 
 def test_a_run_on_rows_on_the_disk_is_that_on_rows_in_memory_and_resumes_exactly(tmp_path, monkeypatch):
-    """Of sft: by metrics, which differ if one row does."""
+    """Of sft: by metrics, which differ if one row does. A bad row in the middle ends it in a saved state."""
+    monkeypatch.setattr(many_rows, "CHECKED", 2)
     tiny.model(tmp_path / "model")
     train = arithmetic.splits()["train"]
     tiny.rows(tmp_path / "rows.jsonl", list(itertools.islice(arithmetic.demonstrations(train), 200)))
@@ -264,8 +379,15 @@ def test_a_run_on_rows_on_the_disk_is_that_on_rows_in_memory_and_resumes_exactly
         length=64, rows=4, optim=Optimizer(lr=1e-2), save_every=2,
     )  # fmt: skip
     on_disk = sft.main(config)
-    tiny.cut_off(tmp_path / "disk", tmp_path / "parts", 2)
-    resumed = sft.main(replace(config, out=str(tmp_path / "parts")))
+    order, content = Prompts(range(200), config.seed), (tmp_path / "rows.jsonl").read_bytes()
+    bad = next(order[i] for i in range(16, 24) if order[i] % 2)  # of the third batch, not among those compared
+    tiny.rows(tmp_path / "rows.jsonl", [row if i != bad else {} for i, row in enumerate(datasets.rows(config.data))])
+    parts = replace(config, out=str(tmp_path / "parts"), save_every=0)
+    with pytest.raises(ValueError, match=f"rows.jsonl:{bad + 1}: a row needs"):
+        sft.main(parts)
+    assert orbax.versions(tmp_path / "parts/state") == [2]
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    resumed = sft.main(parts)
     monkeypatch.setattr(datasets, "MANY", 1000)
     in_memory = sft.main(replace(config, out=str(tmp_path / "memory")))
     assert on_disk["loss"] == in_memory["loss"] == resumed["loss"]

@@ -2,10 +2,12 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 import datasets as hf_datasets
+import pandas
 import pytest
 import tiny
 from torch.utils.data import DataLoader
@@ -58,6 +60,22 @@ def test_names_and_weights(tmp_path, monkeypatch):
     assert sources.named("math=a.jsonl:0.7,code=o/n:main:train,c=o/n:main:2") == [
         ("math", "a.jsonl", Fraction(7, 10)), ("code", "o/n:main:train", 1), ("c", "o/n:main", 2),
     ]  # fmt: skip
+    more = "a=x.jsonl:.5,b=o/n:1e-3,c=o/n:2.0,d=o/n:2024:1,e=o/n:2024:train,f=~/x.jsonl:2.,g=d/x:1E1"
+    assert sources.named(more) == [
+        ("a", "x.jsonl", Fraction(1, 2)), ("b", "o/n", Fraction(1, 1000)), ("c", "o/n", 2), ("d", "o/n:2024", 1),
+        ("e", "o/n:2024:train", 1), ("f", "~/x.jsonl", 2), ("g", "d/x", 10),
+    ]  # fmt: skip
+    (tmp_path / "d/x").mkdir(parents=True)
+    assert sources.named("a=d/x:2,b=d/y.jsonl:2,c=d/x/y:2") == [
+        ("a", "d/x", 2),
+        ("b", "d/y.jsonl", 2),
+        ("c", "d/x/y", 2),
+    ]
+
+
+def test_a_mixture_may_be_longer_than_a_file_name():
+    texts = [f"{'source' * 8}{i}={'folder' * 8}/{i}.jsonl:{i}" for i in range(1, 50)]
+    assert [source.weight for source in sources.named(",".join(texts))] == list(range(1, 50))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +83,15 @@ def test_names_and_weights(tmp_path, monkeypatch):
     [
         ("a=x.jsonl,y.jsonl", "each of several sources needs a name, as in math=y.jsonl, got y.jsonl"),
         ("a=x.jsonl,a=y.jsonl", "sources must have different names, got a twice"),
-        ("a=x.jsonl:0,b=y.jsonl", "a weight must be above 0, got a=x.jsonl:0; leave the source out"),
+        *(
+            (
+                f"a=x.jsonl:{weight},b=y.jsonl",
+                f"a weight must be a number above 0, such as .*, got a=x.jsonl:{weight}; leave",
+            )
+            for weight in ("0", "-1", "nan", "inf", "1e999", "1e-999", "1_0")
+        ),
+        ("a=squad:2", "may be its weight or its configuration, got a=squad:2; write squad:2.0 for the weight"),
+        ("a=o/n:2024,b=y.jsonl", "got a=o/n:2024; write o/n:2024.0 for the weight, o/n:2024:1 for the configuration"),
     ],
 )
 def test_wrong_names_are_refused(data, words):
@@ -146,6 +172,33 @@ def test_rows_with_random_access_are_those_of_a_file(place, monkeypatch, given, 
     assert isinstance(own.rows, list) != many and opened(given=given, limit=20).size == 20
 
 
+class Short(Map):
+    """A data set whose code fails inside with the error that ends an iteration."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __getitem__(self, index):
+        if index == 30:
+            raise self._error("list index out of range")
+        return ROWS[index]
+
+
+class ShortSequence(Short, Sequence):
+    """Its iteration, of `Sequence`, ends at the error."""
+
+
+@pytest.mark.parametrize("short, error", [(Short, IndexError), (Short, StopIteration), (ShortSequence, IndexError)])
+@pytest.mark.parametrize("many", [False, True])
+def test_rows_with_random_access_are_all_there_or_refused(monkeypatch, short, error, many):
+    monkeypatch.setattr(datasets, "MANY", 10 if many else 100)
+    words = f"rows: row 31: must exist, as there are 60 by len\\(\\), got {error.__name__}: list index out of range"
+    for bad in ("stop", "skip"):
+        with pytest.raises(ValueError, match=words):
+            opened(given=short(error), bad=bad)
+    assert opened(given=short(error), limit=30).size == 30
+
+
 class Plain(Map):
     """Rows without lists, which torch collates."""
 
@@ -208,6 +261,7 @@ def test_streams_are_converted_checked_and_skipped(capsys):
         ("x.jsonl", ROWS, "rows=: must be given without --data, got both, --data x.jsonl; write data=''"),
         ("", hf_datasets.DatasetDict({"train": hf_datasets.Dataset.from_list(ROWS)}), "got DatasetDict"),
         ("", "rows.jsonl", "must be a list, a data set or an iterable of rows, got str"),
+        ("", pandas.DataFrame(ROWS), r"iterable of rows, got DataFrame; give its to_dict\('records'\)"),
         ("", [3], "rows: row 1: a row must be a dict, got int"),
         ("", iter(ROWS), "an iterator cannot start anew, got a list_iterator; give a list"),
         ("", [], "the data set is empty, got rows"),

@@ -372,11 +372,12 @@ def test_a_cursor_of_other_data_is_refused():
         Prompts([])
 
 
+async def nothing(tokens, **sampling):
+    return Completion([1], [-1.0], [0], "stop")
+
+
 def one_batch(workflow, generate=None, *, G=2, group_size=2, **more):
     """The first batch and the counts after it."""
-
-    async def nothing(tokens, **sampling):
-        return Completion([1], [-1.0], [0], "stop")
 
     async def main():
         async with Executor(
@@ -486,6 +487,32 @@ def test_a_bug_ends_the_run_at_once(error):
 
     with pytest.raises(type(error)):
         one_batch(workflow)
+
+
+def test_a_row_that_cannot_be_read_ends_the_run_and_stays_open():
+    """What the loop then saves takes the prompt again, which --bad-rows skip replaces."""
+
+    class Bad(list):
+        def __getitem__(self, index):
+            if index == 5:
+                raise ValueError("rows.jsonl:6: not JSON")
+            return super().__getitem__(index)
+
+    async def main():
+        prompts = Prompts(Bad(ROWS), shuffle=False)
+        async with Executor(
+            plain, nothing, prompts, group_size=1, groups_per_batch=3, eta=0, max_concurrent=3
+        ) as ex:  # fmt: skip
+            ex.admit(0)
+            await ex.batch(0)
+            ex.admit(1)
+            with pytest.raises(ValueError, match="rows.jsonl:6: not JSON"):
+                await ex.batch(1)
+            await ex.close()
+            return ex.cursor()
+
+    cursor = play(main())
+    assert (cursor["batch"], cursor["next"], cursor["open"]) == (1, 6, [3, 4, 5])
 
 
 def test_a_filter_that_raises_ends_the_run():

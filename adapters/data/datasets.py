@@ -7,6 +7,7 @@ import glob
 import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -58,8 +59,8 @@ def placed(
     found: Iterator[Placed]
     if files is not None:
         found = itertools.chain.from_iterable(map(_read, files))
-    elif Path(source).expanduser().is_dir():
-        found = _numbered(_saved(Path(source).expanduser(), split), source)
+    elif (folder := _path(source)).is_dir():
+        found = _numbered(_saved(folder, split), source)
     else:
         found = _hub(str(source), split, limit)
     return good(list(itertools.islice(found, limit)), source, bad)
@@ -93,7 +94,7 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
     if limit is not None and limit <= MANY:
         return None
     if files is None:
-        folder = Path(source).expanduser()
+        folder = _path(source)
         table = _saved(folder, split) if folder.is_dir() else _loaded(str(source), split)
         return indexed.Joined([_rows_of(table, source)], limit) if len(table) > MANY else None
     suffix = _suffix(files[0])
@@ -101,12 +102,39 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
         return None
     if suffix == ".parquet":
         return indexed.Joined([_rows_of(indexed.parquet(files), source)], limit)
-    return indexed.Joined([_lines_of(file) for file in files], limit)
+    return indexed.Joined([_lines_of(file, keep=len(files) <= indexed.OPEN) for file in files], limit)
 
 
 def given(rows: Sequence, limit: int | None = None) -> Sequence[Placed]:
-    """(row or error, its place) of the rows of a list, a `datasets.Dataset` or the like, as `many`."""
-    return indexed.Joined([indexed.Mapped(rows, lambda i, row: _entry(row, f"rows: row {i + 1}"))], limit)
+    """(row or error, its place) of the rows of a list, a `datasets.Dataset` or the like, as `many`; as many as its
+    length says."""
+    return indexed.Joined([_Given(rows)], limit)
+
+
+class _Given(Sequence[Placed]):
+    """All rows of an object: an IndexError of its code, which ends an iteration silently, is refused."""
+
+    def __init__(self, rows: Any):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        place = f"rows: row {index + 1}"
+        try:
+            return _entry(self._rows[index], place)
+        except (IndexError, StopIteration) as error:
+            raise ValueError(
+                f"{place}: must exist, as there are {len(self)} by len(), got {type(error).__name__}: {_line(error)}"
+            ) from error
+
+    def __iter__(self) -> Iterator[Placed]:
+        count = 0
+        if hasattr(self._rows, "__iter__"):  # of `datasets` twice as fast as by index
+            for count, row in enumerate(self._rows, 1):
+                yield _entry(row, f"rows: row {count}")
+        yield from (self[index] for index in range(count, len(self)))
 
 
 def _entry(row: Any, place: str) -> Placed:
@@ -133,16 +161,20 @@ def _exceeds(files, suffix):
         return False
 
 
-def _lines_of(file) -> Sequence[Placed]:
+def _lines_of(file, keep) -> Sequence[Placed]:
     """The rows of a JSONL file, which is decompressed into the cache if it is compressed."""
     suffix, plain = _suffix(file), file
     if suffix in COMPRESSED:
         plain = indexed.decompressed(file, _chunks(file, suffix))
-    return indexed.Mapped(indexed.Lines(plain), lambda _, line: _row(line[1], f"{file}:{line[0]}"))
+    return indexed.Mapped(indexed.Lines(plain, keep), lambda _, line: _row(line[1], f"{file}:{line[0]}"))
 
 
 def _rows_of(table, source) -> Sequence[Placed]:
     return indexed.Mapped(table, lambda i, row: (row, f"{source}: row {i + 1}"))
+
+
+def _path(source) -> Path:
+    return Path(os.path.expanduser(source))  # of `Path` it raises RuntimeError without such a user
 
 
 def _located(source, split, limit) -> list[Path] | None:
@@ -151,7 +183,7 @@ def _located(source, split, limit) -> list[Path] | None:
         raise ValueError(f"data: limit must be at least 1, got {limit}")
     if not str(source):
         raise ValueError("data: needs a file, a folder or a data set on the hub, got ''")
-    path = Path(source).expanduser()
+    path = _path(source)
     if path.is_file():
         return [path]
     if any((path / name).is_file() for name in SAVED):
@@ -174,9 +206,16 @@ def _suffix(file):
     return next((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), "")
 
 
+def means_the_hub(source: str) -> bool:
+    """Whether a source that is a text names a data set on the hub, not files here."""
+    return not (_means_a_file(source) or glob.has_magic(source) or os.path.exists(source))
+
+
 def _means_a_file(source):
     name = source.partition(":")[0]
-    return source.endswith(SUFFIXES) or name.count("/") > 1 or name.startswith(("/", ".", "~"))
+    if source.endswith(SUFFIXES) or name.endswith(SUFFIXES):
+        return True
+    return name.count("/") > 1 or name.startswith(("/", ".", "~"))
 
 
 def _files(folder, split):
@@ -339,6 +378,8 @@ def _loaded(source, split, limit=None) -> Any:
         found = datasets.load_dataset(name, configuration or None, split=split, streaming=limit is not None)
         return found if limit is None else list(itertools.islice(found, limit))
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        if full := indexed.disk_full(source, error):
+            raise full from error
         raise ValueError(
             f"data: neither a local file nor a data set on the hub, got {source} (split {split}): {_line(error)}"
         ) from None

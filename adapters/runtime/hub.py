@@ -17,7 +17,8 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[str] = ("config.json",)) -> str:
-    """The directory of a model: `name` itself if it is a path, or the cached copy of the hub's model `owner/name`.
+    """The directory of a model: `name` itself, its ~ expanded, if it is a path, or the cached copy of the hub's model
+    `owner/name`.
 
     A copy that has what is needed is used as it is, without asking the hub; else it is downloaded.
 
@@ -28,10 +29,10 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
     Raises:
       ValueError: there is no such model, it has no weights in safetensors, or the hub does not answer.
     """
-    text = os.fspath(name)
-    if isinstance(name, Path) or Path(text).expanduser().exists() or not NAME.fullmatch(text) or text[0] == ".":
+    text = os.path.expanduser(name)  # of `Path` it raises RuntimeError without such a user
+    if isinstance(name, Path) or os.path.exists(text) or not NAME.fullmatch(text) or text[0] == ".":
         return text
-    name = text
+    name = os.fspath(name)
     import huggingface_hub
     from huggingface_hub import constants, errors
 

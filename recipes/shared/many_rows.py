@@ -103,7 +103,7 @@ class Rows(Sequence):
     def check(self) -> None:
         """Checks CHECKED rows; prints how many are left out, and why."""
         chosen = spread(len(self), CHECKED)
-        left = Counter(why for _, why in map(self.read, chosen) if why is not None)
+        left = Counter(why for index in chosen if (why := self.read(index)[1]) is not None)
         self._say(
             f"{self._source}: {len(self):,} rows stay on the disk; {len(chosen):,} spread over them are checked, the "
             "others when they are read"

@@ -172,16 +172,6 @@ def fit(
     said = terminal.Terminal(kind)
     prepare, loss = jax.jit(own.objective.prepare), step.make_loss(own.score, own.objective)
 
-    def evaluate() -> dict:
-        report: dict = {}
-        for i in range(0, len(heldout), config.batch):
-            batch = beside(batches.batch(pack(heldout[i : i + config.batch]), mesh))
-            jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
-            seen = learner.scored(own, batch) if own.objective.needs_scores else None
-            new = loss(own.state.params, prepare(batch, seen), *own.frozen)
-            report = common.merge(report, new) if report else new
-        return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
-
     with (
         ending.stop_signal() as stop, jax.set_mesh(mesh), common.run_directory(config.out),
         orbax.open_store(out / "state") as store,
@@ -197,6 +187,12 @@ def fit(
             if "data" in (cursor or {}):
                 sources.check_same(prompts, cursor["data"])
         position = {"recipe": kind, "data": sources.identity(prompts)}
+        done = start
+
+        def save():
+            if done > (store.latest or 0):  # the last step may have been saved already
+                store.save(done, own.state, position)
+
         complete = common.complete(config, start, quiet)
         with (
             run_dir.open_run(out, keep={kind: start}, quiet=quiet) as run,
@@ -219,12 +215,41 @@ def fit(
                     said.look(i, last)
                     run.log(kind, i, **last)
 
-            done, saved_at, stopped = start, time.monotonic(), False
+            def packed(rows: Any, indices: Sequence[int]) -> Batch:
+                """The batch of the rows at these indices. If they cannot be read, in any process, all save the state
+                before, which is whole, and raise."""
+                made: Batch | None = None
+                error: Exception | None = None
+                try:
+                    made = pack([rows[index] for index in indices])
+                except Exception as raised:  # whatever code gives the rows; it is raised again
+                    error = raised
+                failed = processes.anyone(error is not None)[0]
+                if failed or made is None:
+                    report()
+                    save()
+                    store.wait()
+                    processes.anyone(True)  # waits for all: the first to leave ends the others
+                    raise error or ValueError("--data, --heldout: another process cannot read its rows")
+                return made
+
+            def evaluate() -> dict:
+                report: dict = {}
+                for i in range(0, len(heldout), config.batch):
+                    jax.block_until_ready(report)  # one at a time: gloo hangs when many wait
+                    read = packed(heldout, range(i, min(i + config.batch, len(heldout))))
+                    batch = beside(batches.batch(read, mesh))
+                    seen = learner.scored(own, batch) if own.objective.needs_scores else None
+                    new = loss(own.state.params, prepare(batch, seen), *own.frozen)
+                    report = common.merge(report, new) if report else new
+                return {f"heldout_{k}": v for k, v in metrics.to_dict(report).items()}
+
+            saved_at, stopped = time.monotonic(), False
             stop.orderly()
             try:
                 for i in range(start, config.steps):
                     ordinals = range(i * config.batch, (i + 1) * config.batch)
-                    batch = pack([prompts[ordinal] for ordinal in ordinals])
+                    batch = packed(prompts, ordinals)
                     overdue = bool(config.save_minutes) and time.monotonic() - saved_at >= 60 * config.save_minutes
                     # of several processes each waits here for the step before
                     stopped, overdue = processes.anyone(stop.asked, overdue)
@@ -248,7 +273,7 @@ def fit(
                     due = overdue or (config.save_every and done % config.save_every == 0)
                     if due and done < config.steps:
                         report()  # first: a state that is saved has its line, whenever the run is killed
-                        store.save(done, own.state, position)
+                        save()
                         saved_at = time.monotonic()
             finally:
                 report()
@@ -257,8 +282,7 @@ def fit(
                 with said.phase(f"evaluating {len(heldout)} rows"):
                     last.update(evaluate())
                 run.log(kind, done, **{k: v for k, v in last.items() if k.startswith("heldout")})
-        if done > (store.latest or 0):  # the last step may have been saved already
-            store.save(done, own.state, position)
+        save()
         checkpoint = learner.export(own, out, tokenizer=tokens, base=config.model)
         summary = {
             "checkpoint": str(checkpoint), "steps": done, "complete": not stopped,

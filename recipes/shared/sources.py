@@ -2,10 +2,11 @@
 
 import itertools
 import json
+import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
@@ -18,7 +19,7 @@ from areax.rollout.scheduling.curriculum import Adaptive, Curriculum, EasyFirst,
 from areax.rollout.scheduling.mixture import Mixture
 from areax.rollout.scheduling.stream import AGAIN, Stream
 
-WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
+WEIGHT = re.compile(r"(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 SHUFFLED = Curriculum()
 SOME = 100  # rows of a source that tell whether it is the same
 FIRST = 1000  # rows of a stream that are checked before anything starts
@@ -36,9 +37,11 @@ def named(data: str) -> list[Source]:
     """The sources of `--data`, given as ROWS or as NAME=ROWS:WEIGHT,NAME=ROWS:WEIGHT; without a weight it is 1.
 
     Raises:
-      ValueError: one of several sources has no name, two have the same, or a weight is 0.
+      ValueError: one of several sources has no name, two have the same, a weight is not above 0, or a number may be
+        either a weight or a configuration on the hub.
     """
-    several = isinstance(data, str) and evaluation.NAMED.fullmatch(data) and not Path(data).exists()
+    # os.path: a long text, which is no file's name, is only an OSError to `Path`
+    several = isinstance(data, str) and evaluation.NAMED.fullmatch(data) and not os.path.exists(data)
     texts = data.split(",") if several else [data]
     made: list[Source] = []
     for text in texts:
@@ -46,14 +49,33 @@ def named(data: str) -> list[Source]:
         name, place = found.groups() if found else ("", text)
         if not name and len(texts) > 1:
             raise ValueError(f"--data: each of several sources needs a name, as in math={text}, got {text}")
-        weighted = WEIGHT.fullmatch(place) if name else None
-        place, weight = weighted.groups() if weighted else (place, "1")
-        if not Fraction(weight):
-            raise ValueError(f"--data: a weight must be above 0, got {text}; leave the source out")
+        place, weight = _weighted(text, place) if name else (place, Fraction(1))
         if name in [other.name for other in made]:
             raise ValueError(f"--data: sources must have different names, got {name} twice")
-        made.append(Source(name, place, Fraction(weight)))
+        made.append(Source(name, place, weight))
     return made
+
+
+def _weighted(text: str, place: str) -> tuple[str, Fraction]:
+    """(ROWS, WEIGHT) of a source's text; any number after the last colon is its weight."""
+    rows, _, word = place.rpartition(":")
+    try:
+        number = float(word)
+    except ValueError:  # a split, a configuration, a part of a name
+        return place, Fraction(1)
+    if not rows:
+        return place, Fraction(1)
+    if not (WEIGHT.fullmatch(word) and 0 < number < math.inf):
+        raise ValueError(
+            f"--data: a weight must be a number above 0, such as 2, .5 or 1e-3, got {text}; leave out a source without "
+            "a share"
+        )
+    if word.isdecimal() and ":" not in rows and datasets.means_the_hub(rows):
+        raise ValueError(
+            f"--data: a whole number after a data set on the hub may be its weight or its configuration, got {text}; "
+            f"write {rows}:{word}.0 for the weight, {rows}:{word}:1 for the configuration"
+        )
+    return rows, Fraction(word)
 
 
 def opened(
@@ -158,6 +180,11 @@ def _given(
 ) -> Prompts | EasyFirst | Adaptive | Stream:  # fmt: skip
     if isinstance(given, str | Mapping):
         raise ValueError(f"rows=: must be a list, a data set or an iterable of rows, got {type(given).__name__}")
+    if hasattr(given, "to_dict") and hasattr(given, "columns"):  # of pandas, whose index and iteration give columns
+        raise ValueError(
+            f"rows=: must be a list, a data set or an iterable of rows, got {type(given).__name__}; give its "
+            "to_dict('records')"
+        )
     if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
         if spec.order != "shuffled":
             raise ValueError(f"--curriculum.order {spec.order} needs rows in memory, got {type(given).__name__}")

@@ -364,6 +364,7 @@ class Executor:
                 self._error = ServerError(f"Executor: {self._failed} groups in a row failed; the last with: {error}")
         else:
             self._error = self._error or error
+            self._open.appendleft(prompt)  # in the cursor: it runs again after a resume
         self._fill()
         self._changed.set()
 
