@@ -217,6 +217,11 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         (["--mesh.fsdp", 3, "--rows", 8], "--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
         (["--mesh.fsdp", 5, "--rows", 5], "embed: embed of size 32 cannot be split over fsdp = 5 devices"),
         (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
+        (["--mesh.dp", 1 << 40], "--mesh.dp must be at most 1048576, got 1099511627776"),
+        (
+            ["--mesh.dp", 1 << 12, "--mesh.tp", 1 << 9],
+            "dp 4096 x tp 512 must have at most 1048576 devices, got",
+        ),
         (["--mesh.tp", 0], "--mesh.tp must be at least 1, got 0"),
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
         (
