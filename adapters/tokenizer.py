@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def load(path: str | Path) -> Any:
     """Loads the tokenizer of a model folder, or of a hub model `owner/name`."""
     is_path = isinstance(path, Path)
     path = hub.folder(path, needs=FILES)
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         if not any((folder / name).is_file() for name in FILES):
             raise ValueError(f"tokenizer.load: no tokenizer in the folder {path}; it needs {FILES[0]}")

@@ -7,6 +7,7 @@ import glob
 import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -58,8 +59,8 @@ def placed(
     found: Iterator[Placed]
     if files is not None:
         found = itertools.chain.from_iterable(map(_read, files))
-    elif Path(source).expanduser().is_dir():
-        found = _numbered(_saved(Path(source).expanduser(), split), source)
+    elif Path(os.path.expanduser(source)).is_dir():
+        found = _numbered(_saved(Path(os.path.expanduser(source)), split), source)
     else:
         found = _hub(str(source), split, limit)
     return good(list(itertools.islice(found, limit)), source, bad)
@@ -93,7 +94,7 @@ def many(source: str | Path, *, split: str = "train", limit: int | None = None) 
     if limit is not None and limit <= MANY:
         return None
     if files is None:
-        folder = Path(source).expanduser()
+        folder = Path(os.path.expanduser(source))
         table = _saved(folder, split) if folder.is_dir() else _loaded(str(source), split)
         return indexed.Joined([_rows_of(table, source)], limit) if len(table) > MANY else None
     suffix = _suffix(files[0])
@@ -151,7 +152,7 @@ def _located(source, split, limit) -> list[Path] | None:
         raise ValueError(f"data: limit must be at least 1, got {limit}")
     if not str(source):
         raise ValueError("data: needs a file, a folder or a data set on the hub, got ''")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_file():
         return [path]
     if any((path / name).is_file() for name in SAVED):

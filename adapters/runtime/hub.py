@@ -29,7 +29,7 @@ def folder(name: str | os.PathLike, *, weights: bool = False, needs: Sequence[st
       ValueError: there is no such model, it has no weights in safetensors, or the hub does not answer.
     """
     text = os.fspath(name)
-    if isinstance(name, Path) or Path(text).expanduser().exists() or not NAME.fullmatch(text) or text[0] == ".":
+    if isinstance(name, Path) or Path(os.path.expanduser(text)).exists() or not NAME.fullmatch(text) or text[0] == ".":
         return text
     name = text
     import huggingface_hub
