@@ -306,6 +306,21 @@ def test_what_a_plan_suggests_fits_and_is_faster(capsys, tmp_path):
     assert after > before
 
 
+def test_a_plan_suggests_what_the_memory_guide_has(capsys, tmp_path):
+    """Adapters of Qwen3-8B: their base in 8 or 4 bits; on narrower devices, weights in bf16 as the last resort."""
+    (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.S).group(1))
+    words = ["--model", tmp_path, "--length", 512, "--rows", 1, "--batch", 64]
+    report = lambda *more, code: json.loads(run(capsys, "sft", *words, *more, "--json", code=code))
+    adapters = [*words, "--chip", "v5e", "--lora.rank", 8]
+    suggested = json.loads(run(capsys, "sft", *adapters, "--json", code=1))["suggested"]
+    assert ["--lora.base int8", "--lora.base nf4"] == [each for each in suggested if each.startswith("--lora.base")]
+    for each in suggested:
+        report("--chip", "v5e", "--lora.rank", 8, *each.split(), code=0)
+    options = "--chip", "h200", "--optim.ema", 0.99  # which --optim.offload does not keep
+    [narrow] = [each for each in report(*options, code=1)["suggested"] if "--optim.weights" in each]
+    report(*options, *narrow.split(), code=0)
+
+
 def test_a_critic_and_a_teacher_count(capsys, model):
     """Their weights, and what they compute; a teacher on servers costs the trainer the arrays in the batch alone."""
     options = ["--model", model, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
