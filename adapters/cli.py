@@ -76,24 +76,30 @@ def _recipe(recipe: str, command: str):
     from ..rollout import object_path
 
     settings: dict = {}
+    _check_recipe(recipe, command)
     if recipe in RECIPES:
         module = importlib.import_module(f"areax.recipes.{recipe}")
     elif recipe.endswith(".py"):
         module = object_path.module(recipe)
-    elif recipe in (algorithms := _algorithms()):
-        base, preset = algorithms[recipe]
-        module, settings = importlib.import_module(f"areax.recipes.{base}"), {"objective": preset()}
     else:
-        known = [*RECIPES, *(name for name in algorithms if name not in RECIPES)]
-        near = difflib.get_close_matches(recipe.lower(), known, 1)
-        raise ValueError(
-            f"areax {command}: recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
-            + (f"; did you mean {near[0]}?" if near else "")
-        )
+        base, preset = _algorithms()[recipe]
+        module, settings = importlib.import_module(f"areax.recipes.{base}"), {"objective": preset()}
     for name in ("Config", "main"):
         if not hasattr(module, name):
             raise ValueError(f"{recipe}: a recipe must define `Config` and `main(config)`, got no {name}")
     return module, settings
+
+
+def _check_recipe(recipe: str, command: str) -> None:
+    """Raises ValueError unless it is a recipe, an algorithm, or the name of a file."""
+    if recipe in RECIPES or recipe.endswith(".py") or recipe in (algorithms := _algorithms()):
+        return
+    known = [*RECIPES, *(name for name in algorithms if name not in RECIPES)]
+    near = difflib.get_close_matches(recipe.lower(), known, 1)
+    raise ValueError(
+        f"areax {command}: recipe must be one of {', '.join(known)} or a file ending in .py, got {recipe!r}"
+        + (f"; did you mean {near[0]}?" if near else "")
+    )
 
 
 def demo(*options: str) -> int:
@@ -260,9 +266,12 @@ def launch(*options: str) -> int:
 
     at = options.index("--") if "--" in options else len(options)
     config = parse.parse(launch.Config, options[:at], "areax launch")
-    if not options[at + 1 :]:
+    command = list(options[at + 1 :])
+    if not command:
         raise ValueError("areax launch: needs a command after --, as in areax launch --servers 2 -- train grpo ...")
-    return launch.launch(config, list(options[at + 1 :]))
+    if _command(command[0]) is train and len(command) > 1:
+        _check_recipe(command[1], "train")
+    return launch.launch(config, command)
 
 
 def doctor() -> int:
@@ -332,13 +341,7 @@ def _main(argv: list[str] | None) -> int:
         print(f"areax {__version__}")
         return 0
     try:
-        command = COMMANDS.get(argv[0])
-        if command is None:
-            near = difflib.get_close_matches(argv[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
-            if argv[0] in RECIPES or argv[0] in _algorithms():
-                hint = f"did you mean areax train {argv[0]}?"
-            raise ValueError(f"areax: unknown command {argv[0]!r}; {hint}")
+        command = _command(argv[0])
         if command in FORWARDING:
             return _forward(command, argv[1:])
         return parse.parse(command, argv[1:], f"areax {argv[0]}")
@@ -354,6 +357,16 @@ def _main(argv: list[str] | None) -> int:
             raise
         print(_one_line_of(error), file=sys.stderr)
         return 1
+
+
+def _command(name: str) -> Callable:
+    if command := COMMANDS.get(name):
+        return command
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(COMMANDS)}"
+    if name in RECIPES or name in _algorithms():
+        hint = f"did you mean areax train {name}?"
+    raise ValueError(f"areax: unknown command {name!r}; {hint}")
 
 
 def _unread() -> bool:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AxisType
 
+MOST = 1 << 20  # devices, more than the largest clusters have
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -39,6 +41,10 @@ class Layout:
         for name, count in dataclasses.asdict(self).items():
             if count < 1:
                 raise ValueError(f"mesh: {name} must be at least 1, got {count}")
+            if count > MOST:
+                raise ValueError(f"mesh: {name} must be at most {MOST}, got {count}")
+        if self.devices > MOST:
+            raise ValueError(f"mesh: {self} must have at most {MOST} devices, got {self.devices}")
 
     def __str__(self):
         named = [f"{name} {count}" for name, count in dataclasses.asdict(self).items() if count > 1]

@@ -158,7 +158,10 @@ def test_nvidia_smi_that_fails_or_hangs(tmp_path, monkeypatch, seen):
     program(tmp_path / "bin", "#!/bin/sh\nsleep 1000 & sleep 1000\n")
     monkeypatch.setattr(devices, "SMI_S", 0.2)
     [said] = told(devices.devices(tmp_path, {}))
-    assert said.startswith("broken nvidia-smi fails (no answer in 0 s); ")
+    assert said.startswith("broken nvidia-smi fails (no answer); ")
+    [said] = told(devices.devices(tmp_path / "other", {}))  # it took the whole limit
+    assert said.startswith("note nvidia-smi gives no answer, and /dev has no NVIDIA GPU; ")
+    program(tmp_path / "bin", FAILS)
     assert told(devices.devices(tmp_path / "other", {})) == []  # the program alone is not a GPU
 
 
@@ -225,6 +228,19 @@ def test_what_a_small_machine_lacks(tmp_path, monkeypatch):
     assert (
         "token" in (last := list(machine.machine(tmp_path, {"HF_HOME": str(tmp_path)}))[-1]).text and last.state == "ok"
     )
+
+
+def test_no_home_directory(tmp_path, monkeypatch):
+    """Neither HOME nor an entry in the user database, as in a container with a user of its own."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError
+    *_, cache, token = machine.machine(tmp_path, {})
+    assert cache.text == "there is no home directory: each start compiles anew; set JAX_COMPILATION_CACHE_DIR"
+    assert token.state == "note" and token.text.startswith("no token of the Hugging Face hub (")
+    *_, cache, token = machine.machine(tmp_path, {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "HF_TOKEN": "hf_x"})
+    assert (cache.state, token.state) == ("ok", "ok")
+    *_, token = machine.machine(tmp_path, {"HF_HOME": str(tmp_path / ("x" * 300))})  # as another user's, of root
+    assert token.state == "note" and "(" in token.text
 
 
 def test_versions_are_compared_by_their_numbers():

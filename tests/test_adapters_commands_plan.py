@@ -217,6 +217,11 @@ def test_a_preference_pair_is_two_sequences_and_may_need_a_reference_model(capsy
         (["--mesh.fsdp", 3, "--rows", 8], "--rows must be a multiple of dp x fsdp x ep = 3, got 8"),
         (["--mesh.fsdp", 5, "--rows", 5], "embed: embed of size 32 cannot be split over fsdp = 5 devices"),
         (["--mesh.cp", 3], "--length must be a multiple of cp = 3, got 1024"),
+        (["--mesh.dp", 1 << 40], "--mesh.dp must be at most 1048576, got 1099511627776"),
+        (
+            ["--mesh.dp", 1 << 12, "--mesh.tp", 1 << 9],
+            "dp 4096 x tp 512 must have at most 1048576 devices, got",
+        ),
         (["--mesh.tp", 0], "--mesh.tp must be at least 1, got 0"),
         (["--sample-tokens", 2000], "--sample-tokens must be from 1 to --length 1024, got 2000"),
         (
@@ -299,6 +304,21 @@ def test_what_a_plan_suggests_fits_and_is_faster(capsys, tmp_path):
     [more], before = planned(eight, 0)
     _, after = planned(eight | {"--rows": more.removeprefix("--rows ")}, 0)
     assert after > before
+
+
+def test_a_plan_suggests_what_the_memory_guide_has(capsys, tmp_path):
+    """Adapters of Qwen3-8B: their base in 8 or 4 bits; on narrower devices, weights in bf16 as the last resort."""
+    (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.S).group(1))
+    words = ["--model", tmp_path, "--length", 512, "--rows", 1, "--batch", 64]
+    report = lambda *more, code: json.loads(run(capsys, "sft", *words, *more, "--json", code=code))
+    adapters = [*words, "--chip", "v5e", "--lora.rank", 8]
+    suggested = json.loads(run(capsys, "sft", *adapters, "--json", code=1))["suggested"]
+    assert ["--lora.base int8", "--lora.base nf4"] == [each for each in suggested if each.startswith("--lora.base")]
+    for each in suggested:
+        report("--chip", "v5e", "--lora.rank", 8, *each.split(), code=0)
+    options = "--chip", "h200", "--optim.ema", 0.99  # which --optim.offload does not keep
+    [narrow] = [each for each in report(*options, code=1)["suggested"] if "--optim.weights" in each]
+    report(*options, *narrow.split(), code=0)
 
 
 def test_a_critic_and_a_teacher_count(capsys, model):

@@ -120,9 +120,15 @@ def test_devices_of_other_kinds(monkeypatch):
         ("--servers 1 --server.devices 2 -- train grpo --model m", "uses one device, got --server.devices 2"),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
-        (f"--processes {10**8} -- train sft", "--processes must be at most 100000, got 100000000"),
-        ("--on slurm --servers 100001 -- train sft", "--servers must be at most 100000, got 100001"),
-        ("--processes 99999 --servers 9 -- train sft", "--processes 99999 and --servers 9 must fit into"),
+        (f"--processes {10**8} -- train sft", "--processes must be at most 10000, got 100000000"),
+        ("--on slurm --servers 10001 -- train sft", "--servers must be at most 10000, got 10001"),
+        ("--processes 9999 --servers 9 -- train sft", "--processes 9999 and --servers 9 must fit into"),
+        (f"--processes 2 --cpus {10**8} -- train sft", "--cpus must be at most 4096, got 100000000"),
+        ("--on slurm --slurm.time soon -- train sft", "minutes, hours:minutes:seconds or days-hours, as 30, "),
+        ("--on slurm --slurm.account a#b -- train sft", "--slurm.account must be one word of letters, digits and "),
+        ("--processes 2 -- frobnicate --model m", "areax: unknown command 'frobnicate'; commands are train, "),
+        ("--processes 2 -- sft --model m", "unknown command 'sft'; did you mean areax train sft?"),
+        ("--on slurm -- train srft --model m", "recipe must be one of sft, grpo, "),
         (f"--processes 2 --devices {10**8} -- train sft", "--devices must be at most 1024, got 100000000"),
         ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
     ],
@@ -131,6 +137,20 @@ def test_impossible_options_give_a_one_line_error(words, told, capsys):
     assert cli.main(["launch", *words.split()]) == 2
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1
+
+
+def test_an_option_is_no_line_of_a_batch_script(capsys):
+    for option in ("partition", "account", "time"):
+        for value in ("gpu\ntouch x", "gpu\r", "a b", "'a", "1:2\n"):
+            assert cli.main(["launch", "--on", "slurm", f"--slurm.{option}", value, "--", "train", "sft"]) == 2
+            said = capsys.readouterr()
+            assert said.err.startswith(f"areax launch: --slurm.{option} must be ") and said.err.count("\n") == 1
+            assert said.out == ""
+    for time in ("30", "30:00", "4:00:00", "1-12", "1-12:30", "1-12:30:15", "UNLIMITED"):
+        words = ["--slurm.time", time, "--slurm.partition", "gpu,long_1", "--", "train", "sft"]
+        assert cli.main(["launch", "--on", "slurm", *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert f"#SBATCH --time={time}" in lines and "#SBATCH --partition=gpu,long_1" in lines
 
 
 # -- one machine ---------------------------------------------------------------------------------

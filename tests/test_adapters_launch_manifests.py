@@ -59,6 +59,12 @@ def written(capsys, on, *words):
     return list(yaml.safe_load_all(capsys.readouterr().out))
 
 
+def expanded(words, variables):
+    """A container's command as the kubelet passes it on: $$ is $, $(NAME) a known variable's value."""
+    kept = lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0])
+    return [re.sub(r"\$\$|\$\(([^)]*)\)", kept, word) for word in words]
+
+
 def fits(value, rule):
     if isinstance(rule, dict):
         assert isinstance(value, dict) and set(value) <= set(rule), (value, rule)
@@ -102,7 +108,7 @@ class Pods:
           ports: {port in the manifest: a free one}.
         """
         self.folder, self.jobs, self.running = folder, valid(documents), {}
-        self.secret = next((one["stringData"] for one in documents if one["kind"] == "Secret"), {})
+        self.secrets = {one["metadata"]["name"]: one["stringData"] for one in documents if one["kind"] == "Secret"}
         name = next(one for one in documents if one["kind"] in ("JobSet", "Job"))["metadata"]["name"]
         self.pods = [(job, i) for job, spec in self.jobs.items() for i in range(spec["completions"])]
         plain = name in self.jobs
@@ -122,15 +128,16 @@ class Pods:
             yield self
 
     def start(self, container, index, address):
-        words = container["command"]
-        for name, instead in self.named.items():
-            words = [word.replace(name, instead) for word in words]
-        environ = {**environment(self.folder), "JOB_COMPLETION_INDEX": str(index)}
+        own = {"JOB_COMPLETION_INDEX": str(index)}
         for one in container["env"]:
             field = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            environ[one["name"]] = {"status.podIP": address, None: one.get("value")}[field]
-        if "envFrom" in container:
-            environ |= self.secret
+            own[one["name"]] = {"status.podIP": address, None: one.get("value")}[field]
+        for source in container.get("envFrom", []):
+            own |= self.secrets[source["secretRef"]["name"]]
+        words = expanded(container["command"], own)
+        for name, instead in self.named.items():
+            words = [word.replace(name, instead) for word in words]
+        environ = environment(self.folder) | own
         log = open(self.folder / f"{container['name']}-{index}.log", "w")  # noqa: SIM115 - closed with the process
         with log:
             return subprocess.Popen(words, env=environ, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
@@ -179,8 +186,9 @@ def test_pods_of_a_jobset(data, tmp_path, capsys):
     assert {x["JAX_NUM_CPU_DEVICES"] for x in told} == {"2"}
     assert told[0]["servers"] == [f"http://127.0.0.{i}:{second}" for i in (1, 2)]
     assert told[0]["stagers"] == [f"http://127.0.0.{i}:{third}" for i in (1, 2)]
+    [secret] = pods.secrets.values()
     # the stand-in's key is its own; a stager without one would not listen on a pod's address
-    assert told[0]["AREAX_SERVER_KEY"] is None and told[0]["AREAX_STAGER_KEY"] == pods.secret["AREAX_STAGER_KEY"]
+    assert told[0]["AREAX_SERVER_KEY"] is None and told[0]["AREAX_STAGER_KEY"] == secret["AREAX_STAGER_KEY"]
     assert [at for what, at, *_ in said_in(tmp_path) if what == "began"] == [second] * 2
     # each ran in place of its shell, so that a pod's SIGTERM reaches it
     assert sorted(what for what, *_ in said_in(tmp_path)) == ["began"] * 2 + ["ended"] * 2
@@ -220,7 +228,8 @@ def test_a_jobset_trains_with_servers(data, tmp_path, capsys):
     documents = written(capsys, "kubernetes", *IMAGE, *SERVED, "--", *grpo(data, tmp_path / "run", 2))
     with Pods(tmp_path, documents, dict(zip((30000, 31000), free_ports(2), strict=True))).all() as pods:
         assert pods.running["trainer 0"].wait(300) == 0, pods.log("trainer 0")[-2000:]
-    assert len(trained(tmp_path / "run", 2)) == 2 and pods.secret.keys() == {"AREAX_SERVER_KEY", "AREAX_STAGER_KEY"}
+    [secret] = pods.secrets.values()
+    assert len(trained(tmp_path / "run", 2)) == 2 and secret.keys() == {"AREAX_SERVER_KEY", "AREAX_STAGER_KEY"}
 
 
 def test_devices_volumes_and_secrets_of_pods(capsys):
@@ -243,10 +252,54 @@ def test_devices_volumes_and_secrets_of_pods(capsys):
     mounts = {mount["name"]: mount["mountPath"] for mount in trainer["volumeMounts"]}
     assert mounts == {"shm": "/dev/shm", "shared": "/shared"} and trainer["workingDir"] == "/shared"
     # the later wins, as of a key of one's own
-    assert [source["secretRef"]["name"] for source in trainer["envFrom"]] == ["areax", "mine"]
+    assert [source["secretRef"]["name"] for source in trainer["envFrom"]] == [
+        documents[0]["metadata"]["name"], "mine"
+    ]  # fmt: skip
     script = trainer["command"][2]
     assert shlex.split(script[script.index("exec") :].replace("\\\n", ""))[8:10] == ["--data", "it's here.jsonl"]
     assert subprocess.run(["bash", "-n", "-c", script]).returncode == 0
+
+
+def test_an_option_reaches_a_pod_as_it_is(tmp_path, capsys):
+    """Neither Kubernetes' $(NAME) and $$, nor placeholders of the launcher, nor an empty word change it."""
+    words = ["cost$$5.jsonl", "$(AREAX_SERVER_KEY)", "$$(POD_IP)", "$", "@HOST@:@PORT@", "", "it's {host}", "{model}"]
+    model = "{host}/$(POD_IP)"
+    [secret, jobset] = written(capsys, "kubernetes", *IMAGE, "--servers", 1, "--",
+                               "train", "grpo", "--model", model, "--published", "w", "--data", *words)  # fmt: skip
+    own = {"POD_IP": "127.0.0.1", **secret["stringData"]}
+    (tmp_path / "python").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    environ = {**os.environ, **own, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for name, spec in valid([jobset]).items():
+        command = expanded(spec["template"]["spec"]["containers"][0]["command"], own)
+        if name == "trainer":
+            command[2] = "exec" + command[2].partition("\nexec")[2]  # without waiting for the server
+        got = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.split("\0")
+        assert got[4:6] == ["--model", model] if name == "trainer" else got[3] == model
+        if name == "trainer":
+            assert got[9 : 9 + len(words)] == words
+
+
+def test_another_manifest_leaves_the_keys_of_a_running_job(capsys):
+    """Its Secret has another name; the pods of each manifest name its own."""
+    names = set()
+    for _ in range(2):
+        documents = written(capsys, "kubernetes", *IMAGE, "--servers", 1, "--", "train", "grpo", "--model", "m")
+        kubernetes_validate.validate(documents[0], VERSION, strict=True)
+        assert documents[0]["immutable"] is True
+        containers = [c for spec in valid(documents).values() for c in spec["template"]["spec"]["containers"]]
+        [name] = {source["secretRef"]["name"] for container in containers for source in container["envFrom"]}
+        assert name == documents[0]["metadata"]["name"]
+        names.add(name)
+    assert len(names) == 2 and all(name.startswith("areax-keys-") for name in names)
+
+
+def test_options_that_kubernetes_takes(capsys):
+    for image in ("areax", "registry:5000/a/b_c:1.0-x", "ghcr.io/a/b@sha256:" + "0f" * 32):
+        for memory in ("64Gi", "1.5G", "500M", "1e9", "128974848000m"):
+            words = ["--kubernetes.image", image, "--kubernetes.memory", memory, "--kubernetes.secret", "a.b-1"]
+            words += ["--kubernetes.resource", "google.com/tpu", "--kubernetes.claim", "9"]
+            valid(written(capsys, "kubernetes", *words, "--", "train", "sft"))
 
 
 def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
@@ -278,6 +331,30 @@ def test_a_file_with_keys_is_its_owners(tmp_path, capsys):
             "--on kubernetes --kubernetes.image a --kubernetes.restarts -1",
             "--kubernetes.restarts must be at least 0, got -1",
         ),
+        *(
+            (f"--on kubernetes --kubernetes.image a --kubernetes.{name} {value}", f"--kubernetes.{name} must be {told}")
+            for name, value, told in (
+                ("image", "Areax:1", "an image's reference, as registry/areax:1, got 'Areax:1'"),
+                ("image", "a:", "an image's reference"),
+                ("server-image", "a//b", "an image's reference"),
+                ("secret", "My_Secret", "lower-case letters, digits, - and ., as data-1, got 'My_Secret'"),
+                ("secret", "a" * 254, "lower-case letters"),
+                ("claim", "data-", "lower-case letters"),
+                ("claim", "a..b", "lower-case letters"),
+                ("memory", "64GB", "a quantity of Kubernetes, as 64Gi"),
+                ("memory", "lots", "a quantity"),
+                ("memory", "0Gi", "a quantity"),
+                ("resource", "gpu", "a resource's full name, as nvidia.com/gpu, got 'gpu'"),
+            )
+        ),
+        ("--on kubernetes --kubernetes.image a --processes 5001", "must be at most 5000 pods"),
+        (
+            "--on kubernetes --kubernetes.image a --servers 4000",
+            "must be at most 131071 bytes, which Linux passes as one argument",
+        ),
+        ("--on skypilot --skypilot.shared mine", "must be a bucket's address, as s3://mine, got 'mine'"),
+        (f"--on skypilot --skypilot.accelerators H100:{'9' * 5000}", "must be NAME:COUNT, as H100:8, got"),
+        ("--on skypilot --skypilot.accelerators :8", "must be NAME:COUNT, as H100:8, got ':8'"),
         ("--on skypilot --skypilot.accelerators H100:x", "must be NAME:COUNT, as H100:8, got 'H100:x'"),
         (
             "--on skypilot --skypilot.accelerators H100:4 --devices 8",

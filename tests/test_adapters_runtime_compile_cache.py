@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from areax.adapters.runtime import compile_cache
@@ -33,6 +34,20 @@ def test_small_programs_are_cached(tmp_path, given, where):
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
     kept = [path for path in tmp_path.rglob("*-cache") if path.is_file()]
     assert [path.parent.relative_to(tmp_path).as_posix() for path in kept] == ([where] if where else [])
+
+
+def test_programs_run_without_a_home_directory(monkeypatch, caplog):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError: a user without an entry
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compile_cache.keep()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    [record] = caplog.records
+    assert record.getMessage().startswith("compilation cache disabled: there is no home directory; ")
 
 
 def test_programs_run_without_a_writable_cache_directory(tmp_path):

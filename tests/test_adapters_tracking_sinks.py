@@ -18,9 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areax.adapters import cli
-from areax.adapters.tracking import prometheus, run_dir, sinks, tail
+from areax.adapters.tracking import prometheus, run_dir, sinks, tail, trackio, wandb
 from areax.adapters.tracking.sinks import Sinks
 
+DAMAGED = (
+    "", "[]", "3", "{", "[" * 100_000, '{"project": "mine"}', "\x00\ufffd",
+    '{"project": "mine", "id": 3, "name": null, "lines": "1", "bytes": 1.5, "xxh3_128": ""}',
+)  # fmt: skip
 FAST = 0.01  # seconds between polls
 
 
@@ -378,3 +382,19 @@ def test_report_exports_a_finished_run_to_tensorboard(tmp_path, capsys):
     assert boards(tmp_path / "boards")[0] == wanted(tmp_path / "run")
     assert cli.main(["report", str(tmp_path), "--tensorboard", str(tmp_path / "boards")]) == 2
     assert "must contain metrics.jsonl, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_state_is_a_warning(text, tmp_path, caplog):
+    """The file where a sink left off: the run goes on, and the sink starts a new run with all lines."""
+    for sink, name in ((wandb.Wandb, wandb.STATE), (trackio.Trackio, trackio.STATE)):
+        caplog.clear()
+        (tmp_path / name).write_text(text)
+        assert sink("mine", tmp_path).mark == tail.START
+        [record] = caplog.records
+        said = record.getMessage()
+        assert said.startswith(f"{tmp_path / name} is damaged (") and "\n" not in said
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()  # cannot be read
+        assert sink("mine", tmp_path).mark == tail.START
+        (tmp_path / name).rmdir()

@@ -1,5 +1,6 @@
 """`--profile` writes a trace of the steps that it names, readable by Perfetto, and says how to open it."""
 
+import errno
 import gzip
 import itertools
 import json
@@ -8,12 +9,14 @@ import re
 import signal
 import threading
 
+import jax
 import jobs
 import pytest
 import servers
 import tiny
 
 from areax.adapters import cli
+from areax.recipes.shared import profiling
 from areax.rollout.tasks import arithmetic
 
 
@@ -70,6 +73,39 @@ def test_a_run_that_is_stopped_writes_what_it_has(place, tmp_path, capsys):
     assert marked(out, "sft", capsys.readouterr().err, f"steps 2 to {last}") == list(range(2, last + 1))
 
 
+def traced(out, between=lambda: None):
+    """Steps 1 to 3, of which 1 and 2 are to be traced."""
+    done = []
+    with profiling.steps("sft", "1:2", str(out), 3) as step:
+        for number in range(1, 4):
+            with step(number) as results:
+                done.append(results(number))
+                between()
+    assert done == [1, 2, 3]
+
+
+def test_a_run_goes_on_without_a_trace(tmp_path, monkeypatch, capsys):
+    """Its folder is a file; the disk is full when it is written, in or after the last step. One line each."""
+    (tmp_path / "profile").write_text("")
+    traced(tmp_path)
+    said = capsys.readouterr().err
+    assert said.startswith(f"sft goes on without a trace in {tmp_path}/profile: ") and said.count("\n") == 1
+    stop = jax.profiler.stop_trace
+
+    def full():
+        stop()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", full)
+    traced(tmp_path / "other")
+    with pytest.raises(KeyboardInterrupt), profiling.steps("sft", "1:2", str(tmp_path / "third"), 3) as step:
+        with step(1):
+            pass
+        raise KeyboardInterrupt
+    said = capsys.readouterr().err
+    assert said.count("No space left on device\n") == said.count("\n") == 2
+
+
 @pytest.mark.slow
 def test_reinforcement_learning_is_traced(place, tmp_path, capsys):
     out = tmp_path / "run"
@@ -87,6 +123,7 @@ def test_reinforcement_learning_is_traced(place, tmp_path, capsys):
     "given, told",
     [
         ("five", "--profile must be a step or FIRST:LAST, such as 5:8, got 'five'"),
+        ("9" * 5000, "--profile must be a step or FIRST:LAST, such as 5:8, got '999999999999...9999999999999'"),
         ("2:", "--profile must be a step or FIRST:LAST, such as 5:8, got '2:'"),
         ("0:2", "--profile must name steps from 1 to --steps 5, in order, got 0:2"),
         ("3:2", "--profile must name steps from 1 to --steps 5, in order, got 3:2"),

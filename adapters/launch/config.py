@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import shlex
 import tempfile
@@ -16,8 +17,8 @@ from ...parallel.multihost import processes
 from ...rollout.processes import memory
 from .host import PYTHON
 
-MOST = 100_000  # processes or servers, more than the largest clusters run
-MOST_DEVICES = 1024  # of one process
+MOST = 10_000  # processes or servers: more than the largest clusters run, and two ports each are left for the servers
+MOST_DEVICES, MOST_CPUS = 1024, 4096  # of one process
 SHARED = "/shared"  # where pods and nodes see a shared folder
 
 
@@ -157,7 +158,7 @@ class Config:
             ("server.devices", self.server.devices, 1, MOST_DEVICES),
             ("server.slots", self.server.slots, 1, math.inf),
             ("server.context", self.server.context, 0, math.inf),
-            ("cpus", self.cpus, 1, math.inf),
+            ("cpus", self.cpus, 1, MOST_CPUS),
             ("kubernetes.restarts", self.kubernetes.restarts, 0, MOST),
             ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0, MOST_DEVICES),
         ):
@@ -247,10 +248,8 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
     server, model = config.server, option(command, "--model") or ""
     if server.command:
         filled = {"{model}": model, "{host}": host, "{port}": str(port)}
-        words = shlex.split(server.command)
-        for name, value in filled.items():
-            words = [word.replace(name, value) for word in words]
-        return words
+        fill = lambda word: re.sub(r"\{(model|host|port)\}", lambda found: filled[found[0]], word)
+        return [fill(word) for word in shlex.split(server.command)]
     context = str(server.context or option(command, "--length") or "")
     return [
         PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port), "--slots", str(server.slots),

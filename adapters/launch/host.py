@@ -22,7 +22,7 @@ from pathlib import Path
 from ...rollout.processes import folders, guard
 from ...rollout.processes.orphan_guard import signal_group
 
-PYTHON = ""  # in a command, stands for the Python interpreter
+PYTHON = "\0python"  # stands for the Python interpreter in a command, whose own words cannot contain a zero byte
 LINES = 20  # last lines of a log shown when a process has ended
 ANSWER_S = 5.0
 GRACE_S = 30.0  # for a trainer to end its servers and remove its folders

@@ -7,21 +7,24 @@ unless the command names a shared folder (--published).
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from typing import Any
 
 from ...rollout.processes import keys
-from . import shell
+from . import shell, spelling
 from .config import SHARED, Config, option, server_words
 from .host import PYTHON
 
 COORDINATOR, SERVER, STAGER = 9876, 30000, 31000  # ports; each pod has an address of its own
 GRACE_S = 120  # from SIGTERM to SIGKILL: enough for a step and a checkpoint
+MOST_PODS = 5000  # nodes of the largest clusters that Kubernetes supports
+LONGEST_SCRIPT = 128 * 1024 - 1  # bytes of one argument, on Linux
 LONGEST_NAME = 40  # hostnames have at most 63 characters
 BAD_INPUT = 2  # exit code of a command that would fail again
 SERVER_RESTARTS = 20  # of containers of the servers' Job
-VARIABLES = {PYTHON: "python", shell.HOST: "$POD_IP", shell.PORT: "$port"}
+VARIABLES = {PYTHON: "python", shell.HOST: '"$POD_IP"', shell.PORT: '"$port"'}
 
 
 def write(config: Config, command: list[str]) -> int:
@@ -33,12 +36,15 @@ def manifest(config: Config, command: list[str]) -> str:
     """The YAML documents: a Secret with the servers' keys if there are servers, and the JobSet, or Service and Job.
 
     Raises:
-      ValueError: there is no image, the name is no hostname, or servers are asked of a plain Job.
+      ValueError: there is no image, Kubernetes would refuse a name or a count, or servers are asked of a plain Job.
     """
     options = config.kubernetes
     _check(config)
     stage = config.servers > 0 and option(command, "--published") is None
-    trainer = _job(config, config.processes, [_container(config, "trainer", _trainer_script(config, command, stage))])
+    secret = _secret(config, stage)
+    sources = [*([secret["metadata"]["name"]] if secret else []), *([options.secret] if options.secret else [])]
+    script = _trainer_script(config, command, stage)
+    trainer = _job(config, config.processes, [_container(config, "trainer", script, sources)])
     fatal = {"action": "FailJob", "onExitCodes": {"containerName": "trainer", "operator": "In", "values": [BAD_INPUT]}}
     trainer["podFailurePolicy"] = {"rules": [fatal]}
     head = "Written by areax launch; adapt it to your cluster, then: kubectl apply -f FILE"
@@ -52,14 +58,8 @@ def manifest(config: Config, command: list[str]) -> str:
         )
     trainer["backoffLimit"] = 0  # the JobSet starts all of them again
     replicated = [{"name": "trainer", "template": {"spec": trainer}}]
-    documents = []
     if config.servers:
-        wanted = [keys.SERVER] * (not config.server.command) + [keys.STAGER] * stage
-        values = {name: secrets.token_urlsafe(32) for name in wanted}
-        if values:
-            secret: dict[str, Any] = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": options.name}}
-            documents.append(secret | {"stringData": values})
-        replicated.insert(0, {"name": "server", "template": {"spec": _servers(config, command, stage)}})
+        replicated.insert(0, {"name": "server", "template": {"spec": _servers(config, command, stage, sources)}})
     rule = {
         "name": "badInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"],
         "targetReplicatedJobs": ["trainer"],
@@ -70,6 +70,7 @@ def manifest(config: Config, command: list[str]) -> str:
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": options.name},
         "replicatedJobs": replicated,
     }
+    documents = [secret] if secret else []
     return shell.dump([*documents, _object("jobset.x-k8s.io/v1alpha2", "JobSet", options.name, spec)], head)
 
 
@@ -87,6 +88,29 @@ def _check(config: Config) -> None:
             f"areax launch: a plain Job has trainer processes only, got --servers {config.servers}; use "
             "--kubernetes.kind jobset"
         )
+    if (pods := config.processes + config.servers) > MOST_PODS:
+        raise ValueError(
+            f"areax launch: --processes and --servers must be at most {MOST_PODS} pods, as many as a cluster of "
+            f"Kubernetes may have nodes, got {pods}"
+        )
+    for name, value, kind in (
+        ("image", options.image, spelling.IMAGE), ("server-image", options.server_image, spelling.IMAGE),
+        ("resource", options.resource, spelling.RESOURCE), ("memory", options.memory, spelling.QUANTITY),
+        ("claim", options.claim, spelling.NAME), ("secret", options.secret, spelling.NAME),
+    ):  # fmt: skip
+        spelling.check(f"kubernetes.{name}", value, kind)
+
+
+def _secret(config: Config, stage: bool) -> dict[str, Any]:
+    """A Secret with new keys; empty if none is needed. Its name has their hash: another manifest's, with other keys,
+    is another object, and a job that runs keeps its own."""
+    wanted = [keys.SERVER] * (config.servers > 0 and not config.server.command) + [keys.STAGER] * stage
+    if not wanted:
+        return {}
+    values = {name: secrets.token_urlsafe(32) for name in wanted}
+    own = hashlib.sha256("\n".join(values.values()).encode()).hexdigest()[:10]
+    named = {"name": f"{config.kubernetes.name}-keys-{own}", "labels": {"app": config.kubernetes.name}}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": named, "immutable": True, "stringData": values}
 
 
 def _object(version: str, kind: str, name: str, spec: dict) -> dict[str, Any]:
@@ -112,12 +136,23 @@ def _job(config: Config, count: int, containers: list[dict], restart: str = "Nev
     return {"completionMode": "Indexed", "completions": count, "parallelism": count, "template": {"spec": pod}}
 
 
-def _container(config: Config, name: str, script: str, image: str = "", devices: int | None = None) -> dict[str, Any]:
+def _container(
+    config: Config, name: str, script: str, sources: list[str], image: str = "", devices: int | None = None
+) -> dict[str, Any]:
     """A container that runs a script by bash.
 
     Args:
+      sources: names of Secrets with environment variables; a later one wins.
       devices: that it has; None = those of a trainer process.
+
+    Raises:
+      ValueError: Linux would not pass the script to bash, as it is too long.
     """
+    if (size := len(script.encode(errors="surrogateescape"))) > LONGEST_SCRIPT:
+        raise ValueError(
+            f"areax launch: the command of a pod must be at most {LONGEST_SCRIPT} bytes, which Linux passes as one "
+            f"argument, got {size} for {name}; use fewer --servers, whose addresses it has, or a shorter command"
+        )
     options, count = config.kubernetes, config.devices if devices is None else devices
     requests = {"cpu": str(config.cpus if count else 1)}
     if options.memory and count:
@@ -126,13 +161,14 @@ def _container(config: Config, name: str, script: str, image: str = "", devices:
     if options.resource and count:
         resources["limits"] = {options.resource: count}
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]  # 64 MB without
-    made: dict[str, Any] = {"name": name, "image": image or options.image, "command": ["bash", "-c", script]}
+    # Kubernetes expands $(NAME) in it, within quotes, too, and makes $ of $$.
+    words = ["bash", "-c", script.replace("$", "$$")]
+    made: dict[str, Any] = {"name": name, "image": image or options.image, "command": words}
     if options.claim:
         mounts.append({"name": "shared", "mountPath": SHARED})
         made["workingDir"] = SHARED
-    sources = ([options.name] if config.servers else []) + ([options.secret] if options.secret else [])
-    if sources:  # a later one wins
-        made["envFrom"] = [{"secretRef": {"name": source, "optional": source == options.name}} for source in sources]
+    if sources:
+        made["envFrom"] = [{"secretRef": {"name": source}} for source in sources]
     address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     return made | {
         "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, address], "resources": resources, "volumeMounts": mounts,
@@ -155,18 +191,18 @@ def _trainer_script(config: Config, command: list[str], stage: bool) -> str:
     return "\n".join([*lines, f"exec {words}"]) + "\n"
 
 
-def _servers(config: Config, command: list[str], stage: bool) -> dict[str, Any]:
+def _servers(config: Config, command: list[str], stage: bool, sources: list[str]) -> dict[str, Any]:
     """The spec of the servers' Job: its containers start again when they end."""
     run = lambda name, port, words: "\n".join(
         ["set -u", *_logs(config, name), f"port={port}", f"exec {shell.text(words, 2, VARIABLES)}"]
     ) + "\n"  # fmt: skip
     serve = run("server", SERVER, server_words(config, command, shell.HOST, shell.PORT))
     image = config.kubernetes.server_image
-    containers = [_container(config, "server", serve, image, config.server.devices)]
+    containers = [_container(config, "server", serve, sources, image, config.server.devices)]
     if stage:
         words = [PYTHON, "-m", "areax.rollout.weights.stager", "--host", shell.HOST, "--port", shell.PORT]
         containers.append(
-            _container(config, "stager", run("stager", STAGER, [*words, "--root", "/dev/shm/areax"]), "", 0)
+            _container(config, "stager", run("stager", STAGER, [*words, "--root", "/dev/shm/areax"]), sources, "", 0)
         )
     return _job(config, config.servers, containers, "OnFailure") | {"backoffLimit": SERVER_RESTARTS}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,9 @@ import yaml
 
 from .host import PYTHON
 
-HOST, PORT = "@HOST@", "@PORT@"  # placeholders in a server's command, replaced by shell variables
+# Placeholders in a server's command, replaced by shell variables; a user's words cannot contain a zero byte.
+HOST, PORT = "\0host", "\0port"
+PLACEHOLDER = re.compile("(" + "|".join(map(re.escape, (PYTHON, HOST, PORT))) + ")")
 # Runs until the addresses answer; an image need not have curl.
 READY = """for url in {urls}; do
   until python -c 'import sys, urllib.request as http
@@ -28,17 +31,12 @@ def text(words: list[str], indent: int, variables: Mapping[str, str]) -> str:
 
     Args:
       indent: of all lines but the first.
-      variables: {placeholder, or PYTHON: shell expression}.
+      variables: {placeholder: shell expression, quoted as needed}.
     """
     shell = ""
     for i, word in enumerate(words):
-        shown = shlex.quote(word)
-        before, after = ("'\"", "\"'") if shown.startswith("'") else ('"', '"')
-        for name, variable in variables.items():
-            if name:
-                shown = shown.replace(name, f"{before}{variable}{after}")
-        if word == PYTHON:
-            shown = variables[PYTHON]
+        parts = re.split(PLACEHOLDER, word)
+        shown = "".join(variables.get(part) or shlex.quote(part) for part in parts if part) or "''"
         shell += (" \\\n" + " " * indent if word.startswith("--") else " " if i else "") + shown
     return shell
 

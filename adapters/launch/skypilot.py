@@ -12,12 +12,12 @@ import shlex
 from typing import Any
 
 from ...rollout.processes import keys
-from . import shell
+from . import shell, spelling
 from .config import SHARED, Config, option, server_words
 from .host import PYTHON
 from .places import Places, places
 
-VARIABLES = {PYTHON: "python", shell.HOST: "$node", shell.PORT: "$at"}
+VARIABLES = {PYTHON: "python", shell.HOST: '"$node"', shell.PORT: '"$at"'}
 CHECK = 'for one in "${kept[@]}"; do kill -0 "$one" || exit 1; done'  # a server has failed four times
 PORTS = 20000  # of the job: one that says that it runs, the coordinator, then two per server
 # Accepts connections, so that the nodes of the servers know that the trainers run.
@@ -38,9 +38,11 @@ def task(config: Config, command: list[str]) -> str:
     """The task as YAML.
 
     Raises:
-      ValueError: a process or a server needs more devices than a node has.
+      ValueError: a process or a server needs more devices than a node has, or an option is misspelt.
     """
     options = config.skypilot
+    spelling.check("skypilot.accelerators", options.accelerators, spelling.ACCELERATORS)
+    spelling.check("skypilot.shared", options.shared, spelling.BUCKET)
     place = places(config, _per_node(options.accelerators), "skypilot.accelerators")
     stage = config.servers > 0 and place.first_node > 0 and option(command, "--published") is None
     made: dict[str, Any] = {"name": "areax", "num_nodes": place.nodes, "workdir": "."}
@@ -59,10 +61,7 @@ def task(config: Config, command: list[str]) -> str:
 
 def _per_node(accelerators: str) -> int:
     """Devices per node, the number in "H100:8"; 0 = CPUs."""
-    count = accelerators.partition(":")[2] or "1"
-    if accelerators and not (count.isdecimal() and int(count)):
-        raise ValueError(f"areax launch: --skypilot.accelerators must be NAME:COUNT, as H100:8, got {accelerators!r}")
-    return int(count) if accelerators else 0
+    return int(accelerators.partition(":")[2] or "1") if accelerators else 0
 
 
 def _script(config: Config, command: list[str], place: Places, stage: bool) -> str:

@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 from ...rollout.processes import keys
-from . import shell
+from . import shell, spelling
 from .config import Config, option, server_words
 from .host import PYTHON
 from .places import Places, places
 
-VARIABLES = {PYTHON: '"$python"', shell.HOST: "$node", shell.PORT: "$at"}
+VARIABLES = {PYTHON: '"$python"', shell.HOST: '"$node"', shell.PORT: '"$at"'}
 GRACE_S = 120  # signal sent before the time limit: enough for a step and a checkpoint
 
 
@@ -37,9 +37,12 @@ def script(config: Config, command: list[str]) -> str:
     """The batch script.
 
     Raises:
-      ValueError: a process or a server needs more GPUs than a node has.
+      ValueError: a process or a server needs more GPUs than a node has, or sbatch would not understand an option.
     """
     slurm, cpus = config.slurm, config.cpus
+    spelling.check("slurm.time", slurm.time, spelling.TIME)
+    spelling.check("slurm.partition", slurm.partition, spelling.WORD)
+    spelling.check("slurm.account", slurm.account, spelling.WORD)
     place = places(config, slurm.gpus_per_node, "slurm.gpus-per-node")
     gpus = slurm.gpus_per_node
     asked = {

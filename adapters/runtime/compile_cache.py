@@ -21,12 +21,12 @@ def keep() -> None:
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        folder = (
-            Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-            / "areax"
-            / "programs"
-            / f"{cores()}-cores"
-        )
+        try:
+            caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        except RuntimeError:
+            log.warning("compilation cache disabled: there is no home directory; set JAX_COMPILATION_CACHE_DIR")
+            return
+        folder = caches / "areax" / "programs" / f"{cores()}-cores"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

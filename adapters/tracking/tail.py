@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import pathlib
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from . import run_dir
+
+log = logging.getLogger(__name__)
 
 
 class Mark(NamedTuple):
@@ -19,6 +23,27 @@ class Mark(NamedTuple):
 
 
 START = Mark()
+
+
+def saved(path: pathlib.Path, **types: type) -> dict[str, Any] | None:
+    """What a sink saved with its mark, or None; a damaged file is a warning, and the sink starts over.
+
+    Args:
+      types: {key: type} beside the mark's.
+    """
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        reason = "" if isinstance(state, dict) else "no JSON object"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    wrong = lambda: [key for key, kind in {**types, "bytes": int, "xxh3_128": str}.items()
+                     if type(state.get(key)) is not kind]  # fmt: skip
+    if reason or (missing := wrong()):
+        log.warning("%s is damaged (%s): metrics go to a new run", path, reason or f"no {', '.join(missing)}")
+        return None
+    return state
 
 
 class Tail:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from . import run_dir as tracker
+from . import tail
 from .tail import START, Mark
 
 STATE = "trackio.json"  # in the run directory: trackio run, project, and the position in metrics.jsonl
@@ -27,10 +28,9 @@ class Trackio:
         self.project, self.run_dir = project, run_dir
         self._run: Any = None
         self._name, self.mark = self._new_name(), START
-        with contextlib.suppress(FileNotFoundError):
-            state = json.loads((run_dir / STATE).read_text(encoding="utf-8"))
-            if state["project"] == project:
-                self._name, self.mark = state["name"], Mark(state["bytes"], state["xxh3_128"])
+        state = tail.saved(run_dir / STATE, name=str, project=str)
+        if state and state["project"] == project:
+            self._name, self.mark = state["name"], Mark(state["bytes"], state["xxh3_128"])
 
     def begin(self) -> None:
         """Starts over with a new trackio run."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import run_dir as tracker
+from . import tail
 from .tail import START, Mark
 
 STATE = "wandb.json"  # in the run directory: wandb run, project, and the position in metrics.jsonl
@@ -28,11 +29,10 @@ class Wandb:
         self._run: Any = None
         self._kinds: set[str] = set()
         self._id, self.mark, self._sent = uuid.uuid4().hex[:12], START, 0
-        with contextlib.suppress(FileNotFoundError):
-            state = json.loads((run_dir / STATE).read_text(encoding="utf-8"))
-            if state["project"] == project:
-                self._id, self._sent = state["id"], state["lines"]
-                self.mark = Mark(state["bytes"], state["xxh3_128"])
+        state = tail.saved(run_dir / STATE, id=str, project=str, lines=int)
+        if state and state["project"] == project:
+            self._id, self._sent = state["id"], state["lines"]
+            self.mark = Mark(state["bytes"], state["xxh3_128"])
 
     def begin(self) -> None:
         """Starts over with a new wandb run."""

@@ -1,9 +1,12 @@
 """What makes a training step fit the memory of its devices, or faster where memory is left."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ...core import packing
+import jax
+
+from ...core import packing, param, quantised
 from ..mesh import BATCH
 from . import plan
 from .chips import Chip
@@ -27,10 +30,47 @@ def cheaper(job: Job) -> Iterator[tuple[str, Callable[[Job], Job]]]:
         yield "--critic.optim.state float8", _with_critic(state="float8")
     if job.adapters is None and optim.gradients == "float32" and job.microbatches > 1:
         yield "--optim.gradients bfloat16", lambda job: replace(job, optim=replace(job.optim, gradients="bfloat16"))
+    if critic and critic.optim.gradients == "float32" and job.microbatches > 1:
+        yield "--critic.optim.gradients bfloat16", _with_critic(gradients="bfloat16")
     if job.adapters is None and not optim.offload and not optim.ema:
         yield "--optim.offload", lambda job: replace(job, optim=replace(job.optim, offload=True))
     if critic and not critic.optim.offload and not critic.optim.ema:
         yield "--critic.optim.offload", _with_critic(offload=True)
+    if job.adapters is not None:
+        for kind in _narrower(job):
+            yield f"--lora.base {kind}", functools.partial(_with_base, kind=kind)
+    elif optim.weights == "float32":
+        yield "--optim.weights bfloat16", lambda job: replace(job, optim=replace(job.optim, weights="bfloat16"))
+    if critic and critic.optim.weights == "float32":
+        yield "--critic.optim.weights bfloat16", _with_critic(weights="bfloat16")
+
+
+def added(options: Sequence[str], option: str) -> list[str]:
+    """The options with another, in place of one of the same name."""
+    name = option.split()[0]
+    return [*(one for one in options if one.split()[0] != name), option]
+
+
+def _narrower(job: Job) -> tuple[quantised.Kind, ...]:
+    """The kinds of a base under adapters with fewer bits than the job's, the widest first."""
+    is_leaf = lambda x: isinstance(x, quantised.QuantisedWeight)
+    kinds = {x.kind for x in jax.tree.leaves(job.frozen_shapes, is_leaf=is_leaf) if is_leaf(x)}
+    return () if "nf4" in kinds else ("nf4",) if kinds else ("int8", "nf4")
+
+
+def _with_base(job: Job, kind: quantised.Kind) -> Job:
+    """The job with weights that have adapters in fewer bits, as `models.lora.frozen` keeps them."""
+    assert job.adapters is not None
+    adapted = [stack.params for stack in job.adapters.stacks]
+
+    def narrow(params):
+        stacks = [
+            {name: quantised.quantise(x, kind) if f"{name}_a" in pairs else x for name, x in stack.items()}
+            for stack, pairs in zip(params["stacks"], adapted, strict=True)
+        ]
+        return {**params, "stacks": stacks}
+
+    return replace(job, frozen_shapes=jax.eval_shape(narrow, param.abstract(job.table, job.frozen)))
 
 
 def _with_critic(**changes) -> Callable[[Job], Job]:
@@ -61,7 +101,7 @@ def fitting(job: Job, chip: Chip, server: float = 0.0, shares: str = "no") -> li
         found += [option for option, _ in alone]
     else:
         for option, change in cheaper(job):
-            options, changed = [*options, option], change(changed)
+            options, changed = added(options, option), change(changed)
             if fits(changed):
                 found.append(" ".join(options))
                 break

@@ -97,7 +97,7 @@ def _on(job: Job, chip: Chip, layout: Layout, rows: int, whole: dict) -> Found |
         return min(found, key=lambda each: each.step_s)
     options, narrow = list[str](), replace(base, remat="full")
     for option, change in remedies.cheaper(narrow):
-        options, narrow = [*options, option], change(narrow)
+        options, narrow = remedies.added(options, option), change(narrow)
         if made := fitted(narrow):
             return replace(made, options=tuple(options))
     made = fitted(replace(narrow, remat="offload"))

@@ -19,6 +19,7 @@ from .finding import Finding, broken, note, ok
 from .packages import older, version
 
 PROBE_S, SMI_S = 180.0, 20.0
+HANGS = "no answer"  # of nvidia-smi
 # CUDA version of a plugin -> (least driver, least compute capability), from NVIDIA's and JAX's release notes.
 NEEDS = {"12": ("525", "5.2"), "13": ("580", "7.5")}
 ROOT = Path("/")
@@ -98,7 +99,7 @@ def nvidia(root: Path = ROOT) -> Nvidia:
         rows = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line] if done else []
         if done and done.code == 0 and rows:
             return Nvidia([name.strip() for name, _, _ in rows], rows[0][2].strip())
-        text = " ".join(f"{done.stdout} {done.stderr}".split())[:200] if done else f"no answer in {SMI_S:.0f} s"
+        text = " ".join(f"{done.stdout} {done.stderr}".split())[:200] if done else HANGS
         text = text or "it lists none"
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", (root / "proc/driver/nvidia/version").read_text())
@@ -144,6 +145,8 @@ def _unseen_gpus(gpus: Nvidia, platform: str, said: str, environ: Mapping[str, s
         yield broken(f"nvidia-smi fails ({gpus.error}); load the NVIDIA driver again, or restart the machine")
         return
     if not gpus.names:
+        if gpus.error == HANGS:
+            yield note("nvidia-smi gives no answer, and /dev has no NVIDIA GPU; see whether the driver hangs")
         if cuda and platform != "gpu":
             yield note(f"no NVIDIA GPU is visible to jax-cuda{cuda}-plugin; start a container with --gpus all")
         return

@@ -76,8 +76,13 @@ def _cache(environ: Mapping[str, str]) -> Finding:
     """The compilation cache, which `runtime/compile_cache.py` chooses likewise."""
     if environ.get("JAX_ENABLE_COMPILATION_CACHE", "1").lower() in ("0", "false"):
         return note("compiled programs are not kept: JAX_ENABLE_COMPILATION_CACHE=0")
-    folder = Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areax" / "programs"
-    folder = Path(environ.get("JAX_COMPILATION_CACHE_DIR") or folder)
+    try:
+        folder = Path(
+            environ.get("JAX_COMPILATION_CACHE_DIR")
+            or Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "areax" / "programs"
+        )
+    except RuntimeError:
+        return note("there is no home directory: each start compiles anew; set JAX_COMPILATION_CACHE_DIR")
     if "://" in str(folder) or ":/" in str(folder):  # a bucket
         return ok(f"compiled programs are kept in {folder}")
     try:
@@ -94,9 +99,15 @@ def _token(environ: Mapping[str, str]) -> Finding:
     """Whether there is a token; never the token."""
     if environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
         return note("HF_HUB_OFFLINE is set: models and data sets come from the hub's cache only")
-    home = Path(
-        environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    ).expanduser()
-    if environ.get("HF_TOKEN") or Path(environ.get("HF_TOKEN_PATH") or home / "token").is_file():
+    if environ.get("HF_TOKEN"):
         return ok("a token of the Hugging Face hub is set")
-    return note("no token of the Hugging Face hub, for gated and private models: hf auth login")
+    home = Path(environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    try:
+        path = Path(environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
+        if path.is_file() and os.access(path, os.R_OK):
+            return ok("a token of the Hugging Face hub is set")
+        reason = f"{path} cannot be read" if path.is_file() else ""
+    except (OSError, RuntimeError) as error:  # another user's folder; no home directory
+        reason = str(error)
+    why = f" ({reason})" if reason else ""
+    return note(f"no token of the Hugging Face hub{why}, for gated and private models: hf auth login")
