@@ -163,9 +163,8 @@ def fit(
     out = Path(config.out)
     size = 0  # rows of a microbatch, once samples are there
 
-    def pack(rows: Sequence) -> Batch:
+    def pack(made: Sequence[Sample]) -> Batch:
         nonlocal size
-        made = samples(rows)
         size = size or microbatch.rows(config, -(-sum(len(sample.tokens) for sample in made) // len(made)))
         return packing.pack(made, config.length, rows=size)
 
@@ -218,20 +217,19 @@ def fit(
             def packed(rows: Any, indices: Sequence[int]) -> Batch:
                 """The batch of the rows at these indices. If they cannot be read, in any process, all save the state
                 before, which is whole, and raise."""
-                made: Batch | None = None
+                made: list[Sample] = []
                 error: Exception | None = None
                 try:
-                    made = pack([rows[index] for index in indices])
+                    made = samples([rows[index] for index in indices])
                 except Exception as raised:  # whatever code gives the rows; it is raised again
                     error = raised
-                failed = processes.anyone(error is not None)[0]
-                if failed or made is None:
+                if processes.anyone(error is not None)[0]:
                     report()
                     save()
                     store.wait()
                     processes.anyone(True)  # waits for all: the first to leave ends the others
                     raise error or ValueError("--data, --heldout: another process cannot read its rows")
-                return made
+                return pack(made)
 
             def evaluate() -> dict:
                 report: dict = {}
@@ -260,7 +258,7 @@ def fit(
                         ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
                         while i == start and (less := microbatch.fewer(config, own, ready, size)) < size:
                             size = less
-                            batch = pack([prompts[ordinal] for ordinal in ordinals])
+                            batch = packed(prompts, ordinals)
                             ready = learner.prepared(own, beside(batches.batch(batch, mesh)))
                         now = computed(train_step(own, ready))
                     report()  # one step behind, so that the host prepares while the device computes
