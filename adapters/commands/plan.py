@@ -29,8 +29,8 @@ class Options:
         v6e, or another that you add to parallel/planner/chips.py.
       rollout_chips: devices reserved for generation; 0 = as many as needed to keep up with training.
       sample_tokens: mean tokens per sample, prompt plus completion; 0 = `length`, the upper bound.
-      suggest: instead, find the fastest mesh, rows and options that save memory for `devices`; where the recipe
-        generates also the split between trainer and servers, and eta, which are simulated.
+      suggest: find the fastest mesh and options on `devices`; where the recipe generates also the split between
+        trainer and servers, and eta, which are simulated. The mesh and rows given are not planned.
       devices: with `suggest`, how many of `chip` there are.
       check: also compile the real step on virtual CPUs; compares its argument bytes, takes a minute or two.
       json: print the plan as JSON.

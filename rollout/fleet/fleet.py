@@ -108,7 +108,7 @@ class Fleet:
       counts: events so far: `requests, reads, tokens, resumed` (after an abort), `dropped` (tokens discarded for a stop
         string), `busy` (503), `preempted` (answers partly recomputed by the server), `lowered` (concurrency limits),
         `refused`, `broken`, `rerouted` (its server was taken out of traffic), `strange` (sampled with weights that the
-        server was not given), `out_of_time` (completions that `until` ended); of servers: the states they entered,
+        server was not given), `out_of_time` (whose episode took too long); of servers: the states they entered,
         `recovered, restarted, joined, left`; of pushes: `undone`.
       waits: how long requests waited here for a server with room.
     """
