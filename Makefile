@@ -65,7 +65,7 @@ demo-holds: $(runtime) ## check the last demo and its controls against docs/demo
 
 .PHONY: test
 test: export XLA_FLAGS += $(fast)
-test: $(dev) ## run the tests, under 10 minutes on two cores
+test: $(dev) ## run the tests, about 15 minutes on two cores
 	$(py) -m pytest -q $(three)
 
 .PHONY: test-docs

@@ -128,6 +128,13 @@ def leave(how: str) -> None:
         processes.anyone(False)
 
 
+def fail(folder: str) -> None:
+    """Process 1 fails at what both do; each writes into `folder` before it leaves."""
+    with processes.failing_together(lambda: (Path(folder) / f"{jax.process_index()}.saved").touch()):
+        if jax.process_index() == 1:
+            raise OSError("no such row")
+
+
 def growth(work):
     """What `work` returns, and by how many bytes resident memory exceeded meanwhile what it was before."""
     Path("/proc/self/clear_refs").write_text("5")  # peak := now

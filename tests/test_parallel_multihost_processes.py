@@ -278,6 +278,18 @@ def test_sys_exit_keeps_its_meaning(place, how, codes):
     assert ("enough of this" in (logs / "1.log").read_text()) == (how == "text")
 
 
+@pytest.mark.mesh
+def test_processes_fail_together_once_each_has_saved(place):
+    folder = place / "fail"
+    running = jobs.start([[PROGRAM, "fail", str(folder)]] * 2, folder)
+    try:
+        assert all(process.wait(120) for process in running)
+    finally:
+        jobs.end(running)
+    assert sorted(path.name for path in folder.glob("*.saved")) == ["0.saved", "1.saved"]
+    assert "no such row" in (folder / "1.log").read_text() and "Traceback" not in (folder / "0.log").read_text()
+
+
 def test_foreign_connections_do_not_disturb_liveness_checks(monkeypatch):
     """One is silent, one resets its connection, one says something else."""
     store = {}

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from areax.parallel.planner import chips
+from areax.parallel.planner.chips import named
 from chips import rows
 from chips.steps import Step
 
@@ -42,7 +42,7 @@ class Device:
     @property
     def chip(self) -> str | None:
         """Its name in `areax plan`, None if it has none."""
-        return chips.named(self.kind)
+        return named(self.kind)
 
 
 def device() -> Device:

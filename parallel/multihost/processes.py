@@ -18,7 +18,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -111,6 +111,22 @@ def anyone(*flags: bool) -> list[bool]:
     if jax.process_count() == 1:
         return list(flags)
     return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
+
+
+@contextlib.contextmanager
+def failing_together(leave: Callable[[], None]) -> Iterator[None]:
+    """Wraps what all processes do and each may fail at: if any does, all call `leave` and raise, those that did not
+    fail a ValueError. All processes must enter it."""
+    whole = False
+    try:
+        yield
+        whole = True
+    finally:
+        if failed := anyone(not whole)[0]:
+            leave()
+            anyone(True)  # waits for all: the first to end would end the others
+    if failed:
+        raise ValueError("another process of the job failed here; its own message says why")
 
 
 def least(value: int) -> int:

@@ -30,7 +30,7 @@ from areax.rollout.processes import folders, keys, memory
 from areax.rollout.servers import local
 from areax.rollout.servers.server import Handover
 
-SHARE = "0.94"  # of GPU memory for JAX: plans count on `planner.plan.USABLE` of it
+SHARE = "0.94"  # of GPU memory for JAX: plans count on `planner.figures.USABLE` of it
 TOKEN = 40  # bytes of a token in a batch's arrays
 RUN = "run.lock"  # in a run's directory: locked while a process trains there; holds the run's id
 

@@ -214,21 +214,15 @@ def fit(
                     said.look(i, last)
                     run.log(kind, i, **last)
 
+            def leave():
+                report()
+                save()
+                store.wait()
+
             def packed(rows: Any, indices: Sequence[int]) -> Batch:
-                """The batch of the rows at these indices. If they cannot be read, in any process, all save the state
-                before, which is whole, and raise."""
-                made: list[Sample] = []
-                error: Exception | None = None
-                try:
+                """The batch of the rows at these indices. If they cannot be read, the state before is saved."""
+                with processes.failing_together(leave):
                     made = samples([rows[index] for index in indices])
-                except Exception as raised:  # whatever code gives the rows; it is raised again
-                    error = raised
-                if processes.anyone(error is not None)[0]:
-                    report()
-                    save()
-                    store.wait()
-                    processes.anyone(True)  # waits for all: the first to leave ends the others
-                    raise error or ValueError("--data, --heldout: another process cannot read its rows")
                 return pack(made)
 
             def evaluate() -> dict:

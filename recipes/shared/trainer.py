@@ -221,7 +221,7 @@ def train_packed(trainer: Trainer, batches: list[Batch], scalars: dict[str, floa
         batches = [batch.with_scalars(**scalars) for batch in batches]
     with jax.set_mesh(trainer.mesh):
         result = learn(trainer, [placement.batch(b, trainer.mesh) for b in batches])
-        if result:
+        if result is not None:
             trainer.version += 1
             refresh(trainer)
     return result
