@@ -38,10 +38,14 @@ YARN = dict(
 PUBLISHED: dict[str, dict] = {
     "deepseek_v2": YARN | dict(topk_method="group_limited_greedy"),
     "deepseek_v3": YARN | dict(attention_bias=False),
+    "gemma2": dict(attn_logit_softcapping=1e4),  # none in effect: SGLang's backend for CPUs ignores it
     "granite": dict(attention_bias=False),
     "kimi_k2": YARN | dict(attention_bias=False),
     "llama": dict(attention_bias=False, mlp_bias=False),
     "llama4_text": dict(use_qk_norm=False),
+    "ministral3": dict(rope_parameters=dict(
+        rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.3,
+    )),  # SGLang scales queries by max_position_embeddings in its place, which is later
     "mistral": dict(sliding_window=None),
     "mixtral": dict(sliding_window=None, hidden_size=64),
     "olmo2": dict(attention_bias=False, hidden_size=64),
@@ -50,7 +54,7 @@ PUBLISHED: dict[str, dict] = {
     "qwen2": dict(hidden_size=64),
     "qwen2_moe": dict(hidden_size=64),
     "qwen3_moe": dict(mlp_only_layers=[]),
-    "qwen3_next": dict(layer_types=None, full_attention_interval=2),
+    "qwen3_next": dict(layer_types=None, full_attention_interval=2, mlp_only_layers=[]),
 }
 # SGLang 0.5.23, started on a CPU or asked for a token.
 REFUSED = {
