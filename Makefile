@@ -76,7 +76,7 @@ test-docs: $(dev) ## test that the guides, README's code and printed results wor
 
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
-test-slow: $(dev) ## test every algorithm from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`
+test-slow: $(dev) ## test algorithms of every kind from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`
 	$(py) -m pytest -q $(call marked,slow) $(three)
 
 .PHONY: test-mesh
@@ -86,7 +86,7 @@ test-mesh: $(dev) ## test every family on every kind of mesh against one device;
 
 .PHONY: test-wide
 test-wide: export XLA_FLAGS += $(fast)
-test-wide: $(dev) ## test every family on meshes, in the engine and with PEFT's adapters; every recipe over processes
+test-wide: $(dev) ## test every family on meshes, in the engine and with PEFT's adapters; every algorithm; every recipe over processes
 	$(py) -m pytest -q $(call marked,wide) $(both)
 
 family_tests = test_logits or test_gradients or test_packed_rows or greedy or teacher or a_step or saved_adapters
