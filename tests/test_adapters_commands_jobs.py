@@ -115,7 +115,7 @@ CASES = {  # name: (family, Config of a directory and that of another model)
     "reward model": ("qwen3", lambda own, other: offline(preference, own, objective=losses.RewardModel(margin=True))),
     "offloaded activations": ("qwen3_moe", lambda own, other: offline(sft, own, run=models.Run(remat="offload"))),
 }  # fmt: skip
-ONE_DEVICE = {"critic", "teacher in the loss", "balance", "kto"}  # the others on a mesh
+ONE_DEVICE = {"critic", "teacher in the loss", "kto"}  # the others on a mesh
 
 
 @pytest.mark.parametrize("name, layout", [

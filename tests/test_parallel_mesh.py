@@ -144,7 +144,7 @@ OFTEN = {
     "olmo2": ["dp2 cp2 tp2"],
     "olmo3": ["cp8 ring"],
     "qwen3_5_text": ["dp2 cp2 tp2 ring"],  # delta nets are split by heads over tp and cp, not by position
-    "qwen3_5_moe_text": ["cp2 ep2 tp2 all_to_all"],
+    "qwen3_5_moe_text": ["fsdp2 ep4"],
     "qwen3_next": ["cp2 ep2 tp2"],  # parts of a tensor, by key head, are split over tp
     "nemotron_h": ["cp2 ep2 tp2 all_to_all"],  # and layers that are only experts or an MLP
     "gemma2": ["dp2 cp2 tp2 ring"],  # soft caps in attention and in the split vocabulary
@@ -162,7 +162,7 @@ ALWAYS = ["fsdp2 tp4", "dp2 cp2 tp2 ring"]
 WITH_EXPERTS = ["cp2 ep2 tp2 all_to_all"]
 ALL = {"qwen3": LAYOUTS, "qwen3_moe": LAYOUTS | SENT, "qwen3 window": [x for x in LAYOUTS if LAYOUTS[x].cp > 1]}
 SCORED = {"qwen3": ("sft", "grpo"), "qwen3_moe": ("balanced", "grpo"), "olmo2": ("grpo",), "gemma2": ("grpo",)}
-BALANCED = ("deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "nemotron_h")  # SFT and more
+BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # SFT and more
 
 
 def cases():
