@@ -19,7 +19,8 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 both = -n 2 --dist worksteal# two processes with whole files each; the first to finish takes tests from the other
 three = -n 3 --dist worksteal# on two cores: a sixth of the time, tests wait for timeouts and other processes
 # XLA compiles in a fifth of the time: unoptimised, with its older code generator, in one thread. What runs is tiny.
-fast = --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
+fast = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
+  --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
 # Collects only files that have the mark: importing all of them takes longer than some marks' tests.
 marked = -m $(1) $(shell grep -rlE --include='test_*.py' 'mark\.$(1)\b' tests)
 # Tests of commands, of packaged files, and of processes that start the installed copy.
@@ -75,7 +76,7 @@ test-docs: $(dev) ## test that the guides, README's code and printed results wor
 
 .PHONY: test-slow
 test-slow: export XLA_FLAGS += $(fast)
-test-slow: $(dev) ## test every algorithm from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`
+test-slow: $(dev) ## test algorithms of every kind from the command line, three steps each; full comparisons with TRL and PEFT; a tiny `make chip`
 	$(py) -m pytest -q $(call marked,slow) $(three)
 
 .PHONY: test-mesh
@@ -85,7 +86,7 @@ test-mesh: $(dev) ## test every family on every kind of mesh against one device;
 
 .PHONY: test-wide
 test-wide: export XLA_FLAGS += $(fast)
-test-wide: $(dev) ## test every family on meshes, in the engine and with PEFT's adapters; every recipe over processes
+test-wide: $(dev) ## test every family on meshes, in the engine and with PEFT's adapters; every algorithm; every recipe over processes
 	$(py) -m pytest -q $(call marked,wide) $(both)
 
 family_tests = test_logits or test_gradients or test_packed_rows or greedy or teacher or a_step or saved_adapters

@@ -87,7 +87,7 @@ def _repeats(kinds: Sequence[Hashable], period: int) -> int:
     return (min(period, len(kinds)) + sum(1 for _ in same)) // period
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # of one model there is one, and what follows from it is cached by it
 class Table:
     """All weights of a model: `top` by name, `stacks` in order of their first layers, `dims` the size of each logical
     axis; `unused` are keys of tensors that checkpoints may have and the model does not use, or, with a "." at their

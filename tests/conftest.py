@@ -5,6 +5,7 @@ The environment is set before JAX and torch load, and child processes inherit it
 """
 
 import contextlib
+import gc
 import importlib
 import itertools
 import os
@@ -68,6 +69,14 @@ del os.environ["NPROC"]  # child processes have fewer devices
 # The same examples in every run, and no deadline: the first call of a jitted function compiles it.
 hypothesis.settings.register_profile("areax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("areax")
+
+
+def pytest_collection_finish():
+    """Leaves the modules that are loaded out of garbage collections: what torch, transformers and JAX hold takes half a
+    second to walk through, and tracing starts hundreds of collections."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_runtest_setup(item):

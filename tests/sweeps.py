@@ -1,4 +1,4 @@
-"""Long sweeps over many cases: a part of them in `make test`, the others in `make test-slow`."""
+"""Long sweeps over many cases: a part of them in `make test`, the others under a mark."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ def thinned(cases: Iterable, keep: int, mark: pytest.MarkDecorator) -> list:
 
     Args:
       cases: names, or tuples of several arguments.
-      mark: `pytest.mark.slow`, named where it is used: `make test-slow` searches the files for it.
+      mark: such as `pytest.mark.slow`, named where it is used: `make test-slow` searches the files for it.
     """
     tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*case, marks=[mark] * (i % keep != 0)) for i, case in enumerate(tuples)]

@@ -115,13 +115,15 @@ CASES = {  # name: (family, Config of a directory and that of another model)
     "reward model": ("qwen3", lambda own, other: offline(preference, own, objective=losses.RewardModel(margin=True))),
     "offloaded activations": ("qwen3_moe", lambda own, other: offline(sft, own, run=models.Run(remat="offload"))),
 }  # fmt: skip
-ONE_DEVICE = {"critic", "teacher in the loss", "balance", "kto"}  # the others, and these on a mesh, by `make test-mesh`
+ONE_DEVICE = {"critic", "teacher in the loss", "kto"}  # the others on a mesh
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.mesh] * (name not in ONE_DEVICE)) for name in CASES]
-)
-@pytest.mark.parametrize("layout", [Layout(), pytest.param(MESHED, marks=pytest.mark.mesh)], ids=["one", "mesh"])
+@pytest.mark.parametrize("name, layout", [
+    *(pytest.param(name, Layout(), id=f"{name}-one", marks=[pytest.mark.wide] * (name not in ONE_DEVICE))
+      for name in CASES),
+    *(pytest.param(name, MESHED, id=f"{name}-mesh", marks=pytest.mark.wide if name in ONE_DEVICE else pytest.mark.mesh)
+      for name in CASES),
+])  # fmt: skip
 def test_argument_bytes_are_those_of_the_compiled_steps(folder, name, layout):
     family, config = CASES[name]
     planned = made(options.replaced(config(folder(family), folder("qwen2")), mesh=layout))

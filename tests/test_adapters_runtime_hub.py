@@ -105,7 +105,9 @@ COMMANDS = {
 ROW = {"prompt": "1+1", "answer": "2", "completion": "2", "chosen": "2", "rejected": "3"}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.wide] * (name == "dpo")) for name in COMMANDS  # the recipe of rewardmodel
+])  # fmt: skip
 def test_commands_take_the_names_of_models(capsys, cache, model, tmp_path, name):
     folder = cached(model, cache)
     rows = tiny.rows(tmp_path / "rows.jsonl", [ROW] * 4)

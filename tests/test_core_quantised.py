@@ -16,7 +16,7 @@ from areax.models import lora
 from areax.parallel import batches, mesh, rules
 from areax.rollout.types import supervised
 
-CONFIG = tiny_families.config("qwen3_moe")
+CONFIG = tiny_families.config("qwen3_moe", mlp_only_layers=[])
 TABLE = models.table(CONFIG)
 SPECS = {kind: lora.Lora(rank=4, base=kind) for kind in ("int8", "nf4")}
 

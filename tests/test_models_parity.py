@@ -388,16 +388,20 @@ def ours(params, token_BT, segment_BT, config):
     return logits_BTV, gradient
 
 
-# These have each piece of the code once; the others run with the meshes.
+# These have each piece of the code once; the others run with the meshes, or, if they only repeat a setting in another
+# family, under `wide`.
 COMMON = (
     "qwen3", "qwen2", "llama", "qwen3 window", "qwen3_moe", "qwen2_moe", "phi3", "qwen3_5_text", "olmo3", "gemma2",
     "gpt_oss", "deepseek_v3",
 )  # fmt: skip
+REPEATS = "llama tied", "phi3 tied", "glm4 tied", "gpt_oss tied", "qwen2 untied", "qwen2 window", "qwen3_moe window"
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.mesh] * (name not in COMMON)) for name in CASES]
-)
+def marks(name):
+    return [] if name in COMMON else [pytest.mark.wide] if name in REPEATS else [pytest.mark.mesh]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in CASES])
 def case(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     model = reference(request.param)

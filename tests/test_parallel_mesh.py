@@ -127,9 +127,9 @@ def compare(got, wanted, start, steps=1):
 
 # Which layouts a family meets under `mesh`: those that split what it has and others lack. `wide` has the rest.
 OFTEN = {
-    "qwen3": list(LAYOUTS),
-    "qwen3 window": ["cp8 gather", "dp2 cp2 tp2 ring"],  # where positions are not split a window is a mask like others
-    "qwen3_moe": ["fsdp8", "fsdp2 tp4", "cp8 ring", "fsdp2 ep4", "ep8", "cp2 ep2 tp2", *SENT],
+    "qwen3": [x for x in LAYOUTS if x not in ("dp8", "fsdp2 ep4", "ep8")],  # without experts ep is like fsdp
+    "qwen3 window": ["cp8 gather"],  # where positions are not split a window is a mask like others
+    "qwen3_moe": ["fsdp2 tp4", "ep8", "cp2 ep2 tp2", "fsdp2 ep4 all_to_all", "cp2 ep2 tp2 all_to_all"],
     "qwen2": ["fsdp8"],  # biases
     "llama": ["fsdp2 tp4"],
     "seed_oss": ["fsdp2 tp4"],
@@ -137,17 +137,17 @@ OFTEN = {
     "glm4_moe": ["cp2 ep2 tp2 all_to_all"],
     "mixtral": ["fsdp2 ep4"],
     "deepseek_v2": ["fsdp2 tp4"],  # latent vectors, with heads of other sizes
-    "deepseek_v3": ["dp2 cp2 tp2 ring", "cp8 ulysses", "cp2 ep2 tp2 all_to_all"],
-    "llama4_text": ["dp2 cp2 tp2 ring", "fsdp2 ep4"],  # chunks, temperatures that grow with positions
+    "deepseek_v3": ["dp2 cp2 tp2 ring", "cp8 ulysses"],
+    "llama4_text": ["dp2 cp2 tp2 ring"],  # chunks, temperatures that grow with positions
     "gpt_oss": ["cp8 ulysses", "cp2 ep2 tp2 all_to_all"],  # sinks are split as heads, biases of experts as experts
     "minimax_m2": ["fsdp2 tp4"],  # norms over heads of all devices
     "olmo2": ["dp2 cp2 tp2"],
     "olmo3": ["cp8 ring"],
-    "qwen3_5_text": ["fsdp2 tp4", "dp2 cp2 tp2 ring"],  # delta nets are split by heads over tp and cp, not by position
-    "qwen3_5_moe_text": ["cp2 ep2 tp2 all_to_all"],
+    "qwen3_5_text": ["dp2 cp2 tp2 ring"],  # delta nets are split by heads over tp and cp, not by position
+    "qwen3_5_moe_text": ["fsdp2 ep4"],
     "qwen3_next": ["cp2 ep2 tp2"],  # parts of a tensor, by key head, are split over tp
-    "nemotron_h": ["dp2 cp2 tp2 ring", "cp2 ep2 tp2 all_to_all"],  # and layers that are only experts or an MLP
-    "gemma2": ["fsdp2 tp4", "dp2 cp2 tp2 ring"],  # soft caps in attention and in the split vocabulary
+    "nemotron_h": ["cp2 ep2 tp2 all_to_all"],  # and layers that are only experts or an MLP
+    "gemma2": ["dp2 cp2 tp2 ring"],  # soft caps in attention and in the split vocabulary
     "gemma3_text": ["cp8 gather"],
     "gemma4_text": ["dp2 cp2 tp2 ring", "cp2 ep2 tp2"],  # keys of other layers, an input for each, experts beside MLPs
     "mistral": ["cp8 gather"],
@@ -162,7 +162,7 @@ ALWAYS = ["fsdp2 tp4", "dp2 cp2 tp2 ring"]
 WITH_EXPERTS = ["cp2 ep2 tp2 all_to_all"]
 ALL = {"qwen3": LAYOUTS, "qwen3_moe": LAYOUTS | SENT, "qwen3 window": [x for x in LAYOUTS if LAYOUTS[x].cp > 1]}
 SCORED = {"qwen3": ("sft", "grpo"), "qwen3_moe": ("balanced", "grpo"), "olmo2": ("grpo",), "gemma2": ("grpo",)}
-BALANCED = ("deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "nemotron_h")  # SFT and more
+BALANCED = ("deepseek_v3", "glm4_moe", "nemotron_h")  # SFT and more
 
 
 def cases():

@@ -1,5 +1,7 @@
 """Memory of a plan beside what JAX keeps, XLA takes as arguments, and the engine allocates, for every family."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -91,8 +93,9 @@ def test_without_rematerialisation_saved_activations_are_close_to_the_formula(fa
 # -- arguments -------------------------------------------------------------------------------------
 
 MESHES = {"one": ONE, "fsdp2 tp2 ep2": mesh.Layout(fsdp=2, tp=2, ep=2), "cp2 tp2 dp2": mesh.Layout(dp=2, cp=2, tp=2)}
+OFTEN = {"one": "deepseek_v3", "fsdp2 tp2 ep2": "qwen3_5_text", "cp2 tp2 dp2": "gemma4_text"}
 ARGUMENTS = [
-    pytest.param(family, name, marks=[pytest.mark.mesh if family in UNLIKE else pytest.mark.wide])
+    pytest.param(family, name, marks=[pytest.mark.mesh if OFTEN[name] == family else pytest.mark.wide])
     for family in tiny_families.FAMILIES
     for name in MESHES
 ]
@@ -106,9 +109,19 @@ def test_argument_bytes_match_the_compiled_step(family, name):
     assert formula.arguments == aot.compile(spec).memory_analysis().argument_size_in_bytes
 
 
-@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(name, marks=pytest.mark.mesh) for name in UNLIKE)])
-@pytest.mark.parametrize("name", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
-@pytest.mark.parametrize("base", ["stored", "nf4", pytest.param("int8", marks=pytest.mark.mesh)])
+# Each base and each family once on a mesh.
+ADAPTED = {
+    ("qwen3", "one", "stored"): (), ("qwen3", "one", "nf4"): (), ("qwen3", "fsdp2 tp2 ep2", "int8"): pytest.mark.mesh,
+    ("deepseek_v3", "fsdp2 tp2 ep2", "nf4"): pytest.mark.mesh,
+    ("gemma4_text", "fsdp2 tp2 ep2", "stored"): pytest.mark.mesh,
+    ("qwen3_5_text", "fsdp2 tp2 ep2", "int8"): pytest.mark.mesh,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family, name, base", [
+    pytest.param(*case, marks=ADAPTED.get(case, pytest.mark.wide))
+    for case in itertools.product(["qwen3", *UNLIKE], ["one", "fsdp2 tp2 ep2"], ["stored", "nf4", "int8"])
+])  # fmt: skip
 def test_argument_bytes_of_adapters_match_the_compiled_step(family, name, base):
     """Adapters and their moments in fp32, the frozen weights in the checkpoint's dtype, or in fewer bits."""
     layout, config = MESHES[name], tiny_families.config(family, torch_dtype="bfloat16")
@@ -134,12 +147,22 @@ NARROW = {  # what of optimisers changes the memory of a step
 }
 
 
-@pytest.mark.parametrize("name", NARROW)
-@pytest.mark.parametrize("layout", ["one", pytest.param("fsdp2 tp2 ep2", marks=pytest.mark.mesh)])
-def test_argument_bytes_of_narrow_states_match_the_compiled_step(name, layout):
+# A dense model on one device has each once, a mixture one; of a mesh some, what differs there.
+NARROWED = {
+    **{("qwen3", name, "one"): () for name in NARROW}, ("qwen3_moe", "8-bit moments", "one"): (),
+    **{("qwen3", name, "fsdp2 tp2 ep2"): pytest.mark.mesh for name in ("8-bit muon", "offloaded bf16 weights")},
+    **{("qwen3_moe", name, "fsdp2 tp2 ep2"): pytest.mark.mesh for name in ("8-bit moments", "averaged bf16 weights")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family, name, layout", [
+    pytest.param(*case, marks=NARROWED.get(case, pytest.mark.wide))
+    for case in itertools.product(["qwen3", "qwen3_moe"], NARROW, ["one", "fsdp2 tp2 ep2"])
+])  # fmt: skip
+def test_argument_bytes_of_narrow_states_match_the_compiled_step(family, name, layout):
     """On the host lies what `offload.init` makes. The CPU backend has three times the formula's temporaries, whatever
     the state: it computes bf16 in fp32 and copies the blocks of experts. Here: within a factor of NEAR."""
-    on, config = MESHES[layout], tiny_families.config("qwen3_moe")
+    on, config = MESHES[layout], tiny_families.config(family)
     spec = optim.Optimizer(**NARROW[name])
     compiled = aot.Step(config, losses.SFT(), spec, models.Run(dtype="bfloat16"), on, 8, 64, 2, slots=4)
     made = job(config, on, microbatches=2, slots=4, reads=aot.reads(compiled), optim=spec, dtype="bfloat16")

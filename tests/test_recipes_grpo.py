@@ -358,8 +358,14 @@ def test_a_step_on_a_mesh_equals_one_device(place):
         np.testing.assert_allclose(first[1][name], first[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "distill", *losses.POLICIES, *losses.PREFERENCES])
+# Of each recipe, and of each way to compute advantages, references and critics, one; the others under `wide`.
+ALGORITHMS = "sft", "distill", "PPO", "ReMax", "GSPO", "DAPO", "VESPO", "DPO", "KTO", "RewardModel"
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name in ALGORITHMS else pytest.mark.wide)
+    for name in ["sft", "distill", *losses.POLICIES, *losses.PREFERENCES]
+])  # fmt: skip
 def test_every_algorithm_trains_from_the_command_line(place, name):
     out, options = place / f"algorithm-{name}", {"model": place / "model", "steps": 3, "length": 32, "rows": 4}
     if name in losses.POLICIES:

@@ -16,7 +16,7 @@ LATENT = ROUTED | dict(
 )  # fmt: skip
 DELTA = dict(
     tie_word_embeddings=True,
-    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+    layer_types=["linear_attention", "full_attention"],
     linear_num_key_heads=8, linear_num_value_heads=16, linear_key_head_dim=12, linear_value_head_dim=10,
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
                      "mrope_section": [2, 1, 1], "mrope_interleaved": True},
@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict] = {
         tie_word_embeddings=True,
     ),
     "gemma3_text": dict(
-        num_hidden_layers=3, query_pre_attn_scalar=9, sliding_window_pattern=3, sliding_window=7,
+        query_pre_attn_scalar=9, sliding_window_pattern=2, sliding_window=7,
         tie_word_embeddings=True,
     ),
     "gemma4_text": dict(
@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict] = {
         moe_shared_expert_intermediate_size=40, moe_latent_size=16, initializer_range=0.2,
     ),
     "olmo2": dict(attention_bias=True, tie_word_embeddings=True),
-    "olmo3": dict(num_hidden_layers=4, sliding_window=7),
+    "olmo3": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=7),
     "phi3": dict(
         sliding_window=7, original_max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -76,8 +76,8 @@ OPTIONS: dict[str, dict] = {
     "qwen3": dict(tie_word_embeddings=True),
     "qwen3_5_moe_text": DELTA | EXPERTS | SHARED | dict(initializer_range=0.2),
     "qwen3_5_text": DELTA,
-    "qwen3_moe": EXPERTS | dict(num_hidden_layers=3, mlp_only_layers=[1], norm_topk_prob=True),
-    "qwen3_next": DELTA | EXPERTS | SHARED | dict(mlp_only_layers=[2], initializer_range=0.2),
+    "qwen3_moe": EXPERTS | dict(mlp_only_layers=[0], norm_topk_prob=True),
+    "qwen3_next": DELTA | EXPERTS | SHARED | dict(mlp_only_layers=[1], initializer_range=0.2),
     "seed_oss": dict(attention_out_bias=True),
     "smollm3": dict(no_rope_layers=[0, 1]),
 }  # fmt: skip

@@ -5,12 +5,14 @@ the backward pass are counted value by value: `job.KEPT` and `job.NAMED` list th
 `values` and `named` their sizes.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from ...core import logprobs, optim, param
 from ...core.param import Leaf
@@ -152,36 +154,29 @@ def reference(job: Job) -> int:
 
 def states(job: Job) -> States:
     """What the optimisers of the job and of its critic hold."""
-    one = lambda job: State(moments(job), streamed(job) if job.optim.offload else 0)
+    one = lambda job: _state(job.table, job.adapters, job.optim, job.dtype, job.mesh)
     return one(job), one(job.critics_step) if job.critics_step else None
 
 
-def moments(job: Job) -> int:
-    """Optimiser state of a device, sharded according to the rules, plus the step counter; or what of it, and of master
-    weights, is on the host."""
-    if job.optim.offload:
-        return sum(part.layers * held(part, job) for part in offloaded(job))
-    table = job.adapters or job.table
-    optimizer = optim.make_optimizer(job.optim, table)
-    shapes = jax.eval_shape(optimizer.init, param.abstract(table))
-    return STEP + _bytes(shapes, rules.of_state(optimizer, table, job.mesh).opt_state)
-
-
-def offloaded(job: Job) -> list[offload.Part]:
-    return offload.parts(job.table, job.optim, job.dtype)
-
-
-def held(part: offload.Part, job: Job) -> int:
-    """Bytes that the host holds for a device of one layer of a part."""
-    shapes, where = offload.abstract(part, job.mesh)
-    return _bytes(shapes, where)
-
-
-def streamed(job: Job) -> int:
-    """What is on the device of master weights and optimiser states that the host holds: the largest parts, and in fp32
-    the weights, gradient and change of one."""
-    wide = lambda part: 3 * WIDE * sum(map(job.held, param.leaf_list(part.table)))
-    return max(offload.AHEAD * held(part, job) + wide(part) for part in offloaded(job))
+@functools.lru_cache(maxsize=64)  # suggestions are found among jobs of which most differ in rows or activations alone
+def _state(
+    table: param.Table, adapters: param.Table | None, spec: optim.Optimizer, dtype: str, mesh: AbstractMesh
+) -> State:
+    """Optimiser state of a device, sharded according to the rules, plus the step counter. With `offload` the host has
+    it, with the master weights, and what is on the device at a time are the largest parts, and in fp32 the weights,
+    gradient and change of one."""
+    if not spec.offload:
+        table = adapters or table
+        optimizer = optim.make_optimizer(spec, table)
+        shapes = jax.eval_shape(optimizer.init, param.abstract(table))
+        return State(STEP + _bytes(shapes, rules.of_state(optimizer, table, mesh).opt_state))
+    parts = offload.parts(table, spec, dtype)
+    held = [_bytes(*offload.abstract(part, mesh)) for part in parts]
+    wide = [3 * _bytes(param.abstract(part.table), rules.of_params(part.table, mesh)) for part in parts]
+    return State(
+        sum(part.layers * size for part, size in zip(parts, held, strict=True)),
+        max(offload.AHEAD * size + more for size, more in zip(held, wide, strict=True)),
+    )
 
 
 def _bytes(shapes, shardings) -> int:
