@@ -46,10 +46,10 @@ def tools(*names):
     return [{"type": "function", "function": {"name": name, "parameters": SCHEMAS.get(name)}} for name in names]
 
 
-def grammar(document=None, names=(), forced=(), special=(), **more):
+def grammar(document=None, names=(), forced=(), tokens=(), **more):
     options = {"one_call": False, "style": "qwen", "chat_template": "", "reasoning": "", **more}
     held = document and Grammar("json_schema", json.dumps(document), "response_format")
-    return answer_grammar.of(held, tools(*names), forced, special=dict(special), **options)
+    return answer_grammar.of(held, tools(*names), forced, tokens=dict(tokens), **options)
 
 
 def spoken(held, seed, tokens=None, ends=0.3):
@@ -74,27 +74,31 @@ def spoken(held, seed, tokens=None, ends=0.3):
         matcher.take(token)
 
 
+def marked(words, markers):
+    """A tokenizer, in which `words` are text or tokens, and the ids of these."""
+    tokens = tokenizer.byte_level()
+    if markers != "text":
+        special = markers == "special tokens"
+        tokens.add_tokens([AddedToken(word, normalized=False, special=special) for word in sorted({*words} - {""})])
+    return tokens, {token.content: id for id, token in tokens.added_tokens_decoder.items() if token.content in words}
+
+
 BYTES = tokenizer.byte_level()
 GRAMMARS = Grammars(BYTES, len(BYTES))
 TEMPLATES = [("deepseek", "```json"), *((style, "") for style in parsers.STYLES)]
 
 
 @pytest.mark.parametrize("style, template", TEMPLATES)
-@pytest.mark.parametrize("markers", ["text", "tokens"])
+@pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
 def test_forced_calls_are_read_by_the_parser(style, template, markers):
     names = ("add", "find it" if style != "qwen3_coder" else "find")
     SCHEMAS["find"] = FIND
-    tokens, special = None, {}
-    if markers == "tokens":
-        tokens = tokenizer.byte_level()
-        words = [AddedToken(word, normalized=False, special=True) for word in sorted(parsers.MARKERS - {""})]
-        tokens.add_tokens(words)
-        special = {token.content: id for id, token in tokens.added_tokens_decoder.items() if token.special}
+    tokens, ids = marked(parsers.MARKERS, markers)
     count, single = set(), set()
     for one_call in (False, True):
         held = grammar(
             names=(*names, "other"), forced=names, style=style, chat_template=template, one_call=one_call,
-            special=special,
+            tokens=ids,
         )  # fmt: skip
         for seed in range(12):
             text = spoken(held, seed, tokens)
@@ -113,18 +117,15 @@ def test_a_tool_without_parameters_takes_any_object():
     assert isinstance(json.loads(answer.tool_calls[0].arguments), dict)
 
 
-@pytest.mark.parametrize("closed", ["text", "token"])
-def test_reasoning_comes_before_a_document(closed):
-    tokens, special = tokenizer.byte_level(), {}
-    if closed == "token":
-        tokens.add_tokens([AddedToken(word, normalized=False, special=True) for word in ("<think>", "</think>")])
-        special = {token.content: id for id, token in tokens.added_tokens_decoder.items() if token.special}
+@pytest.mark.parametrize("markers", ["text", "tokens", "special tokens"])
+def test_reasoning_comes_before_a_document(markers):
+    tokens, ids = marked(["<think>", "</think>"], markers)
     for reasoning in ("may", "open", ""):
-        held, begun = grammar(DOCUMENT, reasoning=reasoning, special=special), set()
+        held, begun = grammar(DOCUMENT, reasoning=reasoning, tokens=ids), set()
         matcher = Grammars(tokens, len(tokens)).start(held)
         allowed = lambda m: set(np.flatnonzero(np.unpackbits(m.mask_M.view(np.uint8), bitorder="little")).tolist())
         start = {tokens.decode([id]) for id in allowed(matcher)}
-        opening = "<think>" if special else "<"
+        opening = "<think>" if ids else "<"
         begun = {"may": {"{", opening}, "": {"{"}}.get(reasoning, start)
         assert start == begun and (reasoning != "open" or len(allowed(matcher)) > 150)
         text = {"may": "<think>", "open": "", "": ""}[reasoning] + ("a<b\n</think>\n\n" if reasoning else "")

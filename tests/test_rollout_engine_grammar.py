@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import tiny
+import wordpieces
 
 from areax import models
 from areax.adapters import tokenizer
@@ -274,6 +275,25 @@ def test_character_tokenizers():
     matcher = grammars.start(Grammar("regex", "az"))
     matcher.take(a)
     assert "allows no token" in matcher.problem
+
+
+@pytest.mark.parametrize("made", [wordpieces.trained, wordpieces.falling_back], ids=lambda made: made.__name__)
+def test_tokenizers_with_merges(made):
+    """Random walks over tokens of several characters, and of parts of one."""
+    words = made()
+    grammars = Grammars(words, len(words) + 7, eos=[0])
+    wanted = {"type": "array", "items": {"enum": ["Zürich", "数学", "ab cd"]}, "minItems": 2, "maxItems": 2}
+    saved = 0
+    for seed in range(9):
+        matcher, tokens, rng = grammars.start(Grammar("json_schema", json.dumps(wanted))), [], random.Random(seed)
+        while (token := rng.choice(allowed(matcher))) != 0:
+            tokens.append(token)
+            matcher.take(token)
+        text = words.decode(tokens)
+        jsonschema.validate(json.loads(text), wanted)
+        saved += len(text.encode()) - len(tokens)
+        assert matcher.mask_M.shape == (-(-(len(words) + 7) // 32),)
+    assert saved > 0
 
 
 def test_masks_of_all_widths():

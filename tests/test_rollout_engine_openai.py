@@ -330,8 +330,9 @@ def test_reasoning_comes_before_a_document(client):
     schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     made = client.chat.completions.create(model="m", messages=say("#think"), temperature=0, response_format=form)
-    message = made.choices[0].message
-    assert (message.reasoning_content, message.content) == ("Hm.", '{"a": 7}') and made.choices[0].finish_reason == "stop"
+    (choice,) = made.choices
+    said = choice.message.reasoning_content, choice.message.content, choice.finish_reason
+    assert said == ("Hm.", '{"a": 7}', "stop")
 
 
 CHAT, TEXT = {"messages": say("#stop")}, {"prompt": "#stop"}

@@ -15,7 +15,7 @@ from ..chat.parsers import DEEPSEEK, STYLES, THINK, THOUGHT, json_types
 from .grammar import formatted, literal, pieces
 from .request import Grammar
 
-Marker = Callable[[str], str]  # a marker in Lark: a special token, or text
+Marker = Callable[[str], str]  # a marker in Lark: a token of its own, or text
 NEWLINE = literal("\n")
 UNWRITABLE = ("pattern", "format", "minLength", "maxLength")  # of strings that are not written as JSON
 
@@ -28,7 +28,7 @@ def of(
     one_call: bool,
     style: str,
     chat_template: str,
-    special: Mapping[str, int],
+    tokens: Mapping[str, int],
     reasoning: str,
 ) -> Grammar | None:
     """The grammar of a whole answer; None if it may be any text.
@@ -39,7 +39,7 @@ def of(
       forced: names of the tools of which one must be called; none = the model decides.
       one_call: at most one call.
       style: a name in `parsers.STYLES`.
-      special: ids of special tokens, by text.
+      tokens: ids of the markers (`parsers.MARKERS`) that are tokens of their own, by text.
       reasoning: "" = none, "may" = the answer may begin with it, "open" = the prompt has begun it.
 
     Raises:
@@ -49,10 +49,10 @@ def of(
         return None
     if not (tools or reasoning):
         return document
-    marker = lambda text: f"<[{special[text]}]>" if text in special else literal(text)
+    marker = lambda text: f"<[{tokens[text]}]>" if text in tokens else literal(text)
     before, rules = {"": "", "may": "reasoning? ", "open": "rest "}[reasoning], []
     if reasoning:
-        thought = f"thought: /(.|\\n)*/ {marker(THOUGHT)}" if THOUGHT in special else _until("thought", THOUGHT)
+        thought = f"thought: /(.|\\n)*/ {marker(THOUGHT)}" if THOUGHT in tokens else _until("thought", THOUGHT)
         rules += [f"reasoning: {marker(THINK)} rest", "rest: thought /\\n{0,2}/", thought]
     functions = [tool["function"] for tool in tools if not forced or tool["function"]["name"] in forced]
     if functions:

@@ -60,7 +60,7 @@ class OpenAI:
         self._chat_template = str(getattr(service.tokenizer, "chat_template", None) or "")
         self._style = style or parsers.style_of(self._chat_template)
         added = getattr(service.tokenizer, "added_tokens_decoder", {}).items()
-        self._special = {token.content: id for id, token in added if token.special}
+        self._tokens = {token.content: id for id, token in added if token.content in parsers.MARKERS}
 
     def routes(self) -> list[Route]:
         post = lambda path, handle: Route(path, handle, methods=["POST"])
@@ -165,7 +165,7 @@ class OpenAI:
         """The grammar of a whole answer, from that of its document."""
         return answer_grammar.of(
             document, ask.tools, ask.forced, one_call=ask.one_call, style=self._style or "qwen",
-            chat_template=self._chat_template, special=self._special, reasoning=reasoning if self._reasoning else "",
+            chat_template=self._chat_template, tokens=self._tokens, reasoning=reasoning if self._reasoning else "",
         )  # fmt: skip
 
     async def _requests(

@@ -274,11 +274,7 @@ class Fleet:
                 if value != neutral
             },
             **({"logit_bias": {str(id): float(bias) for id, bias in logit_bias.items()}} if logit_bias else {}),
-            **{
-                name: text
-                for name, text in (("json_schema", json_schema), ("regex", regex), ("ebnf", ebnf))
-                if text
-            },
+            **{name: text for name, text in (("json_schema", json_schema), ("regex", regex), ("ebnf", ebnf)) if text},
             **({"seed": int(seed)} if seed is not None else {}),
         }
         trouble: list[str] = []
