@@ -221,6 +221,7 @@ WRONG = [
     ("json_schema", '{"$ref": "http://127.0.0.1:9/x"}', "not present"),
     ("json_schema", "[" * 100_000, "nested too deeply"),
     ("json_schema", '"' + "x" * 2**17 + '"', "must have at most 131072 characters"),
+    ("ebnf", "#" * (2**14 + 1), "must have at most 16384 characters"),
     ("regex", "a(", "unclosed group"),
     ("regex", "a(?=b)", "look-ahead"),
     ("ebnf", "root = x", "Expected ::="),

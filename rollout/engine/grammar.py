@@ -19,7 +19,7 @@ from ..chat.fields import Refused
 from .request import Grammar
 
 KEPT = 128  # most compiled grammars
-LONGEST = 2**17  # characters of a grammar
+LONGEST, LONGEST_EBNF = 2**17, 2**14  # characters of a grammar; llguidance converts GBNF in quadratic time
 # JSON as Python's json.dumps writes it: white space that a model may choose freely is white space without end.
 FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 INSTALL = "grammars need llguidance, which is not installed; pip install 'areax[grammar]'"
@@ -81,10 +81,15 @@ class Grammars:
                 done.set_result(self._made(grammar))
             except ValueError as error:
                 done.set_exception(error)
+            except RecursionError:
+                done.set_exception(ValueError("is nested too deeply"))
+            finally:
+                if not done.done():  # lest others wait for it
+                    done.set_exception(ValueError("llguidance failed"))
         try:
             return done.result()
         except ValueError as error:
-            raise Refused(grammar.field or grammar.kind, str(error)) from None
+            raise Refused(grammar.field or grammar.kind, _line(str(error))) from None
 
     def start(self, grammar: Grammar, stops: Iterable[int] = (), least: int = 0) -> Matcher:
         """A matcher for a request that ends by one of `stops`, and if possible not before `least` tokens; raises as
@@ -92,8 +97,9 @@ class Grammars:
         return self.compile(grammar).copy(frozenset(stops) | frozenset(self.eos), least)
 
     def _made(self, grammar: Grammar) -> Matcher:
-        if len(grammar.text) > LONGEST:
-            raise ValueError(f"must have at most {LONGEST} characters, got {len(grammar.text)}")
+        longest = LONGEST_EBNF if grammar.kind == "ebnf" else LONGEST
+        if len(grammar.text) > longest:
+            raise ValueError(f"must have at most {longest} characters, got {len(grammar.text)}")
         with self._loading:
             if self._library is None:
                 self._library = _load(self._tokenizer, self.words * 32, self.eos)
@@ -150,17 +156,17 @@ class Matcher:
 
     def _settle(self) -> None:
         """Adds the stop ids where the text may end, or removes them where it is too short and may go on."""
-        bits_V = np.unpackbits(self.mask_M.view(np.uint8), bitorder="little")
-        stops = [id for id in self._stops if id < len(bits_V)]
+        stop_M = np.zeros(len(self.mask_M), np.uint32)
+        for id in self._stops:
+            if id < 32 * len(stop_M):
+                stop_M[id // 32] |= np.uint32(1 << id % 32)
+        stop_M = stop_M.view(np.int32)
         if self._inner.is_accepting():
-            bits_V[stops] = 1
-        if self._taken < self._least:
-            rest_V = bits_V.copy()
-            rest_V[stops] = 0
-            bits_V = rest_V if rest_V.any() else bits_V
-        if not bits_V.any():
+            self.mask_M |= stop_M
+        if self._taken < self._least and (rest_M := self.mask_M & ~stop_M).any():
+            self.mask_M[:] = rest_M
+        if not self.mask_M.any():
             self.problem = DEAD_END
-        self.mask_M[:] = np.packbits(bits_V, bitorder="little").view(np.int32)
 
 
 class Masks:
@@ -190,9 +196,9 @@ def pieces(grammar: Grammar, **more: str) -> list[dict[str, Any]]:
 def _piece(grammar: Grammar) -> dict[str, Any]:
     kind, text = grammar.kind, grammar.text
     if kind == "json_schema":
-        return {"json_schema": formatted(_json(text))}
+        return {"json_schema": formatted(json.loads(text))}
     if kind == "choice":
-        return {"lark_grammar": "start: " + " | ".join(map(literal, _json(text)))}
+        return {"lark_grammar": "start: " + " | ".join(map(literal, json.loads(text)))}
     library = _imported()
     if kind == "regex":
         return {"lark_grammar": f"start: /{library.regex_to_lark(text, 'dws')}/"}  # of ASCII, as re.ASCII
@@ -207,13 +213,6 @@ def formatted(schema: Any) -> Any:
 def literal(text: str) -> str:
     """A string in Lark."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
 
 
 def _load(tokenizer: Any, vocab: int, eos: Sequence[int]) -> tuple[Any, Any]:
@@ -256,6 +255,10 @@ def _imported() -> Any:
 
 
 def _problem(inner: Any) -> str:
-    """The error of a matcher in one line, without the parser's state that follows."""
-    error = " ".join(inner.get_error().partition("<state>")[0].split())
-    return DEAD_END if error.startswith("NoExtension") else error[:300]
+    """The error of a matcher, without the parser's state that follows."""
+    error = inner.get_error().partition("<state>")[0]
+    return DEAD_END if error.startswith("NoExtension") else _line(error)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]

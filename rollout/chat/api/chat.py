@@ -99,7 +99,7 @@ def forced(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, ...]:
     inner = named.get("function")
     name = inner.get("name") if isinstance(inner, Mapping) else named.get("name")
     rule(name in names, "tool_choice", 'must be "auto", "none", or, given tools, "required" or one of them', choice)
-    return (name,)
+    return (str(name),)
 
 
 def one_call(body: Mapping[str, Any]) -> bool:
