@@ -61,7 +61,9 @@ def of(
     parts: list[dict[str, Any]] = [{"lark_grammar": "\n".join([f"start: {before}({' | '.join(bodies)})", *rules])}]
     if document and not forced:
         parts += pieces(document, name="document")
-    return Grammar("llguidance", json.dumps({"grammars": parts}), "tools" if functions or not document else document.field)
+    return Grammar(
+        "llguidance", json.dumps({"grammars": parts}), "tools" if functions or not document else document.field
+    )
 
 
 def _until(name: str, text: str) -> str:
