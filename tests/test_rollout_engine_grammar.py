@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import tiny
+import tiny_families
 import wordpieces
 
 from areax import models
@@ -166,6 +167,20 @@ def test_neighbours_keep_their_bits(engine):
     assert max(len(one.tokens) for one in together[1::2]) <= engine.stats()["dispatches"] - dispatches
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_moe", "gemma2"])
+def test_a_waiting_slot_keeps_its_state(family):
+    """Of layers with states too: alone each token is a dispatch of its own; beside others three steps follow it."""
+    config = tiny_families.config(family, vocab_size=len(BYTES), eos_token_id=END)
+    weights, grammars = tiny.weights(models.table(config), 0.2), Grammars(BYTES, config.vocab, config.eos)
+    free = [ask(f"free {i}", more=60, ignore_eos=True, seed=i) for i in range(2)]
+    held = [ask(f"held {i}", "regex", "[a-z]{9,20}", more=60, seed=i, presence_penalty=1.0) for i in range(2)]
+    with Engine(config, weights, slots=4, context=128, steps=4, grammars=grammars, decode=decode) as engine:
+        alone = [engine.generate([one])[0] for one in free + held]
+        together = engine.generate([free[0], held[0], held[1], free[1]])
+    assert all(map(same, [alone[0], alone[2], alone[3], alone[1]], together))
+
+
 def test_a_grammar_survives_a_retraction():
     text = json.dumps({"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 12, "maxItems": 12})
     request = ask("r", "json_schema", text, frequency_penalty=0.6, repetition_penalty=1.3)
@@ -241,6 +256,8 @@ def test_wrong_grammars_are_refused_in_one_line(engine, kind, text, words):
 def test_without_the_package_or_a_tokenizer(monkeypatch):
     with make(grammars=None) as engine, pytest.raises(ValueError, match="needs a tokenizer"):
         engine.generate([ask("a", "regex", "a")])
+    with pytest.raises(ValueError, match="grammars must be for the model's 293 tokens, got 288"):
+        make(grammars=Grammars(BYTES, len(BYTES)))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(Refused, match=r"regex: grammars need llguidance.*pip install 'areax\[grammar\]'"):
         Grammars(BYTES, CONFIG.vocab).compile(Grammar("regex", "a"))

@@ -66,11 +66,17 @@ class Engine:
           steps: decoding steps per dispatch.
 
         Raises:
-          ValueError: a size below 1, caches that exceed the device's memory, or parameters that do not match.
+          ValueError: a size below 1, caches that exceed the device's memory, or parameters or grammars that do not
+            match.
         """
         for name, value in {"slots": slots, "context": context, "steps": steps}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
+        if grammars is not None and grammars.vocab != config.vocab:
+            raise ValueError(
+                f"Engine: grammars must be for the model's {config.vocab} tokens, got {grammars.vocab}; make them with "
+                "Grammars(tokenizer, config.vocab, config.eos)"
+            )
         _check_caches(config, params, slots, context)
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False

@@ -43,14 +43,14 @@ class Grammars:
 
     Args:
       tokenizer: a fast tokenizer of transformers: byte-level, with byte fallback, or one whose tokens are characters.
-      vocab: of the model.
 
     Attributes:
+      vocab: tokens of the model.
       eos: the ids that end a text: the model's, or else the tokenizer's.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, eos: Sequence[int] = ()):
-        self._tokenizer, self.words = tokenizer, -(-vocab // 32)
+        self._tokenizer, self.vocab, self._words = tokenizer, vocab, -(-vocab // 32)
         self.eos = tuple(eos) or tuple(id for id in (tokenizer.eos_token_id,) if id is not None)
         self._compiled: collections.OrderedDict[Grammar, Future] = collections.OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
@@ -102,12 +102,12 @@ class Grammars:
             raise ValueError(f"must have at most {longest} characters, got {len(grammar.text)}")
         with self._loading:
             if self._library is None:
-                self._library = _load(self._tokenizer, self.words * 32, self.eos)
+                self._library = _load(self._tokenizer, self.vocab, self.eos)
         library, tokenizer = self._library
         inner = library.LLMatcher(tokenizer, json.dumps({"grammars": pieces(grammar)}), log_level=0)
         if inner.is_error():
             raise ValueError(_problem(inner))
-        made = Matcher(inner, np.zeros(self.words, np.int32), -(-tokenizer.vocab_size // 32), frozenset(self.eos), 0)
+        made = Matcher(inner, np.zeros(self._words, np.int32), -(-tokenizer.vocab_size // 32), frozenset(self.eos), 0)
         made.advance()
         if made.problem:
             raise ValueError(made.problem)
