@@ -24,6 +24,7 @@ SAMPLING = {
     "stop": ["1"], "stop_token_ids": [3], "ignore_eos": False, "sampling_seed": 1,
 }  # fmt: skip
 USER = [{"role": "user", "content": "1+1"}]
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 CHAT = [
     *USER,
@@ -86,6 +87,12 @@ def engine(path: str) -> tuple[list[Route], list[Route]]:
         post("/generate", generate | {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}),
         post("/generate", {"text": "1+1", "sampling_params": {"max_new_tokens": 2}, "lora_path": None, "stream": True}),
         post("/generate", {"input_ids": [PROMPT, PROMPT], "sampling_params": [SAMPLING] * 2, "rid": ["a", "b"]}),
+        post(
+            "/generate", {"text": "1", "sampling_params": {"max_new_tokens": 2, "regex": "1+", "logit_bias": {"5": 1}}}
+        ),
+        post("/generate", {"text": "1", "sampling_params": {"max_new_tokens": 2, "json_schema": '{"enum": [1]}'}}),
+        post("/v1/chat/completions", {"messages": USER, "max_tokens": 2, "response_format": SCHEMA}),
+        post("/v1/completions", {"prompt": "1", "max_tokens": 2, "ebnf": 'root ::= "1"', "presence_penalty": 0.5}),
         post("/v1/completions", {"prompt": "1+1", "max_tokens": 2, "logprobs": 1, "echo": True, "n": 1, "stop": ["1"]}),
         post("/v1/completions", {"prompt": [[5, 6], [7]], "seed": 1, "min_tokens": 1, "model": "x", "stream": True}),
         post("/v1/chat/completions", chat | {"stream": True, "stream_options": {"include_usage": True}}),
@@ -136,7 +143,6 @@ def gateway(key: str, session: str) -> list[Route]:
     post = lambda path, body, headers=mine: Route("POST", path, {"model": "m", **body}, headers)
     get = lambda path: Route("GET", path, {}, mine)
     reward = lambda body: Route("POST", f"/sessions/{session}/reward", body, mine)
-    schema = {"type": "json_schema", "json_schema": {"schema": {}}}
     item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "y"}]}
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
@@ -150,7 +156,7 @@ def gateway(key: str, session: str) -> list[Route]:
     tools = [{"name": "add", "description": "d", "input_schema": {"type": "object"}}]
     chat = {"messages": CHAT, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "auto", "n": 1}
     chat |= {"stop": ["x"], "temperature": 1.0, "top_p": 1.0, "max_tokens": 3, "logprobs": True, "stream": False}
-    chat |= {"response_format": schema, "chat_template_kwargs": {"enable_thinking": True}}
+    chat |= {"response_format": SCHEMA, "chat_template_kwargs": {"enable_thinking": True}}
     anthropic = {"messages": messages, "max_tokens": 3, "system": "s", "tools": tools, "tool_choice": {"type": "auto"}}
     anthropic |= {"thinking": {"type": "enabled", "budget_tokens": 5}, "stop_sequences": ["x"], "top_k": 3}
     return [

@@ -40,7 +40,8 @@ def say(word):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    path = parrot.model(tmp_path_factory.mktemp("parrot"), CALL, SUM, THINK, EURO, STOP, OFF)
+    template = parrot.TEMPLATE + "{#- <think> #}"  # the model may reason
+    path = parrot.model(tmp_path_factory.mktemp("parrot"), CALL, SUM, THINK, EURO, STOP, OFF, template=template)
     with servers.embedded(path, slots=4, context=1024) as remote:
         yield remote
 
@@ -325,6 +326,15 @@ def test_variables_of_the_chat_template(server, client):
         assert status == 400 and answer["error"]["param"] == "chat_template_kwargs", answer
 
 
+def test_reasoning_comes_before_a_document(client):
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    made = client.chat.completions.create(model="m", messages=say("#think"), temperature=0, response_format=form)
+    (choice,) = made.choices
+    said = choice.message.reasoning_content, choice.message.content, choice.finish_reason
+    assert said == ("Hm.", '{"a": 7}', "stop")
+
+
 CHAT, TEXT = {"messages": say("#stop")}, {"prompt": "#stop"}
 GOOD = {
     "/v1/chat/completions": CHAT,
@@ -334,14 +344,14 @@ GOOD = {
     "/v1/messages/count_tokens": CHAT,
 }
 REFUSED = [  # path, field, value, words of the error
-    ("/v1/chat/completions", "response_format", {"type": "json_object"}, "constrained decoding"),
-    ("/v1/chat/completions", "presence_penalty", 0.5, "penalties"),
-    ("/v1/chat/completions", "logit_bias", {"5": 1}, "biases"),
+    ("/v1/chat/completions", "response_format", {"type": "xml"}, "its type must be text, json_object or json_schema"),
+    ("/v1/chat/completions", "presence_penalty", 2.5, "must be in [-2, 2]"),
+    ("/v1/chat/completions", "logit_bias", {"5": 101}, "must be in [-100, 100]"),
     ("/v1/chat/completions", "store", True, "nothing is stored"),
     ("/v1/chat/completions", "temprature", 0, "did you mean temperature?"),
     ("/v1/chat/completions", "max_token", 5, "did you mean max_tokens?"),
     ("/v1/chat/completions", "best_of", 2, "unknown field"),
-    ("/v1/chat/completions", "tool_choice", "required", "cannot be forced"),
+    ("/v1/chat/completions", "tool_choice", "required", "given tools"),
     ("/v1/chat/completions", "top_logprobs", 2, "needs logprobs"),
     ("/v1/chat/completions", "reasoning_effort", "low", "chat_template_kwargs"),
     ("/v1/chat/completions", "model", ["m"], "must be a string"),
@@ -357,10 +367,10 @@ REFUSED = [  # path, field, value, words of the error
     ("/v1/completions", "lora_path", "nobody", "not loaded"),
     ("/v1/responses", "model", 3, "must be a string"),
     ("/v1/responses", "previous_response_id", "r", "nothing is stored"),
-    ("/v1/responses", "text", {"format": {"type": "json_object"}}, "constrained decoding"),
+    ("/v1/responses", "text", {"format": {"type": "json_schema", "schema": {"not": {}}}}, "Unimplemented keys"),
     ("/v1/responses", "instruction", "x", "did you mean instructions?"),
     ("/v1/messages", "model", [], "must be a string"),
-    ("/v1/messages", "output_config", {"format": {"type": "json_schema", "schema": {}}}, "constrained decoding"),
+    ("/v1/messages", "output_config", {"format": {"type": "json_schema"}}, "must have a schema"),
     ("/v1/messages", "stop_sequence", ["x"], "did you mean stop_sequences?"),
     ("/v1/messages/count_tokens", "sistem", "x", "did you mean system?"),
 ]
@@ -398,7 +408,7 @@ def test_fields_without_effect_are_taken(client):
 
 def test_errors_are_those_of_the_sdks(client, claude):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="m", messages=say("x"), presence_penalty=1)
+        client.chat.completions.create(model="m", messages=say("x"), presence_penalty=3)
     assert refused.value.param == "presence_penalty"
     with pytest.raises(anthropic.BadRequestError, match="top_k"):
         claude.messages.create(model="m", max_tokens=3, messages=say("x"), extra_body={"top_k": -3})

@@ -3,7 +3,7 @@
 import pytest
 
 from areax.rollout.engine import request_parsing
-from areax.rollout.engine.request import Sampling
+from areax.rollout.engine.request import Grammar, Sampling
 
 
 def generate(**body):
@@ -77,13 +77,6 @@ def test_where_input_logprobs_start(start, inputs):
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -0.1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1.0}),
-        ("regex", "a+"),
-        ("json_schema", "{}"),
-        ("ebnf", "root ::= 'a'"),
         ("structural_tag", "{}"),
         ("stop_regex", "a"),
         ("beam_width", 4),
@@ -98,13 +91,25 @@ def test_unsupported_sampling_parameters_are_refused(name, value):
         generate(sampling_params={name: value})
 
 
+def test_penalties_and_grammars():
+    given = {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"7": -100}}
+    (request,) = generate(sampling_params=given).requests
+    assert request.sampling == Sampling(
+        frequency_penalty=0.5, presence_penalty=-1.0, repetition_penalty=1.1, logit_bias=((7, -100.0),)
+    )
+    for kind, value in (("json_schema", "{}"), ("regex", "a+"), ("ebnf", "root ::= x"), ("choice", ["é"])):
+        (request,) = generate(sampling_params={kind: value}).requests
+        assert request.sampling.grammar == Grammar(kind, value if kind != "choice" else '["\\u00e9"]')
+
+
 @pytest.mark.parametrize(
     "neutral",
     [
         {
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "regex": None,
+            "regex": "",
+            "choice": [],
             "logit_bias": {},
             "skip_special_tokens": True,
         }

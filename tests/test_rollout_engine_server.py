@@ -260,12 +260,12 @@ def test_the_engine_holds_a_bounded_number_of_requests(server):
     [
         ("/v1/completions", {"prompt": "1+1", "suffix": "x"}),
         ("/v1/completions", {"prompt": "1+1", "best_of": 4}),
-        ("/v1/completions", {"prompt": "1+1", "logit_bias": {"5": 1}}),
+        ("/v1/completions", {"prompt": "1+1", "logit_bias": {"5": 101}}),
         ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
-        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/chat/completions", {"response_format": {"type": "xml"}}),
         ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-        ("/v1/chat/completions", {"presence_penalty": 1}),
+        ("/v1/chat/completions", {"presence_penalty": 3}),
     ],
     ids=str,
 )
@@ -296,7 +296,6 @@ SAID = [{"role": "user", "content": "1+1"}]
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
         ("/v1/chat/completions", {"messages": [*SAID, {"role": "assistant", "tool_calls": [{}]}]}),
         ("/v1/chat/completions", {"messages": SAID, "max_completion_tokens": "5"}),
-        ("/v1/chat/completions", {"messages": SAID, "logit_bias": {"5": 1}}),
         ("/v1/chat/completions", {"messages": SAID, "function_call": {"name": "f"}}),
         ("/v1/chat/completions", {"messages": SAID, "modalities": ["audio"]}),
     ],

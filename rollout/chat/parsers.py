@@ -272,7 +272,7 @@ def _coder(inner: str, schemas: Schemas) -> list[tuple[str, dict]]:
 
 def _typed(text: str, schema: Any) -> Any:
     """A value in the type of its schema; a text that is not of this type, or has no schema, stays a string."""
-    kinds = _kinds(schema)
+    kinds = json_types(schema)
     if "null" in kinds and text.strip() == "null":
         return None
     if not kinds or "string" in kinds:
@@ -286,14 +286,14 @@ def _typed(text: str, schema: Any) -> Any:
     return int(value) if kinds == {"integer"} and isinstance(value, float) and value.is_integer() else value
 
 
-def _kinds(schema: Any) -> set[str]:
+def json_types(schema: Any) -> set[str]:
     """The JSON types that a schema names; of an enum those of its values."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
     kinds = {named} if isinstance(named, str) else {*named} if isinstance(named, list) else set()
     for other in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        kinds |= _kinds(other)
+        kinds |= json_types(other)
     if not kinds and schema.get("enum"):
         kinds = {"string" if isinstance(value, str) else "null" if value is None else "any" for value in schema["enum"]}
     return kinds

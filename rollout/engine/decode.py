@@ -21,7 +21,7 @@ from ...models.attention.segments import segments
 from ...models.layer import AnyMixer, Attention, mixers
 from ...models.layers.linear import MultiLoRAWeight, Transposed
 from . import caches as caching
-from . import sampling, states
+from . import grammar, penalties, sampling, states
 
 KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
 PREFILL_TOKENS, ON_CPUS = 4096, 256  # tokens per prefill: one long prompt or several short ones
@@ -145,23 +145,31 @@ def prompt_scores(weights, hidden_PTD, row, target_T, *, config, top: int):
 
 # The state of a slot that the host passes to a dispatch: i32 columns (floats by their bits), then STOPS stop ids, -1 =
 # none.
-INTEGERS = ("token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k", "adapter")
-REALS = ("temperature", "top_p", "min_p")
+INTEGERS = (
+    "token", "position", "end", "least", "active", "top", "seed_high", "seed_low", "top_k", "adapter", "grammar",
+    "penalised",
+)  # fmt: skip
+REALS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 COLUMNS = {name: i for i, name in enumerate(INTEGERS + REALS)}
 
 
-@functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnames=("caches",))
-def decode(weights, caches, state_SW, free, *, config, steps: int):
+@functools.partial(jax.jit, static_argnames=("config", "steps"), donate_argnames=("caches", "tables"))
+def decode(weights, caches, state_SW, free, tables, mask_SM, *, config, steps: int):
     """Decodes up to `steps` tokens for every active slot; stops early when all are done or `free` slots are idle.
 
     Columns of the state: `token` is at `position` and not in the cache yet; the sequence ends when its length reaches
     `end`; no stop id is drawn for an index before `least`; the `top` likeliest tokens are reported; `adapter` is the
-    index of the slot's adapter, 0 = none.
+    index of the slot's adapter, 0 = none; `grammar` = 1 draws one token, allowed by the slot's row of the mask, and
+    waits for the next mask; `penalised` = 1 reads and updates the slot's rows of the tables.
+
+    Args:
+      tables: `penalties.Tables`, donated.
+      mask_SM: as in `grammar.masked`.
 
     Returns:
-      caches; {"token": [steps, S], "logp", "top_logp": [steps, S, K], "top_id"}, and with experts "routed" [steps, S,
-      layers, top_k] of each step's input token, valid for the first `position - old position` steps of each slot;
-      position_S.
+      caches; tables; {"token": [steps, S], "logp", "top_logp": [steps, S, K], "top_id"}, and with experts "routed"
+      [steps, S, layers, top_k] of each step's input token, valid for the first `position - old position` steps of each
+      slot; position_S.
     """
     S, V = len(state_SW), config.vocab
     column = {name: state_SW[:, i] for name, i in COLUMNS.items()}
@@ -170,24 +178,36 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
     controls = sampling.Controls(seed_S2, real("temperature"), column["top_k"], real("top_p"), real("min_p"))
     stop_SE = state_SW[:, len(COLUMNS) :]
     weights = {**weights, "layers": with_adapters(weights, column["adapter"])}
+    grammar_S, penalised_S = (column["active"] * column[name] > 0 for name in ("grammar", "penalised"))
+    waiting = jnp.sum(grammar_S, dtype=jnp.int32)  # after the first step; they are not free
+    penalty = penalties.Penalties(penalised_S, *(real(f"{name}_penalty") for name in penalties.NAMES))
 
     def going(carry):
-        step, _, _, _, active_S, _ = carry
+        step, *_, active_S, _ = carry
         idle = S - jnp.sum(active_S, dtype=jnp.int32)
-        return (step == 0) | ((step < steps) & (idle < S) & (idle < free))
+        return (step == 0) | ((step < steps) & (idle < S) & (idle - waiting < free))
 
     def one(carry):
-        step, caches, token_S, position_S, active_S, out = carry
+        step, caches, tables, token_S, position_S, active_S, out = carry
         logits_SV, caches, routed_SLK = forward(weights, caches, token_S, position_S, active_S, config)
         index_S = position_S + 1
         banned_SE = jnp.where((index_S < column["least"])[:, None], stop_SE, V)
-        made = sampling.choose(logits_SV, index_S, banned_SE, controls, column["top"])
+        masked_S = grammar_S & active_S
+        penalise = lambda x_SV: penalties.penalised(x_SV, tables, penalty)
+        mask = lambda x_SV: grammar.masked(x_SV, mask_SM, masked_S)
+        same = lambda x_SV: x_SV
+        change = lambda x_SV: jax.lax.cond(
+            jnp.any(masked_S), mask, same, jax.lax.cond(jnp.any(penalised_S), penalise, same, x_SV)
+        )
+        needed = jnp.any(masked_S | penalised_S)
+        made = sampling.choose(logits_SV, index_S, banned_SE, controls, column["top"], (needed, change))
         made = dict(zip(("token", "logp", "top_logp", "top_id"), made, strict=True)) | {"routed": routed_SLK}
         out = {name: out[name].at[step].set(made[name]) for name in out}
-        done_S = jnp.any(made["token"][:, None] == stop_SE, -1) | (index_S + 1 >= column["end"])
+        tables = penalties.counted(tables, made["token"], active_S & penalised_S)
+        done_S = jnp.any(made["token"][:, None] == stop_SE, -1) | (index_S + 1 >= column["end"]) | grammar_S
         token_S = jnp.where(active_S, made["token"], token_S)
         position_S = position_S + active_S
-        return step + 1, caches, token_S, position_S, active_S & ~done_S, out
+        return step + 1, caches, tables, token_S, position_S, active_S & ~done_S, out
 
     K = min(sampling.TOP, V)
     out = {
@@ -198,9 +218,9 @@ def decode(weights, caches, state_SW, free, *, config, steps: int):
     }
     if any("router" in w for w in weights["layers"]):
         out["routed"] = jnp.zeros((steps, S, len(weights["layers"]), config.top_k), jnp.int32)
-    start = jnp.int32(0), caches, column["token"], column["position"], column["active"] > 0, out
-    _, caches, _, position_S, _, out = jax.lax.while_loop(going, one, start)
-    return caches, out, position_S
+    start = jnp.int32(0), caches, tables, column["token"], column["position"], column["active"] > 0, out
+    _, caches, tables, _, position_S, _, out = jax.lax.while_loop(going, one, start)
+    return caches, tables, out, position_S
 
 
 def forward(weights, caches, token_S, position_S, active_S, config):

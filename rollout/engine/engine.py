@@ -20,6 +20,7 @@ from ..chat.detokenizer import Text
 from ..processes import memory
 from . import caches
 from .adapters import Loaded
+from .grammar import Grammars, Matcher
 from .request import Progress, Request, check, check_prompt
 from .slots import Live, Slots
 
@@ -35,6 +36,7 @@ class Engine:
     or is sent again with its tokens so far, continues its stream of random numbers.
 
     Attributes:
+      grammars: compiles the grammars of requests, or None.
       version: label of the weights, stamped on every sampled token.
       paused: nothing is computed until `resume`.
       released: the released ones of RELEASABLE; nothing is computed until it is empty and weights are loaded.
@@ -49,6 +51,7 @@ class Engine:
         context: int = 2048,
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
+        grammars: Grammars | None = None,
         seed: int = 0,
         steps: int = 8,
     ):
@@ -58,20 +61,27 @@ class Engine:
           slots: sequences decoded together.
           context: most tokens of a sequence, prompt included.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
+          grammars: compiles the grammars of requests; None = they are refused.
           seed: from which requests without a seed get theirs.
           steps: decoding steps per dispatch.
 
         Raises:
-          ValueError: a size below 1, caches that exceed the device's memory, or parameters that do not match.
+          ValueError: a size below 1, caches that exceed the device's memory, or parameters or grammars that do not
+            match.
         """
         for name, value in {"slots": slots, "context": context, "steps": steps}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
+        if grammars is not None and grammars.vocab != config.vocab:
+            raise ValueError(
+                f"Engine: grammars must be for the model's {config.vocab} tokens, got {grammars.vocab}; make them with "
+                "Grammars(tokenizer, config.vocab, config.eos)"
+            )
         _check_caches(config, params, slots, context)
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
-        self._decode = decode
+        self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
         self._slots = Slots(config, params, slots, context, steps)
         self._entering: list[Live] = []  # being admitted just now
@@ -355,20 +365,22 @@ class Engine:
         for request, tell in pairs:
             eos = () if request.sampling.ignore_eos else self.config.eos
             stops = frozenset(eos) | frozenset(request.sampling.stop_token_ids)
+            if request.sampling.grammar and self.grammars:
+                stops |= frozenset(self.grammars.eos)
             experts = getattr(self.config, "experts", 0) > 0
             check(request, stops, self.config.vocab, self.context, self._decode is not None, experts)
-            lives.append((request, tell, stops))
+            lives.append((request, tell, stops, self._matcher(request, stops)))
         with self._wake:
             if self._closing:
                 raise RuntimeError("Engine.submit: the engine is closed")
-            names = {request.rid for request, _, _ in lives}
+            names = {request.rid for request, *_ in lives}
             if len(names) < len(lives) or names & self._names:
                 raise ValueError(f"rid: names must be unique among requests in the engine, got {sorted(names)[:3]}")
-            for request, _, _ in lives:
+            for request, *_ in lives:
                 if request.adapter and request.adapter not in self._adapters:
                     raise ValueError(self._unknown(request.adapter))
             self._names |= names
-            for request, tell, stops in lives:
+            for request, tell, stops, matcher in lives:
                 sampling = request.sampling
                 seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
                 text = Text(self._decode) if self._decode else None
@@ -376,9 +388,18 @@ class Engine:
                 adapter = self._adapters[request.adapter] if request.adapter else None
                 if adapter:
                     adapter.users += 1
-                self._queue.append(Live(request, tell, seed, stops, text, progress, adapter))
+                self._queue.append(Live(request, tell, seed, stops, text, progress, adapter, matcher))
             self._counts["requests"] += len(lives)
             self._wake.notify()
+
+    def _matcher(self, request: Request, stops: frozenset[int]) -> Matcher | None:
+        if request.sampling.grammar is None:
+            return None
+        if self.grammars is None:
+            raise ValueError(
+                "a grammar needs a tokenizer, but the engine has none; in Python: Engine(grammars=Grammars(...))."
+            )
+        return self.grammars.start(request.sampling.grammar, stops, request.sampling.min_new_tokens)
 
     def _unknown(self, name: str) -> str:
         return f"adapters: {name!r} is not loaded; loaded are {', '.join(sorted(self._adapters)) or 'none'}"
@@ -523,6 +544,8 @@ class Engine:
             finish = {"type": "stop", "matched": tokens[-1]}
         elif start + len(tokens) == sampling.max_new_tokens:
             finish = {"type": "length", "length": sampling.max_new_tokens}
+        elif live.matcher and live.matcher.problem:
+            finish = {"type": "abort", "message": live.matcher.problem}
         if text:
             shown = tokens[:-1] if finish and finish["type"] == "stop" else tokens
             hit = text.feed(shown, sampling.stop)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -17,11 +18,11 @@ from ..chat.api import ask as asks
 from ..chat.api import chat, completions, messages, responses
 from ..chat.api.ask import Event, encoded
 from ..chat.fields import Refused, rule
-from ..chat.parsers import STYLES, Parser, Text
+from ..chat.parsers import STYLES, THINK, THOUGHT, Parser, Text
 from ..processes.http_limits import off_loop, read_json
-from . import request_parsing, sglang_api
+from . import answer_grammar, request_parsing, sglang_api
 from .openai_fields import TABLES
-from .request import Progress
+from .request import Grammar, Progress
 from .request_parsing import Ask
 from .samples import Sample
 
@@ -29,8 +30,16 @@ RENAMED = {  # further fields -> fields of sampling_params
     "seed": "sampling_seed",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
+    **{
+        name: name
+        for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "regex", "ebnf")
+    },
 }
 THEIRS = {"sampling_seed": "seed", "min_new_tokens": "min_tokens"}  # names in errors
+DOCUMENTS = {  # the field with the JSON schema of an answer
+    "/v1/completions": "response_format", "/v1/chat/completions": "response_format", "/v1/responses": "text",
+    "/v1/messages": "output_config",
+}  # fmt: skip
 CONVERSATIONS: dict[str, Any] = {
     "/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": messages
 }  # fmt: skip
@@ -48,8 +57,10 @@ class OpenAI:
     def __init__(self, service: sglang_api.Service, style: str = "", reasoning: bool = True):
         self.service, self._reasoning = service, reasoning
         self._decode, self._markers = parsers.decoder(service.tokenizer), parsers.special_markers(service.tokenizer)
-        written = getattr(service.tokenizer, "chat_template", None)
-        self._style = style or parsers.style_of(str(written or ""))
+        self._chat_template = str(getattr(service.tokenizer, "chat_template", None) or "")
+        self._style = style or parsers.style_of(self._chat_template)
+        added = getattr(service.tokenizer, "added_tokens_decoder", {}).items()
+        self._tokens = {token.content: id for id, token in added if token.content in parsers.MARKERS}
 
     def routes(self) -> list[Route]:
         post = lambda path, handle: Route(path, handle, methods=["POST"])
@@ -87,7 +98,7 @@ class OpenAI:
         """Continues prompts of text or token ids."""
         ask = await off_loop(http, self._read_completions, await self._body(http))
         top, echo = ask.body.get("logprobs"), ask.body.get("echo")
-        asked = self._requests(ask, ask.prompts, top, 0 if echo and top is not None else None)
+        asked = await self._requests(http.url.path, ask, ask.prompts, top, 0 if echo and top is not None else None)
         tokenizer = self.service.tokenizer
         decode = (lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if tokenizer else lambda ids: ""
         samples = [Sample(request, decode) for request in asked.requests]
@@ -95,13 +106,14 @@ class OpenAI:
 
     async def conversation(self, path: str, http: HTTPRequest) -> Response:
         """Answers a conversation."""
-        ask, prompt, opened = await off_loop(http, self._read_conversation, path, await self._body(http))
+        ask, prompt, reasoning = await off_loop(http, self._read_conversation, path, await self._body(http))
         body = ask.body
         top = fields.integer(body, "top_logprobs", least=0) if body.get("top_logprobs") is not None else 0
         rule(not top or body.get("logprobs"), "top_logprobs", "needs logprobs", top)
-        asked = self._requests(ask, [prompt], top if body.get("logprobs") else None)
+        whole = functools.partial(self._whole, ask, reasoning)
+        asked = await self._requests(path, ask, [prompt], top if body.get("logprobs") else None, grammar=whole)
         parser = functools.partial(
-            Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=opened
+            Parser, self._style or "qwen", tools=ask.tools, reasoning=self._reasoning, opened=reasoning == "open"
         )
         samples = [Sample(request, self._decode, parser(), self._markers) for request in asked.requests]
         return await self._answer(http, CONVERSATIONS[path], ask, asked, samples)
@@ -109,7 +121,8 @@ class OpenAI:
     async def count_tokens(self, http: HTTPRequest) -> Response:
         """The number of tokens of a conversation, in Anthropic's format."""
         body = await self._body(http)
-        counted = await off_loop(http, messages.count, body, self._format(), self._tokenizer(), TABLES[http.url.path])
+        count = functools.partial(messages.count, forces=True)
+        counted = await off_loop(http, count, body, self._format(), self._tokenizer(), TABLES[http.url.path])
         return sglang_api.Answer(counted)
 
     # -- the prompt ------------------------------------------------------------------------------
@@ -130,39 +143,62 @@ class OpenAI:
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str):
                 request_parsing.check_text(text, self.service.tokenizer, self.service.engine.context, "prompt")
-        return completions.read(body, self.service.tokenizer, TABLES["/v1/completions"], fields.MOST_PROMPTS)
+        ask = completions.read(body, self.service.tokenizer, TABLES["/v1/completions"], fields.MOST_PROMPTS)
+        document = fields.schema(body.get("response_format"), "response_format")
+        return dataclasses.replace(ask, sampling={**ask.sampling, **document})
 
-    def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], bool]:
-        """The request, its prompt, and whether that opens the reasoning."""
+    def _read_conversation(self, path: str, body: dict) -> tuple[asks.Ask, list[int], str]:
+        """The request, its prompt, and whether the answer has reasoning, as for `answer_grammar.of`."""
         more = [fields.MOST_PROMPTS] if path == "/v1/chat/completions" else []
-        ask = CONVERSATIONS[path].read(body, self._format(), TABLES[path], *more)
+        ask = CONVERSATIONS[path].read(body, self._format(), TABLES[path], *more, forces=True)
         tokenizer = self._tokenizer()
         known = self._style or not ask.tools
         rule(known, "tools", "the format of this model's calls is not known; start the server with --style", "no style")
         text = "".join(message.get("content") or "" for message in ask.messages)
         request_parsing.check_text(text, tokenizer, self.service.engine.context, "messages")
         prompt = asks.render(tokenizer, ask)
-        return ask, template.encode(tokenizer, prompt), asks.opened(prompt)
+        thinks = THINK in self._chat_template and not prompt[-100:].rstrip().endswith(THOUGHT)
+        reasoning = "open" if asks.opened(prompt) else "may" if thinks else ""
+        return ask, template.encode(tokenizer, prompt), reasoning
 
-    def _requests(
-        self, ask: asks.Ask, prompts: Sequence[Sequence[int]], top: int | None, inputs: int | None = None
+    def _whole(self, ask: asks.Ask, reasoning: str, document: Grammar | None) -> Grammar | None:
+        """The grammar of a whole answer, from that of its document."""
+        return answer_grammar.of(
+            document, ask.tools, ask.forced, one_call=ask.one_call, style=self._style or "qwen",
+            chat_template=self._chat_template, tokens=self._tokens, reasoning=reasoning if self._reasoning else "",
+        )  # fmt: skip
+
+    async def _requests(
+        self,
+        path: str,
+        ask: asks.Ask,
+        prompts: Sequence[Sequence[int]],
+        top: int | None,
+        inputs: int | None = None,
+        grammar: Callable[[Grammar | None], Grammar | None] = lambda document: document,
     ) -> Ask:
-        """The engine's requests.
+        """The engine's requests, whose grammars are compiled.
 
         Args:
           top: likeliest tokens to report; None = no log-probabilities at all.
           inputs: as `Request.input_logprobs_from`.
+          grammar: of the whole answer, from that which the request names.
         """
         body, context = ask.body, self.service.engine.context
         adapter = fields.name(body, "lora_path") if body.get("lora_path") is not None else ""
         if not adapter and body["model"] in self.service.engine.adapters:
             adapter = body["model"]
         given = {theirs: body[name] for name, theirs in RENAMED.items() if body.get(name) is not None}
-        given |= {"max_new_tokens": None, **ask.sampling}
+        given |= {"max_new_tokens": None, **({"json_schema": body["json_schema"]} if body.get("json_schema") else {})}
+        given |= ask.sampling
+        named = {**THEIRS, "json_schema": DOCUMENTS[path]} if "json_schema" in ask.sampling else THEIRS
         try:
             chosen = [request_parsing.sampling(given, context - len(prompt))[0] for prompt in prompts]
+            await self.service.compile(chosen)
+            chosen = [dataclasses.replace(one, grammar=grammar(one.grammar)) for one in chosen]
+            await self.service.compile(chosen)
         except Refused as refused:
-            raise Refused(THEIRS.get(refused.name, refused.name), refused.rule) from None
+            raise Refused(named.get(refused.name, refused.name), refused.rule) from None
         names = request_parsing.rids(body.get("rid"), len(prompts), len(prompts) == 1, ask.n)
         requests = [
             request

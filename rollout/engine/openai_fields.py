@@ -1,7 +1,6 @@
 """What `areax serve` does with every field of every OpenAI and Anthropic request; docs/serve.md has the same tables.
 
-The gateway's tables, but for what the engine adds (seeds, likeliest tokens, SGLang's extensions) or does not implement
-(constrained decoding).
+The gateway's tables, but for what the engine adds: seeds, likeliest tokens, penalties, grammars, SGLang's extensions.
 """
 
 from __future__ import annotations
@@ -9,25 +8,23 @@ from __future__ import annotations
 from ..chat import fields
 from ..chat.api import chat, completions, messages, responses
 from ..chat.fields import NO_EFFECT, Refusal, Table
-from .request_parsing import GRAMMAR, SAMPLING
+from .request_parsing import SAMPLING
 
 STORE = Refusal("nothing is stored; send the whole conversation each time", (False,))
-PLAIN = {"type": "text"}
 _SGLANG = fields.table(
-    ["stop_token_ids", "ignore_eos", "rid", "return_meta_info", "lora_path"],
+    [
+        "stop_token_ids", "ignore_eos", "rid", "return_meta_info", "lora_path", "frequency_penalty", "presence_penalty",
+        "repetition_penalty", "logit_bias", "response_format", "json_schema", "regex", "ebnf",
+    ],
     [
         "priority", "extra_key", "cache_salt", "session_id", "custom_labels", "data_parallel_rank", "log_metrics",
         "return_cached_tokens_details", "return_spec_tokens_details",
     ],
     {
         "store": STORE,
-        "response_format": Refusal(GRAMMAR, (PLAIN,)),
         **{
             name: SAMPLING[name]
-            for name in (
-                "json_schema", "regex", "ebnf", "repetition_penalty", "stop_regex", "no_stop_trim",
-                "skip_special_tokens", "custom_params", "watermark",
-            )
+            for name in ("stop_regex", "no_stop_trim", "skip_special_tokens", "custom_params", "watermark")
         },
         "custom_logit_processor": Refusal("this server runs no code of its clients", ("",)),
         "watermark": Refusal(but=(False,)),
@@ -47,15 +44,13 @@ CHAT: Table = {
     "separate_reasoning": Refusal("start the server with --no-reasoning", (True,)),
     "stream_reasoning": Refusal("reasoning is streamed as it comes", (True,)),
 }
-RESPONSES: Table = {
-    **responses.FIELDS,
-    "store": STORE,
-    "text": Refusal(GRAMMAR, ({}, {"format": PLAIN})),
-}
-MESSAGES: Table = {**messages.FIELDS, "output_config": Refusal(GRAMMAR, ({},))}
+RESPONSES: Table = {**responses.FIELDS, "store": STORE}
+MESSAGES: Table = messages.FIELDS
 COUNT: Table = {
     **MESSAGES,
-    **dict.fromkeys(("stream", "stop_sequences", "max_tokens", "temperature", "top_p", "top_k"), NO_EFFECT),
+    **dict.fromkeys(
+        ("stream", "stop_sequences", "max_tokens", "temperature", "top_p", "top_k", "output_config"), NO_EFFECT
+    ),
 }
 TABLES: dict[str, Table] = {
     "/v1/completions": COMPLETIONS,

@@ -6,17 +6,36 @@ from dataclasses import dataclass, field
 
 TOP = 20  # most likeliest tokens reported per position
 STOPS = 32  # most stop ids of a request, including the model's
+BIASES = 1024  # most tokens of a logit_bias
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the generated text must be.
+
+    Attributes:
+      kind: of the `text`: "json_schema"; "regex", matched by the whole text; "ebnf" (GBNF, or Lark as llguidance reads
+        it); "choice", a JSON list of strings; or "llguidance", a grammar in that library's own JSON.
+      field: the request's field that it comes from, for errors.
+    """
+
+    kind: str
+    text: str
+    field: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Log-probabilities are those of softmax(logits / temperature) before any filter; with
-    temperature 0 (greedy) those at temperature 1.
+    """Sampling parameters. Log-probabilities are those of softmax(logits / temperature) before penalties, grammars and
+    filters; with temperature 0 (greedy) those at temperature 1.
 
     Attributes:
       top_p, top_k, min_p: filters of the sampling distribution; 1, -1 and 0 disable them.
       max_new_tokens: budget, 0 allowed; min_new_tokens: stop tokens are not sampled before this many tokens.
       stop: strings that end the text; stop_token_ids: ids that do, in addition to the model's unless ignore_eos.
+      frequency_penalty, presence_penalty, repetition_penalty, logit_bias: as in `penalties.penalised`; the last as
+        (token id, bias) pairs.
+      grammar: what the text must be; it ends with a stop token, drawn where the grammar may end.
       seed: token i of the whole sequence is drawn with fold(seed, i); None = the engine's choice.
     """
 
@@ -29,7 +48,24 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
     seed: int | None = None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether penalties or biases change the logits."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1 or self.logit_bias)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether tokens are drawn from another distribution than softmax(logits / temperature), whose
+        log-probabilities are reported: such samples are not fit for training."""
+        filters = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return filters or self.penalised or self.grammar is not None or self.min_new_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +187,19 @@ def _problem(
         return f"top_k must be -1 (off) or at least 1, got {s.top_k}."
     if not (s.seed is None or 0 <= s.seed < 2**64):
         return f"sampling_seed must be from 0 to 2^64 - 1, got {s.seed}."
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -2 <= (value := getattr(s, name)) <= 2:
+            return f"{name} must be in [-2, 2], got {value}."
+    if not 0 < s.repetition_penalty <= 2:
+        return f"repetition_penalty must be in (0, 2], got {s.repetition_penalty}."
+    if len(s.logit_bias) > BIASES:
+        return f"logit_bias: at most {BIASES} tokens are supported, got {len(s.logit_bias)}."
+    if problem := _outside("logit_bias: token ids", [id for id, _ in s.logit_bias], vocab):
+        return problem
+    if not all(-100 <= bias <= 100 for _, bias in s.logit_bias):
+        return "logit_bias: values must be in [-100, 100]."
+    if s.grammar and s.ignore_eos:
+        return "ignore_eos must be false with a grammar, which ends the text by a stop token."
     if s.stop and not decodes:
         return "stop strings need a tokenizer, but the engine has none; in Python: Engine(decode=tokenizer.decode)."
     if not all(s.stop):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,26 +17,18 @@ from typing import Any
 from ..chat import fields
 from ..chat.api import openai
 from ..chat.fields import Refusal, rule, shown
-from .request import Request, Sampling
+from .request import BIASES, Grammar, Request, Sampling
 
-GRAMMAR = "constrained decoding (JSON schemas, grammars) is not implemented by this server"
-PENALTY = "penalties are not implemented by this server"
+GRAMMARS = ("json_schema", "regex", "ebnf", "choice")  # fields of which at most one is given
 SAMPLING = fields.table(
     [
         "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "stop", "stop_token_ids",
-        "ignore_eos", "sampling_seed", "n",
+        "ignore_eos", "sampling_seed", "n", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
+        *GRAMMARS,
     ],
     ["stream_interval", "spaces_between_special_tokens"],
     {
-        "frequency_penalty": Refusal(PENALTY, (0,)),
-        "presence_penalty": Refusal(PENALTY, (0,)),
-        "repetition_penalty": Refusal(PENALTY, (1,)),
-        "logit_bias": Refusal("biases are not implemented by this server", ({},)),
-        "regex": Refusal(GRAMMAR, ("",)),
-        "json_schema": Refusal(GRAMMAR, ("",)),
-        "ebnf": Refusal(GRAMMAR, ("",)),
-        "structural_tag": Refusal(GRAMMAR, ("",)),
-        "choice": Refusal(GRAMMAR, ([],)),
+        "structural_tag": Refusal("give a json_schema, a regex or an ebnf", ("",)),
         "stop_regex": Refusal("give the strings to stop at as stop", ("", [])),
         "beam_width": Refusal("sequences are sampled, not searched", (1,)),
         "no_stop_trim": Refusal("a stop string is never part of the text", (False,)),
@@ -188,6 +181,14 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
     stop_ids = given.get("stop_token_ids")
     stop_ids = () if stop_ids is None else stop_ids
     rule(_all(stop_ids, int), "stop_token_ids", "must be a list of token ids", stop_ids)
+    frequency, presence = (_number(given, name, 0.0) for name in ("frequency_penalty", "presence_penalty"))
+    repetition = _number(given, "repetition_penalty", 1.0)
+    rule(-2 <= frequency <= 2, "frequency_penalty", "must be in [-2, 2]", frequency)
+    rule(-2 <= presence <= 2, "presence_penalty", "must be in [-2, 2]", presence)
+    rule(0 < repetition <= 2, "repetition_penalty", "must be in (0, 2]", repetition)
+    constraint = grammar(given)
+    ignore_eos = fields.boolean(given, "ignore_eos")
+    rule(not (constraint and ignore_eos), "ignore_eos", "must be false with a grammar, which ends the text", True)
     chosen = Sampling(
         temperature=temperature,
         top_p=top_p,
@@ -197,10 +198,41 @@ def sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, int]:
         min_new_tokens=least,
         stop=stop,
         stop_token_ids=tuple(stop_ids),
-        ignore_eos=fields.boolean(given, "ignore_eos"),
+        ignore_eos=ignore_eos,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        repetition_penalty=repetition,
+        logit_bias=_biases(given),
+        grammar=constraint,
         seed=None if seed is None else seed % 2**64,
     )
     return chosen, n
+
+
+def grammar(given: Mapping[str, Any]) -> Grammar | None:
+    """The grammar that `sampling_params` name; empty values name none."""
+    named = [name for name in GRAMMARS if given.get(name)]
+    rule(len(named) <= 1, named[-1] if named else "", f"must be the only one of {', '.join(GRAMMARS)}", named)
+    if not named:
+        return None
+    (name,) = named
+    value = given[name]
+    if name == "choice":
+        rule(_all(value, str) and all(value), name, "must be a list of strings, none empty", value)
+        return Grammar(name, json.dumps(value), name)
+    rule(isinstance(value, str), name, "must be a string", value)
+    return Grammar(name, value, name)
+
+
+def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    biases = fields.mapping(given, "logit_bias")
+    rule(len(biases) <= BIASES, "logit_bias", f"must have at most {BIASES} tokens", len(biases))
+    right = all(id.isdecimal() and id.isascii() and len(id) < 10 for id in biases)
+    rule(right, "logit_bias", "must map token ids to biases", biases)
+    made = tuple((int(id), fields.number(biases, id)) for id in biases)
+    rule(all(-100 <= bias <= 100 for _, bias in made), "logit_bias", "its values must be in [-100, 100]", biases)
+    rule(len(dict(made)) == len(made), "logit_bias", "must not name a token twice", biases)
+    return made
 
 
 def samples(

@@ -4,6 +4,7 @@ Rows never mix, and options that no row uses are skipped with `lax.cond` without
 compiled program serves greedy, sampled and filtered requests together.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,11 @@ class Controls:
     min_p_S: Any
 
 
+Change = tuple[Any, Callable[[Any], Any]]  # (whether any row needs it, a function of logits_SV that keeps other rows)
+
+
 @shaped
-def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S):
+def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S, change: Change | None = None):
     """Draws one token per row from softmax(logits / temperature) after the filters top-k, top-p, min-p, in this order.
 
     A filter keeps ties with the last token it admits, and top-p counts the mass that top-k leaves. Noise is drawn with
@@ -43,20 +47,26 @@ def choose(logits_SV, index_S, banned_SE, controls: Controls, top_S):
       index_S: absolute position in its sequence of the token to draw.
       banned_SE: token ids that may not be drawn; V and above stand for none.
       top_S: number of likeliest tokens each row reports, at most TOP.
+      change: applied to the logits to draw from, before bans and filters, if it is needed.
 
     Returns:
-      token_S; logp_S (nats, of softmax(logits / temperature) before bans and filters; temperature 1 if greedy);
+      token_S; logp_S (nats, of softmax(logits / temperature) before change, bans and filters; temperature 1 if greedy);
       top_logp_SK and top_id_SK, K = min(TOP, V), undefined if no row requests them.
     """
     S, V = logits_SV.shape
     greedy_S = controls.temperature_S == 0
-    scaled_SV = logits_SV / jnp.where(greedy_S, 1, controls.temperature_S)[:, None]
+    temperature_S1 = jnp.where(greedy_S, 1, controls.temperature_S)[:, None]
+    scaled_SV = logits_SV / temperature_S1
     lse_S = jax.nn.logsumexp(scaled_SV, -1)
 
     def ban(x_SV):
         return x_SV.at[jnp.arange(S)[:, None], banned_SE].set(-jnp.inf, mode="drop")
 
-    open_SV = jax.lax.cond(jnp.any(banned_SE < V), ban, lambda x_SV: x_SV, scaled_SV)
+    open_SV = scaled_SV
+    if change is not None:
+        needed, changed = change
+        open_SV = jax.lax.cond(needed, lambda x_SV: changed(logits_SV) / temperature_S1, lambda x_SV: x_SV, open_SV)
+    open_SV = jax.lax.cond(jnp.any(banned_SE < V), ban, lambda x_SV: x_SV, open_SV)
     filters = (controls.top_k_S > 0) | (controls.top_p_S < 1) | (controls.min_p_S > 0)
     open_SV = jax.lax.cond(
         jnp.any(filters & ~greedy_S), lambda x_SV: filtered(x_SV, controls), lambda x_SV: x_SV, open_SV

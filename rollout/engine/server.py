@@ -26,6 +26,7 @@ from ..servers.labels import read_label
 from . import openapi
 from .adapters_api import Adapters
 from .engine import Engine
+from .grammar import Grammars
 from .metrics_api import Metrics
 from .openai_api import OpenAI
 from .sglang_api import Answer, Service, read_weights
@@ -105,12 +106,15 @@ def prepare(
     seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
-    tokenizer, decode = None, None
+    tokenizer, decode, grammars = None, None, None
     if any((Path(path) / name).is_file() for name in tokenizers.FILES):
         tokenizer = tokenizers.load(path)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+        grammars = Grammars(tokenizer, config.vocab, config.eos)
     context = min(context, config.context)
-    engine = Engine(config, params, slots=slots, context=context, version=version, decode=decode, seed=seed)
+    engine = Engine(
+        config, params, slots=slots, context=context, version=version, decode=decode, grammars=grammars, seed=seed
+    )
     return Service(engine, tokenizer, str(path), checksums, dtype)
 
 

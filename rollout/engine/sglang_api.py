@@ -112,6 +112,7 @@ class Service:
         body = await read_json(http)
         ask = await off_loop(http, request_parsing.generate, body, self.tokenizer, self.engine.context)
         self.bridge.check_room(ask.requests)
+        await self.compile([request.sampling for request in ask.requests])
         if ask.stream:
             return events(self._answers(ask, self.bridge.stream(ask.requests), start))
         done = await self.bridge.finish(ask.requests, disconnected(http))
@@ -119,6 +120,15 @@ class Service:
             return Response(status_code=499)  # nobody reads it
         answers = [self.answer(progress, ask, i, start) for i, progress in enumerate(done)]
         return Answer(answers[0] if ask.single else answers)
+
+    async def compile(self, chosen: Sequence[Sampling]) -> None:
+        """Compiles grammars, in a thread; raises as `Grammars.compile`, or Refused if there is no tokenizer."""
+        grammars = self.engine.grammars
+        for grammar in {one.grammar for one in chosen if one.grammar}:
+            if grammars is None:
+                raise fields.Refused(grammar.field, "a grammar needs a tokenizer, but the model folder has none")
+            if not grammars.known(grammar):
+                await asyncio.to_thread(grammars.compile, grammar)
 
     async def _answers(
         self, ask: request_parsing.Ask, news: AsyncIterator[tuple[int, Progress]], start: float
@@ -136,6 +146,7 @@ class Service:
             "weight_version": progress.versions[-1][0] if progress.versions else self.engine.version,
             "num_retractions": progress.retractions,
             "lora_path": ask.requests[i].adapter or None,
+            "constrained": ask.requests[i].sampling.constrained,
         }
         if ask.logprobs[i]:
             request = ask.requests[i]

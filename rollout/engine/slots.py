@@ -23,7 +23,7 @@ from ...core import param
 from ...models.layer import Recurrent
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
-from . import adapters
+from . import adapters, grammar, penalties
 from . import caches as caching
 from . import decode as programs
 from .adapters import Adapters, Factors, Loaded
@@ -42,6 +42,7 @@ class Live:
     text: Text | None
     progress: Progress
     adapter: Loaded | None = None
+    matcher: grammar.Matcher | None = None
     slot: int | None = None
 
     @property
@@ -97,6 +98,8 @@ class Slots:
         self._caches: Any = None
         self._filled = 0  # positions of the caches that have been written to
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
+        with self._without_mesh():
+            self._tables, self._masks = penalties.empty(count, config.vocab), grammar.Masks(count, config.vocab)
         self.clear()
 
     def stage(self, params):
@@ -199,6 +202,10 @@ class Slots:
         for live in lives:
             if live.slot is not None:
                 self._write(live, self._state[live.slot])
+                if live.request.sampling.penalised:
+                    self._tables = penalties.rewritten(
+                        self._tables, live.slot, live.progress.tokens, live.request.sampling.logit_bias
+                    )
 
     def leave(self, live: Live) -> None:
         """Frees the request's slot, if it has one."""
@@ -216,9 +223,11 @@ class Slots:
         logp, likeliest tokens, experts of the input tokens) for each running request."""
         position = COLUMNS["position"]
         before_S = self._state[:, position].copy()
-        self._caches, out, position_S = programs.decode(
-            self._with_adapters(), self._caches, self._state, wanted, config=self.config, steps=self.steps
-        )
+        mask_SM = self._masks.fill({slot: live.matcher for slot, live in self.running.items() if live.matcher})
+        self._caches, self._tables, out, position_S = programs.decode(
+            self._with_adapters(), self._caches, self._state, wanted, self._tables, mask_SM, config=self.config,
+            steps=self.steps,
+        )  # fmt: skip
         self._state[:, position] = position_S
         self._filled = max(self._filled, int(self._state[:, position].max()) + 1)
         self.counts["dispatches"] += 1
@@ -233,6 +242,8 @@ class Slots:
             routed = list(np.asarray(out["routed"])[:n, slot]) if live.request.routed_experts else []
             made.append((live, token_SU[slot][:n], logp_SU[slot][:n], top, routed))
             self._state[slot, COLUMNS["token"]] = token_SU[slot][n - 1]
+            if live.matcher:
+                live.matcher.take(token_SU[slot][0])
         return made
 
     def _with_adapters(self):
@@ -328,13 +339,15 @@ class Slots:
             "token": (done or request.prompt)[-1],
             "position": prompt + len(done) - 1,
             "end": prompt + sampling.max_new_tokens,
-            "least": prompt + sampling.min_new_tokens,
+            "least": 0 if live.matcher else prompt + sampling.min_new_tokens,  # a matcher's mask takes care of it
             "active": 1,
             "top": request.top_logprobs,
             "seed_high": live.seed >> 32,
             "seed_low": live.seed & 0xFFFFFFFF,
             "top_k": sampling.top_k,
             "adapter": live.adapter.index if live.adapter else 0,
+            "grammar": int(live.matcher is not None),
+            "penalised": int(sampling.penalised),
         }
         row.view(np.uint32)[: len(INTEGERS)] = [values[name] & 0xFFFFFFFF for name in INTEGERS]
         row.view(np.float32)[len(INTEGERS) : len(COLUMNS)] = [getattr(sampling, name) for name in REALS]

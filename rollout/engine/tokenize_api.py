@@ -78,7 +78,7 @@ class Tokenizer:
         ask = Ask(
             body=body,
             messages=messages,
-            tools=chat.chosen(body.get("tool_choice"), chat.tools(body)),
+            tools=chat.chosen(body.get("tool_choice"), chat.tools(body), forces=True),
             template=fields.mapping(body, "chat_template_kwargs"),
         )
         ends = fields.boolean({"add_generation_prompt": True, **body}, "add_generation_prompt")

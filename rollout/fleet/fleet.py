@@ -15,7 +15,7 @@ import functools
 import logging
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 REPEATS = 2  # after a broken connection: a request that crashes its server must not crash them all
+STATEFUL = {  # sampling parameters with which a server must generate a completion in one piece
+    "json_schema", "regex", "ebnf", "frequency_penalty", "presence_penalty", "repetition_penalty"
+}  # fmt: skip
 IDLE_ABORTS = 8  # consecutive aborts without a new token
 ABORT_S = 1.0  # between aborts of a request that is out of time
 
@@ -193,7 +196,13 @@ class Fleet:
         min_new_tokens: int = 0,
         ignore_eos: bool = False,
         routed_experts: bool = False,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
         json_schema: str = "",
+        regex: str = "",
+        ebnf: str = "",
         seed: int | None = None,
         until: float | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
@@ -205,7 +214,10 @@ class Fleet:
         one are resampled, because the server searches for stop strings only in what one request generates.
 
         Args:
-          json_schema: JSON text of a schema for constrained decoding, if the server supports it.
+          frequency_penalty, presence_penalty, repetition_penalty, logit_bias: as in SGLang; biases by token id. As with
+            grammars, an aborted request then begins anew, because servers count, and follow a grammar, from the
+            prompt's end.
+          json_schema, regex, ebnf: a grammar that the text follows; at most one.
           routed_experts: also report the experts of each token, as they were when its successor was sampled, even if
             a resumption recomputes them with other weights.
           seed: the random stream of this completion; retries and resumptions continue it, because servers draw token i
@@ -252,7 +264,17 @@ class Fleet:
             "ignore_eos": bool(ignore_eos),
             **({"stop": list(stop)} if stop else {}),
             **({"stop_token_ids": [int(t) for t in stop_token_ids]} if len(stop_token_ids) else {}),
-            **({"json_schema": json_schema} if json_schema else {}),
+            **{
+                name: value
+                for name, value, neutral in (
+                    ("frequency_penalty", frequency_penalty, 0),
+                    ("presence_penalty", presence_penalty, 0),
+                    ("repetition_penalty", repetition_penalty, 1),
+                )
+                if value != neutral
+            },
+            **({"logit_bias": {str(id): float(bias) for id, bias in logit_bias.items()}} if logit_bias else {}),
+            **{name: text for name, text in (("json_schema", json_schema), ("regex", regex), ("ebnf", ebnf)) if text},
             **({"seed": int(seed)} if seed is not None else {}),
         }
         trouble: list[str] = []
@@ -303,6 +325,7 @@ class Fleet:
         begun, late = now(), False
         most, least = sampling["max_new_tokens"], sampling["min_new_tokens"]
         reach = max((len(word.encode()) for word in sampling.get("stop", ())), default=1) - 1
+        reach = most if STATEFUL & sampling.keys() else reach
         tokens: list[int] = []
         logp: list[float] = []
         labels: list[str] = []

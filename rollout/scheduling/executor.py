@@ -376,9 +376,13 @@ def _length(samples: Sequence[Sample]) -> float:
 
 def _undistorted(generate, tokens, **sampling):
     """Calls `generate`; refuses options under which log-probabilities would not be those of the policy."""
-    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "json_schema": ""}
+    neutral = {
+        "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None, "json_schema": "", "regex": "",
+        "ebnf": "",
+    }  # fmt: skip
     for name, value in neutral.items():
-        if sampling.get(name, value) != value:
+        if sampling.get(name, value) not in (value, {}):
             raise ValueError(
                 f"training needs samples from the full distribution, got {name}={sampling[name]}; set it to {value!r}"
             )

@@ -1,9 +1,11 @@
 """Clients that were not written for this server use its tools, streams and refusals."""
 
 import asyncio
+from typing import Literal
 
 import litellm
 import openai
+import pydantic
 import pydantic_ai
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
@@ -14,6 +16,19 @@ from pydantic_ai.providers.openai import OpenAIProvider
 ASKED = [{"role": "user", "content": "#add"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}]
+
+
+class Colour(pydantic.BaseModel):
+    name: Literal["red", "green"]
+    part: int
+
+
+class Picture(pydantic.BaseModel):
+    """A picture."""
+
+    title: str
+    colours: list[Colour]
+    frame: Colour | None
 
 
 def add(a: float, b: float) -> float:
@@ -49,11 +64,29 @@ def test_langchain_streams(url):
     assert [text for text in texts if text][:2] == ["I add.", " <tool_call>"]
 
 
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_gets_structured_output(url, method, responses):
+    model = langchain(url, use_responses_api=responses)
+    made = model.with_structured_output(Picture, method=method).invoke("#add")
+    assert isinstance(made, Picture)
+    if not responses:
+        assert isinstance(model.with_structured_output(Picture.model_json_schema(), method=method).invoke("#add"), dict)
+
+
+def test_langchain_forces_a_tool(url):
+    made = langchain(url).bind_tools([add], tool_choice="any").invoke("anything")
+    assert {call["name"] for call in made.tool_calls} == {"add"} and made.tool_calls[0]["args"].keys() == {"a", "b"}
+    assert langchain(url, presence_penalty=0.5, max_tokens=3).invoke("#add").response_metadata["finish_reason"]
+
+
 def test_langchain_hears_what_cannot_be_had(url):
-    with pytest.raises(openai.BadRequestError, match="presence_penalty: penalties"):
-        langchain(url, presence_penalty=0.5).invoke([HumanMessage("#add")])
-    with pytest.raises(openai.BadRequestError, match="response_format: constrained decoding"):
-        langchain(url).with_structured_output(SCHEMA | {"title": "sum"}, method="json_schema").invoke("#add")
+    with pytest.raises(openai.BadRequestError, match="presence_penalty: must be in"):
+        langchain(url, presence_penalty=2.5).invoke([HumanMessage("#add")])
+    schema = {"title": "odd", "type": "array", "items": {"not": {}}}
+    form = {"type": "json_schema", "json_schema": {"name": "odd", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="response_format: Unimplemented keys"):
+        langchain(url).bind(response_format=form).invoke("#add")
 
 
 # -- pydantic-ai -------------------------------------------------------------------------------------
@@ -73,6 +106,15 @@ def test_pydantic_ai_runs_an_agent(url, kind):
     done, pieces = asyncio.run(main())
     assert done.output == "It is 3.5." and done.usage.requests == 2 and done.usage.tool_calls == 1
     assert "".join(pieces) == "I add."  # the first answer with text
+
+
+@pytest.mark.parametrize("kind", [OpenAIChatModel, OpenAIResponsesModel])
+@pytest.mark.parametrize("output", [pydantic_ai.ToolOutput, pydantic_ai.NativeOutput])
+def test_pydantic_ai_gets_its_output_type(url, kind, output):
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+    agent = pydantic_ai.Agent(kind("m", provider=provider), output_type=output(Picture))
+    done = asyncio.run(agent.run("anything"))
+    assert isinstance(done.output, Picture) and done.usage.requests == 1
 
 
 # -- litellm -----------------------------------------------------------------------------------------

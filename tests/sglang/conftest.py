@@ -48,7 +48,8 @@ def versions(tmp_path_factory):
     Versions 0 and 1 have nothing in common; 2 is version 0 with 3 % of its weights changed.
 
     `logp(v, tokens, temperature)` is [T, V]: row t holds the log-probabilities of the token at index t + 1;
-    `greedy(v, tokens, n)` is the greedy continuation of n tokens; `ending` is a prompt whose continuation soon stops.
+    `logits(v, tokens)` are those of temperature 1; `greedy(v, tokens, n)` is the greedy continuation of n tokens;
+    `ending` is a prompt whose continuation soon stops.
     `probe(v)` is the probe that a push compares; `handover` sends SGLang `params[v]`, two or three tensors a message.
     """
     root = tmp_path_factory.mktemp("published")
@@ -68,11 +69,14 @@ def versions(tmp_path_factory):
     params = [perturb(jax.random.key(v)) for v in range(2)]
     params.append(near(params[0]))
 
-    def logp(v, ids, temperature=1.0):
+    def logits(v, ids):
         length = next(n for n in (128, 1024, 2048, CONTEXT) if n >= len(ids))  # so many compilations
         padded = np.zeros((1, length), np.int32)
         padded[0, : len(ids)] = ids
-        logits_TV = forward(params[v], padded)[0, : len(ids)]
+        return forward(params[v], padded)[0, : len(ids)]
+
+    def logp(v, ids, temperature=1.0):
+        logits_TV = logits(v, ids)
         return np.asarray(jax.nn.log_softmax(logits_TV / (temperature or 1.0), axis=-1))
 
     def greedy(v, ids, n):
@@ -94,7 +98,8 @@ def versions(tmp_path_factory):
         return Probe(tuple(PROMPT), tuple(float(logp_TV[t, id]) for t, id in enumerate(PROMPT[1:])), 1e-4)
 
     return types.SimpleNamespace(
-        config=config, tokenizer=tokens, paths=paths, labels=labels, logp=logp, greedy=greedy, ending=ending,
+        config=config, tokenizer=tokens, paths=paths, labels=labels, logits=logits, logp=logp, greedy=greedy,
+        ending=ending,
         params=params, probe=probe, handover=handover,
     )  # fmt: skip
 

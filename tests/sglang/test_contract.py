@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import os
+import re
 import time
 
 import numpy as np
@@ -110,6 +112,49 @@ def test_sampling_filters_do_not_change_logprobs(server, versions, filters):
         assert len(above) < filters.get("top_k", len(p_V))
         assert above.sum() <= filters.get("top_p", 1.0) + 1e-5
         assert p_V[id] >= filters.get("min_p", 0.0) * p_V.max() * (1 - 1e-5)
+
+
+PENALTIES = [
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 2.0},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5},
+    {"logit_bias": {"7": 30.0, "9": 29.0}, "presence_penalty": 1.0},
+    # without repetition_penalty, which SGLang may apply before the others, in the order of a set of classes
+    {"frequency_penalty": 0.5, "presence_penalty": -0.3, "logit_bias": {"11": 3.0}},
+]
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+def test_penalties_count_generated_tokens(server, versions, penalties):
+    """SGLang, which schedules a step before it knows the last token, may count one less, and the prompt's last one."""
+    made = server.generate(PROMPT, max_new_tokens=16, **penalties)["output_ids"]
+    behind = not str(server.ok("/server_info")["version"]).startswith("areax")
+    factor = penalties.get("repetition_penalty", 1)
+    for i, token in enumerate(made):
+        logits_V = np.asarray(versions.logits(0, [*PROMPT, *made[:i]])[len(PROMPT) + i - 1], np.float64)
+        short = []
+        for seen in [made[:i], [PROMPT[-1], *made[: i - 1]][: i * behind]]:
+            x_V = logits_V.copy()
+            for id in {*seen}:
+                x_V[id] -= penalties.get("frequency_penalty", 0) * seen.count(id) + penalties.get("presence_penalty", 0)
+                x_V[id] *= factor if x_V[id] < 0 else 1 / factor
+            for id, bias in penalties.get("logit_bias", {}).items():
+                x_V[int(id)] += bias
+            short.append(x_V.max() - x_V[token])
+        assert min(short[: 1 + behind]) <= 1e-4, i
+    assert made != versions.greedy(0, PROMPT, 16)
+
+
+def test_grammars(server):
+    free = {"ignore_eos": False, "temperature": 1.0, "max_new_tokens": 60}
+    schema = {"enum": ["x y", 12]}  # in anything longer SGLang allows white space without end
+    made = server.generate(PROMPT, json_schema=json.dumps(schema), **free)
+    assert made["text"] in ('"x y"', "12") and made["meta_info"]["finish_reason"]["type"] == "stop"
+    assert re.fullmatch("[ab]{5}-(x|y)", server.generate(PROMPT, regex="[ab]{5}-(x|y)", **free)["text"])
+    assert re.fullmatch("(ab)+c", server.generate(PROMPT, ebnf='root ::= "ab" root | "abc"', **free)["text"])
+    status, answer = server.post("/generate", {"input_ids": PROMPT, "sampling_params": {"regex": "a", "ebnf": "b"}})
+    assert status == 400 and "regex" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("start", [0, 2, 4, 5])

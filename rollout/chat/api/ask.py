@@ -21,6 +21,8 @@ class Ask:
       body: the request's body.
       n: answers per prompt.
       prompts: token ids, if there are no messages.
+      forced: names of the tools of which the answer must call one; none = the model decides.
+      one_call: a forced answer is a single call.
       template: variables of the chat template.
       sampling: arguments of `Fleet.generate`.
     """
@@ -28,6 +30,8 @@ class Ask:
     body: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
+    forced: Sequence[str] = ()
+    one_call: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1

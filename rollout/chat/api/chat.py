@@ -38,21 +38,32 @@ FIELDS = fields.table(
 )  # fmt: skip
 
 
-def read(body: Mapping[str, Any], style: Style, table: fields.Table = FIELDS, most: int = fields.MOST) -> Ask:
+def read(
+    body: Mapping[str, Any],
+    style: Style,
+    table: fields.Table = FIELDS,
+    most: int = fields.MOST,
+    *,
+    forces: bool = False,
+) -> Ask:
     """Parses a request. Raises Refused.
 
     Args:
       table: the fields, and what the server does with them.
       most: answers that a request may ask for.
+      forces: whether the server can force a tool call.
     """
     given = tools(body)
-    fields.known(body, table if given else {**table, "parallel_tool_calls": fields.NO_EFFECT})
+    calls = forced(body.get("tool_choice"), given) if forces else ()
+    fields.known(body, parallel(table, given, calls))
     openai.include_usage(body)
     fields.boolean(body, "logprobs")
     return Ask(
         body=body,
         messages=openai.messages(body),
-        tools=chosen(body.get("tool_choice"), given),
+        tools=chosen(body.get("tool_choice"), given, forces),
+        forced=calls,
+        one_call=one_call(body),
         template=fields.mapping(body, "chat_template_kwargs"),
         sampling={
             **fields.sampling(body, most=openai.CHAT_BUDGET, stop="stop"),
@@ -68,13 +79,38 @@ def tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
 
 
-def chosen(choice: Any, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools that the model sees: all of them, or none if `choice` is "none"."""
-    if choice in (None, "auto"):
+def chosen(choice: Any, tools: list[dict[str, Any]], forces: bool = False) -> list[dict[str, Any]]:
+    """The tools that the model sees: all of them, or none if `choice` is "none"; `forces` as in `read`."""
+    if choice in (None, "auto") or (forces and forced(choice, tools)):
         return tools
     if choice == "none":
         return []
     raise Refused("tool_choice", f'must be "auto" or "none", because tool calls cannot be forced, got {choice!r:.80}')
+
+
+def forced(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Names of the tools of which one must be called: all of them, or the one that is named; () = none must."""
+    if choice in (None, "auto", "none"):
+        return ()
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if choice == "required" and names:
+        return names
+    named = choice if isinstance(choice, Mapping) and choice.get("type") == "function" else {}
+    inner = named.get("function")
+    name = inner.get("name") if isinstance(inner, Mapping) else named.get("name")
+    rule(name in names, "tool_choice", 'must be "auto", "none", or, given tools, "required" or one of them', choice)
+    return (str(name),)
+
+
+def one_call(body: Mapping[str, Any]) -> bool:
+    """Whether a forced answer must be a single call: of a named tool, or if parallel calls are not wanted."""
+    return isinstance(body.get("tool_choice"), Mapping) or body.get("parallel_tool_calls") is False
+
+
+def parallel(table: fields.Table, tools: Sequence[Any], calls: Sequence[str]) -> fields.Table:
+    """The table for requests with these tools and forced calls, whose number can be limited."""
+    held = fields.USED if calls else fields.NO_EFFECT
+    return table if tools and not calls else {**table, "parallel_tool_calls": held}
 
 
 def answer(

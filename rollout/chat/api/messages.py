@@ -46,11 +46,12 @@ TOOL = fields.table(
 SIGNATURE = "unsigned"  # of thinking blocks, which nothing checks here
 
 
-def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS) -> Ask:
-    """Parses a request; `table` has its fields, and what the server does with them. Raises Refused."""
+def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS, *, forces: bool = False) -> Ask:
+    """Parses a request; `table` has its fields, and what the server does with them; `forces` as in `chat.read`. Raises
+    Refused."""
     rule(body.get("max_tokens") is not None, "max_tokens", "must be given", None)
     return Ask(
-        **_asked(body, style, table),
+        **_asked(body, style, table, forces),
         sampling={
             **fields.sampling(body, most=["max_tokens"], stop="stop_sequences"),
             **fields.schema(fields.mapping(body, "output_config").get("format"), "output_config"),
@@ -59,13 +60,15 @@ def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS) -> Ask:
     )
 
 
-def count(body: Mapping[str, Any], style: Style, tokenizer: Any, table: Table = FIELDS) -> dict[str, int]:
-    """The answer of `count_tokens`. Raises Refused."""
-    text = render(tokenizer, Ask(**_asked(body, style, table)))
+def count(
+    body: Mapping[str, Any], style: Style, tokenizer: Any, table: Table = FIELDS, *, forces: bool = False
+) -> dict[str, int]:
+    """The answer of `count_tokens`; `forces` as in `chat.read`. Raises Refused."""
+    text = render(tokenizer, Ask(**_asked(body, style, table, forces)))
     return {"input_tokens": len(template.encode(tokenizer, text))}
 
 
-def _asked(body: Mapping[str, Any], style: Style, table: Table) -> dict[str, Any]:
+def _asked(body: Mapping[str, Any], style: Style, table: Table, forces: bool) -> dict[str, Any]:
     fields.known(body, table)
     fields.known(fields.mapping(body, "output_config"), OUTPUT_CONFIG)
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
@@ -74,10 +77,13 @@ def _asked(body: Mapping[str, Any], style: Style, table: Table) -> dict[str, Any
     rule(bool(messages), "messages", "must not be empty", messages)
     if messages[-1]["role"] == "assistant":
         raise Refused("messages", "the last one must not be the assistant's: prefilling an answer is not supported")
+    forced, one_call = _forced(body, tools) if forces else ((), False)
     return {
         "body": body,
         "messages": system + messages,
-        "tools": _chosen(body, tools),
+        "tools": tools if forced else _chosen(body, tools),
+        "forced": forced,
+        "one_call": one_call,
         "template": _thinking(body, style),
     }
 
@@ -249,6 +255,19 @@ def _chosen(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> list[dict[s
     if choice.get("disable_parallel_tool_use") and tools:
         raise Refused("tool_choice", "disable_parallel_tool_use cannot be honoured by this server; leave it out")
     return tools if kind == "auto" else []
+
+
+def _forced(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[tuple[str, ...], bool]:
+    """(names of the tools of which one must be called, whether only once); ((), False) if none must be."""
+    choice = fields.mapping(body, "tool_choice")
+    kind, names = choice.get("type"), tuple(tool["function"]["name"] for tool in tools)
+    if kind not in ("any", "tool"):
+        return (), False
+    rule(names, "tool_choice", f'"{kind}" needs tools', choice)
+    if kind == "any":
+        return names, fields.boolean(choice, "disable_parallel_tool_use")
+    rule(choice.get("name") in names, "tool_choice", "must name one of the tools", choice.get("name"))
+    return (choice["name"],), True
 
 
 def _thinking(body: Mapping[str, Any], style: Style) -> dict[str, bool]:

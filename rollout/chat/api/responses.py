@@ -15,7 +15,7 @@ from ..fields import Refusal, Table, rule
 from ..parsers import Piece, Style, ToolCall
 from ..trajectory import Interaction
 from .ask import Ask, Event
-from .chat import chosen, error
+from .chat import chosen, error, forced, one_call, parallel
 from .openai import ROLES
 
 STORED = "nothing is stored; send the whole conversation as input"
@@ -45,10 +45,12 @@ TEXT = fields.table(["format"], refused={"verbosity": Refusal("no model here is 
 SHOWN = ("instructions", "metadata", "max_output_tokens", "temperature", "top_p")  # echoed in the response
 
 
-def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS) -> Ask:
-    """Parses a request; `table` has its fields, and what the server does with them. Raises Refused."""
+def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS, *, forces: bool = False) -> Ask:
+    """Parses a request; `table` has its fields, and what the server does with them; `forces` as in `chat.read`. Raises
+    Refused."""
     tools = [_tool(one) for one in fields.objects(body.get("tools") or [], "tools")]
-    fields.known(body, table if tools else {**table, "parallel_tool_calls": fields.NO_EFFECT})
+    calls = forced(body.get("tool_choice"), tools) if forces else ()
+    fields.known(body, parallel(table, tools, calls))
     wanted = fields.mapping(body, "text")
     fields.known(wanted, TEXT)
     instructions = body.get("instructions")
@@ -59,7 +61,9 @@ def read(body: Mapping[str, Any], style: Style, table: Table = FIELDS) -> Ask:
     return Ask(
         body=body,
         messages=[*([{"role": "system", "content": instructions}] if instructions else []), *_messages(items)],
-        tools=chosen(body.get("tool_choice"), tools),
+        tools=chosen(body.get("tool_choice"), tools, forces),
+        forced=calls,
+        one_call=one_call(body),
         template=fields.mapping(body, "chat_template_kwargs"),
         sampling={
             **fields.sampling(body, most=["max_output_tokens"], stop="stop"),
@@ -188,7 +192,7 @@ class Stream:
             "output": [dict(item) for item in self._items],
             "tools": body.get("tools") or [],
             "tool_choice": body.get("tool_choice") or "auto",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "text": body.get("text") or {"format": {"type": "text"}},
             "truncation": "disabled",
             "store": False,
