@@ -115,6 +115,7 @@ def serve(
     port: int = 30000,
     slots: int = 16,
     context: int = 2048,
+    memory: float = 0,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
@@ -129,6 +130,8 @@ def serve(
       slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
+      memory: GB of keys, values and states; 0 = as much as all slots may need, or what the device has beside weights.
+        With less, requests wait; no sample changes.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
@@ -145,8 +148,8 @@ def serve(
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)
     server.serve(
-        path, host=host, port=port, slots=slots, context=context, dtype=dtype, api_key=key, style=style or "",
-        reasoning=reasoning,
+        path, host=host, port=port, slots=slots, context=context, memory=memory, dtype=dtype, api_key=key,
+        style=style or "", reasoning=reasoning,
     )  # fmt: skip
     return 0
 

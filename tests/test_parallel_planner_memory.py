@@ -10,13 +10,12 @@ import tiny_families
 from areax import models
 from areax.adapters.commands import aot
 from areax.core import losses, optim, param
-from areax.models import layer, lora, transformer
-from areax.models.attention.segments import segments
+from areax.models import layer, lora, paging, transformer
 from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, offload
 from areax.parallel.planner import generation, memory
 from areax.parallel.planner.job import Job
-from areax.rollout.engine import caches, decode
+from areax.rollout.engine import pool, staging
 
 UNLIKE = "deepseek_v3", "gemma4_text", "qwen3_5_text"  # families that differ most; `make test-wide` has the others
 ONE = mesh.Layout()
@@ -185,12 +184,16 @@ def test_a_servers_bytes_are_those_of_the_engine(family, context, slots=3):
     """Keys and values of each layer's own sizes, latent vectors, states; weights with a head of their own."""
     config = tiny_families.config(family)
     size = lambda made: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
+    C = paging.default_page(context)
+    kinds = paging.kinds(config.records, context, C, 2)
+    counts = paging.counts(kinds, slots, context, C, paging.STEPS, None)
+    held = jax.eval_shape(lambda: pool.empty(config, kinds, counts, slots, C, jnp.bfloat16))
+    assert paging.size_of(kinds, counts, slots) == size(held)
     cache, state = layer.cached_bytes(config.records, 2)
-    length = segments(context)[-1].stop
-    held = jax.eval_shape(lambda: caches.empty(config, slots, context, jnp.bfloat16))
-    assert slots * (length * cache + state) == size(held)
+    assert sum(kind.bytes for kind in kinds if not kind.states) == C * cache
+    assert sum(kind.bytes for kind in kinds if kind.states) == state
     params = param.tree_map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.param.dtype or jnp.bfloat16), models.table(config)
     )  # fmt: skip
-    staged = decode.stage(params, models.table(config), jax.devices()[0])
+    staged = staging.stage(params, models.table(config), jax.devices()[0])
     assert generation.weights_bytes(job(config), 2) == size(staged)

@@ -359,12 +359,12 @@ def test_a_server_counts_where_it_shares_the_device(shares):
     """Its whole cache is there from the start; a server that offloads leaves the trainer its state meanwhile."""
     made, chip = job("qwen3"), CHIPS["h100"]
     own = generation.Generation(
-        samples=8, prompt=10, new=10, slots=4, itemsize=2, devices=0, steps=1, ahead=0, embedded=True, context=64,
-        shares=shares, cache=CACHE,
+        samples=8, prompt=10, new=10, slots=4, itemsize=2, devices=0, steps=1, ahead=0, embedded=True, capacity=4 * 64,
+        held=5 * 64 * CACHE, shares=shares, cache=CACHE,
     )  # fmt: skip
     c, m = config("qwen3"), memory.memory(made)
     weights = 2 * (param.count(models.table(c)) + c.vocab * c.embed)
-    server = weights + 4 * 64 * CACHE
+    server = weights + 5 * 64 * CACHE
     state = m.params + m.moments + m.batch + m.reference
     needed = {"no": max(m.peak, server), "always": m.peak + server, "turns": max(m.peak, state + server)}[shares]
     for spare in (1, -1):

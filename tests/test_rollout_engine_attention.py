@@ -1,19 +1,16 @@
-"""The decoding step's attention over cached segments against each sequence alone."""
+"""The engine's attention over pages against each sequence alone, for steps of decoding and chunks of prompts."""
 
 from functools import partial
 
 import attention_oracle
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from areax.models.attention.pattern import Pattern
-from areax.rollout.engine import decode
+from areax.rollout.engine import attention
 
-N, K, H, V = 6, 2, 8, 5
-LENGTHS = 16, 16, 32  # of the cache's segments
-POSITIONS = 0, 5, 16, 37, 63  # one a slot: the first, within and at the edges of segments, the last
+N, K, H, V, C, X = 6, 2, 8, 5, 16, 12
 PATTERNS = {
     "none": {},
     "window": dict(window=7),
@@ -21,36 +18,53 @@ PATTERNS = {
     "softcap": dict(softcap=2.0, scale=0.7),
     "all": dict(chunk=27, window=13, scale=0.9, softcap=3.0),
 }
+STARTS = {1: (0, 5, 16, 37, 63, 188), 16: (0, 16, 32, 64, 128, 176), 4: (0, 16, 32, 64, 128, 176)}
 
 
 @partial(jax.jit, static_argnames=("pattern",))
-def attend(q_S1NH, layer, position_S, sinks_N, first, pattern):
-    last = jnp.max(position_S)
-    return decode.attend_segments(q_S1NH, layer, position_S, first, last, sinks_N, pattern=pattern)
+def attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, pattern):
+    return attention.attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, pattern=pattern)
 
 
+def placed(k_BLKH, v_BLKV, ends, seed):
+    """The keys and values of each sequence in pages of a random order; the others are not finite. Tables are 0 where a
+    sequence has no page."""
+    B, rng = len(k_BLKH), np.random.default_rng(seed)
+    pages = np.full((B * X + 1, K, H, C), np.nan, np.float32), np.full((B * X + 1, K, C, V), np.nan, np.float32)
+    table_BX, order = np.zeros((B, X), np.int32), iter(rng.permutation(B * X) + 1)
+    for row, end in enumerate(ends):
+        for number in range(-(-end // C)):
+            page = table_BX[row, number] = next(order)
+            own = slice(number * C, (number + 1) * C)
+            pages[0][page], pages[1][page] = k_BLKH[row, own].transpose(1, 2, 0), v_BLKV[row, own].transpose(1, 0, 2)
+    return pages, table_BX
+
+
+@pytest.mark.parametrize("many", [(1, 1), (2, 1), (6, 8)])
 @pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("T", STARTS)
 @pytest.mark.parametrize("kind", PATTERNS)
-def test_each_slot_is_the_last_query_of_its_sequence(kind, sinks):
-    """Whatever is cached behind it, and whether segments before the first key are read or skipped."""
-    rng = np.random.default_rng(0)
+def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many, monkeypatch):
+    """Whatever stands in the rest of a page and in other pages; the same bits in other pages and rows, or alone."""
+    monkeypatch.setattr(attention, "together", lambda *_: many)
+    attend.clear_cache()
+    rng, start_B, pattern = np.random.default_rng(0), np.array(STARTS[T], np.int32), Pattern(**PATTERNS[kind])
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    S, L, pattern = len(POSITIONS), sum(LENGTHS), Pattern(**PATTERNS[kind])
-    q, k, v, sinks_N = draw(S, 1, N, H), draw(S, L, K, H), draw(S, L, K, V), 2 * draw(N) if sinks else None
-    ends = np.cumsum(LENGTHS)[:-1]
-    parts = np.split(k.transpose(0, 2, 3, 1), ends, 3), np.split(v.transpose(0, 2, 1, 3), ends, 2)
-    layer = list(zip(*parts, strict=True))
-    position_S = np.array(POSITIONS, np.int32)
-    got = attend(q, layer, position_S, sinks_N, jnp.int32(0), pattern)
-    for slot, position in enumerate(POSITIONS):
-        own = slice(slot, slot + 1), slice(0, position + 1)
-        rows = np.zeros((1, position + 1, N, H), np.float32), k[own], v[own]
-        rows[0][:, -1] = q[slot]
-        segment_BT, dout = np.ones((1, position + 1), int), np.zeros((1, position + 1, N, V))
+    B, L = len(start_B), X * C
+    q, k, v, sinks_N = draw(B, T, N, H), draw(B, L, K, H), draw(B, L, K, V), 2 * draw(N) if sinks else None
+    pages, table_BX = placed(k, v, start_B + T, 0)
+    got = attend(q, pages, table_BX, start_B, np.ones(B, bool), sinks_N, pattern)
+    for row, start in enumerate(start_B):
+        own = slice(row, row + 1), slice(0, start + T)
+        rows = np.zeros((1, start + T, N, H), np.float32), k[own], v[own]
+        rows[0][:, start:] = q[row]
+        segment_BT, dout = np.ones((1, start + T), int), np.zeros((1, start + T, N, V))
         out = attention_oracle.alone(*rows, segment_BT, dout, sinks_N, **PATTERNS[kind])[0]
-        np.testing.assert_allclose(got[slot, 0], out[0, -1], atol=2e-6)
-    far = POSITIONS.index(37)
-    only = slice(far, None)  # slots whose keys all lie beyond the first segment, where the pattern has limits
-    layer = [(keys[only], values[only]) for keys, values in layer]
-    first = jnp.maximum(pattern.first(jnp.int32(37)), 0)
-    np.testing.assert_array_equal(attend(q[only], layer, position_S[only], sinks_N, first, pattern), got[only])
+        np.testing.assert_allclose(got[row], out[0, start:], atol=2e-6)
+    turned = np.roll(np.arange(B), 2)
+    pages, table_BX = placed(k[turned], v[turned], start_B[turned] + T, 1)
+    first = np.maximum(pattern.first(start_B[turned]), 0) // C
+    table_BX = np.where(np.arange(X)[None] < first[:, None], 0, table_BX)  # pages that no query sees are not kept
+    active_B = np.arange(B) % 2 == 0
+    again = attend(q[turned], pages, table_BX, start_B[turned], active_B, sinks_N, pattern)
+    np.testing.assert_array_equal(again, np.where(active_B[:, None, None, None], got[turned], 0))

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import tiny
 import tiny_families
-from hypothesis import given
-from hypothesis import strategies as st
 
 from areax import models
 from areax.adapters import hf
 from areax.core import packing, param
-from areax.models.attention.segments import segments
-from areax.rollout.engine import caches, decode, in_process, request_parsing, sglang_api
+from areax.models import paging
+from areax.rollout.engine import in_process, pool, request_parsing, sglang_api, staging
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
 from areax.rollout.types import supervised
@@ -190,7 +188,7 @@ def test_matrices_are_turned_for_decoding_but_biases_of_experts_are_not():
     stack = {"router": np.ones((2, 3, 4), np.float32), "expert_up_bias": np.ones((2, 3, 5), np.float32)}
     top = {"embed": np.ones((6, 4), np.float32), "norm": np.ones(4, np.float32)}
     table = param.Table({}, (param.Stack((0, 1), {}),), {})
-    layers = decode.stage({**top, "stacks": [stack]}, table, jax.devices()[0])["layers"]
+    layers = staging.stage({**top, "stacks": [stack]}, table, jax.devices()[0])["layers"]
     assert [layer["router"].weight.shape for layer in layers] == [(4, 3)] * 2
     assert [layer["expert_up_bias"].shape for layer in layers] == [(3, 5)] * 2
 
@@ -261,16 +259,19 @@ def test_samples_do_not_depend_on_neighbours(served):
 
 def test_latent_attention_caches_one_vector_for_all_heads():
     config, _ = model("deepseek_v3")
-    for layer in caches.empty(config, 2, 64, jnp.float32):
-        assert [(keys.shape[:3], values.shape[1::2]) for keys, values in layer] == [((2, 1, 18 + 6), (1, 18))]
+    kinds = paging.kinds(config.records, 64, 16, 4)
+    for keys, values in pool.empty(config, kinds, [5], 2, 16, jnp.float32):
+        assert (keys.shape, values.shape) == ((6, 1, 18 + 6, 16), (6, 1, 16, 18))
 
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek_v3", "qwen3_5_text", "gemma4_text"])
 def test_the_size_of_caches_is_known_before_they_are_made(case):
     """What is refused as too large must not fit: latent vectors, states and shared keys take less than keys would."""
     config, _ = model(case)
-    made = jax.tree.leaves(caches.empty(config, 3, 128, jnp.bfloat16))
-    assert caches.least_bytes(config, 3, 128, 2) == sum(x.nbytes for x in made)
+    kinds = paging.kinds(config.records, 128, 16, 2)
+    counts = paging.counts(kinds, 3, 128, 16, 4, None)
+    made = jax.tree.leaves(pool.empty(config, kinds, counts, 3, 16, jnp.bfloat16))
+    assert paging.size_of(kinds, counts, 3) == sum(x.nbytes for x in made)
 
 
 def engine_results(engine, asked):
@@ -413,16 +414,3 @@ def test_in_bfloat16_trainer_and_engine_agree_about_samples(case):
     ]).astype(np.float64)  # fmt: skip
     k3 = np.mean(np.exp(apart) - 1 - apart)
     assert 0 < k3 < 1e-3
-
-
-@given(st.integers(1, 1 << 18), st.floats(0, 1))
-def test_segments_and_buckets_cover_the_context(context, share):
-    parts = segments(context)
-    first = parts[0].stop
-    ends = [0, *(part.stop for part in parts)]
-    assert [part.start for part in parts] == ends[:-1] and ends == sorted(set(ends))  # without gaps
-    assert ends[-1] % first == 0 and context <= ends[-1] < context + first
-    assert len(parts) <= 10 and all(part.stop <= 2 * max(first, part.start) for part in parts)
-    length = max(1, int(share * context))
-    bucket = decode.bucket(length, context)
-    assert length <= bucket <= max(16, 2 * length) and (bucket in ends or bucket < first)

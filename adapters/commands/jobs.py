@@ -15,8 +15,7 @@ from ...core import losses, packing, param
 from ...core.balance import Balance
 from ...core.distill import Taught
 from ...core.optim import Optimizer
-from ...models import layer, lora
-from ...models.attention.segments import segments
+from ...models import layer, lora, paging
 from ...models.layers import recurrence
 from ...parallel import mesh as meshes
 from ...parallel.planner import generation as generations
@@ -244,6 +243,7 @@ def _generation(
     if engine:
         size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
+    capacity, held = _server_cache(config, settings, size) if engine else (0, 0)
     shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
     return generations.Generation(
@@ -252,5 +252,19 @@ def _generation(
         itemsize=size, cache=cache, state=state, devices=rollout_chips,
         steps=config.minibatches * getattr(config, "epochs", 1), ahead=config.eta, embedded=engine is not None,
         shares=shares, count=engine.count if engine else 1,
-        context=segments(min(config.serve.context or config.length, settings.context))[-1].stop,
+        capacity=capacity, held=held,
     )  # fmt: skip
+
+
+def _server_cache(config, settings, itemsize: int) -> tuple[int, int]:
+    """Tokens and bytes of the cache of a server that the recipe starts."""
+    slots, context = config.serve.slots, min(config.serve.context or config.length, settings.context)
+    page = paging.default_page(context)
+    kinds = paging.kinds(settings.records, context, page, itemsize)
+    memory = config.serve.memory * 1e9 or None
+    try:
+        counts = paging.counts(kinds, slots, context, page, paging.STEPS, memory)
+    except ValueError as error:
+        raise ValueError(f"plan: {error}") from None
+    paged = [count for count, kind in zip(counts, kinds, strict=True) if not kind.states]
+    return paged[0] * page if paged else slots * context, paging.size_of(kinds, counts, slots)

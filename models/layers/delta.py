@@ -30,7 +30,7 @@ def chunked(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | No
 
 
 @shaped
-def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None):
+def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | None = None, state=None):
     """The rule over packed rows, each sequence by itself; its tokens must be contiguous.
 
     Tokens with beta = g = 0 leave the state as it is, so that of a prompt survives its padding, if that has the
@@ -39,12 +39,13 @@ def prefill(q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN, segment_BT, chunk: int | No
     Args:
       q_BTGK, k_BTGK: heads [i N / G, (i + 1) N / G) share queries and keys i.
       chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
+      state: state_BNKV before each row, which then has only one sequence; None = 0.
 
     Returns:
       out_BTNV, in v's dtype; state_BNKV after each row.
     """
     inputs = q_BTGK, k_BTGK, v_BTNV, beta_BTN, g_BTN
-    out_BTNV, state_BNKV = recurrence.run(_prepare, inputs, segment_BT, chunk)
+    out_BTNV, state_BNKV = recurrence.run(_prepare, inputs, segment_BT, chunk, state)
     return out_BTNV.astype(v_BTNV.dtype), state_BNKV
 
 

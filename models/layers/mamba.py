@@ -20,7 +20,7 @@ def chunked(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | N
 
 
 @shaped
-def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | None = None):
+def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | None = None, state=None):
     """The recurrence over packed rows, each sequence by itself; its tokens must be contiguous.
 
     Tokens with dt = 0 leave the state as it is, so that of a prompt survives its padding, if that has the prompt's
@@ -29,6 +29,7 @@ def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | N
     Args:
       B_BTGN, C_BTGN: heads [i H / G, (i + 1) H / G) share those of group i.
       chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
+      state: state_BHPN before each row, which then has only one sequence; None = 0.
 
     Returns:
       out_BTHP, in x's dtype; state_BHPN after each row.
@@ -36,7 +37,8 @@ def prefill(x_BTHP, dt_BTH, A_H, B_BTGN, C_BTGN, D_H, segment_BT, chunk: int | N
     wide = jnp.promote_types(x_BTHP.dtype, jnp.float32)
     dt_BTH = dt_BTH.astype(wide)
     inputs = C_BTGN, B_BTGN, x_BTHP, dt_BTH, dt_BTH * A_H.astype(wide)[None, None]
-    out_BTHP, state_BHNP = recurrence.run(_prepare, inputs, segment_BT, chunk)
+    state_BHNP = None if state is None else state.mT
+    out_BTHP, state_BHNP = recurrence.run(_prepare, inputs, segment_BT, chunk, state_BHNP)
     out_BTHP = out_BTHP + D_H.astype(wide)[None, None, :, None] * x_BTHP
     return out_BTHP.astype(x_BTHP.dtype), state_BHNP.mT
 

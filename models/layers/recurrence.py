@@ -50,7 +50,7 @@ class Chunks(NamedTuple):
     y_MBGRCK: Any = None
 
 
-def run(prepare, inputs, segment_BT, chunk: int | None):
+def run(prepare, inputs, segment_BT, chunk: int | None, state_BNKV=None):
     """Runs a recurrence from S = 0 at the start of every sequence.
 
     Memory is linear in T: the backward pass keeps the inputs and the state at each chunk's start, and prepares one
@@ -61,6 +61,7 @@ def run(prepare, inputs, segment_BT, chunk: int | None):
         before_MB is the segment of the token before each chunk.
       inputs: arrays [B, T, N, ...], N = G or G R; the first has G.
       chunk: tokens per chunk; None = 32 on a CPU, 64 elsewhere.
+      state_BNKV: the states before rows of one sequence each, in place of 0; not differentiable.
 
     Returns:
       out_BTNV; state_BNKV after the last token of each row.
@@ -82,7 +83,12 @@ def run(prepare, inputs, segment_BT, chunk: int | None):
     segment_LMBC = split(segment_BT, "edge")
     last_LMB = segment_LMBC[..., -1]
     before_LMB = jnp.roll(last_LMB.reshape(-1, B), 1, 0).reshape(last_LMB.shape)  # the first of all meets S = 0
-    out_LMBGRCV, state_BGRKV = _run(prepare, tuple(map(heads_first, inputs)), (segment_LMBC, before_LMB))
+    given = tuple(map(heads_first, inputs)), (segment_LMBC, before_LMB)
+    if state_BNKV is None:
+        out_LMBGRCV, state_BGRKV = _run(prepare, *given)
+    else:
+        state_BGRKV = state_BNKV.reshape(B, G, -1, *state_BNKV.shape[2:])
+        out_LMBGRCV, state_BGRKV = _forward(prepare, *given, state_BGRKV)[0]
     out_BLMCGRV = jnp.moveaxis(out_LMBGRCV, (2, 5), (0, 3))
     out_BTNV = out_BLMCGRV.reshape(B, T + fill, -1, out_LMBGRCV.shape[-1])[:, :T]
     return out_BTNV, state_BGRKV.reshape(B, -1, *state_BGRKV.shape[3:])
@@ -117,16 +123,18 @@ def _run(prepare, inputs, where):
     return _forward(prepare, inputs, where)[0]
 
 
-def _forward(prepare, inputs, where):
+def _forward(prepare, inputs, where, state=None):
     def block(state, given):
         chunks = prepare(*given)
         state, states = jax.lax.scan(lambda state, chunk: (_next(state, chunk), state), state, chunks)
         return state, (_out(states, chunks), states)
 
     given = *inputs, *where
-    one = jax.eval_shape(prepare, *(x[0] for x in given))
-    zero = jnp.zeros((*one.u_MBGRCV.shape[1:4], one.k_MBGRCK.shape[-1], one.u_MBGRCV.shape[-1]), one.u_MBGRCV.dtype)
-    last, (out, states) = jax.lax.scan(block, zero, given)
+    if state is None:
+        one = jax.eval_shape(prepare, *(x[0] for x in given))
+        sizes = one.k_MBGRCK.shape[-1], one.u_MBGRCV.shape[-1]
+        state = jnp.zeros((*one.u_MBGRCV.shape[1:4], *sizes), one.u_MBGRCV.dtype)
+    last, (out, states) = jax.lax.scan(block, state, given)
     return (out, last), (inputs, where, checkpoint_name(states, STATES))
 
 

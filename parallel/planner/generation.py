@@ -27,9 +27,9 @@ class Generation:
       steps: optimiser steps per training batch.
       ahead: eta, batches that generation may be ahead of training.
       cache, state: bytes that a server holds for a token, and for a sequence whatever its length.
-      embedded: the recipe starts servers, on one chip each, whose caches hold `slots` sequences of `context` tokens.
+      embedded: the recipe starts servers, on one chip each.
       count: how many it starts.
-      context: tokens of a sequence in the cache of that server.
+      capacity, held: tokens that fit into such a server's cache, and its bytes.
       shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
         "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
     """
@@ -46,7 +46,8 @@ class Generation:
     state: int = 0
     embedded: bool = False
     count: int = 1
-    context: int = 0
+    capacity: int = 0
+    held: int = 0
     shares: Shares = "no"
 
 
@@ -63,9 +64,10 @@ def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
 def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
     """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start; of
     others, which take what there is, a cache for one sequence."""
-    count, tokens = (g.slots or 1, g.context) if g.embedded else (1, g.prompt + g.new)
-    held = weights_bytes(job, g.itemsize) + count * (tokens * g.cache + g.state)
-    return held / (1 if g.embedded else chips_per_server(job, chip, g.itemsize))
+    if g.embedded:
+        return weights_bytes(job, g.itemsize) + g.held
+    held = weights_bytes(job, g.itemsize) + (g.prompt + g.new) * g.cache + g.state
+    return held / chips_per_server(job, chip, g.itemsize)
 
 
 def push_figures(job: Job, itemsize: int) -> list[Figure]:
@@ -114,7 +116,7 @@ def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rat
     most: float
     tokens: float
     if g.embedded:
-        most, tokens = (g.slots or 1) * min(1.0, g.context / (g.prompt + g.new)), (g.slots or 1) * g.context
+        most, tokens = g.capacity / (g.prompt + g.new), g.capacity
     else:
         most, tokens = room / sequence, room / g.cache if g.cache else 0
     slots = max(1.0, min(most, g.slots or math.inf))

@@ -246,8 +246,9 @@ async def fleet(
             reached = connect(urls, stagers=stagers, handover=handover)
         elif serve.inside:
             one = in_process.serving(
-                os.fspath(path), first, slots=serve.slots, context=serve.context, dtype=serve.dtype
-            )
+                os.fspath(path), first, slots=serve.slots, context=serve.context, memory=serve.memory,
+                dtype=serve.dtype,
+            )  # fmt: skip
             url, own = stack.enter_context(one)
             handover, prepare = own, own.stage
             reached = connect([url], handover=handover)

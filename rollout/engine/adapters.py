@@ -5,7 +5,8 @@ All loaded adapters are stacked in one array per weight, from which a decode ste
 """
 
 import functools
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -29,12 +30,14 @@ class Loaded:
       path: the directory it was loaded from.
       index: its index in the stacked arrays.
       users: number of requests in the engine that use it.
+      number: of its own among all that were ever loaded; those before it may have had its index.
     """
 
     name: str
     path: str
     index: int
     users: int = 0
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 def stage(spec: Lora, tree, base: Table, dtype, device) -> Factors:

@@ -1,11 +1,13 @@
 """The in-process engine: continuous batching of requests in the slots of one cache, on a dedicated thread.
 
 Between dispatches the thread executes commands of other threads (pause, abort, load, release), admits waiting requests
-to free slots, and reports what was generated.
+to free slots, computes some of their prompts, and reports what was generated.
 """
 
 import atexit
 import collections
+import itertools
+import math
 import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -15,18 +17,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...models import paging
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from ..processes import memory
-from . import caches
 from .adapters import Loaded
 from .grammar import Grammars, Matcher
+from .live import Live
 from .request import Progress, Request, check, check_prompt
-from .slots import Live, Slots
+from .slots import Slots
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
 COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
 ADAPTERS = 64  # most adapters loaded at the same time
+PROMPTS, ON_CPUS = 16384, 2048  # tokens of prompts that are computed between two dispatches
+USABLE = 0.9  # of a device's memory that weights leave, for caches
 
 
 class Engine:
@@ -49,25 +54,30 @@ class Engine:
         *,
         slots: int = 16,
         context: int = 2048,
+        memory: float | None = None,
+        page: int | None = None,
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
         grammars: Grammars | None = None,
         seed: int = 0,
-        steps: int = 8,
+        steps: int = paging.STEPS,
     ):
         """
         Args:
           params: the model's parameter tree; copied, so the caller may donate its own.
-          slots: sequences decoded together.
+          slots: most sequences decoded together.
           context: most tokens of a sequence, prompt included.
+          memory: bytes of the caches; None = as much as all slots may need, if the device has it. With less, requests
+            wait for memory, and the latest may lose theirs for a time; no sample changes.
+          page: tokens of a page, a power of two of at least 16; None = by context.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
           seed: from which requests without a seed get theirs.
           steps: decoding steps per dispatch.
 
         Raises:
-          ValueError: a size below 1, caches that exceed the device's memory, or parameters or grammars that do not
-            match.
+          ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
+            that do not match.
         """
         for name, value in {"slots": slots, "context": context, "steps": steps}.items():
             if value < 1:
@@ -77,14 +87,19 @@ class Engine:
                 f"Engine: grammars must be for the model's {config.vocab} tokens, got {grammars.vocab}; make them with "
                 "Grammars(tokenizer, config.vocab, config.eos)"
             )
-        _check_caches(config, params, slots, context)
+        page = page or paging.default_page(context)
+        if memory is not None and not 0 < memory < math.inf:
+            raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
+        if page < 16 or page & (page - 1):
+            raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
+        memory = _memory(config, params, slots, context, page, steps) if memory is None else memory
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps)
-        self._entering: list[Live] = []  # being admitted just now
+        self._slots = Slots(config, params, slots, context, steps, page, memory)
+        self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 
         # Shared between threads, guarded by `_wake`; everything else is owned by the engine's thread.
@@ -216,11 +231,13 @@ class Engine:
 
         def swap():
             self._needs_memory()
-            if flush and self._slots.running:
+            if flush and self._slots.seated:
                 raise ValueError(
-                    f"load: the cache cannot be flushed while {len(self._slots.running)} requests are paused in place; "
+                    f"load: the cache cannot be flushed while {len(self._slots.seated)} requests are paused in place; "
                     "pause with retract or abort, or load with flush=False"
                 )
+            for live in self._queue if flush else ():
+                live.saved = None
             self._slots.weights, self.version = weights, version
             if "kv_cache" not in self.released:
                 self._slots.clear()
@@ -238,9 +255,9 @@ class Engine:
         tags = _releasable(what)
 
         def act():
-            if self._slots.running:
+            if self._slots.seated:
                 raise ValueError(
-                    f"release: no requests may be running, got {len(self._slots.running)}; pause with retract or abort"
+                    f"release: no requests may be running, got {len(self._slots.seated)}; pause with retract or abort"
                 )
             self._slots.release(weights="weights" in tags, caches="kv_cache" in tags)
             self.released |= tags
@@ -328,9 +345,9 @@ class Engine:
         """Clears cached prompts; does nothing and returns False while requests are running."""
 
         def act():
-            if not self._slots.running and "kv_cache" not in self.released:
+            if not self._slots.seated and "kv_cache" not in self.released:
                 self._slots.clear()
-            return not self._slots.running
+            return not self._slots.seated
 
         return self._call(act)
 
@@ -339,21 +356,24 @@ class Engine:
         self._call(lambda: setattr(self, "version", version))
 
     def stats(self) -> dict:
-        """Sizes, device memory in use, running and queued requests, tokens that running ones hold in the cache, and
-        totals since the start: requests, those that ended or were aborted, tokens of their prompts and of these in the
-        cache, generated tokens, dispatches, prefills and prefilled tokens."""
+        """Sizes, device memory in use, running and queued requests, tokens that running ones hold in the cache, tokens
+        that fit into it and into its pages in use, and totals since the start: requests, those that ended or were
+        aborted, tokens of their prompts and of these in the cache, generated tokens, dispatches, prefills and prefilled
+        tokens, and how often a request lost its memory for a time."""
         return {
             "slots": self.slots,
             "context": self.context,
-            "running": len(self._slots.running),
+            "running": len(self._slots.seated),
             "queued": len(self._queue),
             "held": self._slots.held(),
+            "capacity": self._slots.cache.capacity,
+            "used": self._slots.cache.used,
             "paused": self.paused,
             "released": sorted(self.released),
             "bytes": self._slots.bytes,
             "version": self.version,
             **{name: self._counts[name] for name in COUNTED},
-            **{name: self._slots.counts[name] for name in ("dispatches", "prefills", "prefilled_tokens")},
+            **self._slots.counts,
         }
 
     # Between the threads.
@@ -388,7 +408,8 @@ class Engine:
                 adapter = self._adapters[request.adapter] if request.adapter else None
                 if adapter:
                     adapter.users += 1
-                self._queue.append(Live(request, tell, seed, stops, text, progress, adapter, matcher))
+                number = next(self._arrivals)
+                self._queue.append(Live(request, tell, seed, stops, text, progress, number, adapter, matcher))
             self._counts["requests"] += len(lives)
             self._wake.notify()
 
@@ -439,6 +460,8 @@ class Engine:
                 if self.able:
                     if not self._loads:
                         self._admit()
+                    if self._slots.seated:
+                        self._compute_prompts()
                     if self._slots.running:
                         self._dispatch()
         finally:
@@ -449,7 +472,7 @@ class Engine:
             return True
         if not self.able:
             return bool(self._loads)
-        return bool(self._slots.running or self._queue or self._loads)
+        return bool(self._slots.seated or self._queue or self._loads)
 
     def _act(self) -> None:
         """Executes the queued commands; loads wait until nothing is running, unless paused."""
@@ -457,7 +480,7 @@ class Engine:
             with self._wake:
                 if self._acts:
                     act, done = self._acts.popleft()
-                elif self._loads and (self.paused or not self._slots.running):
+                elif self._loads and (self.paused or not self._slots.seated):
                     act, done = self._loads.popleft()
                 else:
                     return
@@ -480,17 +503,20 @@ class Engine:
         with self._wake:
             gone = [live for live in self._queue if which(live)]
             self._queue = collections.deque(live for live in self._queue if not which(live))
-        gone += [live for live in {*self._slots.running.values(), *self._entering} if which(live)]
+        gone += [live for live in self._slots.seated.values() if which(live)]
         for live in gone:
             self._finish(live, {"type": "abort", "message": "Aborted"})
 
     def _retract(self) -> None:
-        back = list(self._slots.running.values())
+        back = list(self._slots.seated.values())
         for live in back:
             live.progress.retractions += 1
             self._slots.leave(live)
+        self._requeue(back)
+
+    def _requeue(self, back: list[Live]) -> None:
         with self._wake:
-            self._queue.extendleft(reversed(back))
+            self._queue.extendleft(sorted(back, key=lambda live: -live.number))
 
     def _finish(self, live: Live, finish: dict) -> None:
         self._slots.leave(live)
@@ -514,27 +540,33 @@ class Engine:
             done.set_result(None)
 
     def _admit(self) -> None:
-        """Admits waiting requests to free slots, in order."""
-        room = len(self._slots.free)
-        with self._wake:
-            while self._queue:
-                needs = self._queue[0].request.sampling.max_new_tokens > 0
-                if needs and not room:
-                    break
-                room -= needs
-                self._entering.append(self._queue.popleft())
-        if self._entering:
-            self._slots.enter(self._entering)
-            entered, self._entering = self._entering, []
-            for live in entered:
-                if live.slot is None:
-                    self._finish(live, {"type": "length", "length": 0})
+        """Gives slots to waiting requests, in order, as far as there is memory."""
+        while True:
+            with self._wake:
+                if not self._queue or not self._slots.admits(self._queue[0]):
+                    return
+                live = self._queue.popleft()
+                self._slots.enter(live)
+
+    def _compute_prompts(self) -> None:
+        budget = ON_CPUS if jax.default_backend() == "cpu" else PROMPTS
+        for live in self._slots.compute_prompts(budget):
+            self._finish(live, {"type": "length", "length": 0})
+        self._requeue_preempted()
+
+    def _requeue_preempted(self) -> None:
+        if self._slots.preempted:
+            self._requeue(self._slots.preempted)
+            self._slots.preempted = []
 
     def _dispatch(self) -> None:
-        # While requests are waiting for slots, return as soon as half of the slots are free.
-        crowded = self._queue and not self._loads
-        for made in self._slots.step(max(1, self.slots // 2) if crowded else self.slots + 1):
-            self._deliver(*made)
+        # While requests wait for slots, return as soon as half of those that run are free.
+        running = len(self._slots.running)
+        crowded = self._queue and not self._loads and not self._slots.free
+        made = self._slots.step(self.slots - running + max(1, running // 2) if crowded else self.slots + 1)
+        self._requeue_preempted()
+        for each in made:
+            self._deliver(*each)
 
     def _deliver(self, live: Live, tokens: list[int], logp: list[float], top: list, routed: list) -> None:
         """Adds the output of a dispatch for one request, up to its end, and reports it."""
@@ -572,9 +604,19 @@ class Engine:
             live.tell(snapshot(progress))
 
 
-def _check_caches(config, params, slots: int, context: int) -> None:
-    least = caches.least_bytes(config, slots, context, np.dtype(params["embed"].dtype).itemsize)
-    memory.check(f"Engine: {slots} slots of {context} tokens", least, memory.of_devices(jax.local_devices()[:1]))
+def _memory(config, params, slots: int, context: int, page: int, steps: int) -> float | None:
+    """The bytes that there are for caches; None = as much as all slots may need.
+
+    Raises:
+      ValueError: the device has not enough for one sequence.
+    """
+    kinds = paging.kinds(config.records, context, page, np.dtype(params["embed"].dtype).itemsize)
+    weights = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(params))
+    there = USABLE * (memory.of_devices(jax.local_devices()[:1]) - weights)
+    if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps, None), slots) <= there:
+        return None
+    paging.counts(kinds, slots, context, page, steps, there)
+    return there
 
 
 def _releasable(what: Iterable[str]) -> frozenset[str]:

@@ -45,8 +45,9 @@ class Weights:
 
 @contextlib.contextmanager
 def serving(
-    path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, dtype: str
-) -> Iterator[tuple[str, Inside]]:
+    path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, memory: float = 0,
+    dtype: str,
+) -> Iterator[tuple[str, Inside]]:  # fmt: skip
     """Serves the model of the checkpoint folder `path` on a free loopback port until the block ends.
 
     Yields its URL, and the `Inside` that gives it weights as arrays.
@@ -54,7 +55,7 @@ def serving(
     Args:
       first: returns the initial label and weights, to which no reference is kept; None = those in the folder, as
         "default". The tokenizer is the folder's.
-      slots, context, dtype: as `server.serve`.
+      slots, context, memory, dtype: as `server.serve`.
 
     Raises:
       ValueError: the folder cannot be loaded.
@@ -63,7 +64,7 @@ def serving(
     dtype = http.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
-        service = http.prepare(path, *weights, slots=slots, context=context, dtype=dtype, version=label)
+        service = http.prepare(path, *weights, slots=slots, context=context, memory=memory, dtype=dtype, version=label)
         del weights  # the engine has copies
         stack.enter_context(service.engine)
         app = http.app(service, keys.read(keys.SERVER))

@@ -48,8 +48,7 @@ class Metrics:
     def collect(self) -> Iterable[Any]:
         """The values of now; called at each scrape."""
         now = self.service.engine.stats()
-        now["capacity"] = self.service.engine.slots * self.service.engine.context
-        now["usage"] = now["held"] / now["capacity"]
+        now["usage"] = now["used"] / now["capacity"]
         named = [self.service.tokenizer_path]
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (source, what) in table.items():

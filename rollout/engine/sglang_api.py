@@ -231,7 +231,7 @@ class Service:
                 "dtype": self.dtype,
                 "context_length": self.engine.context,
                 "max_running_requests": self.engine.slots,
-                "max_total_num_tokens": self.engine.slots * self.engine.context,
+                "max_total_num_tokens": self.engine.stats()["capacity"],
                 "max_req_input_len": self.engine.context,
                 "enable_deterministic_inference": True,
                 "enable_lora": True,
@@ -252,9 +252,9 @@ class Service:
             "num_running_reqs": now["running"],
             "num_waiting_reqs": now["queued"],
             "num_used_tokens": now["held"],
-            "max_total_num_tokens": self.engine.slots * self.engine.context,
+            "max_total_num_tokens": now["capacity"],
             "max_running_requests": self.engine.slots,
-            "token_usage": round(now["held"] / (self.engine.slots * self.engine.context), 4),
+            "token_usage": round(now["used"] / now["capacity"], 4),
         }
         return Answer({"timestamp": time.time(), "version": __version__, "loads": [load]})
 

@@ -1,4 +1,4 @@
-"""Recurrent layers in the engine: the state after a prompt, and a step of decoding."""
+"""Recurrent layers in the engine: a chunk of a prompt, and a step of decoding."""
 
 import jax.numpy as jnp
 
@@ -6,20 +6,25 @@ from ...models.layer import Recurrence, Recurrent
 from ...models.layers import conv
 
 
-def after_prompts(layer: Recurrent, length_P, segment_PT, states: dict) -> Recurrence:
-    """The recurrence over right-padded prompts; puts their states, [P, ...] by name, into `states`."""
-    real_PT = jnp.arange(segment_PT.shape[1])[None] < length_P[:, None]
+def chunk(layer: Recurrent, before, length_R, states: dict) -> Recurrence:
+    """The recurrence over right-padded chunks of prompts, [R, T, ...], from the states `before`, zero at the start of a
+    prompt; those after the chunks are put into `states`."""
 
-    def convolve(name, x_PTC, weight_CW, bias_C=None):
-        states[name] = conv.tail(x_PTC, length_P, weight_CW.shape[1])
-        return conv.convolve(x_PTC, weight_CW, segment_PT, bias_C)
+    def convolve(name, x_RTC, weight_CW, bias_C=None):
+        seen_RXC = before[name].swapaxes(1, 2).astype(x_RTC.dtype)
+        x_RLC = jnp.concatenate([seen_RXC, x_RTC], 1)
+        W = weight_CW.shape[1]
+        states[name] = conv.tail(x_RLC, length_R + W - 1, W)
+        return conv.convolve(x_RLC, weight_CW, jnp.ones(x_RLC.shape[:2], jnp.int32), bias_C)[:, W - 1 :]
 
-    def gate(x_PTN):
-        return jnp.where(real_PT[..., None], x_PTN, 0)
+    def gate(x_RTN):
+        real_RT = jnp.arange(x_RTN.shape[1])[None] < length_R[:, None]
+        return jnp.where(real_RT[..., None], x_RTN, 0)
 
     def recur(name, rule, *inputs):
-        out_PTNV, states[name] = rule.prefill(*inputs, segment_PT)
-        return out_PTNV
+        segment_RT = jnp.ones(inputs[0].shape[:2], jnp.int32)
+        out_RTNV, states[name] = rule.prefill(*inputs, segment_RT, state=before[name])
+        return out_RTNV
 
     return Recurrence(layer, convolve, gate, recur)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import signal
@@ -29,8 +30,10 @@ class Serve:
         evaluations, which have no trainer.
       count: number of servers, each a process with its own weights; one that dies is restarted.
       slots: sequences that a server generates at a time.
-      context: longest sequence, prompt and completion, for which every slot reserves memory; the model's limit if that
-        is lower. 0 = what the recipe needs: `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
+      context: longest sequence, prompt and completion; the model's limit if that is lower. 0 = what the recipe needs:
+        `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
+      memory: GB of a server's keys, values and states; 0 = as much as all slots may need, or what the device has beside
+        weights. With less, requests wait; no sample changes.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
@@ -39,6 +42,7 @@ class Serve:
     count: int = 1
     slots: int = 16
     context: int = 0
+    memory: float = 0
     dtype: str = "auto"
     restarts: int = 10
 
@@ -47,6 +51,8 @@ class Serve:
             one = "1 with --serve.inside" if self.inside else "at least 1"
             raise ValueError(f"--serve.count must be {one}, got {self.count}")
         memory.check(f"--serve.count {self.count}", self.count * memory.PROCESS)
+        if not 0 <= self.memory < math.inf:
+            raise ValueError(f"--serve.memory must be a number of GB, or 0, got {self.memory}")
         if self.restarts < 0:
             raise ValueError(f"--serve.restarts must be at least 0, got {self.restarts}")
 
@@ -88,6 +94,7 @@ class Local:
         command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
         command += ["--slots", str(options.slots), "--dtype", options.dtype]
         command += ["--context", str(options.context)] if options.context else []
+        command += ["--memory", str(options.memory)] if options.memory else []
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,

@@ -43,9 +43,15 @@ PUBLISHED: dict[str, dict] = {
     "kimi_k2": YARN | dict(attention_bias=False),
     "llama": dict(attention_bias=False, mlp_bias=False),
     "llama4_text": dict(use_qk_norm=False),
-    "ministral3": dict(rope_parameters=dict(
-        rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=64, llama_4_scaling_beta=0.3,
-    )),  # SGLang scales queries by max_position_embeddings in its place, which is later
+    "ministral3": dict(
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=100.0,
+            factor=4.0,
+            original_max_position_embeddings=64,
+            llama_4_scaling_beta=0.3,
+        )
+    ),  # SGLang scales queries by max_position_embeddings in its place, which is later
     "mistral": dict(sliding_window=None),
     "mixtral": dict(sliding_window=None, hidden_size=64),
     "olmo2": dict(attention_bias=False, hidden_size=64),

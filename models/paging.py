@@ -1,0 +1,112 @@
+"""Pages of a decoding cache: which of them each layer's tokens need, and how many there are.
+
+Layers that see equally far back are of one kind, and share page numbers.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .layer import Attention, Layer, Recurrent
+
+STEPS = 8  # of decoding that are compiled together, for which a sequence has pages ahead
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Layers that need the same pages.
+
+    Attributes:
+      layers: indices of those that have pages of their own.
+      limited: they see only some tokens before a query, and need only the last pages.
+      states: they are recurrent: "pages" are rows with a state after a whole prefix.
+      bytes: of a page in all layers.
+      first_of: i32[context + 1], the first page that a token at this position needs.
+    """
+
+    layers: tuple[int, ...]
+    limited: bool
+    states: bool
+    bytes: int
+    first_of: np.ndarray
+
+    def first(self, position: int) -> int:
+        """The first page that a token at this position needs."""
+        return int(self.first_of[position])
+
+
+def kinds(layers: Sequence[Layer], context: int, C: int, itemsize: int) -> list[Kind]:
+    """The kinds of a model's layers, those without limits first, those with states last."""
+    position = np.arange(context + 1)
+    attending = {i: layer for i, layer in enumerate(layers) if isinstance(layer, Attention) and layer.source is None}
+    made = []
+    for limits in sorted({_limits(layer) for layer in attending.values()}):
+        alike = tuple(i for i, layer in attending.items() if _limits(layer) == limits)
+        first = np.maximum(np.asarray(attending[alike[0]].pattern.first(position)), 0) // C
+        size = sum(K * (H + V) * C * itemsize for K, H, V in (attending[i].cached for i in alike))
+        made.append(Kind(alike, limits != (0, 0), False, size, first))
+    recurrent = {i: layer.state for i, layer in enumerate(layers) if isinstance(layer, Recurrent) and layer.state}
+    if recurrent:
+        last = np.maximum(position - 1, 0) // C
+        size = 4 * sum(math.prod(shape) for state in recurrent.values() for _, shape in state)
+        made.append(Kind(tuple(recurrent), True, True, size, last))
+    return made
+
+
+def _limits(layer: Attention) -> tuple[int, int]:
+    return layer.pattern.window or 0, layer.pattern.chunk or 0
+
+
+def of_layers(kinds: Sequence[Kind], layers: Sequence[Layer]) -> tuple[int, ...]:
+    """The index of each layer's kind; -1 = none."""
+    own = {i: number for number, kind in enumerate(kinds) for i in kind.layers}
+    source = lambda layer: layer.source if isinstance(layer, Attention) else None
+    return tuple(own.get(i if source(layer) is None else source(layer), -1) for i, layer in enumerate(layers))
+
+
+def counts(kinds: Sequence[Kind], slots: int, context: int, C: int, steps: int, memory: float | None) -> list[int]:
+    """The number of pages of each kind: enough for every slot, or what fits into `memory` bytes.
+
+    Args:
+      steps: positions ahead of the last token for which a sequence has pages.
+
+    Raises:
+      ValueError: the memory does not suffice for one sequence.
+    """
+    each = [most(kind, context, C, steps) for kind in kinds]
+    whole = [not kind.limited for kind in kinds]  # those without limits, of which there is one at most
+    # Windows are as good as always full, so each slot has its own; so have states.
+    made = [slots * n for n in each]
+    fixed = size_of(kinds, [0 if any_size else n for n, any_size in zip(made, whole, strict=True)], slots)
+    flexible = size_of(kinds, made, slots) - fixed
+    if memory is None or fixed + flexible <= memory:
+        return made
+    fewest = [max(slots, n) if any_size else 0 for n, any_size in zip(each, whole, strict=True)]
+    least = fixed + sum(n * kind.bytes for n, kind in zip(fewest, kinds, strict=True))
+    if least > memory:
+        raise ValueError(
+            f"caches must hold one sequence of {context} tokens, and {C} tokens of each of {slots} slots, "
+            f"{least / 1e9:,.3g} GB, got {max(memory, 0) / 1e9:,.3g} GB of memory; lower slots or context, or raise it"
+        )
+    fit = int((memory - fixed) / flexible * sum(n for n, any_size in zip(made, whole, strict=True) if any_size))
+    return [fit if any_size else n for n, any_size in zip(made, whole, strict=True)]
+
+
+def most(kind: Kind, context: int, C: int, steps: int) -> int:
+    """The most pages of this kind that a sequence needs at a time; for states, rows of prefixes."""
+    if kind.states:
+        return 1
+    position = np.arange(context)
+    return int(np.max(np.minimum(position + steps, context - 1) // C - kind.first_of[:context] + 1))
+
+
+def size_of(kinds: Sequence[Kind], counts: Sequence[int], slots: int) -> int:
+    """Bytes of a cache with so many pages of each kind, the states of its slots, and what is never read."""
+    return sum((n + 1 + slots * kind.states) * kind.bytes for n, kind in zip(counts, kinds, strict=True))
+
+
+def default_page(context: int) -> int:
+    """Tokens of a page in a cache for sequences of this length."""
+    return 128 if context > 512 else max(16, (1 << (context - 1).bit_length()) // 4)

@@ -1,0 +1,143 @@
+"""The cache of an engine: which pages its sequences and cached prefixes have, and the arrays that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...models import paging
+from . import pool
+from .live import Live, Saved
+from .pages import Pages
+from .prefixes import Prefixes
+
+
+class Cache:
+    """Memory for the sequences of `slots` slots; owned by one thread.
+
+    Attributes:
+      kinds: of the model's layers.
+      pages: which pages of each kind are in use.
+      prefixes: the cached ones.
+      table_KSX: i32, the pages of each slot by kind; 0 = none.
+      held: the arrays, see `pool`; None while they are released.
+    """
+
+    def __init__(self, config, slots: int, context: int, C: int, steps: int, dtype, memory: float | None):
+        self.slots, self.context, self.C = slots, context, C
+        self._config, self._dtype = config, dtype
+        self.kinds = paging.kinds(config.records, context, C, jnp.dtype(dtype).itemsize)
+        self.of_layer = paging.of_layers(self.kinds, config.records)
+        self.states = frozenset(i for kind in self.kinds if kind.states for i in kind.layers)
+        self.paged = [i for i, kind in enumerate(self.kinds) if not kind.states]
+        self.counts = paging.counts(self.kinds, slots, context, C, steps, memory)
+        self.held: Any = None
+        self.table_KSX = np.zeros((len(self.kinds), slots, -(-context // C)), np.int32)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.pages = [Pages(count) for count in self.counts]
+        self.prefixes = Prefixes(self.kinds, self.pages, self.C)
+
+    @property
+    def capacity(self) -> int:
+        """The tokens of sequences that fit into it."""
+        return self.counts[self.paged[0]] * self.C if self.paged else self.slots * self.context
+
+    @property
+    def used(self) -> int:
+        """The tokens that fit into those of its pages that sequences have, rather than cached prefixes alone."""
+        if not self.paged:
+            return 0
+        first = self.paged[0]  # of layers that see all tokens, if there are any
+        return (self.counts[first] - self.pages[first].free - self.prefixes.spare(first)) * self.C
+
+    def clear(self, *, idle: bool) -> None:
+        """Forgets prefixes; if no sequence runs, also wipes pages, to drop any NaN of diverged weights."""
+        self.prefixes.clear()
+        if self.held is None:
+            self.held = pool.empty(self._config, self.kinds, self.counts, self.slots, self.C, self._dtype)
+            self._begin()
+        elif idle:
+            used = np.array([self.pages[k].most + 1 if k >= 0 else 0 for k in self.of_layer], np.int32)
+            self.held = pool.wipe(self.held, used, states=self.states)
+            self._begin()
+
+    def release(self) -> None:
+        """Frees the arrays at once, while nothing runs, even if something else refers to them."""
+        for x in jax.tree.leaves(self.held):
+            x.delete()
+        self.held = None
+        self.prefixes.clear()
+
+    def fits(self, live: Live, running: int) -> bool:
+        """Whether there is memory for a request's prompt, the next page of it and of `running` others."""
+        tokens, number = live.prefix, live.adapter.number if live.adapter else 0
+        position = live.saved.position if live.saved else len(tokens)
+        there = 0 if live.scored else len(self.prefixes.longest(None, number, tokens, 0, routed=live.routed))
+        for kind in self.paged:
+            wanted = position // self.C + 1 - max(self.kinds[kind].first(position), there) + running
+            if wanted > self.pages[kind].free and wanted > self.pages[kind].free + self.prefixes.spare(kind):
+                return False
+        return True
+
+    def reaches(self, live: Live, position: int) -> bool:
+        """Whether a sequence has a page for this position."""
+        return all(len(live.pages[kind]) > position // self.C for kind in self.paged)
+
+    def put(self, live: Live, kind: int, page: int) -> None:
+        """Adds a page to a sequence."""
+        self.table_KSX[kind, live.slot, len(live.pages[kind])] = page
+        live.pages[kind].append(page)
+
+    def behind(self, live: Live, position: int) -> None:
+        """Gives back the pages that tokens from `position` on do not need."""
+        for kind in self.paged:
+            own = live.pages[kind]
+            for number in range(min(self.kinds[kind].first(position), len(own)) - 1, -1, -1):
+                if own[number] == 0:
+                    break
+                self.pages[kind].give(own[number])
+                own[number] = self.table_KSX[kind, live.slot, number] = 0
+
+    def give(self, live: Live) -> None:
+        """Gives back all pages of a sequence."""
+        for of, own in zip(self.pages, live.pages, strict=True):
+            for page in own:
+                of.give(page)
+        self.table_KSX[:, live.slot] = 0
+        live.pages, live.last, live.done = [], None, 0
+
+    def save(self, live: Live, position: int) -> Saved:
+        """Copies what decoding has written to host memory."""
+        whole = live.filled // self.C * self.C
+        numbers = self._numbers(whole, position)
+        own = [[live.pages[kind][number] for number in of] for kind, of in enumerate(numbers)]
+        size = 1 << max(0, max(map(len, own), default=0) - 1).bit_length()
+        made = pool.read(self.held, self._filled(own, size), live.slot, of_layer=self.of_layer, states=self.states)
+        return Saved(whole, position, jax.device_get(made))
+
+    def restore(self, live: Live) -> None:
+        """Puts what was saved to new pages, which the sequence has already."""
+        assert live.saved
+        numbers = self._numbers(live.saved.whole, live.saved.position)
+        own = [[live.pages[kind][number] for number in of] for kind, of in enumerate(numbers)]
+        size = 1 << max(0, max(map(len, own), default=0) - 1).bit_length()
+        self.held = pool.restore(
+            self.held, live.saved.arrays, self._filled(own, size), live.slot,
+            of_layer=self.of_layer, states=self.states,
+        )  # fmt: skip
+
+    def _numbers(self, whole: int, position: int) -> list[range]:
+        """The pages of each kind that `Saved` has."""
+        end = -(-position // self.C)
+        first = lambda kind: max(whole // self.C, kind.first(position))
+        return [range(0) if kind.states else range(first(kind), end) for kind in self.kinds]
+
+    @staticmethod
+    def _filled(own: Iterable[Sequence[int]], size: int) -> np.ndarray:
+        return np.array([[*pages, *[0] * (size - len(pages))] for pages in own], np.int32).reshape(-1, size)

@@ -1,0 +1,81 @@
+"""A request in the engine, and what it holds there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..chat.detokenizer import Text
+from .adapters import Loaded
+from .grammar import Matcher
+from .prefixes import Prefix
+from .request import Progress, Request
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The memory of a request that had to give it up, in host memory.
+
+    Attributes:
+      whole: tokens of whole chunks that were computed as a prompt: they are computed again, with the same bits.
+      position: how many tokens had been computed, those of `whole` and of later pages.
+      arrays: these pages and the states, from `pool.read`.
+    """
+
+    whole: int
+    position: int
+    arrays: Any
+
+
+@dataclass(eq=False)
+class Live:
+    """A request in the engine, waiting or in a slot.
+
+    Attributes:
+      number: of its arrival; when memory is short, the latest gives way.
+      matcher: follows its text, if that must obey a grammar.
+      done: the number of its tokens that have been computed as a prompt, while it has a slot.
+      pages: the pages of its slot by kind and number; 0 = not needed any more.
+      last: the last chunk of its prompt among the cached prefixes; None = before the first one.
+      filled: the number of tokens that were computed as a prompt, when it began to decode.
+    """
+
+    request: Request
+    tell: Callable[[Progress], None]
+    seed: int
+    stops: frozenset[int]
+    text: Text | None
+    progress: Progress
+    number: int
+    adapter: Loaded | None = None
+    matcher: Matcher | None = None
+    slot: int | None = None
+    done: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+    last: Prefix | None = None
+    filled: int = 0
+    saved: Saved | None = None
+
+    @property
+    def seat(self) -> int:
+        """Its slot, which it must have."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens to compute as a prompt before decoding continues: all but the last, or the whole chunks before
+        what is saved."""
+        tokens = (*self.request.prompt, *self.progress.tokens)
+        return tokens[:-1] if self.saved is None else tokens[: self.saved.whole]
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities of its prompt are needed, which are known only while it is computed."""
+        return self.request.input_logprobs_from is not None and not (self.progress.tokens or self.saved)
+
+    @property
+    def routed(self) -> bool:
+        """Whether experts of its prompt are needed."""
+        return self.request.routed_experts and len(self.progress.routed) < len(self.prefix)
