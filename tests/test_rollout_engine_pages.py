@@ -1,5 +1,6 @@
 """Pages and prefixes of the engine: samples have the same bits with little memory, and prompts are computed once."""
 
+import contextlib
 import dataclasses
 import threading
 
@@ -12,6 +13,7 @@ from test_rollout_engine_decode import TINY, model
 
 from areax.models import paging
 from areax.rollout.engine import decode, prefixes
+from areax.rollout.engine import engine as engines
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.pages import Pages
 from areax.rollout.engine.request import Request, Sampling
@@ -91,14 +93,99 @@ def test_a_cached_prefix_changes_no_bit(alone):
         assert unused(engine)
 
 
-def test_a_group_computes_its_prompt_once():
-    config, params = model("qwen3")
-    prompt = requests("qwen3")[2].prompt * 2
+@pytest.mark.parametrize("case", ["qwen3", "qwen3_5_text"])
+def test_a_group_computes_its_prompt_once(case):
+    config, params = model(case)
+    prompt = requests(case)[2].prompt * 2
     group = [Request(str(i), prompt, Sampling(max_new_tokens=5, seed=i, ignore_eos=True)) for i in range(16)]
     with Engine(config, params, slots=4, context=CONTEXT, steps=4, page=PAGE) as engine:
         done = engine.generate(group)
         assert engine.stats()["prefilled_tokens"] == 99
     assert sorted(progress.cached_tokens for progress in done) == [0, *[99] * 15]
+
+
+def test_a_complete_prompt_gives_way_to_an_earlier_one_that_is_longer():
+    """Before it has decoded anything, and although another one needs no more than its prompt."""
+    rng = np.random.default_rng(2)
+    sizes = {"long": (150, 5), "short": (40, 5), "only a prompt": (40, 0), "last": (40, 5)}
+    asked = [
+        Request(name, tuple(rng.integers(8, 89, n).tolist()), Sampling(max_new_tokens=m, seed=n, ignore_eos=True))
+        for name, (n, m) in sizes.items()
+    ]
+    with engine_of("qwen3_5_text") as engine:
+        wanted = [engine.generate([one])[0] for one in asked]
+    with engine_of("qwen3_5_text", 0.3) as engine:
+        assert all(map(same, engine.generate(asked), wanted))
+        assert engine.stats()["preemptions"] > 0 and unused(engine)
+
+
+@pytest.mark.parametrize("case, start", [("qwen3", 0), ("qwen3_5_text", None)])
+def test_a_prompt_that_needs_all_memory_gets_that_of_cached_chunks_it_cannot_use(case, start):
+    """As its log-probabilities are needed, or as the state behind the chunks is not kept."""
+    rng = np.random.default_rng(3)
+    first = tuple(rng.integers(8, 89, 60).tolist())
+    whole = (*first[:40], *rng.integers(8, 89, 112).tolist())
+    asked = [Request("first", first, Sampling(max_new_tokens=2)), Request("whole", whole, Sampling(max_new_tokens=8))]
+    asked[1] = dataclasses.replace(asked[1], input_logprobs_from=start)
+    with engine_of(case, slots=1) as engine:
+        ended = threading.Event()
+        engine.generate(asked[:1])
+        engine.submit(asked[1], lambda progress: progress.finish and ended.set())
+        assert ended.wait(60) and unused(engine)
+
+
+def test_a_prompt_is_cached_again_after_its_last_pages_were_needed():
+    rng = np.random.default_rng(4)
+    ask = lambda name, n, more: Request(
+        name, tuple(rng.integers(8, 89, n).tolist()), Sampling(max_new_tokens=more, ignore_eos=True)
+    )
+    prompt = ask("a", 60, 2)
+    with engine_of("qwen3 window", slots=2) as engine:
+        engine.generate([prompt])
+        engine.generate([ask("b", 20, 50), ask("c", 20, 50)])  # which take all pages of windows
+        found = [engine.generate([prompt])[0].cached_tokens for _ in range(3)]
+    assert found == [0, 59, 59]
+
+
+def half_computed(engine, request, monkeypatch):
+    """Submits a request to an engine that does not run, and computes the first chunk of its prompt; returns what
+    will be its last progress."""
+    done: list = []
+    engine.submit(request, lambda progress: progress.finish and done.append(progress))
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "ON_CPUS", PAGE)
+        engine._admit()
+        engine._compute_prompts()
+    assert engine.stats()["prefilled_tokens"] == PAGE
+    return done
+
+
+def test_a_prompt_half_computed_with_old_weights_is_not_cached(monkeypatch):
+    config, params = model("qwen3")
+    new, asked = jax.tree.map(lambda x: -x, params), requests("qwen3")[2]
+    with Engine(config, new, slots=4, context=CONTEXT, steps=4, page=PAGE) as engine:
+        wanted = engine.generate([asked])[0]
+    with contextlib.closing(engine_of("qwen3")) as engine:
+        half_computed(engine, dataclasses.replace(asked, rid="half"), monkeypatch)
+        engine.pause("in_place")
+        engine.load(new, "new", flush=False)
+        engine.resume()
+        assert all(same(engine.generate([asked])[0], wanted) for _ in range(2))
+
+
+def test_log_probabilities_of_a_prompt_are_of_one_version(monkeypatch):
+    config, params = model("qwen3_moe")
+    new = jax.tree.map(lambda x: -x, params)
+    asked = dataclasses.replace(requests("qwen3_moe")[1], top_logprobs=2, routed_experts=True)
+    with Engine(config, new, slots=4, context=CONTEXT, steps=4, page=PAGE) as engine:
+        wanted = engine.generate([asked])[0]
+    with contextlib.closing(engine_of("qwen3_moe")) as engine:
+        done = half_computed(engine, asked, monkeypatch)
+        engine.pause("retract")
+        engine.load(new, "new")
+        engine.resume()
+        engine.generate([dataclasses.replace(asked, rid="later")])
+    assert same(done[0], wanted) and done[0].input_top == wanted.input_top
 
 
 def test_random_aborts_lose_no_page():
@@ -207,3 +294,17 @@ def test_prefixes_are_found_as_by_comparing_tokens(data):
             assert pages[i].free + sum(one.pages[i] > 0 for one in kept.values()) == count
     known.clear()
     assert all(of.free == count for of in pages)
+
+
+def test_pages_are_counted_while_prefixes_come():
+    """As other threads ask while the engine's thread adds."""
+
+    class Busy(Pages):
+        def users(self, page):
+            known.add(bytes([len(known)]), None, 1, [self.take()])
+            return super().users(page)
+
+    pages = [Busy(9)]
+    known = prefixes.Prefixes([paging.Kind((0,), False, False, 1, np.zeros(40, int))], pages, 1)
+    known.add(b"first", None, 1, [pages[0].take()])
+    assert known.spare(0) == 0

@@ -54,7 +54,7 @@ class Cache:
         if not self.paged:
             return 0
         first = self.paged[0]  # of layers that see all tokens, if there are any
-        return (self.counts[first] - self.pages[first].free - self.prefixes.spare(first)) * self.C
+        return max(0, self.counts[first] - self.pages[first].free - self.prefixes.spare(first)) * self.C
 
     def clear(self, *, idle: bool) -> None:
         """Forgets prefixes; if no sequence runs, also wipes pages, to drop any NaN of diverged weights."""

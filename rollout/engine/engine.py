@@ -236,8 +236,9 @@ class Engine:
                     f"load: the cache cannot be flushed while {len(self._slots.seated)} requests are paused in place; "
                     "pause with retract or abort, or load with flush=False"
                 )
-            for live in self._queue if flush else ():
-                live.saved = None
+            with self._wake:
+                for live in self._queue if flush else ():
+                    live.saved = None
             self._slots.weights, self.version = weights, version
             if "kv_cache" not in self.released:
                 self._slots.clear()

@@ -103,8 +103,8 @@ class Prefixes:
         return all(one.pages[i] for one in found[max(first, 0) :])
 
     def spare(self, i: int) -> int:
-        """How many pages of kind i have no other user."""
-        return sum(self._pages[i].users(one.pages[i]) == 1 for one in self._known.values() if one.pages[i])
+        """How many pages of kind i have no other user; other threads may ask."""
+        return sum(self._pages[i].users(one.pages[i]) == 1 for one in [*self._known.values()] if one.pages[i])
 
     def evict(self, i: int) -> bool:
         """Frees a page of kind i; False if each has other users, too. Of kinds that need only the last pages a prefix
@@ -117,13 +117,14 @@ class Prefixes:
                 oldest.pages[i] = 0
                 self._drop_empty(oldest)
             return oldest is not None
-        oldest = min((one for one in only if not one.children), key=lambda one: one.used, default=None)
+        # One with longer ones goes if a sequence uses all of those, though not this page, as it computed its own.
+        oldest = min(only, key=lambda one: (one.children > 0, one.used), default=None)
         if oldest:
             self._drop(oldest)
         return oldest is not None
 
     def _drop_empty(self, one: Prefix | None) -> None:
-        while one and not one.children and not any(one.pages):
+        while one and self._known.get(one.key) is one and not one.children and not any(one.pages):
             self._drop(one)
             one = one.before
 

@@ -8,8 +8,9 @@ decoding appends, is copied.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -68,7 +69,9 @@ class Prompts:
         progress, request = live.progress, live.request
         if not progress.tokens:
             progress.cached_tokens = 0
-        if live.scored and request.input_logprobs_from == 0 and not progress.input_logp:
+        if not (progress.tokens or live.saved):  # what there is may be of other weights
+            progress.input_logp, progress.input_top, progress.routed = [], [], []
+        if live.scored and request.input_logprobs_from == 0:
             progress.input_logp.append(None)  # nothing predicts the first token
             progress.input_top += [None] * (request.top_logprobs > 0)
         if self._states is not None and not live.prefix:
@@ -80,11 +83,15 @@ class Prompts:
         if live in self.entering:
             self.entering.remove(live)
 
-    def advance(self, weights, budget: int) -> list[Live]:
-        """Computes chunks until `budget` tokens are spent, nothing is left, or memory is short; returns the requests
-        whose prompts are complete, which leave."""
+    def forget(self) -> None:
+        """Keeps what follows in the prompts begun out of other prompts, as it depends on replaced weights."""
+        for live in self.entering:
+            live.last = live.last and replace(live.last, key=os.urandom(16))
+
+    def advance(self, weights, budget: int) -> Iterator[Live]:
+        """Computes chunks until `budget` tokens are spent, nothing is left, or memory is short; yields each request
+        whose prompt is complete, which leaves. It may lose its memory before the next one is complete."""
         self._weights = weights
-        complete: list[Live] = []
         moved = True
         while self.entering and budget > 0 and moved:
             moved = False
@@ -97,9 +104,8 @@ class Prompts:
             ready = [live for live in self.entering if live.done >= len(live.prefix) and self._put_back(live)]
             for live in ready:
                 self.drop(live)
-            complete += ready
+            yield from ready
             moved |= bool(ready)
-        return complete
 
     def _put_back(self, live: Live) -> bool:
         """Ends a complete prompt with what was saved of the request; False while memory is short."""
@@ -117,7 +123,7 @@ class Prompts:
     def _schedule(self, live: Live, budget: int) -> int:
         """Schedules chunks of a request; returns the number of tokens."""
         spent, tokens, C = 0, live.prefix, self._cache.C
-        if live.done < len(tokens) and not live.scored and self._match(live, tokens):
+        if live.done < len(tokens) and not live.scored and (self._match(live, tokens) or self._led(live, tokens)):
             return 0
         while live.done < len(tokens) and spent < budget:
             if not self.next_page(live, live.done):
@@ -167,6 +173,18 @@ class Prompts:
             cache.pages[i].give(page)
         return fits and (short or self._states is not None)
 
+    def _led(self, live: Live, tokens: Sequence[int]) -> bool:
+        """Whether a request before this one will keep a state that it can take; others keep each chunk."""
+        if self._states is None:
+            return False
+        for other in self.entering[: self.entering.index(live)]:
+            theirs = other.prefix
+            end = len(theirs) // self._cache.C * self._cache.C
+            behind = max(live.done, other.done) < end and other.adapter is live.adapter
+            if behind and tokens[:end] == theirs[:end]:
+                return True
+        return False
+
     def next_page(self, live: Live, position: int) -> bool:
         """Adds a page of each kind to a sequence, as far as tokens from `position` on need it; False if there is no
         room."""
@@ -195,10 +213,12 @@ class Prompts:
         """Schedules the chunk from `start` to what is done."""
         cache, number = self._cache, live.adapter.number if live.adapter else 0
         key = hashing.key(live.last, number, tokens[start : live.done])
-        prefix = cache.prefixes.get(key)
+        prefix, at = cache.prefixes.get(key), start // cache.C
         if prefix is None:
-            at = start // cache.C
             prefix = cache.prefixes.add(key, live.last, live.done, [own[at] if own else 0 for own in live.pages])
+        for kind in cache.paged:
+            if not prefix.pages[kind]:  # it was evicted
+                prefix.pages[kind] = cache.pages[kind].share(live.pages[kind][at])
         if (
             self._states is not None
             and live.done >= len(tokens) // cache.C * cache.C

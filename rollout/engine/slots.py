@@ -115,6 +115,7 @@ class Slots:
         """Forgets cached prefixes; while no request has a slot, wipes pages, to drop any NaN of diverged weights."""
         with self._without_mesh():
             self.cache.clear(idle=not self.seated)
+        self._prompts.forget()
 
     def held(self) -> int:
         """The number of tokens that requests have in the cache."""
@@ -162,6 +163,7 @@ class Slots:
                         self._tables, live.seat, live.progress.tokens, live.request.sampling.logit_bias
                     )
             else:
+                self.leave(live)
                 ended.append(live)
         return ended
 
