@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from test_rollout_engine_decode import TINY, model
 
 from areax.models import paging
-from areax.rollout.engine import decode, prefixes
+from areax.rollout.engine import decode, metrics_api, prefixes
 from areax.rollout.engine import engine as engines
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.pages import Pages
@@ -308,3 +309,27 @@ def test_pages_are_counted_while_prefixes_come():
     known = prefixes.Prefixes([paging.Kind((0,), False, False, 1, np.zeros(40, int))], pages, 1)
     known.add(b"first", None, 1, [pages[0].take()])
     assert known.spare(0) == 0
+
+
+def test_a_prefix_without_pages_may_be_continued_after_it_was_forgotten():
+    """As in models of recurrent layers only, while its sequence goes on."""
+    pages = [Pages(2)]
+    known = prefixes.Prefixes([paging.Kind((0,), True, True, 1, np.arange(40))], pages, 1)
+    first = known.add(b"first", None, 1, [0])
+    for key in (b"second", b"other"):
+        known.add(key, first, 2, [pages[0].take()])
+        assert known.evict(0)
+    assert len(known) == 0 and pages[0].free == 2
+
+
+def test_metrics_count_shared_pages_once():
+    prompt = requests("qwen3")[2].prompt * 2
+    with contextlib.closing(engine_of("qwen3", 0.4)) as engine:
+        for i in range(4):
+            engine.submit(Request(str(i), prompt, Sampling(max_new_tokens=9)), lambda progress: None)
+        engine._admit()
+        engine._compute_prompts()
+        made = metrics_api.Metrics(SimpleNamespace(engine=engine, tokenizer_path="x")).collect()
+        now = {family.name: family.samples[0].value for family in made}
+        assert engine.stats()["running"] == 4 and now["sglang:num_used_tokens"] == 6 * 16 + 4 * 16
+        assert now["sglang:token_usage"] == 160 / engine.stats()["capacity"]

@@ -218,7 +218,8 @@ class Engine:
     def swap(self, weights, version: str, *, flush: bool = True) -> None:
         """Switches to staged weights; returns when they are in use.
 
-        Unless paused, running requests first finish with the old weights, and others wait.
+        Unless paused, running requests first finish with the old weights; others wait, also those that have lost their
+        memory for a time, which then continue with the new ones.
 
         Args:
           flush: clear the caches of the old weights. False lets requests that were paused in place continue with the

@@ -16,7 +16,7 @@ from . import sglang_api
 GAUGES = {
     "num_running_reqs": ("running", "requests that are generating"),
     "num_queue_reqs": ("queued", "requests that wait for a slot"),
-    "num_used_tokens": ("held", "tokens that running requests hold in the cache"),
+    "num_used_tokens": ("used", "tokens that fit into the pages of running requests"),
     "max_total_num_tokens": ("capacity", "tokens that fit into the cache"),
     "token_usage": ("usage", "the part of the cache that running requests hold"),
 }

@@ -251,7 +251,7 @@ class Service:
             "dp_rank": 0,
             "num_running_reqs": now["running"],
             "num_waiting_reqs": now["queued"],
-            "num_used_tokens": now["held"],
+            "num_used_tokens": now["used"],
             "max_total_num_tokens": now["capacity"],
             "max_running_requests": self.engine.slots,
             "token_usage": round(now["used"] / now["capacity"], 4),
