@@ -116,6 +116,7 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     memory: float = 0,
+    tp: int = 1,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
@@ -130,8 +131,9 @@ def serve(
       slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
-      memory: GB of keys, values and states; 0 = as much as all slots may need, or what the device has beside weights.
-        With less, requests wait; no sample changes.
+      memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
+        beside weights. With less, requests wait; no sample changes.
+      tp: devices that share each sequence (tensor parallelism; SGLang's tp-size), the first ones of this machine.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
@@ -148,7 +150,7 @@ def serve(
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)
     server.serve(
-        path, host=host, port=port, slots=slots, context=context, memory=memory, dtype=dtype, api_key=key,
+        path, host=host, port=port, slots=slots, context=context, memory=memory, tp=tp, dtype=dtype, api_key=key,
         style=style or "", reasoning=reasoning,
     )  # fmt: skip
     return 0

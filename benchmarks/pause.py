@@ -25,11 +25,11 @@ MODES = ("retract", "in_place")
 
 
 def watched() -> tuple[list, list]:
-    """Starts recording: lists of (begin, end) of each dispatch and of each admission of requests."""
+    """Starts recording: lists of (begin, end) of each dispatch and of each part of prompts."""
     from areax.rollout.engine.slots import Slots
 
     spans: tuple[list, list] = [], []
-    for name, recorded in zip(("step", "enter"), spans, strict=True):
+    for name, recorded in zip(("step", "compute_prompts"), spans, strict=True):
         work = getattr(Slots, name)
 
         def timed(*arguments, work=work, recorded=recorded):

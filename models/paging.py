@@ -22,7 +22,7 @@ class Kind:
       layers: indices of those that have pages of their own.
       limited: they see only some tokens before a query, and need only the last pages.
       states: they are recurrent: "pages" are rows with a state after a whole prefix.
-      bytes: of a page in all layers.
+      bytes: of a page in all layers, on each device.
       first_of: i32[context + 1], the first page that a token at this position needs.
     """
 
@@ -37,22 +37,32 @@ class Kind:
         return int(self.first_of[position])
 
 
-def kinds(layers: Sequence[Layer], context: int, C: int, itemsize: int) -> list[Kind]:
-    """The kinds of a model's layers, those without limits first, those with states last."""
+def kinds(layers: Sequence[Layer], context: int, C: int, itemsize: int, tp: int = 1) -> list[Kind]:
+    """The kinds of a model's layers, those without limits first, those with states last.
+
+    Args:
+      tp: devices that share the heads.
+    """
     position = np.arange(context + 1)
     attending = {i: layer for i, layer in enumerate(layers) if isinstance(layer, Attention) and layer.source is None}
     made = []
     for limits in sorted({_limits(layer) for layer in attending.values()}):
         alike = tuple(i for i, layer in attending.items() if _limits(layer) == limits)
         first = np.maximum(np.asarray(attending[alike[0]].pattern.first(position)), 0) // C
-        size = sum(K * (H + V) * C * itemsize for K, H, V in (attending[i].cached for i in alike))
+        size = sum(heads(K, tp) // tp * (H + V) * C * itemsize for K, H, V in (attending[i].cached for i in alike))
         made.append(Kind(alike, limits != (0, 0), False, size, first))
     recurrent = {i: layer.state for i, layer in enumerate(layers) if isinstance(layer, Recurrent) and layer.state}
     if recurrent:
         last = np.maximum(position - 1, 0) // C
-        size = 4 * sum(math.prod(shape) for state in recurrent.values() for _, shape in state)
+        own = lambda shape: math.prod(shape) // (1 if shape[0] % tp else tp)
+        size = 4 * sum(own(shape) for state in recurrent.values() for _, shape in state)
         made.append(Kind(tuple(recurrent), True, True, size, last))
     return made
+
+
+def heads(K: int, tp: int) -> int:
+    """Heads of keys and values in the cache: K, repeated until the devices that share them divide their number."""
+    return math.lcm(K, tp)
 
 
 def _limits(layer: Attention) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from areax.core import param
 from areax.core.parts import Part, split
 from areax.models import lora
 from areax.parallel import mesh, rules
-from areax.rollout.engine import decode
+from areax.rollout.engine import slots, staging
 
 BF16 = ml_dtypes.bfloat16
 FORMS = {  # the tensor's shape, its parts
@@ -219,9 +219,8 @@ def test_mapped_leaves_are_read_from_the_file(tmp_path):
     assert equal(read, wanted(tensors)) and verify() is None
     for name in ("q", "k", "v", "expert_up", "cv"):
         assert params["stacks"][1][name][1].flags.owndata is False, name
-    staged, one = (
-        decode.stage(x, models.table(config), jax.devices()[0]) for x in (params, hf.load(tmp_path / "m")[1])
-    )
+    table, on = models.table(config), slots.mesh_of(1)
+    staged, one = (staging.stage(x, table, on) for x in (params, hf.load(tmp_path / "m")[1]))
     assert jax.tree.all(jax.tree.map(np.array_equal, staged, one))
 
 

@@ -11,9 +11,9 @@ import transformers
 
 from areax import models
 from areax.adapters import hf, safetensors
-from areax.models import nemotron_h
+from areax.models import nemotron_h, paging
 from areax.models.layers import recurrence
-from areax.rollout.engine import caches
+from areax.rollout.engine import pool
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
 
@@ -249,11 +249,15 @@ def test_layers_without_states_neither_take_memory_nor_keep_prompts_from_being_r
     hybrid, plain = (
         models.config_from_hf(TINY | {"layers_block_type": kinds}) for kinds in (KINDS, ["full_attention", "mlp"])
     )
-    sizes = lambda config: [
-        sum(x.size for x in jax.tree.leaves(layer)) for layer in caches.empty(config, 2, 64, np.float32)
-    ]
-    mamba, attention = 6 * 7 * 5 + (42 + 15 + 15) * 3, 2 * 2 * 6 * 64
-    assert sizes(hybrid) == [2 * mamba, 0, 2 * attention, 0, 2 * mamba] and sizes(plain) == [2 * attention, 0]
+
+    def sizes(config):
+        kinds = paging.kinds(config.records, 64, 16, 4)
+        made = pool.empty(config, kinds, [3] * len(kinds), 2, 16, np.float32)
+        return [sum(x.size for x in jax.tree.leaves(layer)) for layer in made]
+
+    mamba, page = 6 * 7 * 5 + (42 + 15 + 15) * 3, 2 * 2 * 6 * 16
+    states = 2 + 1 + 3  # of slots, before any token, of prefixes
+    assert sizes(hybrid) == [states * mamba, 0, 4 * page, 0, states * mamba] and sizes(plain) == [4 * page, 0]
     params = tiny.weights(models.table(plain), 0.25)
     prompt, sampling = tuple(range(1, 9)), Sampling(0.0, max_new_tokens=3, ignore_eos=True)
     with Engine(plain, params, slots=2, context=64) as engine:

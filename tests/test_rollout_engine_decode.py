@@ -187,8 +187,13 @@ def prompts(seed, lengths):
 def test_matrices_are_turned_for_decoding_but_biases_of_experts_are_not():
     stack = {"router": np.ones((2, 3, 4), np.float32), "expert_up_bias": np.ones((2, 3, 5), np.float32)}
     top = {"embed": np.ones((6, 4), np.float32), "norm": np.ones(4, np.float32)}
-    table = param.Table({}, (param.Stack((0, 1), {}),), {})
-    layers = staging.stage({**top, "stacks": [stack]}, table, jax.devices()[0])["layers"]
+    axes = {"router": param.Param("router embed", (), None), "expert_up_bias": param.Param("experts router", (), None)}
+    names = {"embed": param.Param("vocab embed", (), None), "norm": param.Param("embed", (), None)}
+    sizes = dict(vocab=6, embed=4, router=3, experts=3)
+    table = param.Table(names, (param.Stack((0, 1), axes),), sizes)
+    layers = staging.stage({**top, "stacks": [stack]}, table, jax.sharding.Mesh(np.array(jax.devices()[0]), ()))[
+        "layers"
+    ]
     assert [layer["router"].weight.shape for layer in layers] == [(4, 3)] * 2
     assert [layer["expert_up_bias"].shape for layer in layers] == [(3, 5)] * 2
 

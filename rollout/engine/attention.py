@@ -1,11 +1,17 @@
 """Attention of consecutive queries of each sequence over its pages."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ...models.attention import sinks
 from ...models.attention.pattern import PLAIN, Pattern
+from ...parallel import mesh
+from ...parallel.shard_map import island
 
+SPLIT = P(None, "tp")  # pages over devices, by heads
 PAGES = 8  # pages of each sequence that accelerators read at a time
 FEW = 8  # pages that are copied one by one, which is faster on a CPU
 CACHE = 1 << 18  # bytes of keys that a CPU reads at a time: as many as stay in a core's cache
@@ -13,7 +19,7 @@ CACHE = 1 << 18  # bytes of keys that a CPU reads at a time: as many as stay in 
 
 def attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N=None, *, pattern: Pattern = PLAIN):
     """Attention of queries at positions start, start + 1, ... of each sequence to keys up to their own, as far as the
-    pattern allows, by online softmax over pages in order.
+    pattern allows, by online softmax over pages in order. Heads may be split over tp.
 
     What a sequence gets has the same bits in any row, with any other sequences and any pages: pages are summed in order
     of position, and pages beyond its own add exact zeros.
@@ -27,6 +33,15 @@ def attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N=None, *, pattern:
     Returns:
       out_BTNV, in q's dtype.
     """
+    local = partial(_attend, pattern=pattern)
+    if mesh.one_device():
+        return local(q_BTNH, pages, table_BX, start_B, active_B, sinks_N)
+    heads = P(None, None, "tp")
+    specs = heads, (SPLIT, SPLIT), P(), P(), P(), P("tp")
+    return island(local, specs, heads)(q_BTNH, pages, table_BX, start_B, active_B, sinks_N)
+
+
+def _attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, *, pattern: Pattern):
     (B, T, N, H), (_, K, C, _) = q_BTNH.shape, pages[1].shape
     G = N // K
     q_BKGTH = (q_BTNH * pattern.factor(H)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)

@@ -27,10 +27,10 @@ class Cache:
       held: the arrays, see `pool`; None while they are released.
     """
 
-    def __init__(self, config, slots: int, context: int, C: int, steps: int, dtype, memory: float | None):
+    def __init__(self, config, slots: int, context: int, C: int, steps: int, dtype, memory: float | None, tp: int = 1):
         self.slots, self.context, self.C = slots, context, C
         self._config, self._dtype = config, dtype
-        self.kinds = paging.kinds(config.records, context, C, jnp.dtype(dtype).itemsize)
+        self.kinds = paging.kinds(config.records, context, C, jnp.dtype(dtype).itemsize, tp)
         self.of_layer = paging.of_layers(self.kinds, config.records)
         self.states = frozenset(i for kind in self.kinds if kind.states for i in kind.layers)
         self.paged = [i for i, kind in enumerate(self.kinds) if not kind.states]

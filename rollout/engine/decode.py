@@ -138,4 +138,4 @@ def forward(weights, held, token_S, position_S, active_S, table_KSX, config, of_
     x = models.last_norm(x, weights, config)
     product_SV = jnp.dot(x[:, 0], weights["head"].weight, preferred_element_type=jnp.float32)
     experts = routed(reports)
-    return models.logits(product_SV, config), held, None if experts is None else experts[:, 0]
+    return models.logits(product_SV, config), pool.pinned(held), None if experts is None else experts[:, 0]

@@ -56,6 +56,7 @@ class Engine:
         context: int = 2048,
         memory: float | None = None,
         page: int | None = None,
+        tp: int = 1,
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
         grammars: Grammars | None = None,
@@ -67,8 +68,9 @@ class Engine:
           params: the model's parameter tree; copied, so the caller may donate its own.
           slots: most sequences decoded together.
           context: most tokens of a sequence, prompt included.
-          memory: bytes of the caches; None = as much as all slots may need, if the device has it. With less, requests
-            wait for memory, and the latest may lose theirs for a time; no sample changes.
+          memory: bytes of the caches on each device; None = as much as all slots may need, if the device has it. With
+            less, requests wait for memory, and the latest may lose theirs for a time; no sample changes.
+          tp: devices that share each sequence: heads, MLP and vocabulary are split over them.
           page: tokens of a page, a power of two of at least 16; None = by context.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
@@ -79,7 +81,7 @@ class Engine:
           ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
             that do not match.
         """
-        for name, value in {"slots": slots, "context": context, "steps": steps}.items():
+        for name, value in {"slots": slots, "context": context, "steps": steps, "tp": tp}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
         if grammars is not None and grammars.vocab != config.vocab:
@@ -92,13 +94,13 @@ class Engine:
             raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        memory = _memory(config, params, slots, context, page, steps) if memory is None else memory
+        memory = _memory(config, params, slots, context, page, steps, tp) if memory is None else memory
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps, page, memory)
+        self._slots = Slots(config, params, slots, context, steps, page, memory, tp)
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -606,15 +608,15 @@ class Engine:
             live.tell(snapshot(progress))
 
 
-def _memory(config, params, slots: int, context: int, page: int, steps: int) -> float | None:
+def _memory(config, params, slots: int, context: int, page: int, steps: int, tp: int) -> float | None:
     """The bytes that there are for caches; None = as much as all slots may need.
 
     Raises:
       ValueError: the device has not enough for one sequence.
     """
-    kinds = paging.kinds(config.records, context, page, np.dtype(params["embed"].dtype).itemsize)
+    kinds = paging.kinds(config.records, context, page, np.dtype(params["embed"].dtype).itemsize, tp)
     weights = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(params))
-    there = USABLE * (memory.of_devices(jax.local_devices()[:1]) - weights)
+    there = USABLE * (memory.of_devices(jax.local_devices()[:1]) - weights / tp)
     if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps, None), slots) <= there:
         return None
     paging.counts(kinds, slots, context, page, steps, there)

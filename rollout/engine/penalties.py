@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from ...parallel import mesh
 from .request import BIASES
 
 NAMES = ("frequency", "presence", "repetition")
@@ -45,12 +47,23 @@ class Penalties:
     repetition_S: Any
 
 
+@functools.partial(jax.jit, static_argnames=("slots", "vocab"))
 def empty(slots: int, vocab: int) -> Tables:
-    return Tables(
-        jnp.zeros((slots, vocab), jnp.int16),
-        jnp.full((slots, BIASES), vocab, jnp.int32),
-        jnp.zeros((slots, BIASES), jnp.float32),
+    return pinned(
+        Tables(
+            jnp.zeros((slots, vocab), jnp.int16),
+            jnp.full((slots, BIASES), vocab, jnp.int32),
+            jnp.zeros((slots, BIASES), jnp.float32),
+        )
     )
+
+
+def pinned(tables: Tables) -> Tables:
+    """The tables, with counts split over tp as logits are, to be returned by a program as they were given."""
+    if mesh.one_device():
+        return tables
+    put = jax.lax.with_sharding_constraint
+    return Tables(put(tables.count_SV, P(None, "tp")), put(tables.id_SB, P()), put(tables.bias_SB, P()))
 
 
 def rewritten(tables: Tables, slot: int, tokens: Sequence[int], biases: Sequence[tuple[int, float]]) -> Tables:
@@ -67,10 +80,12 @@ def rewritten(tables: Tables, slot: int, tokens: Sequence[int], biases: Sequence
 @functools.partial(jax.jit, donate_argnames=("tables",))
 def _rewritten(tables: Tables, slot, token_T, id_B, bias_B) -> Tables:
     count_V = jnp.zeros(tables.count_SV.shape[1], jnp.int32).at[token_T].add(1, mode="drop")
-    return Tables(
-        tables.count_SV.at[slot].set(jnp.minimum(count_V, MOST).astype(jnp.int16)),
-        tables.id_SB.at[slot].set(id_B),
-        tables.bias_SB.at[slot].set(bias_B),
+    return pinned(
+        Tables(
+            tables.count_SV.at[slot].set(jnp.minimum(count_V, MOST).astype(jnp.int16)),
+            tables.id_SB.at[slot].set(id_B),
+            tables.bias_SB.at[slot].set(bias_B),
+        )
     )
 
 
@@ -79,7 +94,7 @@ def counted(tables: Tables, token_S, where_S) -> Tables:
     at = jnp.arange(len(token_S)), token_S
     count_S = tables.count_SV[at].astype(jnp.int32)
     new_S = jnp.minimum(count_S + where_S, MOST).astype(jnp.int16)
-    return Tables(tables.count_SV.at[at].set(new_S), tables.id_SB, tables.bias_SB)
+    return pinned(Tables(tables.count_SV.at[at].set(new_S), tables.id_SB, tables.bias_SB))
 
 
 def penalised(logits_SV, tables: Tables, penalties: Penalties):

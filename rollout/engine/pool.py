@@ -13,10 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ...models import paging
 from ...models.layer import Recurrent
 from ...models.paging import Kind
+from ...parallel import mesh
 
 
 def empty(config, kinds: Sequence[Kind], counts: Sequence[int], slots: int, C: int, dtype) -> list[Any]:
@@ -29,17 +32,34 @@ def empty(config, kinds: Sequence[Kind], counts: Sequence[int], slots: int, C: i
         if layer.source is not None:
             return ()  # pages of another layer
         K, H, V = layer.cached
-        n = counts[kind] + 1
+        K, n = paging.heads(K, mesh.size("tp")), counts[kind] + 1
         return jnp.zeros((n, K, H, C), dtype), jnp.zeros((n, K, C, V), dtype)
 
     of_layer = paging.of_layers(kinds, config.records)
-    return [one(i, layer, of_layer[i]) for i, layer in enumerate(config.records)]
+    made = [one(i, layer, of_layer[i]) for i, layer in enumerate(config.records)]
+    if mesh.one_device():
+        return made
+    where = lambda x: NamedSharding(jax.sharding.get_mesh(), sharding(x))
+    return jax.device_put(made, jax.tree.map(where, made))
+
+
+def sharding(x) -> P:
+    """How an array of the pool is split over tp: by heads or channels, if the devices divide them."""
+    return P() if x.shape[1] % mesh.size("tp") else P(None, "tp")
+
+
+def pinned(held):
+    """The pool, to be returned by a program as it was given."""
+    if mesh.one_device():
+        return held
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding(x)), held)
 
 
 def write_chunks(pages, k_RTKH, v_RTKV, page_R):
     """Writes chunks of T tokens to the start of their pages."""
     keys_PKHC, values_PKCV = pages
-    T = k_RTKH.shape[1]
+    T, copies = k_RTKH.shape[1], keys_PKHC.shape[1] // k_RTKH.shape[2]
+    k_RTKH, v_RTKV = (jnp.repeat(x, copies, axis=2) for x in (k_RTKH, v_RTKV))
     keys_PKHC = keys_PKHC.at[page_R, :, :, :T].set(k_RTKH.transpose(0, 2, 3, 1))
     return keys_PKHC, values_PKCV.at[page_R, :, :T].set(v_RTKV.transpose(0, 2, 1, 3))
 
@@ -47,6 +67,8 @@ def write_chunks(pages, k_RTKH, v_RTKV, page_R):
 def write_tokens(pages, k_SKH, v_SKV, page_S, place_S):
     """Writes a token of each slot to a place in its page."""
     keys_PKHC, values_PKCV = pages
+    copies = keys_PKHC.shape[1] // k_SKH.shape[1]
+    k_SKH, v_SKV = (jnp.repeat(x, copies, axis=1) for x in (k_SKH, v_SKV))
     return keys_PKHC.at[page_S, :, :, place_S].set(k_SKH), values_PKCV.at[page_S, :, place_S].set(v_SKV)
 
 
@@ -65,7 +87,7 @@ def wipe(pool, used, *, states: frozenset[int]):
             return jax.tree.map(jnp.zeros_like, held)
         return (held[0], clean(held[1], used[i])) if held else held
 
-    return [layer(i, held) for i, held in enumerate(pool)]
+    return pinned([layer(i, held) for i, held in enumerate(pool)])
 
 
 @functools.partial(jax.jit, static_argnames=("of_layer", "states"), donate_argnames=("pool",))
@@ -84,7 +106,7 @@ def copy(pool, page_K2N, keep_2N, restore_2N, *, of_layer: tuple[int, ...], stat
         source_N, target_N = page_K2N[of_layer[i]] if held else (None, None)
         return tuple(x.at[target_N].set(x[source_N]) for x in held)
 
-    return [layer(i, held) for i, held in enumerate(pool)]
+    return pinned([layer(i, held) for i, held in enumerate(pool)])
 
 
 @functools.partial(jax.jit, static_argnames=("of_layer", "states"))
@@ -108,4 +130,4 @@ def restore(pool, saved, page_KN, slot, *, of_layer: tuple[int, ...], states: fr
             return {name: x.at[slot].set(saved[name]) for name, x in held[0].items()}, held[1]
         return tuple(x.at[page_KN[of_layer[i]]].set(own) for x, own in zip(held, saved, strict=True))
 
-    return [layer(i, *both) for i, both in enumerate(zip(pool, saved, strict=True))]
+    return pinned([layer(i, *both) for i, both in enumerate(zip(pool, saved, strict=True))])

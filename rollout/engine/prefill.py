@@ -79,7 +79,7 @@ def prefill(weights, held, token_RT, start_R, length_R, adapter_R, slot_R, table
         if after:
             now, kept = held[i]
             held[i] = {name: now[name].at[slot_R].set(after[name], mode="drop") for name in now}, kept
-    return held, models.last_norm(x, weights, config), routed(reports)
+    return pool.pinned(held), models.last_norm(x, weights, config), routed(reports)
 
 
 def _begun(state_R, start_R):

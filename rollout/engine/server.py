@@ -48,6 +48,7 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     memory: float = 0,
+    tp: int = 1,
     dtype: str = "auto",
     version: str | None = None,
     seed: int = 0,
@@ -61,7 +62,9 @@ def serve(
       port: 0 = any free port.
       slots: sequences generated at the same time; further requests wait.
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
-      memory: GB of keys, values and states; 0 = as much as all slots may need, or what the device has beside weights.
+      memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
+        beside weights.
+      tp: devices that share each sequence, the first ones of this process.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       dtype: of weights and computation; "auto" = that of the platform.
@@ -77,7 +80,7 @@ def serve(
         dtype = known_dtype(dtype)
         weights, label = read_weights(path, dtype), version or published_label(path)
         service = prepare(
-            path, *weights, slots=slots, context=context, memory=memory, dtype=dtype, version=label, seed=seed
+            path, *weights, slots=slots, context=context, memory=memory, tp=tp, dtype=dtype, version=label, seed=seed
         )
         del weights  # the engine has copies
         engine = service.engine
@@ -106,8 +109,8 @@ def published_label(path: str) -> str:
 
 
 def prepare(
-    path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0, dtype: str,
-    version: str, seed: int = 0,
+    path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0, tp: int = 1,
+    dtype: str, version: str, seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
     tokenizer, decode, grammars = None, None, None
@@ -117,8 +120,8 @@ def prepare(
         grammars = Grammars(tokenizer, config.vocab, config.eos)
     context = min(context, config.context)
     engine = Engine(
-        config, params, slots=slots, context=context, memory=memory * 1e9 or None, version=version, decode=decode,
-        grammars=grammars, seed=seed,
+        config, params, slots=slots, context=context, memory=memory * 1e9 or None, tp=tp, version=version,
+        decode=decode, grammars=grammars, seed=seed,
     )  # fmt: skip
     return Service(engine, tokenizer, str(path), checksums, dtype)
 

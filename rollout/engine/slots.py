@@ -13,10 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ... import models
 from ...core import param
 from ...models.lora import Lora
+from ...parallel import mesh
 from . import adapters, grammar, penalties, staging
 from . import decode as programs
 from .adapters import Adapters, Factors
@@ -25,6 +28,17 @@ from .decode import COLUMNS, INTEGERS, REALS
 from .live import Live
 from .prompts import Prompts, pairs
 from .request import STOPS
+
+
+def mesh_of(tp: int) -> jax.sharding.Mesh:
+    """The mesh of an engine: the first `tp` devices of this process.
+
+    Raises ValueError if there are not so many.
+    """
+    local = jax.local_devices()
+    if tp > len(local):
+        raise ValueError(f"Engine: tp must be at most {len(local)}, the devices of this process, got {tp}")
+    return jax.sharding.Mesh(np.array(local[0]), ()) if tp == 1 else mesh.make(mesh.Layout(tp=tp), local[:tp])
 
 
 class Slots:
@@ -40,21 +54,23 @@ class Slots:
       cache: its memory.
     """
 
-    def __init__(self, config, params, count: int, context: int, steps: int, page: int, memory: float | None):
+    def __init__(
+        self, config, params, count: int, context: int, steps: int, page: int, memory: float | None, tp: int = 1
+    ):
         self.count, self.context, self.steps = count, context, steps
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
         self.seated: dict[int, Live] = {}
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
-        self._dtype, self._device = params["embed"].dtype, jax.local_devices()[0]
-        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory)
+        self._dtype, self._mesh = params["embed"].dtype, mesh_of(tp)
+        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, tp)
         self._prompts = Prompts(self.config, self.cache, self._room)
         self._dispatches = self._preemptions = 0
         self.weights: Any = self.stage(params)
         self.adapters = Adapters()
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
-        with self._without_mesh():
+        with self._on_mesh():
             self._tables, self._masks = penalties.empty(count, config.vocab), grammar.Masks(count, config.vocab)
         self.clear()
 
@@ -82,8 +98,8 @@ class Slots:
                 raise ValueError(
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
-        with self._without_mesh():
-            return staging.stage(params, models.table(self.config), self._device)
+        with self._on_mesh():
+            return staging.stage(params, models.table(self.config), self._mesh)
 
     def release(self, *, weights: bool, caches: bool) -> None:
         """Frees device memory at once, while nothing runs. `clear` makes new caches; weights have to be set."""
@@ -101,19 +117,19 @@ class Slots:
 
     def stage_adapter(self, spec: Lora, tree) -> Factors:
         """Prepares an adapter for `add_adapter`, next to those in use; raises as `adapters.stage`."""
-        with self._without_mesh():
+        with self._on_mesh():
             return jax.block_until_ready(
-                adapters.stage(spec, tree, models.table(self.config), self._dtype, self._device)
+                adapters.stage(spec, tree, models.table(self.config), self._dtype, NamedSharding(self._mesh, P()))
             )
 
     def add_adapter(self, staged: Factors) -> int:
         """Adds an adapter and returns its index; raises as `Adapters.add`."""
-        with self._without_mesh():
+        with self._on_mesh():
             return self.adapters.add(staged)
 
     def clear(self) -> None:
         """Forgets cached prefixes; while no request has a slot, wipes pages, to drop any NaN of diverged weights."""
-        with self._without_mesh():
+        with self._on_mesh():
             self.cache.clear(idle=not self.seated)
         self._prompts.forget()
 
@@ -122,9 +138,9 @@ class Slots:
         decoded = int(self._state[list(self.running), COLUMNS["position"]].sum())
         return decoded + sum(live.done for live in self._prompts.entering)
 
-    def _without_mesh(self):
-        """A context without the mesh that the calling thread may train on."""
-        return jax.set_mesh(jax.sharding.Mesh(np.array(self._device), ()))
+    def _on_mesh(self):
+        """A context with the engine's mesh, not the one that the calling thread may train on."""
+        return jax.set_mesh(self._mesh)
 
     def admits(self, live: Live) -> bool:
         """Whether there is a slot for a request, and, as far as is known now, memory for its prompt."""
@@ -154,14 +170,17 @@ class Slots:
     def compute_prompts(self, budget: int) -> list[Live]:
         """Computes about `budget` tokens of prompts; returns requests that need no more than their prompts."""
         ended = []
-        for live in self._prompts.advance(self._with_adapters(), budget):
+        with self._on_mesh():
+            complete = self._prompts.advance(self._with_adapters(), budget)
+        for live in complete:
             if live.request.sampling.max_new_tokens:
                 self.running[live.seat] = live
                 self._write(live, self._state[live.seat])
                 if live.request.sampling.penalised:
-                    self._tables = penalties.rewritten(
-                        self._tables, live.seat, live.progress.tokens, live.request.sampling.logit_bias
-                    )
+                    with self._on_mesh():
+                        self._tables = penalties.rewritten(
+                            self._tables, live.seat, live.progress.tokens, live.request.sampling.logit_bias
+                        )
             else:
                 self.leave(live)
                 ended.append(live)
@@ -170,6 +189,10 @@ class Slots:
     def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
         """Runs a dispatch of decode steps, which stops early once `wanted` slots are idle; returns (request, tokens,
         logp, likeliest tokens, experts of the input tokens) for each running request."""
+        with self._on_mesh():
+            return self._step(wanted)
+
+    def _step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
         self._make_room_to_decode()
         position = COLUMNS["position"]
         before_S = self._state[:, position].copy()

@@ -32,8 +32,8 @@ class Serve:
       slots: sequences that a server generates at a time.
       context: longest sequence, prompt and completion; the model's limit if that is lower. 0 = what the recipe needs:
         `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
-      memory: GB of a server's keys, values and states; 0 = as much as all slots may need, or what the device has beside
-        weights. With less, requests wait; no sample changes.
+      memory: GB of a server's keys, values and states on each device; 0 = as much as all slots may need, or what a
+        device has beside weights. With less, requests wait; no sample changes.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
