@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hmac
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ def prepare(
         tokenizer = tokenizers.load(path)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         grammars = Grammars(tokenizer, config.vocab, config.eos)
+    if not 0 <= memory < math.inf:
+        raise ValueError(f"memory must be a number of GB, or 0, got {memory}")
     context = min(context, config.context)
     engine = Engine(
         config, params, slots=slots, context=context, memory=memory * 1e9 or None, tp=tp, version=version,
