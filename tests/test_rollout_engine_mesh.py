@@ -1,6 +1,7 @@
 """The engine over several devices: one device's samples, whose bits do not depend on what else runs."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -12,8 +13,10 @@ from test_rollout_engine_pages import CONTEXT, PAGE, requests, same
 
 from areax import models
 from areax.models import paging
-from areax.rollout.engine import decode
+from areax.parallel import mesh
+from areax.rollout.engine import attention, decode, prefill
 from areax.rollout.engine.engine import Engine
+from areax.rollout.engine.request import Sampling
 
 SLOTS = 4
 # With fewer heads of keys and values than devices, windows, experts, latent vectors, delta nets, and Mamba.
@@ -82,6 +85,18 @@ def test_a_step_sends_two_sums_a_layer_and_no_pages():
     held = jax.tree.leaves((slots.cache.held, slots._tables))
     own = sum(x.addressable_shards[0].data.nbytes for x in held)
     assert compiled.memory_analysis().alias_size_in_bytes == own
+
+
+@pytest.mark.mesh
+def test_prompts_are_computed_on_the_mesh(monkeypatch):
+    """Else each device would attend to gathered pages."""
+    meshes = []
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *a, **k: meshes.append(mesh.size("tp")) or attend(*a, **k))
+    prefill.prefill.clear_cache()
+    with engine_of("qwen3", 2) as engine:
+        engine.generate([dataclasses.replace(requests("qwen3")[2], sampling=Sampling(max_new_tokens=0))])
+    assert meshes and set(meshes) == {2}
 
 
 def test_a_layout_that_does_not_fit_is_refused():

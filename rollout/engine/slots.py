@@ -170,20 +170,18 @@ class Slots:
     def compute_prompts(self, budget: int) -> list[Live]:
         """Computes about `budget` tokens of prompts; returns requests that need no more than their prompts."""
         ended = []
-        with self._on_mesh():
-            complete = self._prompts.advance(self._with_adapters(), budget)
-        for live in complete:
-            if live.request.sampling.max_new_tokens:
+        with self._on_mesh():  # all of the loop: prompts are computed while it asks for the next one
+            for live in self._prompts.advance(self._with_adapters(), budget):
+                if not live.request.sampling.max_new_tokens:
+                    self.leave(live)
+                    ended.append(live)
+                    continue
                 self.running[live.seat] = live
                 self._write(live, self._state[live.seat])
                 if live.request.sampling.penalised:
-                    with self._on_mesh():
-                        self._tables = penalties.rewritten(
-                            self._tables, live.seat, live.progress.tokens, live.request.sampling.logit_bias
-                        )
-            else:
-                self.leave(live)
-                ended.append(live)
+                    self._tables = penalties.rewritten(
+                        self._tables, live.seat, live.progress.tokens, live.request.sampling.logit_bias
+                    )
         return ended
 
     def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
