@@ -86,22 +86,20 @@ def counts(kinds: Sequence[Kind], slots: int, context: int, C: int, steps: int, 
       ValueError: the memory does not suffice for one sequence.
     """
     each = [most(kind, context, C, steps) for kind in kinds]
-    whole = [not kind.limited for kind in kinds]  # those without limits, of which there is one at most
     # Windows are as good as always full, so each slot has its own; so have states.
     made = [slots * n for n in each]
-    fixed = size_of(kinds, [0 if any_size else n for n, any_size in zip(made, whole, strict=True)], slots)
-    flexible = size_of(kinds, made, slots) - fixed
-    if memory is None or fixed + flexible <= memory:
+    if memory is None or size_of(kinds, made, slots) <= memory:
         return made
-    fewest = [max(slots, n) if any_size else 0 for n, any_size in zip(each, whole, strict=True)]
-    least = fixed + sum(n * kind.bytes for n, kind in zip(fewest, kinds, strict=True))
-    if least > memory:
+    limited = size_of(kinds, [n * kind.limited for n, kind in zip(made, kinds, strict=True)], slots)
+    whole = next((i for i, kind in enumerate(kinds) if not kind.limited), None)  # there is one such kind at most
+    least = limited if whole is None else limited + max(slots, each[whole]) * kinds[whole].bytes
+    if whole is None or least > memory:
         raise ValueError(
             f"caches must hold one sequence of {context} tokens, and {C} tokens of each of {slots} slots, "
             f"{least / 1e9:,.3g} GB, got {max(memory, 0) / 1e9:,.3g} GB of memory; lower slots or context, or raise it"
         )
-    fit = int((memory - fixed) / flexible * sum(n for n, any_size in zip(made, whole, strict=True) if any_size))
-    return [fit if any_size else n for n, any_size in zip(made, whole, strict=True)]
+    made[whole] = int((memory - limited) // kinds[whole].bytes)
+    return made
 
 
 def most(kind: Kind, context: int, C: int, steps: int) -> int:

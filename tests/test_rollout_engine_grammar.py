@@ -13,6 +13,7 @@ import pytest
 import tiny
 import tiny_families
 import wordpieces
+from test_rollout_engine_penalties import retracted_twice
 
 from areax import models
 from areax.adapters import tokenizer
@@ -187,21 +188,10 @@ def test_a_grammar_survives_a_retraction():
     with make() as engine:
         (whole,) = engine.generate([request])
         engine.flush()
-        seen, done = [], []
-
-        def tell(progress):
-            seen.append(len(progress.tokens))
-            if len(seen) in (9, 23):
-                engine._post(engine._retract)  # between two dispatches
-            if progress.finish:
-                done.append(progress)
-
-        engine.submit(request, tell)
-        while not done:
-            engine.set_version(engine.version)  # waits for the engine's thread
-    assert done[0].retractions == 2 and done[0].tokens == whole.tokens and done[0].finish == whole.finish
-    assert len(json.loads(done[0].text)) == 12
-    np.testing.assert_allclose(done[0].logp, whole.logp, atol=2e-5)
+        done = retracted_twice(engine, request, (9, 23))
+    assert done.retractions == 2 and done.tokens == whole.tokens and done.finish == whole.finish
+    assert len(json.loads(done.text)) == 12
+    np.testing.assert_allclose(done.logp, whole.logp, atol=2e-5)
 
 
 def test_how_a_text_ends(engine):

@@ -227,6 +227,18 @@ def test_requests_that_lost_their_memory_continue_with_new_weights():
         assert again and all(p.versions[1][0] == "new" for p in again)
 
 
+def test_a_pause_with_abort_also_ends_requests_that_lost_their_memory():
+    """Else their answers would be of two versions."""
+    with engine_of("qwen3", 0.4) as engine:
+        last = {}
+        engine.submit_all(requests("qwen3"), lambda progress: last.update({progress.rid: progress}))
+        while engine.stats()["preemptions"] == 0:
+            threading.Event().wait(0.001)
+        engine.pause("abort")
+        begun = [progress for progress in last.values() if progress.tokens]
+        assert begun and all(progress.finish for progress in begun)
+
+
 def test_a_step_updates_pages_in_place():
     """Else XLA would copy the whole memory at each step."""
     config, params = model("qwen3 window")

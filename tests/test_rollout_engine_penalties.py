@@ -116,14 +116,13 @@ def test_neighbours_keep_their_bits_and_slots_their_counts(engine):
     assert together == [one for pair in zip(alone[:6], alone[6:], strict=True) for one in pair]
 
 
-def test_counts_survive_a_retraction(engine):
-    request = ask("r", more=50, temperature=0.0, frequency_penalty=1.0)
-    (whole,) = engine.generate([request])
+def retracted_twice(engine, request, reports):
+    """The end of a request that is requeued after these of its reports."""
     seen, done = [], []
 
     def tell(progress):
         seen.append(progress)
-        if len(seen) in (2, 5):
+        if len(seen) in reports:
             engine._post(engine._retract)  # between two dispatches
         if progress.finish:
             done.append(progress)
@@ -131,7 +130,14 @@ def test_counts_survive_a_retraction(engine):
     engine.submit(request, tell)
     while not done:
         engine.set_version(engine.version)  # waits for the engine's thread
-    assert done[0].retractions == 2 and done[0].tokens == whole.tokens
+    return done[0]
+
+
+def test_counts_survive_a_retraction(engine):
+    request = ask("r", more=50, temperature=0.0, frequency_penalty=1.0)
+    (whole,) = engine.generate([request])
+    done = retracted_twice(engine, request, (2, 5))
+    assert done.retractions == 2 and done.tokens == whole.tokens
     free = engine.generate([ask("free", more=50, temperature=0.0)])[0].tokens
     assert max(map(whole.tokens.count, whole.tokens)) < max(map(free.count, free))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -76,9 +75,9 @@ class Cache:
 
     def fits(self, live: Live, running: int) -> bool:
         """Whether there is memory for a request's prompt, the next page of it and of `running` others."""
-        tokens, number = live.prefix, live.adapter.number if live.adapter else 0
-        position = live.saved.position if live.saved else len(tokens)
-        there = 0 if live.scored else len(self.prefixes.longest(None, number, tokens, 0, routed=live.routed))
+        position = live.saved.position if live.saved else live.length
+        longest = lambda: self.prefixes.longest(None, live.adapter_number, live.prefix, 0, routed=live.routed)
+        there = 0 if live.scored else len(longest())
         for kind in self.paged:
             wanted = position // self.C + 1 - max(self.kinds[kind].first(position), there) + running
             if wanted > self.pages[kind].free and wanted > self.pages[kind].free + self.prefixes.spare(kind):
@@ -115,29 +114,22 @@ class Cache:
     def save(self, live: Live, position: int) -> Saved:
         """Copies what decoding has written to host memory."""
         whole = live.filled // self.C * self.C
-        numbers = self._numbers(whole, position)
-        own = [[live.pages[kind][number] for number in of] for kind, of in enumerate(numbers)]
-        size = 1 << max(0, max(map(len, own), default=0) - 1).bit_length()
-        made = pool.read(self.held, self._filled(own, size), live.slot, of_layer=self.of_layer, states=self.states)
+        page_KN = self._behind_whole(live, whole, position)
+        made = pool.read(self.held, page_KN, live.slot, of_layer=self.of_layer, states=self.states)
         return Saved(whole, position, jax.device_get(made))
 
     def restore(self, live: Live) -> None:
         """Puts what was saved to new pages, which the sequence has already."""
         assert live.saved
-        numbers = self._numbers(live.saved.whole, live.saved.position)
-        own = [[live.pages[kind][number] for number in of] for kind, of in enumerate(numbers)]
-        size = 1 << max(0, max(map(len, own), default=0) - 1).bit_length()
+        page_KN = self._behind_whole(live, live.saved.whole, live.saved.position)
         self.held = pool.restore(
-            self.held, live.saved.arrays, self._filled(own, size), live.slot,
-            of_layer=self.of_layer, states=self.states,
-        )  # fmt: skip
+            self.held, live.saved.arrays, page_KN, live.slot, of_layer=self.of_layer, states=self.states
+        )
 
-    def _numbers(self, whole: int, position: int) -> list[range]:
-        """The pages of each kind that `Saved` has."""
+    def _behind_whole(self, live: Live, whole: int, position: int) -> np.ndarray:
+        """The pages of a sequence that `Saved` has, i32[kinds, N], filled up with 0 to a power of two."""
         end = -(-position // self.C)
-        first = lambda kind: max(whole // self.C, kind.first(position))
-        return [range(0) if kind.states else range(first(kind), end) for kind in self.kinds]
-
-    @staticmethod
-    def _filled(own: Iterable[Sequence[int]], size: int) -> np.ndarray:
-        return np.array([[*pages, *[0] * (size - len(pages))] for pages in own], np.int32).reshape(-1, size)
+        first = [end if kind.states else max(whole // self.C, kind.first(position)) for kind in self.kinds]
+        own = [pages[start:end] for start, pages in zip(first, live.pages, strict=True)]
+        size = 1 << max(0, max(map(len, own), default=0) - 1).bit_length()
+        return np.array([[*pages, *[0] * (size - len(pages))] for pages in own], np.int32)

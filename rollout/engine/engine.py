@@ -29,6 +29,7 @@ from .slots import Slots
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
 COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
+COMPUTED = ("dispatches", "prefills", "prefilled_tokens", "preemptions")
 ADAPTERS = 64  # most adapters loaded at the same time
 PROMPTS, ON_CPUS = 16384, 2048  # tokens of prompts that are computed between two dispatches
 USABLE = 0.9  # of a device's memory that weights leave, for caches
@@ -191,7 +192,7 @@ class Engine:
         def act():
             self.paused = True
             if mode == "abort":
-                self._abort(lambda live: live.slot is not None)
+                self._abort(lambda live: live.slot is not None or live.saved is not None)
             elif mode == "retract":
                 self._retract()
 
@@ -360,8 +361,8 @@ class Engine:
         self._call(lambda: setattr(self, "version", version))
 
     def stats(self) -> dict:
-        """Sizes, device memory in use, running and queued requests, tokens that running ones hold in the cache, tokens
-        that fit into it and into its pages in use, and totals since the start: requests, those that ended or were
+        """Sizes, device memory in use, running and queued requests, tokens that fit into the cache and into the pages
+        that requests have, and totals since the start: requests, those that ended or were
         aborted, tokens of their prompts and of these in the cache, generated tokens, dispatches, prefills and prefilled
         tokens, and how often a request lost its memory for a time."""
         return {
@@ -369,7 +370,6 @@ class Engine:
             "context": self.context,
             "running": len(self._slots.seated),
             "queued": len(self._queue),
-            "held": self._slots.held(),
             "capacity": self._slots.cache.capacity,
             "used": self._slots.cache.used,
             "paused": self.paused,
@@ -377,7 +377,7 @@ class Engine:
             "bytes": self._slots.bytes,
             "version": self.version,
             **{name: self._counts[name] for name in COUNTED},
-            **self._slots.counts,
+            **{name: self._slots.counts[name] for name in COMPUTED},
         }
 
     # Between the threads.

@@ -64,11 +64,20 @@ class Live:
         return self.slot
 
     @property
+    def adapter_number(self) -> int:
+        """Of its adapter among all that were ever loaded; 0 = none."""
+        return self.adapter.number if self.adapter else 0
+
+    @property
+    def length(self) -> int:
+        """The number of tokens in `prefix`."""
+        return self.saved.whole if self.saved else len(self.request.prompt) + len(self.progress.tokens) - 1
+
+    @property
     def prefix(self) -> tuple[int, ...]:
         """The tokens to compute as a prompt before decoding continues: all but the last, or the whole chunks before
         what is saved."""
-        tokens = (*self.request.prompt, *self.progress.tokens)
-        return tokens[:-1] if self.saved is None else tokens[: self.saved.whole]
+        return (*self.request.prompt, *self.progress.tokens)[: self.length]
 
     @property
     def scored(self) -> bool:
@@ -78,4 +87,4 @@ class Live:
     @property
     def routed(self) -> bool:
         """Whether experts of its prompt are needed."""
-        return self.request.routed_experts and len(self.progress.routed) < len(self.prefix)
+        return self.request.routed_experts and len(self.progress.routed) < self.length

@@ -27,9 +27,10 @@ from .request import TOP
 
 @dataclass(eq=False)
 class Chunk:
-    """Tokens [start, end) of a sequence that are to be computed; they end the prefix."""
+    """The tokens [start, end) of a sequence, which are to be computed; they end the prefix."""
 
     live: Live
+    tokens: Sequence[int]
     start: int
     end: int
     prefix: Prefix
@@ -40,7 +41,7 @@ class Prompts:
 
     Attributes:
       entering: these requests; each has a slot.
-      counts: prefills, prefilled_tokens.
+      counts: totals: prefills, prefilled_tokens.
     """
 
     def __init__(self, config, cache: Cache, room: Callable[[Live, int], bool]):
@@ -74,7 +75,7 @@ class Prompts:
         if live.scored and request.input_logprobs_from == 0:
             progress.input_logp.append(None)  # nothing predicts the first token
             progress.input_top += [None] * (request.top_logprobs > 0)
-        if self._states is not None and not live.prefix:
+        if self._states is not None and live.length == 0:
             self._restored.append((0, live.seat))  # the state before any token
         self.entering.append(live)
 
@@ -101,7 +102,7 @@ class Prompts:
                     budget -= self._schedule(live, budget)
                     moved |= live.done > before
             self.flush()
-            ready = [live for live in self.entering if live.done >= len(live.prefix) and self._put_back(live)]
+            ready = [live for live in self.entering if live.done >= live.length and self._put_back(live)]
             for live in ready:
                 self.drop(live)
             yield from ready
@@ -137,12 +138,12 @@ class Prompts:
 
     def _match(self, live: Live, tokens: Sequence[int]) -> bool:
         """Takes what is cached of a prompt; True if the rest has to wait for copies."""
-        cache, number = self._cache, live.adapter.number if live.adapter else 0
+        cache, adapter = self._cache, live.adapter_number
         if live.routed:
-            next_one = cache.prefixes.get(hashing.key(live.last, number, tokens[live.done : live.done + cache.C]))
+            next_one = cache.prefixes.get(hashing.key(live.last, adapter, tokens[live.done : live.done + cache.C]))
             if next_one and next_one.routed is None and self._chunks:
                 self.flush()  # then its experts are known
-        found = cache.prefixes.longest(live.last, number, tokens, live.done, routed=live.routed)
+        found = cache.prefixes.longest(live.last, adapter, tokens, live.done, routed=live.routed)
         if not found:
             return False
         end, last = found[-1].end, found[-1]
@@ -211,8 +212,8 @@ class Prompts:
 
     def _add(self, live: Live, start: int, tokens: Sequence[int]) -> None:
         """Schedules the chunk from `start` to what is done."""
-        cache, number = self._cache, live.adapter.number if live.adapter else 0
-        key = hashing.key(live.last, number, tokens[start : live.done])
+        cache, chunk = self._cache, tokens[start : live.done]
+        key = hashing.key(live.last, live.adapter_number, chunk)
         prefix, at = cache.prefixes.get(key), start // cache.C
         if prefix is None:
             prefix = cache.prefixes.add(key, live.last, live.done, [own[at] if own else 0 for own in live.pages])
@@ -229,7 +230,7 @@ class Prompts:
                 prefix.pages[self._states] = row
                 self._kept.append((live.seat, row))
         live.last = prefix
-        self._chunks.append(Chunk(live, start, live.done, prefix))
+        self._chunks.append(Chunk(live, chunk, start, live.done, prefix))
 
     def flush(self) -> None:
         """Computes what is scheduled, then copies pages and states."""
@@ -270,7 +271,7 @@ class Prompts:
         table_KRX = np.zeros((len(cache.kinds), R, cache.table_KSX.shape[2]), np.int32)
         for i, chunk in enumerate(chunks):
             length_R[i], start_R[i], slot_R[i] = chunk.end - chunk.start, chunk.start, chunk.live.seat
-            token_RT[i, : length_R[i]] = chunk.live.prefix[chunk.start : chunk.end]
+            token_RT[i, : length_R[i]] = chunk.tokens
             adapter_R[i] = chunk.live.adapter.index if chunk.live.adapter else 0
             table_KRX[:, i] = cache.table_KSX[:, chunk.live.seat]
         cache.held, hidden_RTD, routed_RTLK = programs.prefill(

@@ -51,7 +51,8 @@ class Slots:
       preempted: requests that had to give up their memory since the list was last emptied, the earliest first.
       weights: from `stage`; replaced between calls. None once they are released.
       adapters: the loaded adapters.
-      cache: its memory.
+      cache: their memory.
+      counts: totals: prefills, prefilled_tokens, dispatches, preemptions.
     """
 
     def __init__(
@@ -66,20 +67,13 @@ class Slots:
         self._dtype, self._mesh = params["embed"].dtype, mesh_of(tp)
         self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, tp)
         self._prompts = Prompts(self.config, self.cache, self._room)
-        self._dispatches = self._preemptions = 0
+        self.counts = self._prompts.counts
         self.weights: Any = self.stage(params)
         self.adapters = Adapters()
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
         with self._on_mesh():
             self._tables, self._masks = penalties.empty(count, config.vocab), grammar.Masks(count, config.vocab)
         self.clear()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Totals: prefills, prefilled_tokens, dispatches, preemptions."""
-        read = ("prefills", "prefilled_tokens")
-        made = {name: self._prompts.counts[name] for name in read}
-        return made | {"dispatches": self._dispatches, "preemptions": self._preemptions}
 
     def stage(self, params):
         """Prepares weights for decoding, next to the ones in use.
@@ -132,11 +126,6 @@ class Slots:
         with self._on_mesh():
             self.cache.clear(idle=not self.seated)
         self._prompts.forget()
-
-    def held(self) -> int:
-        """The number of tokens that requests have in the cache."""
-        decoded = int(self._state[list(self.running), COLUMNS["position"]].sum())
-        return decoded + sum(live.done for live in self._prompts.entering)
 
     def _on_mesh(self):
         """A context with the engine's mesh, not the one that the calling thread may train on."""
@@ -200,7 +189,7 @@ class Slots:
             config=self.config, of_layer=self.cache.of_layer, steps=self.steps,
         )  # fmt: skip
         self._state[:, position] = position_S
-        self._dispatches += 1
+        self.counts["dispatches"] += 1
         made_S = (self._state[:, position] - before_S).tolist()
         token_SU, logp_SU = (np.asarray(out[name]).T.tolist() for name in ("token", "logp"))
         ranked = any(live.request.top_logprobs for live in self.running.values())
@@ -243,7 +232,7 @@ class Slots:
         """Takes a request's memory; what it has decoded is kept in host memory."""
         if live.slot in self.running:
             live.saved = self.cache.save(live, int(self._state[live.slot, COLUMNS["position"]]))
-        self._preemptions += 1
+        self.counts["preemptions"] += 1
         live.progress.retractions += 1
         self.leave(live)
         self.preempted.append(live)
