@@ -141,12 +141,14 @@ def test_a_demo_whose_first_stage_is_stopped_goes_no_further(tmp_path):
 @pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_run_whose_last_state_does_not_fit_on_the_disk_has_no_summary(place, tmp_path, recipe):
     """Its checkpoint does fit; a summary would call the run complete."""
-    out, most = tmp_path / "run", (place / "model" / "model.safetensors").stat().st_size + 5000
+    tiny.model(tmp_path / "model", vocab_size=4000, dtype="bfloat16")  # its embeddings alone are larger in float32
+    out, most = tmp_path / "run", (tmp_path / "model" / "model.safetensors").stat().st_size + 5000
     limited = (
         f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); "
         "from areax.adapters import cli; sys.exit(cli.main())"
     )
     words = command(place, recipe, out, "--save-every", "0", "--steps", "1", "--optim.warmup", "0")
+    words += ["--model", str(tmp_path / "model"), "--optim.lr", "0.1", "--optim.weight-decay", "0.5"]  # fills mantissas
     done = subprocess.run([sys.executable, "-c", limited, *words[3:]], capture_output=True, text=True)
     assert done.returncode == 2 and f"{out}/state: version 1 could not be written: File too large" in done.stderr
     assert (out / "model" / "model.safetensors").exists() and not (out / "summary.json").exists()
