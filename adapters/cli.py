@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NoReturn
 
 import tyro
 
+from ..rollout.servers.engine_mesh import EngineMesh
 from .command_line import parse
 from .command_line.options import UNPREFIXED
 
@@ -116,11 +117,12 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     memory: float = 0,
-    tp: int = 1,
+    mesh: EngineMesh = EngineMesh(),
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
     reasoning: bool = True,
+    bench: bool = False,
 ) -> int:
     """Serve a checkpoint over HTTP with SGLang's, OpenAI's and Anthropic's APIs (docs/serve.md).
 
@@ -133,12 +135,13 @@ def serve(
         that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights. With less, requests wait; no sample changes.
-      tp: devices that share each sequence (tensor parallelism; SGLang's tp-size), the first ones of this machine.
+      mesh: how the model is split over the first devices of this machine.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
       style: the model's format for tool calls; default: that of its chat template.
       reasoning: return text between <think> and </think> as reasoning, not as part of the answer.
+      bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to `slots`, and exit.
     """
     from ..rollout.engine import server
     from ..rollout.processes import keys
@@ -149,8 +152,11 @@ def serve(
     compile_cache.keep()
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)
+    if bench:
+        server.benchmark(path, slots=slots, context=context, memory=memory, mesh=mesh, dtype=dtype)
+        return 0
     server.serve(
-        path, host=host, port=port, slots=slots, context=context, memory=memory, tp=tp, dtype=dtype, api_key=key,
+        path, host=host, port=port, slots=slots, context=context, memory=memory, mesh=mesh, dtype=dtype, api_key=key,
         style=style or "", reasoning=reasoning,
     )  # fmt: skip
     return 0

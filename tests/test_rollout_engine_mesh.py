@@ -17,6 +17,7 @@ from areax.parallel import mesh
 from areax.rollout.engine import attention, decode, prefill
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Sampling
+from areax.rollout.servers.engine_mesh import EngineMesh
 
 SLOTS = 4
 # With fewer heads of keys and values than devices, windows, experts, latent vectors, delta nets, and Mamba.
@@ -40,7 +41,9 @@ def engine_of(case, tp, share=None):
         counts = paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], SLOTS)
         memory = fixed + share * (paging.size_of(kinds, counts, SLOTS) - fixed)
-    return Engine(config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, tp=tp, memory=memory)
+    return Engine(
+        config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, mesh=EngineMesh(tp=tp), memory=memory
+    )
 
 
 @pytest.mark.parametrize("case, tp", MESHES)
@@ -100,7 +103,7 @@ def test_prompts_are_computed_on_the_mesh(monkeypatch):
 
 
 def test_a_layout_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="tp must be at most 8, the devices of this process, got 9"):
+    with pytest.raises(ValueError, match="tp 9 needs 9 devices, got 8 of this process"):
         engine_of("qwen3", 9)
     with pytest.raises(ValueError, match="cannot be split over tp = 5 devices; use a divisor"):
         engine_of("qwen3", 5)

@@ -21,6 +21,7 @@ from ...models import paging
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from ..processes import memory
+from ..servers.engine_mesh import EngineMesh
 from .adapters import Loaded
 from .grammar import Grammars, Matcher
 from .live import Live
@@ -57,7 +58,7 @@ class Engine:
         context: int = 2048,
         memory: float | None = None,
         page: int | None = None,
-        tp: int = 1,
+        mesh: EngineMesh = EngineMesh(),
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
         grammars: Grammars | None = None,
@@ -71,7 +72,7 @@ class Engine:
           context: most tokens of a sequence, prompt included.
           memory: bytes of the caches on each device; None = as much as all slots may need, if the device has it. With
             less, requests wait for memory, and the latest may lose theirs for a time; no sample changes.
-          tp: devices that share each sequence: heads, MLP and vocabulary are split over them.
+          mesh: how the model is split over devices.
           page: tokens of a page, a power of two of at least 16; None = by context.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
@@ -82,7 +83,7 @@ class Engine:
           ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
             that do not match.
         """
-        for name, value in {"slots": slots, "context": context, "steps": steps, "tp": tp}.items():
+        for name, value in {"slots": slots, "context": context, "steps": steps}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
         if grammars is not None and grammars.vocab != config.vocab:
@@ -95,13 +96,13 @@ class Engine:
             raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        memory = _memory(config, params, slots, context, page, steps, tp) if memory is None else memory
+        memory = _memory(config, params, slots, context, page, steps, mesh.tp) if memory is None else memory
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps, page, memory, tp)
+        self._slots = Slots(config, params, slots, context, steps, page, memory, mesh)
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 

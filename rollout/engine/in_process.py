@@ -17,6 +17,7 @@ from typing import Any
 from ... import models
 from ...core import param
 from ..processes import http_process, keys
+from ..servers.engine_mesh import EngineMesh
 from . import server as http
 
 
@@ -46,7 +47,7 @@ class Weights:
 @contextlib.contextmanager
 def serving(
     path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, memory: float = 0,
-    dtype: str,
+    mesh: EngineMesh = EngineMesh(), dtype: str,
 ) -> Iterator[tuple[str, Inside]]:  # fmt: skip
     """Serves the model of the checkpoint folder `path` on a free loopback port until the block ends.
 
@@ -55,7 +56,7 @@ def serving(
     Args:
       first: returns the initial label and weights, to which no reference is kept; None = those in the folder, as
         "default". The tokenizer is the folder's.
-      slots, context, memory, dtype: as `server.serve`.
+      slots, context, memory, mesh, dtype: as `server.serve`.
 
     Raises:
       ValueError: the folder cannot be loaded.
@@ -64,7 +65,9 @@ def serving(
     dtype = http.known_dtype(dtype)
     with contextlib.closing(http_process.bind("127.0.0.1", 0)) as sock, contextlib.ExitStack() as stack:
         label, *weights = _given(first, dtype) if first else ("default", *http.read_weights(path, dtype))
-        service = http.prepare(path, *weights, slots=slots, context=context, memory=memory, dtype=dtype, version=label)
+        service = http.prepare(
+            path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, dtype=dtype, version=label
+        )
         del weights  # the engine has copies
         stack.enter_context(service.engine)
         app = http.app(service, keys.read(keys.SERVER))

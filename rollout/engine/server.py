@@ -23,8 +23,9 @@ from ..chat.api import messages
 from ..chat.fields import Refused
 from ..processes import http_limits as limits
 from ..processes import http_process, keys
+from ..servers.engine_mesh import EngineMesh
 from ..servers.labels import read_label
-from . import openapi
+from . import bench, openapi
 from .adapters_api import Adapters
 from .engine import Engine
 from .grammar import Grammars
@@ -49,7 +50,7 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     memory: float = 0,
-    tp: int = 1,
+    mesh: EngineMesh = EngineMesh(),
     dtype: str = "auto",
     version: str | None = None,
     seed: int = 0,
@@ -65,7 +66,7 @@ def serve(
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights.
-      tp: devices that share each sequence, the first ones of this process.
+      mesh: how the model is split over devices.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       dtype: of weights and computation; "auto" = that of the platform.
@@ -81,7 +82,15 @@ def serve(
         dtype = known_dtype(dtype)
         weights, label = read_weights(path, dtype), version or published_label(path)
         service = prepare(
-            path, *weights, slots=slots, context=context, memory=memory, tp=tp, dtype=dtype, version=label, seed=seed
+            path,
+            *weights,
+            slots=slots,
+            context=context,
+            memory=memory,
+            mesh=mesh,
+            dtype=dtype,
+            version=label,
+            seed=seed,
         )
         del weights  # the engine has copies
         engine = service.engine
@@ -94,6 +103,31 @@ def serve(
             http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
         finally:
             engine.close()
+
+
+def benchmark(path: str, *, slots: int, context: int, memory: float, mesh: EngineMesh, dtype: str) -> None:
+    """Prints how fast the checkpoint folder `path` would be served, as a table; options as for `serve`.
+
+    Raises:
+      ValueError: the folder cannot be loaded, or the context is too short to measure.
+    """
+    dtype = known_dtype(dtype)
+    weights = read_weights(path, dtype)
+    service = prepare(
+        path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, dtype=dtype, version="default"
+    )
+    del weights  # the engine has copies
+    with service.engine as engine:
+        if engine.context < bench.LEAST:
+            raise ValueError(f"--bench needs a context of at least {bench.LEAST} tokens, got {engine.context}")
+        prompt, answer = bench.lengths(engine.context)
+        print(
+            f"{engine.config.family} {path}: prompts of {prompt} random tokens, answers of {answer}, {dtype}, "
+            f"{mesh} of {jax.local_device_count()} ({jax.devices()[0].device_kind})",
+            flush=True,
+        )
+        for line in bench.table(bench.measure(engine)):
+            print(line, flush=True)
 
 
 def known_dtype(dtype: str) -> str:
@@ -110,8 +144,8 @@ def published_label(path: str) -> str:
 
 
 def prepare(
-    path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0, tp: int = 1,
-    dtype: str, version: str, seed: int = 0,
+    path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0,
+    mesh: EngineMesh = EngineMesh(), dtype: str, version: str, seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
     tokenizer, decode, grammars = None, None, None
@@ -123,7 +157,7 @@ def prepare(
         raise ValueError(f"memory must be a number of GB, or 0, got {memory}")
     context = min(context, config.context)
     engine = Engine(
-        config, params, slots=slots, context=context, memory=memory * 1e9 or None, tp=tp, version=version,
+        config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
         decode=decode, grammars=grammars, seed=seed,
     )  # fmt: skip
     return Service(engine, tokenizer, str(path), checksums, dtype)

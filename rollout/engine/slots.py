@@ -20,6 +20,7 @@ from ... import models
 from ...core import param
 from ...models.lora import Lora
 from ...parallel import mesh
+from ..servers.engine_mesh import EngineMesh
 from . import adapters, grammar, penalties, staging
 from . import decode as programs
 from .adapters import Adapters, Factors
@@ -30,15 +31,17 @@ from .prompts import Prompts, pairs
 from .request import STOPS
 
 
-def mesh_of(tp: int) -> jax.sharding.Mesh:
-    """The mesh of an engine: the first `tp` devices of this process.
+def mesh_of(split: EngineMesh) -> jax.sharding.Mesh:
+    """The mesh of an engine, of the first devices of this process.
 
     Raises ValueError if there are not so many.
     """
     local = jax.local_devices()
-    if tp > len(local):
-        raise ValueError(f"Engine: tp must be at most {len(local)}, the devices of this process, got {tp}")
-    return jax.sharding.Mesh(np.array(local[0]), ()) if tp == 1 else mesh.make(mesh.Layout(tp=tp), local[:tp])
+    if split.devices > len(local):
+        raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(local)} of this process")
+    if split.devices == 1:
+        return jax.sharding.Mesh(np.array(local[0]), ())
+    return mesh.make(mesh.Layout(tp=split.tp), local[: split.devices])
 
 
 class Slots:
@@ -56,7 +59,7 @@ class Slots:
     """
 
     def __init__(
-        self, config, params, count: int, context: int, steps: int, page: int, memory: float | None, tp: int = 1
+        self, config, params, count: int, context: int, steps: int, page: int, memory: float | None, split: EngineMesh
     ):
         self.count, self.context, self.steps = count, context, steps
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
@@ -64,8 +67,8 @@ class Slots:
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
-        self._dtype, self._mesh = params["embed"].dtype, mesh_of(tp)
-        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, tp)
+        self._dtype, self._mesh = params["embed"].dtype, mesh_of(split)
+        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, split.tp)
         self._prompts = Prompts(self.config, self.cache, self._room)
         self.counts = self._prompts.counts
         self.weights: Any = self.stage(params)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from ..processes import guard, memory
+from .engine_mesh import EngineMesh
 from .types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
@@ -34,6 +35,7 @@ class Serve:
         `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
       memory: GB of a server's keys, values and states on each device; 0 = as much as all slots may need, or what a
         device has beside weights. With less, requests wait; no sample changes.
+      mesh: how the model of a server is split over devices.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
@@ -43,6 +45,7 @@ class Serve:
     slots: int = 16
     context: int = 0
     memory: float = 0
+    mesh: EngineMesh = EngineMesh()
     dtype: str = "auto"
     restarts: int = 10
 
@@ -94,6 +97,7 @@ class Local:
         command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
         command += ["--slots", str(options.slots), "--dtype", options.dtype]
         command += ["--context", str(options.context)] if options.context else []
+        command += ["--mesh.tp", str(options.mesh.tp)]
         command += ["--memory", str(options.memory)] if options.memory else []
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(

@@ -1,0 +1,27 @@
+"""How areax's generation engine is split over devices (imports nothing heavy: the command line shows its options)."""
+
+import math
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class EngineMesh:
+    """The devices of a generation engine, the first ones of its process.
+
+    Attributes:
+      tp: devices that share each sequence: heads, MLP and vocabulary are split over them (arXiv:1909.08053).
+    """
+
+    tp: int = 1
+
+    def __post_init__(self):
+        for name, count in asdict(self).items():
+            if count < 1:
+                raise ValueError(f"mesh: {name} must be at least 1, got {count}")
+
+    def __str__(self):
+        return " x ".join(f"{name} {count}" for name, count in asdict(self).items() if count > 1) or "one device"
+
+    @property
+    def devices(self) -> int:
+        return math.prod(asdict(self).values())
