@@ -441,6 +441,8 @@ def test_an_update_during_an_in_place_pause(server, models):
         server.ok(UPDATE, body | {"flush_cache": False})
         assert server.ask("POST", "/flush_cache")[0] == 400
         server.ok("/continue_generation", {})
+        assert any(event["meta_info"]["weight_version"] == "B" for event in events)
+        server.ok("/abort_request", {"abort_all": True})
         *_, last = events
     assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["A", "B"]
     assert last["meta_info"]["num_retractions"] == 0
