@@ -33,6 +33,7 @@ LATENT = ROUTED | dict(
     num_key_value_heads=4, q_lora_rank=40, kv_lora_rank=36, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14,
     n_shared_experts=1, moe_intermediate_size=56, head_dim=6,
 )  # fmt: skip
+COMMON = "qwen3", "deepseek_v3", "gpt_oss"
 FAMILIES = {
     "qwen3": {},
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=56),
@@ -115,7 +116,10 @@ def test_mxfp4_is_the_product_of_code_and_power_of_two():
             assert np.array_equal(lazy[slice(1, 3), cut, rows], wanted[1:3, cut, rows])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in COMMON else pytest.mark.mesh) for name in (*FAMILIES, "gpt_oss")],
+)
 def test_a_quantised_checkpoint_is_read_as_its_numbers_in_bfloat16(pairs, family, monkeypatch):
     coded, plain = pairs[family]
     stored = {tensor.dtype.name for tensor in safetensors.read(coded).values()}
@@ -166,8 +170,10 @@ EVEN = {  # sizes that blocks of 8 divide: transformers derives blocks from the 
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "deepseek_v3", "gpt_oss"]
-    + [pytest.param(name, marks=pytest.mark.mesh) for name in ("qwen3_moe", "glm4_moe", "glm4", "minimax_m2")],
+    [
+        *COMMON,
+        *(pytest.param(name, marks=pytest.mark.mesh) for name in ("qwen3_moe", "glm4_moe", "glm4", "minimax_m2")),
+    ],
 )
 def test_the_numbers_are_those_of_transformers(family, tmp_path):
     options = {"model_type": family, **FAMILIES.get(family, OSS), **EVEN.get(family, {})}

@@ -153,10 +153,7 @@ def model(case):
 
 
 # These have each way of keeping and reading what came before once. transformers knows no kimi_k2.
-COMMON = (
-    "qwen3", "qwen3_moe", "qwen3 window", "deepseek_v3", "llama4_text", "qwen3_5_text", "nemotron_h", "gemma4_text",
-    "gpt_oss",
-)  # fmt: skip
+COMMON = "qwen3", "qwen3_moe", "qwen3 window", "deepseek_v3", "qwen3_5_text", "nemotron_h", "gemma4_text"
 ALL = list(dict.fromkeys([*CASES, *(name for name in tiny_families.FAMILIES if name != "kimi_k2")]))
 
 
