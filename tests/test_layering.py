@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "rollout/simulation": FLEET | {"rollout.client", "rollout.loop", "rollout.scheduling"},
     "rollout/engine": {
         "rollout.types",
+        "rollout.servers.engine_mesh",
         "rollout.servers.labels",
         "rollout.processes",
         "rollout.chat",

@@ -4,13 +4,15 @@ from functools import partial
 
 import attention_oracle
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton_ir
 
 from areax.models.attention.pattern import Pattern
-from areax.rollout.engine import attention
+from areax.rollout.engine import attention, attention_gpu, attention_tpu
 
-N, K, H, V, C, X = 6, 2, 8, 5, 16, 12
+N, K, C, X = 6, 2, 16, 12
 PATTERNS = {
     "none": {},
     "window": dict(window=7),
@@ -29,7 +31,7 @@ def attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, pattern):
 def placed(k_BLKH, v_BLKV, ends, seed):
     """The keys and values of each sequence in pages of a random order; the others are not finite. Tables are 0 where a
     sequence has no page."""
-    B, rng = len(k_BLKH), np.random.default_rng(seed)
+    (B, _, _, H), V, rng = k_BLKH.shape, v_BLKV.shape[-1], np.random.default_rng(seed)
     pages = np.full((B * X + 1, K, H, C), np.nan, np.float32), np.full((B * X + 1, K, C, V), np.nan, np.float32)
     table_BX, order = np.zeros((B, X), np.int32), iter(rng.permutation(B * X) + 1)
     for row, end in enumerate(ends):
@@ -45,8 +47,12 @@ def placed(k_BLKH, v_BLKV, ends, seed):
 @pytest.mark.parametrize("T", STARTS)
 @pytest.mark.parametrize("kind", PATTERNS)
 def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many, monkeypatch):
-    """Whatever stands in the rest of a page and in other pages; the same bits in other pages and rows, or alone."""
     monkeypatch.setattr(attention, "together", lambda *_: many)
+    check(kind, T, sinks, 8, 5)
+
+
+def check(kind, T, sinks, H, V):
+    """Whatever stands in the rest of a page and in other pages; the same bits in other pages and rows, or alone."""
     attend.clear_cache()
     rng, start_B, pattern = np.random.default_rng(0), np.array(STARTS[T], np.int32), Pattern(**PATTERNS[kind])
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -68,3 +74,42 @@ def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many,
     active_B = np.arange(B) % 2 == 0
     again = attend(q[turned], pages, table_BX, start_B[turned], active_B, sinks_N, pattern)
     np.testing.assert_array_equal(again, np.where(active_B[:, None, None, None], got[turned], 0))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("module", [attention_gpu, attention_tpu], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_kernels_give_the_same(kind, T, module, monkeypatch):
+    monkeypatch.setattr(attention, "kernel", lambda *_: partial(module.read, interpret=True))
+    check(kind, T, kind == "all", 48, 32)
+
+
+def lowered(module, platform, pages, T, pattern, dtype):
+    """The lowered program, as text."""
+    like = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
+    B, G, (K, H, C, V) = 16, 3, pages
+    keys, values = like(99, K, H, C, dtype=dtype), like(99, K, C, V, dtype=dtype)
+    assert module.supports(keys, values)
+    args = like(B, K, G * T, H, dtype=dtype), (keys, values), like(B, 64), like(B, G * T), like(B), like(B)
+    run = lambda *args: module.read(*args, pattern=pattern)
+    return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["none", "all"])
+@pytest.mark.parametrize("T", [1, 16, 128])
+@pytest.mark.parametrize("pages", [(8, 128, 128, 128), (2, 80, 128, 96)])
+def test_kernels_lower_for_their_platforms(pages, T, kind, dtype, monkeypatch):
+    verified, pattern = triton_ir.verify(monkeypatch), Pattern(**PATTERNS[kind])
+    assert "__gpu$xla.gpu.triton" in lowered(attention_gpu, "cuda", pages, T, pattern, dtype) and len(verified) == 1
+    assert "tpu_custom_call" in lowered(attention_tpu, "tpu", pages, T, pattern, dtype)
+
+
+@pytest.mark.kernel
+def test_pages_that_a_kernel_cannot_read_are_left_to_xla():
+    pages = lambda H, V, C: (np.zeros((1, 1, H, C), np.float32), np.zeros((1, 1, C, V), np.float32))
+    assert attention_gpu.supports(*pages(80, 48, 16)) and not attention_gpu.supports(*pages(72, 64, 16))
+    assert not attention_gpu.supports(*pages(576, 512, 128))
+    assert attention_tpu.supports(*pages(72, 60, 128)) and not attention_tpu.supports(*pages(64, 64, 64))

@@ -1,5 +1,6 @@
 """Attention of consecutive queries of each sequence over its pages."""
 
+import importlib
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from ...models.attention.pattern import PLAIN, Pattern
 from ...parallel import mesh
 from ...parallel.shard_map import island
 
+KERNELS = {"gpu": ".attention_gpu", "tpu": ".attention_tpu"}  # imported where they run
 SPLIT = P(None, "tp")  # pages over devices, by heads
 PAGES = 8  # pages of each sequence that accelerators read at a time
 FEW = 8  # pages that are copied one by one, which is faster on a CPU
@@ -47,13 +49,28 @@ def _attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, *, pattern: Pat
     q_BKGTH = (q_BTNH * pattern.factor(H)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
     first_B = jnp.maximum(pattern.first(start_B), 0) // C
     count_B = jnp.where(active_B, start_B // C + 1 - first_B, 0)
-    R, M = together(B, table_BX.shape[1], pages[0][0].nbytes)
-    most_BKGT1, sum_BKGT1, out_BKGTV = read(q_BKGTH, pages, table_BX, start_B, first_B, count_B, R, M, pattern)
+    if read_by_kernel := kernel(*pages):
+        at_BR = jnp.tile(start_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None], (1, G))
+        q_BKRH = q_BKGTH.reshape(B, K, G * T, H)
+        made = read_by_kernel(q_BKRH, pages, table_BX, at_BR, first_B, count_B, pattern=pattern)
+        most_BKGT1, sum_BKGT1, out_BKGTV = (x_BKR.reshape(B, K, G, T, -1) for x_BKR in made)
+    else:
+        R, M = together(B, table_BX.shape[1], pages[0][0].nbytes)
+        most_BKGT1, sum_BKGT1, out_BKGTV = read(q_BKGTH, pages, table_BX, start_B, first_B, count_B, R, M, pattern)
     real_B1111 = active_B[:, None, None, None, None]
     sum_BKGT1, out_BKGTV = jnp.where(real_B1111, sum_BKGT1, 1), jnp.where(real_B1111, out_BKGTV, 0)
     by_query = lambda x_BKGT: jnp.moveaxis(x_BKGT, 3, 1).reshape(B, T, N, -1)
     out_BTNV, lse_BTN1 = by_query(out_BKGTV / sum_BKGT1), by_query(most_BKGT1 + jnp.log(sum_BKGT1))
     return sinks.add(out_BTNV, lse_BTN1[..., 0], sinks_N).astype(q_BTNH.dtype)
+
+
+def kernel(keys_PKHC, values_PKCV):
+    """The platform's kernel for such pages; None = `read`."""
+    platform = jax.default_backend()
+    if platform not in KERNELS:
+        return None
+    module = importlib.import_module(KERNELS[platform], __package__)
+    return module.read if module.supports(keys_PKHC, values_PKCV) else None
 
 
 def together(B: int, X: int, size: int) -> tuple[int, int]:
