@@ -35,34 +35,36 @@ def never_gathered(x):
 
 
 @pytest.mark.parametrize(
-    "case, layout, dtype, adapters, tp, first",
+    "case, layout, dtype, adapters, engine, first",
     [
-        ("qwen3", FSDP2_TP2, "bfloat16", False, 2, 0),
+        ("qwen3", FSDP2_TP2, "bfloat16", False, mesh.Layout(tp=2), 0),
         *(
             pytest.param(*one, marks=pytest.mark.mesh)
             for one in (
-                ("qwen3", FSDP2_TP2, "bfloat16", True, 1, 0),
-                ("qwen3", FSDP2_TP2, "bfloat16", False, 4, 0),
-                ("qwen3", FSDP2_TP2, "float32", True, 4, 2),  # two devices are the trainer's
-                ("qwen3", FSDP2_TP2, "float32", False, 2, 6),  # none is
-                ("qwen3", mesh.Layout(), "float32", True, 4, 0),
-                ("qwen3", FSDP4_TP2, "bfloat16", True, 4, 0),
-                ("qwen3_moe", FSDP2_EP2, "bfloat16", False, 2, 1),
-                ("qwen3_moe", FSDP2_TP2, "bfloat16", False, 1, 5),
+                ("qwen3", FSDP2_TP2, "bfloat16", True, mesh.Layout(tp=1), 0),
+                ("qwen3", FSDP2_TP2, "bfloat16", False, mesh.Layout(tp=4), 0),
+                ("qwen3", FSDP2_TP2, "float32", True, mesh.Layout(tp=4), 2),  # two devices are the trainer's
+                ("qwen3", FSDP2_TP2, "float32", False, mesh.Layout(tp=2), 6),  # none is
+                ("qwen3", mesh.Layout(), "float32", True, mesh.Layout(tp=4), 0),
+                ("qwen3", FSDP4_TP2, "bfloat16", True, mesh.Layout(tp=4), 0),
+                ("qwen3_moe", FSDP2_EP2, "bfloat16", False, mesh.Layout(tp=2), 1),
+                ("qwen3_moe", FSDP2_TP2, "bfloat16", False, mesh.Layout(tp=1), 5),
+                ("qwen3_moe", FSDP4_TP2, "bfloat16", False, mesh.Layout(ep=2, tp=2), 0),
+                ("qwen3", mesh.Layout(fsdp=2), "bfloat16", False, mesh.Layout(tp=4), 1),  # more than the trainer has
             )
         ),
     ],
 )
 @pytest.mark.parametrize("engine_dtype", ["float32", "bfloat16"])
 def test_a_swap_from_mesh_to_mesh_is_a_load_from_files(
-    tmp_path, case, layout, dtype, adapters, tp, first, engine_dtype, monkeypatch
+    tmp_path, case, layout, dtype, adapters, engine, first, engine_dtype, monkeypatch
 ):
     """To the bit: every leaf, and the label."""
     config, params = trainer(case, layout, dtype, adapters, jax.devices())
     written = hf.write_published(tmp_path, 3, config, params)
     label, weights = publishing.in_memory(config, 3, params)
     assert label == read_label(written / "manifest.json")
-    on = mesh.make(mesh.Layout(tp=tp), jax.devices()[first : first + tp])
+    on = mesh.make(engine, jax.devices()[first : first + engine.devices])
     with jax.set_mesh(on):
         _, files, _ = hf.mapped(written, engine_dtype)
         wanted = staging.stage(files, models.table(config), on)
