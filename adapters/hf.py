@@ -18,11 +18,12 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .. import models
@@ -195,6 +196,51 @@ def mapped(path: str | os.PathLike, dtype="float32"):
 
     params = jax.tree.map(view, tree, is_leaf=lambda x: isinstance(x, param.Leaf))
     return config, params, functools.partial(_verified, Path(path), stored)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cast:
+    """A leaf on devices, sharded or not, that is read layer by layer as `save` would write it.
+
+    Attributes:
+      array: an array, or what `param.plain` makes one.
+      saved: dtype that `save` rounds to.
+      dtype: dtype that it is read in after that.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    saved: np.dtype
+    dtype: np.dtype
+
+    def merged(self) -> Cast:
+        """The leaf as an array, adapters merged."""
+        if not param.composite(self.array):
+            return self
+        with _own_mesh(self.array):
+            return dataclasses.replace(self, array=param.plain(self.array))
+
+    def __getitem__(self, index):
+        """Layer i, or the array itself at (): a view if it is in host memory and needs no cast."""
+        x = self.array
+        if on_host(x):
+            return np.asarray(x)[index].astype(self.saved, copy=False).astype(self.dtype, copy=False)
+        with _own_mesh(x):
+            return _cut(None)(x, index, self.saved).astype(self.dtype)
+
+
+def cast(config, params, dtype):
+    """The parameters as `mapped` in this dtype would give those that `save` has written, without copies: as `Cast`."""
+    saved = save_dtype(config, params)
+    one = lambda leaf, x: Cast(x, tuple(x.shape), *(np.dtype(leaf.param.dtype or to) for to in (saved, dtype)))
+    return param.tree_map(one, models.table(config), params)
+
+
+def _own_mesh(x):
+    """A context with the mesh of an array's own devices."""
+    sharding = jax.tree.leaves(x)[0].sharding
+    own = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return jax.set_mesh(own if isinstance(own, Mesh) else Mesh(np.array([*sharding.device_set]), ("one",)))
 
 
 def from_tensors(config, tensors: Mapping[str, np.ndarray], where: str, dtype="float32", mesh=None, init_missing=()):

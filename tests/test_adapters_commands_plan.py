@@ -179,6 +179,34 @@ def test_servers_on_the_trainers_device_count(capsys, model):
     assert said.splitlines()[-1].startswith("the server does not fit; lower --serve.slots or --serve.context, or name")
 
 
+def test_a_server_over_chips_has_parts_of_weights_and_caches(capsys, tmp_path):
+    """And a server that does not fit one chip is split; with heads of keys and values for one, each has them."""
+    options = ["--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
+    two, one = (tiny.model(tmp_path / str(n), num_key_value_heads=n, vocab_size=64) for n in (2, 1))
+    figures = lambda model, *more: {
+        name: f["value"]
+        for name, f in json.loads(run(capsys, "grpo", "--model", model, *options, *more, "--json"))["figures"].items()
+    }
+    for model, share in ((two, 2), (one, 1)):
+        whole, split = figures(model), figures(model, "--serve.mesh.tp", 2)
+        assert whole["chip_weights_bytes"] == whole["server_weights_bytes"] == split["server_weights_bytes"]
+        assert whole["chip_cache_bytes"] == share * split["chip_cache_bytes"]
+        assert whole["cache_bytes_per_token"] == share * split["cache_bytes_per_token"]
+        assert split["server_bytes"] == split["chip_weights_bytes"] + split["chip_cache_bytes"]
+        assert 0.5 < split["chip_weights_bytes"] / whole["chip_weights_bytes"] < 0.51  # norms are whole
+        assert split["server_devices"] == split["rollout_devices"] == 2
+    many = ["--serve.slots", 5 << 20]
+    said = run(capsys, "grpo", "--model", two, *options, *many, code=1).splitlines()[-1]
+    assert said.startswith("the server does not fit; split it with --serve.mesh.tp 2, lower --serve.slots")
+    run(capsys, "grpo", "--model", two, *options, *many, "--serve.mesh.tp", 2)
+    shared = [*options, *many, "--serve.inside", "--eta", 0, "--mesh.fsdp", 4]
+    assert run(capsys, "grpo", "--model", two, *shared, code=1).splitlines()[-1].endswith("with --serve.mesh.tp 2")
+    run(capsys, "grpo", "--model", two, *shared, "--serve.mesh.tp", 2)
+    said = run(capsys, "grpo", "--model", two, *options, "--serve.mesh.tp", 2, "--rollout-chips", 4, code=2)
+    assert "the recipe starts 1, on 2 chips each, got --rollout-chips 4" in said
+    assert "cannot be split over tp = 5" in run(capsys, "grpo", "--model", two, *options, "--serve.mesh.tp", 5, code=2)
+
+
 def test_a_recipe_given_by_path(capsys, model, tmp_path):
     """Any file whose Config has the fields that a plan reads; other required fields may be left out."""
     source = (
@@ -365,6 +393,8 @@ def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):
         assert f"--eta {one['eta']}" in one["options"] and 0 <= one["staleness"] <= one["eta"]
     line = run(capsys, "grpo", *options, "--suggest", "--devices", 4).splitlines()[1]
     assert "devices train" in line and "tokens/s" in line and "staleness" in line and "of memory" in line
+    split = run(capsys, "grpo", *options, "--suggest", "--devices", 4, "--serve.mesh.tp", 2).splitlines()[1]
+    assert "2 devices train, 1 servers of 2" in split
     assert "got --colocated" in run(
         capsys, "grpo", *options, "--suggest", "--devices", 4, "--colocated", "--eta", 0, code=2
     )

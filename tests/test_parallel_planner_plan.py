@@ -20,7 +20,7 @@ from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, rules
 from areax.parallel.planner import flops, generation, memory, plan
 from areax.parallel.planner.chips import CHIPS
-from areax.parallel.planner.figures import LINK, MATMUL, USABLE
+from areax.parallel.planner.figures import LATENCY, LINK, MATMUL, STREAM, USABLE
 from areax.parallel.planner.job import Job
 
 SIZES = dict(
@@ -352,6 +352,32 @@ def test_servers_get_no_more_chips_than_there_are():
         figures()
     assert figures(devices=0, embedded=True)["server_devices"] == 1  # the recipe's own, whether it fits or not
     assert not plan.plan(job("qwen3"), small, generation=dataclasses.replace(asked, embedded=True, slots=1)).fits
+
+
+@pytest.mark.parametrize("split", [ONE, mesh.Layout(tp=2), mesh.Layout(ep=2, tp=2), mesh.Layout(dp=2, ep=4)], ids=str)
+def test_chips_of_a_server_share_weights_and_wait_for_sums(split):
+    """Each reads its part of the weights. Experts alone are over ep; replicas over dp have sequences of their own."""
+    c, chip, slots, cache, state = config("qwen3_moe"), CHIPS["h100"], 6 * split.dp, 128, 64
+    own = generation.Generation(
+        samples=8, prompt=10, new=20, slots=slots, itemsize=2, devices=0, steps=1, ahead=0, cache=cache, state=state,
+        embedded=True, split=split, capacity=slots * 64,
+    )  # fmt: skip
+    speed = generation.rates(job("qwen3_moe"), chip, own)
+    experts, moe_layers = 2 * 8 * 3 * 32 * 24, 2
+    norms = 2 * (2 * 3 * 32 + 32 + 2 * 3 * 16)  # whole everywhere, and so are routers
+    routers = 2 * moe_layers * 8 * 32
+    others = 2 * (param.count(models.table(c)) + c.vocab * c.embed) - moe_layers * experts - norms - routers
+    read = others / split.tp + norms + routers + moe_layers * experts / split.tp / split.ep  # 6 sequences read all
+    sums = [(n, count) for n, count in ((split.tp, 7 - moe_layers), (split.tp * split.ep, moe_layers)) if n > 1]
+    sent = sum(count * 2 * (n - 1) / n * c.embed * 2 for n, count in sums) / (LINK * chip.link)
+    waits = sum(count for _, count in sums) * LATENCY
+    stream = STREAM * chip.bandwidth
+    assert speed.devices == split.devices and speed.slots == slots and speed.cache_tokens == slots * 64
+    assert speed.step_s == pytest.approx(read / stream + waits)
+    assert speed.request_s == pytest.approx(((20 * cache + 2 * state) / stream + sent) / split.dp)
+    chosen = moe_layers * 3 * 32 * 24 * c.top_k
+    passed = (flops.active(job("qwen3_moe")) - chosen + chosen / split.ep) / split.tp
+    assert 1 / speed.read_tokens_s == pytest.approx((2 * passed / (MATMUL * chip.flops) + sent) / split.dp)
 
 
 @pytest.mark.parametrize("shares", ["no", "always", "turns"])

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,6 +51,8 @@ from areax.rollout.fleet.push import Push
 from areax.rollout.scheduling.curriculum import Curriculum
 from areax.rollout.scheduling.episodes import sampling_seed
 from areax.rollout.servers import local
+from areax.rollout.servers.engine_mesh import EngineMesh
+from areax.rollout.servers.labels import label_of
 from areax.rollout.servers.local import Serve
 from areax.rollout.tasks import arithmetic
 from areax.rollout.types import Completion, Sampling, sampled
@@ -676,6 +679,30 @@ def test_offloading_an_in_process_server_changes_no_number(place, first):
     lines = [x for x in run_dir.read_lines(place / "inside/metrics.jsonl") if x["kind"] == "grpo"]
     assert all(x["rest_s"] > 0 for x in lines) and "weights_unknown" not in done["counts"]
     assert not any("areax" in thread.name for thread in set(threading.enumerate()) - before)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"colocated": True}, {"lora": Lora(rank=2), "eta": 1}],
+    ids=["synchronous", "colocated", "ahead with adapters"],
+)
+def test_a_trainer_and_an_engine_on_a_mesh_share_devices(place, changes):
+    """Samples and metrics are those of one device, and the last weights served are those that are written."""
+    runs, lines = [], []
+    for out, serve, layout in (
+        ("inside one", INSIDE, Layout()),
+        ("inside mesh", dataclasses.replace(INSIDE, mesh=EngineMesh(tp=2)), Layout(fsdp=4, tp=2)),
+    ):
+        shutil.rmtree(place / out, ignore_errors=True)
+        runs.append(grpo.main(config(place, out, servers=(), serve=serve, mesh=layout, steps=2, **changes)))
+        found = run_dir.read_lines(place / out / "metrics.jsonl")
+        lines.append(next(line for line in found if line["kind"] == "grpo"))
+        assert runs[-1]["complete"] and runs[-1]["max_logp_diff"] <= 1e-4 and runs[-1]["mismatch_k3_now"] < 1e-9
+        manifest = json.loads((place / out / "model/manifest.json").read_text())
+        assert runs[-1]["server_version"] == [label_of(hf.json_bytes(manifest | {"version": 2}))]
+    for name in ("loss", "grad_norm", "entropy", "reward", "tokens"):
+        np.testing.assert_allclose(lines[1][name], lines[0][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from areax.rollout.engine import in_process
 from areax.rollout.fleet import offload
 from areax.rollout.fleet.push import push_weights
 from areax.rollout.servers.labels import label_of, read_label
+from areax.rollout.servers.types import Published
 
 SERVE = dict(slots=2, context=64, dtype="float32")
 
@@ -33,9 +34,8 @@ def place(tmp_path_factory):
 
 
 def handed(place, v, masters=None):
-    """(label, arrays) of a version, made from a host copy."""
-    config = place[1]
-    params = hf.host_copy(config, masters or place[2][v])
+    """(label, weights) of a version."""
+    config, params = place[1], masters or place[2][v]
     manifest = hf.manifest(config, params, version=v)
     return label_of(hf.json_bytes(manifest)), in_process.Weights(config, params, manifest)
 
@@ -47,7 +47,7 @@ def test_a_manifest_in_memory_equals_the_written_file(place, v):
     assert hf.json_bytes(hf.manifest(config, masters[v], version=v)) == written
     label, weights = handed(place, v)
     assert label == read_label(root / str(v) / "manifest.json")
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(weights.params)} == {"bfloat16"}
+    assert weights.checksums().keys() == json.loads(written)["tensors"].keys()
 
 
 async def seen(fleet):
@@ -59,7 +59,7 @@ async def seen(fleet):
 
 
 def test_weights_handed_over_as_arrays_equal_those_from_files(place):
-    """Bit for bit, and neither donating the trainer's buffers nor changing the arrays later affects the engine."""
+    """Bit for bit, whatever becomes of the trainer's buffers once they are staged."""
     root, _, masters = place
 
     async def main(url, handover):
@@ -75,11 +75,11 @@ def test_weights_handed_over_as_arrays_equal_those_from_files(place):
                 label, weights = handed(place, v, trainers)
                 if v == 1:
                     await offload.offload(fleet)
-                report = await push_weights(fleet, "", label, arrays=weights)
-                assert report.failed == {} and 0 < report.load_s <= report.pause_s
+                ready = handover.stage(label, weights)
                 jax.jit(lambda x: jax.tree.map(lambda w: w * 0, x), donate_argnums=0)(trainers)
-                for array in jax.tree.leaves(weights.params):
-                    array[...] = 0
+                report = await push_weights(fleet, "", label, arrays=ready)
+                assert report.failed == {} and 0 < report.load_s <= report.pause_s
+                assert handover.stage(label, weights).staged is ready.staged  # what it has is not copied again
                 assert await seen(fleet) == versions[v]
             entries = json.loads((root / "2/manifest.json").read_text())["tensors"]
             assert versions[2][3] == {name: entry["xxh3_128"] for name, entry in entries.items()}
@@ -103,7 +103,9 @@ def test_the_key_of_servers_guards_it_too(place, monkeypatch):
         asyncio.run(main(url))
 
 
-def test_a_server_that_has_to_reload_gets_the_arrays_of_the_last_push(place):
+@pytest.mark.parametrize("released", [False, True])
+def test_a_server_that_has_to_reload_gets_the_weights_of_the_last_push(place, released):
+    """Those of a failed push if the engine has released the ones before."""
     root = place[0]
     (label, first), (other, second) = (handed(place, v) for v in (1, 2))
     given = []
@@ -117,16 +119,19 @@ def test_a_server_that_has_to_reload_gets_the_arrays_of_the_last_push(place):
 
         async with client.connect([url], timeouts=client.Timeouts(retry_s=0.02)) as fleet:
             fleet.servers[0].handover = flawed
-            await push_weights(fleet, "", label, arrays=first)
-            await push_weights(fleet, "", other, arrays=second)
-            assert given == [label, other, label, other] and fleet.counts["undone"] == 1
+            ready = handover.stage(label, first)
+            await push_weights(fleet, "", label, arrays=ready)
+            if released:
+                await offload.offload(fleet)
+            await push_weights(fleet, "", other, arrays=handover.stage(other, second))
+            assert given == [label, other, other if released else label, other] and fleet.counts["undone"] == 1
             assert set((await seen(fleet))[0]) == {2}
+            if released:
+                with pytest.raises(ValueError, match=f"version {label} was released with the engine's memory"):
+                    await handover(None, Published("", label, arrays=ready), True)
             strange = in_process.Weights(first.config, {**first.params, "norm": np.ones(3, np.float32)}, first.manifest)
-            fleet.timeouts = client.Timeouts(retry_s=0.02, push_attempts=1)
-            with pytest.raises(RuntimeError, match="parameter norm must be .*, got .*3,"):
-                await push_weights(fleet, "", "3-00000000", arrays=strange)
-            while fleet.servers[0].state != "healthy":
-                await asyncio.sleep(0.01)
+            with pytest.raises(ValueError, match="parameter norm must be .*, got .*3,"):
+                handover.stage("3-00000000", strange)
             assert set((await seen(fleet))[0]) == {2}
 
     with in_process.serving(str(root / "model"), **SERVE) as (url, handover):

@@ -14,6 +14,8 @@ from test_rollout_engine_pages import CONTEXT, PAGE, requests, same
 from areax import models
 from areax.models import paging
 from areax.parallel import mesh
+from areax.parallel.planner import generation
+from areax.parallel.planner.job import Job
 from areax.rollout.engine import attention, decode, prefill
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Sampling
@@ -64,16 +66,20 @@ def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case
         np.testing.assert_allclose(a.logp, b.logp, atol=atol)
 
 
+def compiled_step(slots):
+    with slots._on_mesh():
+        return decode.decode.lower(
+            slots.weights, slots.cache.held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots._tables,
+            slots._masks.fill({}), config=slots.config, of_layer=slots.cache.of_layer, steps=4,
+        ).compile()  # fmt: skip
+
+
 @pytest.mark.mesh
 def test_a_step_sends_two_sums_a_layer_and_no_pages():
     """And updates its part of the pages in place."""
     config, _ = model("qwen3")
     slots = engine_of("qwen3", 2)._slots
-    with slots._on_mesh():
-        compiled = decode.decode.lower(
-            slots.weights, slots.cache.held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots._tables,
-            slots._masks.fill({}), config=slots.config, of_layer=slots.cache.of_layer, steps=4,
-        ).compile()  # fmt: skip
+    compiled = compiled_step(slots)
     sent = collections.Counter(
         re.findall(r"= (\w+\[[\d,]*\])\S* (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", compiled.as_text())
     )
@@ -88,6 +94,21 @@ def test_a_step_sends_two_sums_a_layer_and_no_pages():
     held = jax.tree.leaves((slots.cache.held, slots._tables))
     own = sum(x.addressable_shards[0].data.nbytes for x in held)
     assert compiled.memory_analysis().alias_size_in_bytes == own
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("case, tp", [("qwen3", 2), ("qwen3", 4), ("qwen3_moe", 2), ("qwen3_5_text", 2)])
+def test_the_arguments_of_a_step_are_what_a_plan_says(case, tp):
+    """Weights and caches on each device; beside them are the slots' states, pages, tables and masks."""
+    slots = engine_of(case, tp)._slots
+    config, split = slots.config, mesh.Layout(tp=tp)
+    job = Job(models.table(config), config.records, mesh.Layout(), 1, 64, 1, 1, 64.0)
+    kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, tp)
+    held = paging.size_of(kinds, paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4, None), SLOTS)
+    beside = slots._state.nbytes + slots.cache.table_KSX.nbytes + np.int32().nbytes + slots._masks.fill({}).nbytes
+    beside += sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(slots._tables))
+    found = compiled_step(slots).memory_analysis().argument_size_in_bytes
+    assert found - beside == generation.weights_bytes(job, 4, split) + held
 
 
 @pytest.mark.mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -234,37 +234,47 @@ def _generation(
 ) -> generations.Generation:
     new = min(config.sampling.max_new_tokens, sequence)
     engine = None if config.servers else config.serve  # the embedded engine, started by the recipe
+    split = meshes.Layout(**asdict(engine.mesh)) if engine else meshes.Layout()
     if engine and rollout_chips:
         raise ValueError(
-            f"plan: without --servers the recipe starts {engine.count}, on one chip each, got --rollout-chips "
-            f"{rollout_chips}; set --servers, or leave it out"
+            f"plan: without --servers the recipe starts {engine.count}, on {_chips(split.devices)} each, got "
+            f"--rollout-chips {rollout_chips}; set --servers, or leave it out"
         )
     size = itemsize
     if engine:
         size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
-    cache, state = layer.cached_bytes(settings.records, size, twice=engine is not None)
-    capacity, held = _server_cache(config, settings, size) if engine else (0, 0)
+    cache, state = layer.cached_bytes(settings.records, size, twice=False)
+    capacity = held = 0
+    if engine:
+        cache, state, capacity, held = _server_cache(config, settings, size)
     shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
     return generations.Generation(
         samples=config.groups * (config.group_size + greedy), prompt=sequence - new, new=new,
-        slots=engine.slots if engine else None,
+        slots=engine.slots * split.dp if engine else None,
         itemsize=size, cache=cache, state=state, devices=rollout_chips,
         steps=config.minibatches * getattr(config, "epochs", 1), ahead=config.eta, embedded=engine is not None,
-        shares=shares, count=engine.count if engine else 1,
-        capacity=capacity, held=held,
+        split=split, shares=shares, count=engine.count if engine else 1,
+        capacity=capacity * split.dp, held=held,
     )  # fmt: skip
 
 
-def _server_cache(config, settings, itemsize: int) -> tuple[int, int]:
-    """Tokens and bytes of the cache of a server that the recipe starts."""
+def _chips(count: int) -> str:
+    return "one chip" if count == 1 else f"{count} chips"
+
+
+def _server_cache(config, settings, itemsize: int) -> tuple[int, int, int, int]:
+    """The cache of a server that the recipe starts, or of a replica of it: bytes of a token and of a sequence's states
+    on each of its chips; the tokens that it holds, and its bytes there."""
     slots, context = config.serve.slots, min(config.serve.context or config.length, settings.context)
     page = paging.default_page(context)
-    kinds = paging.kinds(settings.records, context, page, itemsize)
+    kinds = paging.kinds(settings.records, context, page, itemsize, config.serve.mesh.tp)
     memory = config.serve.memory * 1e9 or None
     try:
         counts = paging.counts(kinds, slots, context, page, paging.STEPS, memory)
     except ValueError as error:
         raise ValueError(f"plan: {error}") from None
     paged = [count for count, kind in zip(counts, kinds, strict=True) if not kind.states]
-    return paged[0] * page if paged else slots * context, paging.size_of(kinds, counts, slots)
+    cache = sum(kind.bytes for kind in kinds if not kind.states) // page
+    state = sum(kind.bytes for kind in kinds if kind.states)
+    return cache, state, paged[0] * page if paged else slots * context, paging.size_of(kinds, counts, slots)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...parallel.planner import memory, remedies
 from ...parallel.planner import plan as plans
-from ...parallel.planner.chips import CHIPS
+from ...parallel.planner.chips import CHIPS, Chip
 from ...parallel.planner.figures import USABLE, Figure
 from ..command_line import options as grouped
 from . import aot, jobs
@@ -58,9 +59,10 @@ def plan(config: Any, options: Options = Options()) -> dict:
     """Computes the plan of a recipe's Config.
 
     Returns:
-      {"model", "mesh", "chip", "fits", "suggested", "figures": {name: {"value", "kind", "section", "text"}}}; kind is
-      "exact" or "estimate", a name ends in its unit; "suggested" are options, each of which makes the trainer fit, or
-      faster if it does. With `check` also "agrees": whether argument bytes equal XLA's.
+      {"model", "mesh", "chip", "fits", "suggested", "server_split", "figures": {name: {"value", "kind", "section",
+      "text"}}}; kind is "exact" or "estimate", a name ends in its unit; "suggested" are options, each of which makes
+      the trainer fit, or faster if it does; "server_split" is the option that makes the recipe's own server fit, or "".
+      With `check` also "agrees": whether argument bytes equal XLA's.
 
     Raises:
       ValueError: the layout does not divide the model; as `hf.read_config`; the Config lacks an option.
@@ -78,6 +80,9 @@ def plan(config: Any, options: Options = Options()) -> dict:
     suggested = remedies.fitting(job, chip, *beside)
     if trains:
         suggested = [] if auto else remedies.faster(job, chip, *beside)
+    split = _split(config, made, chip, known)
+    if split and not trains and beside[1] != "no":
+        suggested.append(split)
     if options.check:
         m = memory.memory(job)
         agrees = True
@@ -90,10 +95,33 @@ def plan(config: Any, options: Options = Options()) -> dict:
     return {
         "model": str(config.model), "family": made.settings.family, "mesh": str(config.mesh),
         "devices": config.mesh.devices, "chip": options.chip, "rows": config.rows, "length": config.length,
-        "microbatches": job.used, "fits": planned.fits, "suggested": suggested,
+        "microbatches": job.used, "fits": planned.fits, "suggested": suggested, "server_split": split,
         **checked, "figures": {f.name: {"value": f.value, "kind": f.kind, "section": f.section, "text": f.text}
                                for f in figures},
     }  # fmt: skip
+
+
+def _split(config: Any, made: jobs.Planned, chip: Chip, known: dict) -> str:
+    """The option that splits the recipe's own server over as few chips as make it fit, where it does not; or ""."""
+    fits = lambda one: (
+        (server := jobs.beside(one, chip))[0] <= USABLE * chip.memory
+        and (server[1] == "no" or plans.device_bytes(one.job, *server) <= USABLE * chip.memory)
+    )
+    if made.generation is None or not made.generation.embedded or fits(made):
+        return ""
+    shares = made.generation.shares != "no"
+    most = config.mesh.devices if shares else chip.near
+    tp = 2 * config.serve.mesh.tp
+    while tp <= most:
+        wider = copy.copy(config)
+        wider.serve = replace(config.serve, mesh=replace(config.serve.mesh, tp=tp))
+        try:
+            if fits(jobs.made(wider, chip, **known)):
+                return f"--serve.mesh.tp {tp}"
+        except ValueError:  # it does not divide the model
+            break
+        tp *= 2
+    return ""
 
 
 def _compiled(found: dict, prefix: str = "") -> list[Figure]:
@@ -133,7 +161,10 @@ def show(report: dict) -> str:
     verdict = "fits" if report["fits"] else f"does not fit with --rows {report['rows']}"
     if peak <= usable < bytes_of.get("server_bytes", 0):
         peak = bytes_of["server_bytes"]
-        verdict = "the server does not fit; lower --serve.slots or --serve.context, or name larger ones by --servers"
+        split = f"split it with {report['server_split']}, " if report["server_split"] else ""
+        verdict = (
+            f"the server does not fit; {split}lower --serve.slots or --serve.context, or name larger ones by --servers"
+        )
     lines += ["", f"{verdict}: {human('bytes', peak)} of {human('bytes', usable)} usable on one {report['chip']}"]
     suggested = report["suggested"]
     if peak > usable and peak != bytes_of.get("server_bytes"):

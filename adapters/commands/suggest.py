@@ -78,10 +78,16 @@ def suggest(config: Any, options: Any) -> dict:
             "plan: --suggest divides the devices between trainer and servers, got --colocated or --serve.inside; leave "
             "them out"
         )
-    if generates and not config.servers:
-        config.servers = (SERVER,)  # of any kind: the recipe's own is one on one chip
+    if generates and not config.servers and config.serve.mesh.devices == 1:
+        config.servers = (SERVER,)  # of any kind, on as many chips as they need
     given, config.mesh, config.rows = config.mesh, Layout(), 1  # the search chooses both
     made = jobs.made(config, chip, sample_tokens=options.sample_tokens)
+    server, usable = jobs.beside(made, chip)[0], USABLE * chip.memory
+    if server > usable:
+        raise ValueError(
+            f"plan: a server on {config.serve.mesh} must fit {human('bytes', usable)} of a {options.chip}, got "
+            f"{human('bytes', server)}; raise --serve.mesh.tp, or leave --serve.mesh out"
+        )
     rows = math.ceil(jobs.samples(config) / (config.length // int(made.job.sequence)))
     if generates:
         found = _with_servers(config, made, chip, options.devices, rows)

@@ -51,6 +51,11 @@ def active(job: Job) -> int:
     return sum(_active(job, leaf) for leaf in job.leaves)
 
 
+def chosen(job: Job) -> int:
+    """Those of the experts that are chosen for a token."""
+    return sum(_active(job, leaf) for leaf in job.leaves if expert(leaf))
+
+
 def _active(job: Job, leaf) -> int:
     if not matrix(leaf):
         return 0

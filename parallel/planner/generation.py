@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ..mesh import Layout
 from . import flops
 from .chips import Chip
-from .figures import DISK, FILLED, HOST, MATMUL, STREAM, USABLE, Figure
-from .job import Job, entries, expert, stored
+from .figures import DISK, FILLED, HOST, LATENCY, LINK, MATMUL, STREAM, USABLE, Figure
+from .job import ONE, Job, depth, expert, in_use, stored
 
 Shares = Literal["no", "always", "turns"]  # whether a server is on the trainer's first device
 
@@ -21,15 +22,17 @@ class Generation:
     Attributes:
       samples: completions per training batch.
       prompt, new: mean tokens of a prompt, and of a completion.
-      slots: maximum number of concurrent sequences per server; None = what its memory holds.
+      slots: maximum number of concurrent sequences per server, of all its replicas; None = what its memory holds.
       itemsize: bytes of a weight and a cache entry on the servers.
       devices: devices for generation; 0 = as many as keep up with training.
       steps: optimiser steps per training batch.
       ahead: eta, batches that generation may be ahead of training.
-      cache, state: bytes that a server holds for a token, and for a sequence whatever its length.
-      embedded: the recipe starts servers, on one chip each.
+      cache, state: bytes that a server holds for a token, and for a sequence whatever its length; of the recipe's own
+        servers, on each of the chips that have it.
+      embedded: the recipe starts servers.
+      split: how each of them is split over chips: replicas over dp, all but experts copied over ep.
       count: how many it starts.
-      capacity, held: tokens that fit into such a server's cache, and its bytes.
+      capacity, held: tokens that fit into such a server's caches, and the bytes of these on each chip.
       shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
         "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
     """
@@ -45,16 +48,17 @@ class Generation:
     cache: int
     state: int = 0
     embedded: bool = False
+    split: Layout = ONE
     count: int = 1
     capacity: int = 0
     held: int = 0
     shares: Shares = "no"
 
 
-def weights_bytes(job: Job, itemsize: int) -> int:
-    """Bytes of a server's weights, with an output head of its own."""
+def weights_bytes(job: Job, itemsize: int, split: Layout = ONE) -> int:
+    """Bytes of a server's weights, with an output head of its own, on each chip of this layout."""
     own = [job.top["embed"]] if job.tied else []
-    return sum(stored(leaf, itemsize) for leaf in [*job.leaves, *own] if leaf.path != "score")
+    return sum(stored(leaf, itemsize, split) for leaf in [*job.leaves, *own] if leaf.path != "score")
 
 
 def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
@@ -65,7 +69,7 @@ def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
     """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start; of
     others, which take what there is, a cache for one sequence."""
     if g.embedded:
-        return weights_bytes(job, g.itemsize) + g.held
+        return weights_bytes(job, g.itemsize, g.split) + g.held
     held = weights_bytes(job, g.itemsize) + (g.prompt + g.new) * g.cache + g.state
     return held / chips_per_server(job, chip, g.itemsize)
 
@@ -110,8 +114,9 @@ class Rates:
 
 def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rates:
     """The speed of one server with so many sequences, of which the chosen experts are read."""
-    devices = 1 if g.embedded else chips_per_server(job, chip, g.itemsize)  # whether it fits is `Plan.fits`
-    weights, bandwidth = weights_bytes(job, g.itemsize), devices * STREAM * chip.bandwidth
+    devices = g.split.devices if g.embedded else chips_per_server(job, chip, g.itemsize)  # `Plan.fits` says if it fits
+    alike = 1 if g.embedded else devices  # chips that share what is counted here as a whole
+    weights, bandwidth = weights_bytes(job, g.itemsize, g.split), alike * STREAM * chip.bandwidth
     sequence, room = (g.prompt + g.new) * g.cache + g.state, devices * USABLE * chip.memory - weights
     most: float
     tokens: float
@@ -120,15 +125,35 @@ def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rat
     else:
         most, tokens = room / sequence, room / g.cache if g.cache else 0
     slots = max(1.0, min(most, g.slots or math.inf))
-    sparse = sum(entries(leaf) for leaf in job.leaves if expert(leaf)) * g.itemsize
-    chosen = min(running, slots) * job.top_k / job.table.dims["experts"] if sparse else 1.0
+    sparse = sum(in_use(leaf, g.split) for leaf in job.leaves if expert(leaf)) * g.itemsize
+    chosen = min(running, slots) / g.split.dp * job.top_k / job.table.dims["experts"] if sparse else 1.0
     context = g.prompt + g.new / 2  # mean length of a sequence while it grows
     size = sum(stored(leaf, g.itemsize) for leaf in job.leaves)
+    wait_s, sum_s = _sums(job, chip, g)
+    experts = flops.chosen(job)
+    own = (flops.active(job) - experts + experts / g.split.ep) / g.split.tp  # of the weights that a token passes
+    peak = MATMUL * chip.flops
     return Rates(
-        devices, slots, tokens, (weights - max(0.0, 1 - chosen) * sparse) / bandwidth,
-        (context * g.cache + 2 * g.state) / bandwidth, devices * MATMUL * chip.flops / (2 * flops.active(job)),
-        size / HOST + size / DISK, size / DISK,
+        devices, slots, tokens, (weights - max(0.0, 1 - chosen) * sparse) / bandwidth + wait_s,
+        ((context * g.cache + 2 * g.state) / bandwidth + sum_s) / g.split.dp,
+        g.split.dp * alike * peak / (2 * own + sum_s * peak), size / HOST + size / DISK, size / DISK,
     )  # fmt: skip
+
+
+def _sums(job: Job, chip: Chip, g: Generation) -> tuple[float, float]:
+    """Seconds that a step waits for sums over the chips of a recipe's own server: (however few tokens, for each token).
+
+    There are two a layer, of the outputs of attention and MLP, and one of embeddings; those of experts are also over
+    ep.
+    """
+    sparse = sum(depth(stack) for stack in job.stacks if any(map(expert, stack.values())))
+    wait_s = token_s = 0.0
+    for chips, sums in ((g.split.tp, 1 + 2 * job.layers - sparse), (g.split.tp * g.split.ep, sparse)):
+        if chips > 1:
+            link = LINK * (chip.link if chips <= chip.near else chip.network)
+            wait_s += sums * LATENCY
+            token_s += sums * 2 * (chips - 1) / chips * job.embed * g.itemsize / link
+    return wait_s, token_s
 
 
 def batch_s(job: Job, chip: Chip, g: Generation, servers: int) -> float:
@@ -156,13 +181,17 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
     else:
         counts, enough = range(1, g.samples + 1), max(train_s, 2 * least)
         servers = counts[bisect.bisect_left(counts, True, key=lambda n: seconds(n) <= enough)]
+    own = weights_bytes(job, g.itemsize, g.split) if g.embedded else 0
+    each = ", on each chip" if g.embedded and speed.devices > 1 else ""
     of = lambda name, value, kind, text: Figure("generation", name, value, kind, text)
     return [
         of("server_weights_bytes", weights_bytes(job, g.itemsize), "exact", "weights on a server"),
-        of("cache_bytes_per_token", g.cache, "exact", "KV cache per token"),
-        of("state_bytes", g.state, "exact", "states of recurrent layers per sequence"),
+        of("cache_bytes_per_token", g.cache, "exact", f"KV cache per token{each}"),
+        of("state_bytes", g.state, "exact", f"states of recurrent layers per sequence{each}"),
         of("server_devices", speed.devices, "estimate", "chips per server"),
         of("cache_tokens", speed.cache_tokens, "estimate", "tokens in a server's KV cache"),
+        of("chip_weights_bytes", own, "exact", "weights on each chip of a server"),
+        of("chip_cache_bytes", g.held, "exact", "KV cache and states on each chip of a server"),
         of("server_bytes", server_bytes(job, chip, g), "estimate", "weights and KV cache on a server's chip"),
         of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
         of("train_batch_s", train_s, "estimate", "training on a batch"),

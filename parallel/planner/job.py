@@ -14,6 +14,7 @@ from ...core.optim import Optimizer
 from .. import context, experts, rules
 from ..mesh import AXES, BATCH, Layout
 
+ONE = Layout()  # device
 # Values that each remat policy keeps on the device from a layer's forward to its backward pass; `memory.values` has
 # their sizes.
 KEPT = {
@@ -177,7 +178,7 @@ class Job:
 
     @functools.cached_property
     def mesh(self) -> AbstractMesh:
-        return AbstractMesh(tuple(self.size(axis) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return _mesh(self.layout)
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -344,6 +345,19 @@ class Job:
         return leaf.layers is None and leaf.path.endswith("embed") and not self.is_head(leaf)
 
 
+def _mesh(layout: Layout) -> AbstractMesh:
+    return AbstractMesh(tuple(getattr(layout, axis) for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def in_use(leaf: param.Leaf, layout: Layout) -> int:
+    """Entries of a leaf that a device of a generation engine holds: gathered over all but tp, experts over ep too.
+
+    Raises:
+      ValueError: the layout does not divide it.
+    """
+    return _held(leaf.axes, leaf.shape, leaf.path, rules.GATHERED, _mesh(layout))
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _held(axes: tuple[str, ...], shape: tuple[int, ...], path: str, by: rules.ShardingRules, mesh: AbstractMesh) -> int:
     spec = rules.spec(axes, by, where=path, shape=shape, mesh=mesh)
@@ -355,9 +369,10 @@ def depth(stack: Mapping[str, param.Leaf]) -> int:
     return next(iter(stack.values())).shape[0]
 
 
-def stored(leaf: param.Leaf, itemsize: int) -> int:
-    """Bytes of a leaf in files and on servers, with `itemsize` bytes an entry unless the table says otherwise."""
-    return entries(leaf) * (jnp.dtype(leaf.param.dtype).itemsize if leaf.param.dtype else itemsize)
+def stored(leaf: param.Leaf, itemsize: int, layout: Layout = ONE) -> int:
+    """Bytes of a leaf in files and on a device of a server, with `itemsize` bytes an entry unless the table says
+    otherwise."""
+    return in_use(leaf, layout) * (jnp.dtype(leaf.param.dtype).itemsize if leaf.param.dtype else itemsize)
 
 
 def entries(leaf: param.Leaf) -> int:

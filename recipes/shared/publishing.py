@@ -47,6 +47,7 @@ class WeightSync:
       write: `write(v, host)` -> the published directory.
       adapters: versions are adapters by name over `path`; None = whole models.
       first: label and weights that a server inside this process begins with.
+      policy: whose weights such a server gets; None = servers get what is written.
       handover: gives servers the weights of a push without files.
     """
 
@@ -58,6 +59,7 @@ class WeightSync:
     write: Callable[[int, Any], Path] | None = None
     adapters: Lora | None = None
     first: Callable[[], tuple[str, in_process.Weights]] | None = None
+    policy: Learner | None = None
     handover: Handover | None = None
 
 
@@ -73,8 +75,8 @@ async def opened(
     """
     settings = policy.settings
     if options.serve.inside:
-        first = lambda: in_memory(settings, start, run_on_all("host_copy", None))
-        yield WeightSync(settings, options.push, run_on_all, Path(model), first=first)
+        first = lambda: in_memory(settings, start, learner.weights(policy))
+        yield WeightSync(settings, options.push, run_on_all, Path(model), first=first, policy=policy)
         return
     adapters = await by_name(policy, options)
     with folder(options.published, policy, run, start) as root:
@@ -87,22 +89,27 @@ async def opened(
 
 def prepare_push(sync: WeightSync, fleet: client.Fleet, probe_ids: Sequence[int], v: int) -> loop.Push:
     """Copies version v to the host, so that the next update may overwrite it; returns the coroutine function that
-    writes the copy, pushes it to the servers and removes older versions.
+    writes the copy, pushes it to the servers and removes older versions. A server inside this process gets its copy
+    here, from device to device, and nothing is written.
 
     Args:
       probe_ids: a prompt for servers to prove with that they hold the weights; () = none.
     """
-    options, root, write = sync.options, sync.root, sync.write
-    host = sync.run_on_all("host_copy", sync.adapters)
-    known = (
+    options = sync.options
+    probe = lambda: (
         Probe(tuple(probe_ids), tuple(sync.run_on_all("probe", probe_ids)), options.tolerance) if probe_ids else None
     )
+    if sync.policy:
+        [server] = fleet.servers
+        assert server.prepare
+        label, weights = in_memory(sync.settings, v, learner.weights(sync.policy))
+        arrays = server.prepare(label, weights)
+        return functools.partial(push_weights, fleet, "", label, mode=options.mode, arrays=arrays, probe=probe())
+    root, write = sync.root, sync.write
+    assert root and write
+    host, known = sync.run_on_all("host_copy", sync.adapters), probe()
 
     async def push() -> None:
-        if root is None or write is None:  # the engine of this process takes the arrays
-            label, weights = await asyncio.to_thread(in_memory, sync.settings, v, host)
-            await push_weights(fleet, "", label, mode=options.mode, arrays=weights, probe=known)
-            return
         directory = await store.written(lambda: write(v, host), root, lambda: fleet.labels)
         label = read_label(directory / hf.MANIFEST)
         await push_weights(
@@ -118,7 +125,7 @@ def in_memory(settings, version: int, params) -> tuple[str, in_process.Weights]:
     """(label, arrays) of a version that is not written: the label is that of the directory that would be.
 
     Args:
-      params: a host copy, so that the trainer may donate its own.
+      params: the trainer's, whose tensors are hashed one at a time.
     """
     manifest = hf.manifest(settings, params, version=version)
     return label_of(hf.json_bytes(manifest)), in_process.Weights(settings, params, manifest)

@@ -210,13 +210,13 @@ class Engine:
           params: the model's parameter tree: arrays, or the leaves of `hf.mapped`.
 
         Raises:
-          ValueError: parameters of another shape or dtype, or the memory for weights is released.
+          ValueError: parameters of another shape or dtype.
         """
-        self._needs_memory()
         return self._slots.stage(params)
 
     def load(self, params, version: str, *, flush: bool = True) -> None:
         """`stage` and `swap`."""
+        self.check_memory()
         self.swap(self.stage(params), version, flush=flush)
 
     def swap(self, weights, version: str, *, flush: bool = True) -> None:
@@ -235,7 +235,7 @@ class Engine:
         """
 
         def swap():
-            self._needs_memory()
+            self.check_memory()
             if flush and self._slots.seated:
                 raise ValueError(
                     f"load: the cache cannot be flushed while {len(self._slots.seated)} requests are paused in place; "
@@ -296,7 +296,13 @@ class Engine:
         """Whether there are weights."""
         return self._slots.weights is not None
 
-    def _needs_memory(self) -> None:
+    @property
+    def weights(self) -> Any:
+        """The weights in use, as `stage` returned them; None once they are released."""
+        return self._slots.weights
+
+    def check_memory(self) -> None:
+        """Raises ValueError if the memory for weights is released."""
         if "weights" in self.released:
             raise ValueError("load: the memory for weights is released; resume it first (/resume_memory_occupation)")
 

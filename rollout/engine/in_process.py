@@ -1,4 +1,4 @@
-"""Runs the embedded engine in the trainer's process: its HTTP server in a thread, with new weights passed as arrays.
+"""Runs the embedded engine in the trainer's process: its HTTP server in a thread, with new weights passed on devices.
 
 For machines with one device, and for TPUs, where a device belongs to one process. Requests, pauses and labels use HTTP
 as with any server; only the weights bypass it.
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ... import models
-from ...core import param
+import jax
+
+from ...adapters import hf
 from ..processes import http_process, keys
 from ..servers.engine_mesh import EngineMesh
 from . import server as http
@@ -23,10 +24,10 @@ from . import server as http
 
 @dataclass(frozen=True)
 class Weights:
-    """A version of the weights as arrays.
+    """A version of the trainer's weights.
 
     Attributes:
-      params: numpy arrays from `hf.host_copy`: separate buffers, so the trainer may donate its own.
+      params: its arrays, maybe sharded, which it may donate once they are staged.
       manifest: their `hf.manifest`, so that the label identifies exactly these bytes.
     """
 
@@ -39,9 +40,15 @@ class Weights:
 
     def cast(self, dtype: str):
         """The parameters in the engine's dtype, as it would read them from files."""
-        table = models.table(self.config)
-        fit = lambda _, x, to: x.astype(to.dtype, copy=False)
-        return param.tree_map(fit, table, self.params, param.abstract(table, dtype))
+        return hf.cast(self.config, self.params, dtype)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A version in the engine's layout, and the checksums of its tensors."""
+
+    staged: Any
+    checksums: dict[str, str]
 
 
 @contextlib.contextmanager
@@ -93,28 +100,30 @@ def _given(first: Callable[[], tuple[str, Weights]], dtype: str) -> tuple:
 
 
 class Inside:
-    """Gives the engine of this process the arrays of a version: the `handover` of a `servers.server.Server`, which
-    replaces the old weights; `stage` is its `prepare`."""
+    """Gives the engine of this process the weights of a version: the `handover` of a `servers.server.Server`, which
+    replaces the old ones; `stage` is its `prepare`."""
 
     def __init__(self, service: http.Service):
         self._service = service
-        self._staged: tuple[Any, Any] = None, None  # a version's arrays, and the engine's staged copy
 
-    async def stage(self, weights) -> None:
-        """Stages them next to the current ones, while requests continue. Raises ValueError like the call."""
-        if not self._service.engine.released:
-            await self._ready(weights.arrays)
+    def stage(self, label: str, new: Weights) -> Ready:
+        """Copies a version to the engine's devices, next to the weights in use, while requests continue.
 
-    async def _ready(self, new: Weights) -> Any:
-        if self._staged[0] is not new:
-            self._staged = None, None  # never three versions in memory
-            stage = self._service.engine.stage
-            self._staged = new, await asyncio.to_thread(lambda: stage(new.cast(self._service.dtype)))
-        return self._staged[1]
+        Raises:
+          ValueError: it belongs to another model.
+        """
+        engine = self._service.engine
+        in_use = engine.weights if engine.version == label else None
+        return Ready(engine.stage(new.cast(self._service.dtype)) if in_use is None else in_use, new.checksums())
 
     async def __call__(self, _, weights, flush_cache: bool) -> None:
-        """Switches to the version. Raises ValueError if its arrays belong to another model; the old weights stay."""
-        ready = await self._ready(weights.arrays)
-        self._staged = None, None
-        await asyncio.to_thread(self._service.engine.swap, ready, weights.label, flush=flush_cache)
-        self._service.checksums = weights.arrays.checksums()
+        """Switches to a version that is `Ready`.
+
+        Raises:
+          ValueError: the engine had it before and has released its memory.
+        """
+        ready = weights.arrays
+        if any(x.is_deleted() for x in jax.tree.leaves(ready.staged)):
+            raise ValueError(f"version {weights.label} was released with the engine's memory; push the next one")
+        await asyncio.to_thread(self._service.engine.swap, ready.staged, weights.label, flush=flush_cache)
+        self._service.checksums = ready.checksums

@@ -347,6 +347,7 @@ class Service:
     def _read(self, path: str, files: frozenset) -> Staged:
         def stage(config, params):
             self._same_model(config, path)
+            self.engine.check_memory()
             return self.engine.stage(params)
 
         with readable(path):

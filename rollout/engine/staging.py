@@ -4,14 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...adapters import hf
 from ...core import param
-from ...models import transformer as models
 from ...models.layers.linear import MultiLoRAWeight, Transposed
-from ...parallel import rules
+from ...parallel import rules, transfer
 
 KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply nothing from the left
 
@@ -20,33 +18,40 @@ def stage(params, table: param.Table, mesh):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too), split
     over tp by the rules of training.
 
-    Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays or
-    `hf.Mapped`; those in host memory are read in place.
+    Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
+    `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device.
     """
-    first, split = mesh.devices.flat[0], rules.of_params(table, mesh, rules.GATHERED)
-    host = lambda w: w if isinstance(w, hf.Mapped) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, first)
-    top = {name: host(w) for name, w in params.items() if name != "stacks"}
-    stacks = [jax.tree.map(host, stack) for stack in params["stacks"]]
+    split = rules.of_params(table, mesh, rules.GATHERED)
+
+    def read(w):
+        w = hf.Cast(w, w.shape, w.dtype, w.dtype) if isinstance(w, jax.Array) else w
+        return w.merged() if isinstance(w, hf.Cast) else w
 
     def ready(w, sharding, turned=False):
         spec = (*sharding.spec, *[None] * (w.ndim - len(sharding.spec)))
         there = NamedSharding(mesh, PartitionSpec(*reversed(spec))) if turned else sharding
-        return jax.block_until_ready(_copied(there, turned)(jax.device_put(w, sharding)))
+        w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
+        return jax.block_until_ready(_copied(there, turned)(w))
 
     def one(name, w, sharding):
         turned = w.ndim == 2 and not name.endswith(KEPT)
         return Transposed(ready(w, sharding, True)) if turned else ready(w, sharding)
 
-    def layer(i, place):
-        of_layer = lambda sharding: NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
-        return {name: one(name, w[place], of_layer(split["stacks"][i][name])) for name, w in stacks[i].items()}
+    def layers(w, name, sharding):
+        w, of_layer = read(w), NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+        return [one(name, w[place], of_layer) for place in range(w.shape[0])]
 
+    top = lambda name, turned=False: ready(read(params[name])[()], split[name], turned)
+    stacks = [
+        {name: layers(w, name, split["stacks"][i][name]) for name, w in stack.items()}
+        for i, stack in enumerate(params["stacks"])
+    ]
     return {
-        "embed": ready(top["embed"], split["embed"]),
-        "norm": ready(top["norm"], split["norm"]),
-        "head": Transposed(ready(models.head(top), models.head(split), True)),
-        **{name: ready(w, split[name]) for name, w in top.items() if name.startswith("per_layer_")},
-        "layers": [layer(i, place) for i, place in table.layers],
+        "embed": top("embed"),
+        "norm": top("norm"),
+        "head": Transposed(top("head" if "head" in params else "embed", True)),
+        **{name: top(name) for name in params if name.startswith("per_layer_")},
+        "layers": [{name: each[place] for name, each in stacks[i].items()} for i, place in table.layers],
     }
 
 

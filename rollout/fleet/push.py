@@ -142,6 +142,8 @@ async def push_weights(
     weights = replace(weights, arrays=arrays, probe=probe)
     attempts = fleet.timeouts.push_attempts
     for attempt in itertools.count(1):
+        if not (written or fleet.not_offloaded.is_set()):  # the last version went with the released memory
+            fleet.published = weights
         fleet.not_offloaded.set()
         await _wait_for_servers(fleet)
         async with fleet.publishing:

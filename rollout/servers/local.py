@@ -27,8 +27,8 @@ class Serve:
     """How local servers run.
 
     Attributes:
-      inside: run one server in the trainer's process, on its first device; new weights are passed in memory. Not for
-        evaluations, which have no trainer.
+      inside: run one server in the trainer's process, on its first devices; new weights are copied on the devices. Not
+        for evaluations, which have no trainer.
       count: number of servers, each a process with its own weights; one that dies is restarted.
       slots: sequences that a server generates at a time.
       context: longest sequence, prompt and completion; the model's limit if that is lower. 0 = what the recipe needs:

@@ -6,7 +6,7 @@ import asyncio
 import collections
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -48,7 +48,8 @@ class Server:
       seeded, stages, ranks, layout, slots, context: as `sglang.Description`.
       stager: fetches versions to where the server can read them; None if it sees the trainer's files.
       handover: passes it the arrays of a version, if that has any; None = it reads the directory.
-      prepare: stages such arrays next to the current weights, before generation is paused.
+      prepare: of a server in this process: stages a version, (label, weights), next to the current one, before the
+        trainer donates its arrays; returns what `handover` takes.
       has_checksums: it may report checksums of its weights.
       fresh: this run started it with the weights of `label` and has not pushed to it since.
       weights_verified: cleared while new weights await verification; answers are held back meanwhile.
@@ -80,7 +81,7 @@ class Server:
     context: int = 0
     stager: Stager | None = None
     handover: Handover | None = None
-    prepare: Callable[[Published], Awaitable[None]] | None = None
+    prepare: Callable[[str, Any], Any] | None = None
     has_checksums: bool = True
     fresh: bool = False
     weights_verified: asyncio.Event = field(default_factory=_set)

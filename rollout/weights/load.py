@@ -34,10 +34,7 @@ async def load(server: Server, weights: Published, mode: str) -> Loaded:
     if not holds:
         directory = (await server.stager.stage(weights)).directory if server.stager else weights.directory
         files = not (server.handover and weights.arrays is not None)
-        if not files and server.prepare:
-            with _engine_errors(server):
-                await server.prepare(weights)
-        elif files and server.stages and not server.released:
+        if files and server.stages and not server.released:
             await server.api.stage_weights_from_disk(directory)
 
         paused = now()
