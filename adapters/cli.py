@@ -141,7 +141,8 @@ def serve(
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
       style: the model's format for tool calls; default: that of its chat template.
       reasoning: return text between <think> and </think> as reasoning, not as part of the answer.
-      bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to `slots`, and exit.
+      bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to the slots, and
+        exit.
     """
     from ..rollout.engine import server
     from ..rollout.processes import keys

@@ -196,5 +196,5 @@ def test_a_servers_bytes_are_those_of_the_engine(family, context, slots=3):
     params = param.tree_map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.param.dtype or jnp.bfloat16), models.table(config)
     )  # fmt: skip
-    staged = staging.stage(params, models.table(config), mesh_of(1))
+    staged = staging.stage(params, models.table(config), mesh_of())
     assert generation.weights_bytes(job(config), 2) == size(staged)

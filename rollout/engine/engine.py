@@ -17,8 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from ... import models
+from ...core import param
 from ...models import paging
 from ...models.lora import Lora
+from ...parallel import rules
 from ..chat.detokenizer import Text
 from ..processes import memory
 from ..servers.engine_mesh import EngineMesh
@@ -26,7 +29,7 @@ from .adapters import Loaded
 from .grammar import Grammars, Matcher
 from .live import Live
 from .request import Progress, Request, check, check_prompt
-from .slots import Slots
+from .slots import Slots, mesh_of
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
 COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
@@ -96,13 +99,19 @@ class Engine:
             raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        memory = _memory(config, params, slots, context, page, steps, mesh.tp) if memory is None else memory
+        experts = getattr(config, "experts", 0)
+        if mesh.ep > 1 and (not experts or experts % mesh.ep):
+            raise ValueError(
+                f"Engine: ep must divide the experts of each layer, and {config.family} has {experts}, got {mesh.ep}"
+            )
+        on = mesh_of(mesh)
+        memory = _memory(config, params, slots, context, page, steps, on) if memory is None else memory
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps, page, memory, mesh)
+        self._slots = Slots(config, params, slots, context, steps, page, memory, on)
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -609,15 +618,18 @@ class Engine:
             live.tell(snapshot(progress))
 
 
-def _memory(config, params, slots: int, context: int, page: int, steps: int, tp: int) -> float | None:
-    """The bytes that there are for caches; None = as much as all slots may need.
+def _memory(config, params, slots: int, context: int, page: int, steps: int, on: jax.sharding.Mesh) -> float | None:
+    """The bytes that there are for caches on each device; None = as much as all slots may need.
 
     Raises:
       ValueError: the device has not enough for one sequence.
     """
-    kinds = paging.kinds(config.records, context, page, np.dtype(params["embed"].dtype).itemsize, tp)
-    weights = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(params))
-    there = USABLE * (memory.of_devices(jax.local_devices()[:1]) - weights / tp)
+    table, dtype = models.table(config), np.dtype(params["embed"].dtype)
+    kinds = paging.kinds(config.records, context, page, dtype.itemsize, on.shape.get("tp", 1))
+    own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
+    split = rules.of_params(table, on, rules.GENERATING)
+    weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
+    there = USABLE * (memory.of_devices([on.devices.flat[0]]) - weights)
     if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps, None), slots) <= there:
         return None
     paging.counts(kinds, slots, context, page, steps, there)

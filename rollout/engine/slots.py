@@ -8,6 +8,7 @@ room again. Owned by one thread.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,17 +32,17 @@ from .prompts import Prompts, pairs
 from .request import STOPS
 
 
-def mesh_of(split: EngineMesh) -> jax.sharding.Mesh:
-    """The mesh of an engine, of the first devices of this process.
+def mesh_of(split: EngineMesh = EngineMesh(), devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh of an engine, of the first of these devices; None = of this process.
 
     Raises ValueError if there are not so many.
     """
-    local = jax.local_devices()
-    if split.devices > len(local):
-        raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(local)} of this process")
+    devices = jax.local_devices() if devices is None else devices
+    if split.devices > len(devices):
+        raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(devices)} of this process")
     if split.devices == 1:
-        return jax.sharding.Mesh(np.array(local[0]), ())
-    return mesh.make(mesh.Layout(tp=split.tp), local[: split.devices])
+        return jax.sharding.Mesh(np.array(devices[0]), ())
+    return mesh.generating(split.ep, split.tp, devices[: split.devices])
 
 
 class Slots:
@@ -59,7 +60,15 @@ class Slots:
     """
 
     def __init__(
-        self, config, params, count: int, context: int, steps: int, page: int, memory: float | None, split: EngineMesh
+        self,
+        config,
+        params,
+        count: int,
+        context: int,
+        steps: int,
+        page: int,
+        memory: float | None,
+        on: jax.sharding.Mesh,
     ):
         self.count, self.context, self.steps = count, context, steps
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
@@ -67,8 +76,8 @@ class Slots:
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
-        self._dtype, self._mesh = params["embed"].dtype, mesh_of(split)
-        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, split.tp)
+        self._dtype, self._mesh = params["embed"].dtype, on
+        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, on.shape.get("tp", 1))
         self._prompts = Prompts(self.config, self.cache, self._room)
         self.counts = self._prompts.counts
         self.weights: Any = self.stage(params)

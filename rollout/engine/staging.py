@@ -18,12 +18,12 @@ KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply 
 
 def stage(params, table: param.Table, mesh):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too), split
-    over tp by the rules of training.
+    over tp by the rules of training, experts over ep.
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays or
     `hf.Mapped`; those in host memory are read in place.
     """
-    first, split = mesh.devices.flat[0], rules.of_params(table, mesh, rules.GATHERED)
+    first, split = mesh.devices.flat[0], rules.of_params(table, mesh, rules.GENERATING)
     host = lambda w: w if isinstance(w, hf.Mapped) else np.asarray(w) if hf.on_host(w) else jax.device_put(w, first)
     top = {name: host(w) for name, w in params.items() if name != "stacks"}
     stacks = [jax.tree.map(host, stack) for stack in params["stacks"]]

@@ -9,9 +9,12 @@ class EngineMesh:
     """The devices of a generation engine, the first ones of its process.
 
     Attributes:
+      ep: devices that share each layer's experts, and compute theirs for all tokens; all else, caches included, is
+        replicated over them.
       tp: devices that share each sequence: heads, MLP and vocabulary are split over them (arXiv:1909.08053).
     """
 
+    ep: int = 1
     tp: int = 1
 
     def __post_init__(self):
@@ -21,6 +24,11 @@ class EngineMesh:
 
     def __str__(self):
         return " x ".join(f"{name} {count}" for name, count in asdict(self).items() if count > 1) or "one device"
+
+    @property
+    def words(self) -> list[str]:
+        """The options of `areax serve` that ask for it."""
+        return [word for name, count in asdict(self).items() for word in (f"--mesh.{name}", str(count))]
 
     @property
     def devices(self) -> int:

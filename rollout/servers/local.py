@@ -97,7 +97,7 @@ class Local:
         command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
         command += ["--slots", str(options.slots), "--dtype", options.dtype]
         command += ["--context", str(options.context)] if options.context else []
-        command += ["--mesh.tp", str(options.mesh.tp)]
+        command += options.mesh.words
         command += ["--memory", str(options.memory)] if options.memory else []
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
