@@ -83,10 +83,11 @@ def dispatch(compute, x_BTD, index_BTK, weight_BTK, w, method: Method = "gather"
 
     if meshes.one_device():
         return flat(partial(compute, first=0, parts=1), x_BTD, index_BTK, weight_BTK, w)
-    axis, over, dispatched = "ep", ("tp",), {"gather": gather, "all_to_all": all_to_all}[method]
     if meshes.EXPERTS in jax.sharding.get_abstract_mesh().shape:
-        axis, over, dispatched = meshes.EXPERTS, (meshes.EXPERTS, "tp"), whole
-    local = partial(flat, lambda *tokens: jax.lax.psum(dispatched(compute, *tokens), over))
+        axis, over, dispatched = meshes.EXPERTS, [meshes.EXPERTS, "tp"], whole
+    else:
+        axis, over, dispatched = "ep", ["tp"], {"gather": gather, "all_to_all": all_to_all}[method]
+    local = partial(flat, lambda *tokens: jax.lax.psum(dispatched(compute, *tokens), tuple(over)))
     each, specs = rows(), {name: _spec(x, P(axis, *WEIGHTS[name][1:])) for name, x in w.items()}
     return island(local, (each, each, each, specs), each)(x_BTD, index_BTK, weight_BTK, w)
 

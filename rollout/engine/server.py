@@ -25,9 +25,8 @@ from ..processes import http_limits as limits
 from ..processes import http_process, keys
 from ..servers.engine_mesh import EngineMesh
 from ..servers.labels import read_label
-from . import bench, openapi
+from . import bench, openapi, replicas
 from .adapters_api import Adapters
-from .engine import Engine
 from .grammar import Grammars
 from .metrics_api import Metrics
 from .openai_api import OpenAI
@@ -62,7 +61,7 @@ def serve(
 
     Args:
       port: 0 = any free port.
-      slots: sequences generated at the same time; further requests wait.
+      slots: sequences that each replica generates at the same time; further requests wait.
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights.
@@ -95,7 +94,7 @@ def serve(
         del weights  # the engine has copies
         engine = service.engine
         url = http_process.address((host, sock.getsockname()[1]))
-        ready = f"{url} serves {engine.config.family} {path}, {slots} slots of {engine.context} tokens"
+        ready = f"{url} serves {engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
         engine.start()
@@ -156,7 +155,7 @@ def prepare(
     if not 0 <= memory < math.inf:
         raise ValueError(f"memory must be a number of GB, or 0, got {memory}")
     context = min(context, config.context)
-    engine = Engine(
+    engine = replicas.serving(
         config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
         decode=decode, grammars=grammars, seed=seed,
     )  # fmt: skip

@@ -32,17 +32,23 @@ from .prompts import Prompts, pairs
 from .request import STOPS
 
 
-def mesh_of(split: EngineMesh = EngineMesh(), devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The mesh of an engine, of the first of these devices; None = of this process.
+def devices_of(split: EngineMesh) -> list[jax.Device]:
+    """The first devices of this process, as many as needed.
 
     Raises ValueError if there are not so many.
     """
-    devices = jax.local_devices() if devices is None else devices
-    if split.devices > len(devices):
-        raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(devices)} of this process")
-    if split.devices == 1:
+    local = jax.local_devices()
+    if split.devices > len(local):
+        raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(local)} of this process")
+    return local[: split.devices]
+
+
+def mesh_of(split: EngineMesh = EngineMesh(), devices: Sequence[jax.Device] = ()) -> jax.sharding.Mesh:
+    """The mesh of an engine on these devices; none = as `devices_of`."""
+    devices = devices or devices_of(split)
+    if len(devices) == 1:
         return jax.sharding.Mesh(np.array(devices[0]), ())
-    return mesh.generating(split.ep, split.tp, devices[: split.devices])
+    return mesh.generating(split.ep, split.tp, devices)
 
 
 class Slots:
