@@ -130,12 +130,13 @@ def serve(
       path: Hugging Face directory with weights and tokenizer, or a model on the hub.
       host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
-      slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
+      slots: maximum number of sequences that a replica generates concurrently (SGLang's max-running-requests); further
+        requests wait.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights. With less, requests wait; no sample changes.
-      mesh: how the model is split over the first devices of this machine.
+      mesh: how the first devices of this machine are used.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.

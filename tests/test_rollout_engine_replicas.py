@@ -237,7 +237,7 @@ def test_adapters_are_loaded_by_all_or_by_none():
 
 def test_replicas_need_devices_of_their_own(tmp_path, capsys):
     folder = tiny.model(tmp_path / "model")
-    assert cli.main(["serve", str(folder), "--bench", "--mesh.dp", "3", "--mesh.tp", "3"]) == 2
+    assert cli.main(["serve", str(folder), "--bench", *EngineMesh(dp=3, tp=3).words]) == 2
     assert "Engine: dp 3 x tp 3 needs 9 devices, got 8 of this process" in capsys.readouterr().err
     config, params = model("qwen3")
     with pytest.raises(ValueError, match="dp must be 1, got 2"):

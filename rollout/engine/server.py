@@ -65,7 +65,7 @@ def serve(
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights.
-      mesh: how the model is split over devices.
+      mesh: how devices are used.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       dtype: of weights and computation; "auto" = that of the platform.

@@ -8,6 +8,7 @@ room again. Owned by one thread.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,8 +125,9 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """Device memory of weights and caches, in bytes."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.weights, self.cache.held)))
+        """Memory of weights and caches on all devices, in bytes."""
+        own = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return sum(self._mesh.size * own(x) for x in jax.tree.leaves((self.weights, self.cache.held)))
 
     def stage_adapter(self, spec: Lora, tree) -> Factors:
         """Prepares an adapter for `add_adapter`, next to those in use; raises as `adapters.stage`."""

@@ -30,12 +30,12 @@ class Serve:
       inside: run one server in the trainer's process, on its first device; new weights are passed in memory. Not for
         evaluations, which have no trainer.
       count: number of servers, each a process with its own weights; one that dies is restarted.
-      slots: sequences that a server generates at a time.
+      slots: sequences that a server, or each of its replicas (`mesh.dp`), generates at a time.
       context: longest sequence, prompt and completion; the model's limit if that is lower. 0 = what the recipe needs:
         `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
       memory: GB of a server's keys, values and states on each device; 0 = as much as all slots may need, or what a
         device has beside weights. With less, requests wait; no sample changes.
-      mesh: how the model of a server is split over devices.
+      mesh: how a server uses devices.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
