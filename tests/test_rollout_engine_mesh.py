@@ -112,9 +112,7 @@ def test_a_layout_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="cannot be split over tp = 5 devices; use a divisor"):
         engine_of("qwen3", EngineMesh(tp=5))
     for case, experts in (("qwen3", 0), ("qwen3_moe", 8)):
-        with pytest.raises(
-            ValueError, match=f"ep must divide the experts of each layer, and {case} has {experts}, got 3"
-        ):
+        with pytest.raises(ValueError, match=f"ep must divide the model's experts, {experts} in this {case}, got 3"):
             engine_of(case, EngineMesh(ep=3))
 
 

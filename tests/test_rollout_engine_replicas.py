@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import threading
+import time
 
 import jax
 import numpy as np
@@ -42,16 +43,51 @@ def loads(both):
     return [engine.requests for engine in both._engines]
 
 
-class Told:
-    """Collects the last progress of requests that were submitted; `running` is set once one has a token."""
+def watched(monkeypatch):
+    """A list that gets each barrier that is made."""
+    barriers: list = []
+    make = threading.Barrier
+    monkeypatch.setattr(threading, "Barrier", lambda n: barriers.append(make(n)) or barriers[-1])
+    return barriers
 
-    def __init__(self, both, *asked):
-        self.last, self.ended, self.running, self.count = {}, threading.Event(), threading.Event(), len(asked)
+
+def await_(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def started(act, *arguments):
+    thread = threading.Thread(target=act, args=arguments)
+    thread.start()
+    return thread
+
+
+def paused(both, mode, told):
+    """Pauses while `told` holds what has begun to run."""
+    pause = started(both.pause, mode)
+    await_(lambda: all(engine._acts or engine.paused for engine in both._engines))
+    told.go.set()
+    pause.join(60)
+    assert both.paused
+
+
+class Told:
+    """Collects the last progress of requests that were submitted; `running` is set once one has a token. An engine
+    that reports one waits for `go`."""
+
+    def __init__(self, both, *asked, go=True):
+        self.last, self.count = {}, len(asked)
+        self.ended, self.running, self.go = threading.Event(), threading.Event(), threading.Event()
+        if go:
+            self.go.set()
         both.submit_all(asked, self)
 
     def __call__(self, progress):
         self.last[progress.rid] = progress
         self.running.set()
+        assert self.go.wait(60)
         if sum(one.finish is not None for one in self.last.values()) == self.count:
             self.ended.set()
 
@@ -138,18 +174,19 @@ def test_a_pause_an_abort_and_new_weights_reach_all():
     with one_engine(negative()) as one:
         wanted = one.generate(asked)
     with replicas() as both:
-        told = Told(both, *asked)
-        both.pause("retract")
-        assert both.paused and not both.able and loads(both) == [2, 2]
+        told = Told(both, *asked, go=False)
+        paused(both, "retract", told)
+        assert not both.able and loads(both) == [2, 2]
         both.load(negative(), "new")
         assert both.version == "new" and {engine.version for engine in both._engines} == {"new"}
         later = Told(both, *(dataclasses.replace(one, rid=f"later {one.rid}") for one in asked))
         both.resume()
         assert {progress.versions[-1][0] for progress in told.wait().values()} == {"new"}
         assert all(same(later.wait()[f"later {progress.rid}"], progress) for progress in wanted)
-        told = Told(both, *asked)
+        told = Told(both, *asked, go=False)
         both.abort("0", "1")
         both.abort_all()
+        told.go.set()
         assert {progress.finish["type"] for progress in told.wait().values()} == {"abort"}
         both.set_version("renamed")
         assert both.generate(asked[:1])[0].versions[0][0] == "renamed"
@@ -157,48 +194,61 @@ def test_a_pause_an_abort_and_new_weights_reach_all():
 
 def test_either_all_replicas_switch_or_none(monkeypatch):
     """One of them has a request that is paused in place, whose cache cannot be flushed; then both wait for it."""
+    barriers = watched(monkeypatch)
     with replicas() as both:
-        told = Told(both, Request("a", (9, 10), LONG))
-        assert told.running.wait(60) and loads(both) == [1, 0]
-        both.pause("in_place")
+        told = Told(both, Request("a", (9, 10), LONG), go=False)
+        await_(told.running.is_set)
+        paused(both, "in_place", told)
+        assert loads(both) == [1, 0]
         staged = both.stage(negative())
         with pytest.raises(ValueError, match="cannot be flushed while 1 requests are paused in place"):
             both.swap(staged, "new")
         with pytest.raises(ValueError, match="no requests may be running, got 1"):
             both.release()
         assert {engine.version for engine in both._engines} == {"default"} and not both.released
-        barriers: list = []
-        make = threading.Barrier
-        monkeypatch.setattr(threading, "Barrier", lambda n: barriers.append(make(n)) or barriers[-1])
-        swap = threading.Thread(target=both.swap, args=(staged, "new"))
+        told.go.clear()
         both.resume()
-        swap.start()
-        while not (barriers and barriers[0].n_waiting):
-            assert not told.ended.is_set()
+        swap = started(both.swap, staged, "new")
+        await_(lambda: len(barriers) == 3 and barriers[2].n_waiting)
         later = Told(both, Request("b", (9, 10), LONG))  # to the idle one
-        assert loads(both) == [1, 1]
+        assert loads(both) == [1, 1] and both.version == "default"
+        told.go.set()
         swap.join(60)
         assert [span[0] for span in told.wait()["a"].versions] == ["default"]
         assert [span[0] for span in later.wait()["b"].versions] == ["new"]
 
 
-def test_engines_that_wait_for_each_other_can_be_closed():
+def test_a_pause_lets_new_weights_in_that_wait_for_a_replica(monkeypatch):
+    barriers = watched(monkeypatch)
+    with replicas() as both:
+        told = Told(both, Request("a", (9, 10), LONG), go=False)
+        swap = started(both.load, negative(), "new")
+        await_(lambda: barriers and barriers[0].n_waiting)
+        paused(both, "retract", told)
+        swap.join(60)
+        assert both.version == "new"
+        both.resume()
+        assert [span[0] for span in told.wait()["a"].versions] == ["default", "new"]
+
+
+def test_engines_that_wait_for_each_other_can_be_closed(monkeypatch):
+    barriers, failed = watched(monkeypatch), []
     both = replicas()
     both.start()
-    told, failed = Told(both, Request("a", (9, 10), LONG)), []
-    assert told.running.wait(60)
+    told = Told(both, Request("a", (9, 10), LONG), go=False)
 
-    def swap():
+    def load():
         try:
             both.load(negative(), "new")
         except RuntimeError as error:
             failed.append(str(error))
 
-    waiting = threading.Thread(target=swap)
-    waiting.start()
-    while not both._engines[0]._loads:
-        assert not told.ended.is_set()
-    both.close()
+    waiting = started(load)
+    await_(lambda: barriers and barriers[0].n_waiting)
+    closing = started(both.close)
+    await_(lambda: both._engines[0]._closing)
+    told.go.set()
+    closing.join(60)
     waiting.join(60)
     assert failed == ["Engine: the engine is closed"] and told.wait()["a"].finish["type"] == "abort"
 

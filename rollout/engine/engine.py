@@ -78,7 +78,7 @@ class Engine:
           context: most tokens of a sequence, prompt included.
           memory: bytes of the caches on each device; None = as much as all slots may need, if the device has it. With
             less, requests wait for memory, and the latest may lose theirs for a time; no sample changes.
-          mesh: how the model is split over devices, of one replica (see `replicas` for more).
+          mesh: how the model is split over devices; its dp must be 1, `replicas.serving` makes more engines.
           devices: as many as the mesh has; none = the first of this process.
           page: tokens of a page, a power of two of at least 16; None = by context.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
@@ -106,7 +106,8 @@ class Engine:
         experts = getattr(config, "experts", 0)
         if mesh.ep > 1 and (not experts or experts % mesh.ep):
             raise ValueError(
-                f"Engine: ep must divide the experts of each layer, and {config.family} has {experts}, got {mesh.ep}"
+                f"Engine: ep must divide the model's experts, {experts} in this {config.family}, got {mesh.ep}; use a "
+                "divisor, or tp"
             )
         if mesh.dp > 1:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")

@@ -126,11 +126,11 @@ class Replicas:
         groups: dict[tuple[str, Sequence[int]], list[Checked]] = {}
         for one in checked:
             groups.setdefault((one[0].adapter, tuple(one[0].prompt)), []).append(one)
+        hashed = [[hash((adapter, chunk)) for chunk in chain(prompt, self._page)] for adapter, prompt in groups]
         with self._locked():
             for engine in self._engines:
                 engine.refuse(checked)
-            for (adapter, prompt), group in groups.items():
-                hashes = [hash((adapter, chunk)) for chunk in chain(prompt, self._page)]
+            for hashes, group in zip(hashed, groups.values(), strict=True):
                 replica = choose(self._replicas, hashes)
                 replica.cached.add(hashes)
                 replica.engine.queue(group)
