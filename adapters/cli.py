@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NoReturn
 
 import tyro
 
-from ..rollout.servers.engine_mesh import EngineMesh
+from ..rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
 from .command_line import parse
 from .command_line.options import UNPREFIXED
 
@@ -117,7 +117,7 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     memory: float = 0,
-    mesh: EngineMesh = EngineMesh(),
+    mesh: EngineMesh = ONE_DEVICE,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
@@ -130,18 +130,20 @@ def serve(
       path: Hugging Face directory with weights and tokenizer, or a model on the hub.
       host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
-      slots: maximum number of sequences generated concurrently (SGLang's max-running-requests); further requests wait.
+      slots: maximum number of sequences that a replica generates concurrently (SGLang's max-running-requests); further
+        requests wait.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights. With less, requests wait; no sample changes.
-      mesh: how the model is split over the first devices of this machine.
+      mesh: how the first devices of this machine are used.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
       style: the model's format for tool calls; default: that of its chat template.
       reasoning: return text between <think> and </think> as reasoning, not as part of the answer.
-      bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to `slots`; exit.
+      bench: measure speed instead: print tokens per second for 1, 2, 4, ... requests at a time, up to the slots, and
+        exit.
     """
     from ..rollout.engine import server
     from ..rollout.processes import keys

@@ -2,7 +2,8 @@
 
 Dispatch methods: "gather" all-gathers the tokens of the ep group, computes the local experts' contributions, and
 reduce-scatters them. "all_to_all" sends each token once per chosen expert, and the result back. Within an expert, ffn
-is sharded over tp.
+is sharded over tp. On `mesh.generating`, which does not split rows, each device computes its experts' contributions to
+all tokens, and one sum over all devices completes them.
 
 Buffers have room for `capacity` (token, expert) pairs. If a device's experts get more, it computes them in rounds.
 """
@@ -82,9 +83,12 @@ def dispatch(compute, x_BTD, index_BTK, weight_BTK, w, method: Method = "gather"
 
     if meshes.one_device():
         return flat(partial(compute, first=0, parts=1), x_BTD, index_BTK, weight_BTK, w)
-    dispatched = {"gather": gather, "all_to_all": all_to_all}[method]
-    local = partial(flat, lambda *tokens: jax.lax.psum(dispatched(compute, *tokens), "tp"))
-    each, specs = rows(), {name: _spec(x, WEIGHTS[name]) for name, x in w.items()}
+    if meshes.EXPERTS in jax.sharding.get_abstract_mesh().shape:
+        axis, over, dispatched = meshes.EXPERTS, [meshes.EXPERTS, "tp"], whole
+    else:
+        axis, over, dispatched = "ep", ["tp"], {"gather": gather, "all_to_all": all_to_all}[method]
+    local = partial(flat, lambda *tokens: jax.lax.psum(dispatched(compute, *tokens), tuple(over)))
+    each, specs = rows(), {name: _spec(x, P(axis, *WEIGHTS[name][1:])) for name, x in w.items()}
     return island(local, (each, each, each, specs), each)(x_BTD, index_BTK, weight_BTK, w)
 
 
@@ -94,6 +98,14 @@ def _spec(w, spec: P):
         return spec
     a, b = param.factors(tuple(spec))
     return dataclasses.replace(w, weight=spec, a=P(*a), b=P(*b))
+
+
+def whole(compute, x_AD, index_AK, weight_AK, w):
+    """This device's part of the mixture of tokens that all devices have, [A, D], before the sum over EXPERTS and tp.
+
+    There are no rounds: a token's would depend on other tokens, and so would the order of its sum.
+    """
+    return compute(x_AD, index_AK, weight_AK, w, w["up"].shape[0] * jax.lax.axis_index(meshes.EXPERTS), 1)
 
 
 def gather(compute, x_AD, index_AK, weight_AK, w):

@@ -57,6 +57,7 @@ class Layout:
 
 AXES = tuple(field.name for field in dataclasses.fields(Layout))
 BATCH = ("dp", "fsdp", "ep")  # axes that split rows
+EXPERTS = "experts"  # axis of meshes to generate on, of devices that share each layer's experts and have all rows
 
 
 def make(layout: Layout = Layout(), devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -79,6 +80,14 @@ def make(layout: Layout = Layout(), devices: Sequence[jax.Device] | None = None)
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def generating(ep: int, tp: int, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """Builds a mesh on which no rows are split: experts are, over `ep` devices (the axis EXPERTS), and heads, ffn and
+    vocabulary over `tp`."""
+    sizes = {axis: 1 for axis in AXES if axis != "tp"} | {EXPERTS: ep, "tp": tp}
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
 def size(*axes: str) -> int:
     """Product of the sizes of these axes of the ambient mesh; 1 without a mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
@@ -87,4 +96,4 @@ def size(*axes: str) -> int:
 
 def one_device() -> bool:
     """Whether the ambient mesh has one device, or there is no mesh."""
-    return size(*AXES) == 1
+    return size(*AXES, EXPERTS) == 1

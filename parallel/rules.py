@@ -71,6 +71,7 @@ RULES = ShardingRules()
 GATHERED = dataclasses.replace(
     RULES, embed=None, expert_embed=None, q_rank=None, kv_rank=None
 )  # rules for weights while in use
+GENERATING = dataclasses.replace(GATHERED, experts=meshes.EXPERTS)  # and on `mesh.generating`
 
 
 def spec(axes: tuple[str, ...], rules: ShardingRules = RULES, *, where: str = "", shape=None, mesh=None):

@@ -219,7 +219,7 @@ def test_mapped_leaves_are_read_from_the_file(tmp_path):
     assert equal(read, wanted(tensors)) and verify() is None
     for name in ("q", "k", "v", "expert_up", "cv"):
         assert params["stacks"][1][name][1].flags.owndata is False, name
-    table, on = models.table(config), slots.mesh_of(1)
+    table, on = models.table(config), slots.mesh_of()
     staged, one = (staging.stage(x, table, on) for x in (params, hf.load(tmp_path / "m")[1]))
     assert jax.tree.all(jax.tree.map(np.array_equal, staged, one))
 

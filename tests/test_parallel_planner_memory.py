@@ -17,7 +17,6 @@ from areax.parallel.planner import generation, memory
 from areax.parallel.planner.job import Job
 from areax.rollout.engine import pool, staging
 from areax.rollout.engine.slots import mesh_of
-from areax.rollout.servers.engine_mesh import EngineMesh
 
 UNLIKE = "deepseek_v3", "gemma4_text", "qwen3_5_text"  # families that differ most; `make test-wide` has the others
 ONE = mesh.Layout()
@@ -197,5 +196,5 @@ def test_a_servers_bytes_are_those_of_the_engine(family, context, slots=3):
     params = param.tree_map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.param.dtype or jnp.bfloat16), models.table(config)
     )  # fmt: skip
-    staged = staging.stage(params, models.table(config), mesh_of(EngineMesh()))
+    staged = staging.stage(params, models.table(config), mesh_of())
     assert generation.weights_bytes(job(config), 2) == size(staged)

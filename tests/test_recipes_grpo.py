@@ -729,6 +729,17 @@ def test_killing_an_offloaded_server_changes_no_number(place, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.mesh
+@pytest.mark.parametrize("serve", [Serve(slots=8, context=64), INSIDE], ids=["pushed", "inside"])
+def test_replicas_of_a_server_change_no_number(place, first, serve, monkeypatch):
+    """Their samples have the same bits, and all have each version's weights."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")  # of a server's process
+    out = f"replicas {serve.inside}"
+    done = grpo.main(config(place, out, servers=(), serve=dataclasses.replace(serve, mesh=EngineMesh(dp=2))))
+    assert done["complete"]
+    same(place, out, "first")
+
+
 def test_an_in_process_server_generates_while_the_trainer_updates(place):
     done = grpo.main(config(place, "inside ahead", servers=(), serve=INSIDE, eta=2, steps=5, lora=Lora(rank=2)))
     assert done["complete"] and done["counts"]["accepted"] == 20 and done["max_logp_diff"] <= 1e-4

@@ -19,13 +19,18 @@ from areax.parallel.planner.job import Job
 from areax.rollout.engine import attention, decode, prefill
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Sampling
-from areax.rollout.servers.engine_mesh import EngineMesh
+from areax.rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
 
 SLOTS = 4
 # With fewer heads of keys and values than devices, windows, experts, latent vectors, delta nets, and Mamba.
 MESHES = [
-    *(pytest.param(*both, marks=pytest.mark.mesh) for both in (("qwen3", 4), ("qwen3_moe", 2), ("qwen3_5_text", 2))),
-    *(pytest.param(case, 2, marks=pytest.mark.wide) for case in ("qwen3", "qwen3 window", "nemotron_h")),
+    *(pytest.param(case, EngineMesh(tp=tp), marks=pytest.mark.mesh)
+      for case, tp in (("qwen3", 4), ("qwen3_moe", 2), ("qwen3_5_text", 2))),
+    pytest.param("qwen3_moe", EngineMesh(ep=2, tp=2), marks=pytest.mark.mesh),
+    *(pytest.param(case, EngineMesh(tp=2), marks=pytest.mark.wide)
+      for case in ("qwen3", "qwen3 window", "nemotron_h")),
+    *(pytest.param(case, EngineMesh(ep=ep), marks=pytest.mark.wide)
+      for case, ep in (("qwen3_moe", 4), ("deepseek_v3", 3))),
 ]  # fmt: skip
 
 
@@ -34,26 +39,24 @@ def model(case):
     return config, tiny.weights(models.table(config), 0.16)
 
 
-def engine_of(case, tp, share=None):
+def engine_of(case, mesh=ONE_DEVICE, share=None):
     """An engine whose pages are this share of what its slots may need."""
     config, params = model(case)
     memory = None
     if share:
-        kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, tp)
+        kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, mesh.tp)
         counts = paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], SLOTS)
         memory = fixed + share * (paging.size_of(kinds, counts, SLOTS) - fixed)
-    return Engine(
-        config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, mesh=EngineMesh(tp=tp), memory=memory
-    )
+    return Engine(config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, mesh=mesh, memory=memory)
 
 
-@pytest.mark.parametrize("case, tp", MESHES)
-def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case, tp):
+@pytest.mark.parametrize("case, split", MESHES)
+def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case, split):
     """Tokens, and log-probabilities within 1e-5 (delta nets 4e-5); bits with little memory, in company or alone."""
-    with engine_of(case, 1) as one:
+    with engine_of(case) as one:
         wanted = one.generate(requests(case))
-    with engine_of(case, tp, 0.4) as engine:
+    with engine_of(case, split, 0.4) as engine:
         found = engine.generate(requests(case))
         assert engine.stats()["preemptions"] > 0 and engine.flush()
         for i in (1, 5):
@@ -75,10 +78,11 @@ def compiled_step(slots):
 
 
 @pytest.mark.mesh
-def test_a_step_sends_two_sums_a_layer_and_no_pages():
+@pytest.mark.parametrize("case, split", [("qwen3", EngineMesh(tp=2)), ("qwen3_moe", EngineMesh(ep=2, tp=2))], ids=str)
+def test_a_step_sends_two_sums_a_layer_and_no_pages(case, split):
     """And updates its part of the pages in place."""
-    config, _ = model("qwen3")
-    slots = engine_of("qwen3", 2)._slots
+    config, _ = model(case)
+    slots = engine_of(case, split)._slots
     compiled = compiled_step(slots)
     sent = collections.Counter(
         re.findall(r"= (\w+\[[\d,]*\])\S* (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(", compiled.as_text())
@@ -118,13 +122,23 @@ def test_prompts_are_computed_on_the_mesh(monkeypatch):
     attend = attention.attend
     monkeypatch.setattr(attention, "attend", lambda *a, **k: meshes.append(mesh.size("tp")) or attend(*a, **k))
     prefill.prefill.clear_cache()
-    with engine_of("qwen3", 2) as engine:
+    with engine_of("qwen3", EngineMesh(tp=2)) as engine:
         engine.generate([dataclasses.replace(requests("qwen3")[2], sampling=Sampling(max_new_tokens=0))])
     assert meshes and set(meshes) == {2}
 
 
 def test_a_layout_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="tp 9 needs 9 devices, got 8 of this process"):
-        engine_of("qwen3", 9)
+        engine_of("qwen3", EngineMesh(tp=9))
     with pytest.raises(ValueError, match="cannot be split over tp = 5 devices; use a divisor"):
-        engine_of("qwen3", 5)
+        engine_of("qwen3", EngineMesh(tp=5))
+    for case, experts in (("qwen3", 0), ("qwen3_moe", 8)):
+        with pytest.raises(ValueError, match=f"ep must divide the model's experts, {experts} in this {case}, got 3"):
+            engine_of(case, EngineMesh(ep=3))
+
+
+def test_experts_alone_are_split_over_ep():
+    slots = engine_of("qwen3_moe", EngineMesh(ep=2))._slots
+    for path, x in jax.tree_util.tree_leaves_with_path((slots.weights, slots.cache.held)):
+        parts = 2 if "expert_" in jax.tree_util.keystr(path) else 1
+        assert x.addressable_shards[0].data.nbytes * parts == x.nbytes, path

@@ -17,22 +17,27 @@ from typing import Any
 import jax
 import numpy as np
 
+from ... import models
+from ...core import param
 from ...models import paging
 from ...models.lora import Lora
+from ...parallel import rules
 from ..chat.detokenizer import Text
 from ..processes import memory
-from ..servers.engine_mesh import EngineMesh
+from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from .adapters import Loaded
 from .grammar import Grammars, Matcher
 from .live import Live
 from .request import Progress, Request, check, check_prompt
-from .slots import Slots
+from .slots import Slots, mesh_of
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
 COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
 COMPUTED = ("dispatches", "prefills", "prefilled_tokens", "preemptions")
 ADAPTERS = 64  # most adapters loaded at the same time
 PROMPTS, ON_CPUS = 16384, 2048  # tokens of prompts that are computed between two dispatches
+Pair = tuple[Request, Callable[[Progress], None]]
+Checked = tuple[Request, Callable[[Progress], None], frozenset[int], Matcher | None]  # and stop ids
 USABLE = 0.9  # of a device's memory that weights leave, for caches
 
 
@@ -58,7 +63,8 @@ class Engine:
         context: int = 2048,
         memory: float | None = None,
         page: int | None = None,
-        mesh: EngineMesh = EngineMesh(),
+        mesh: EngineMesh = ONE_DEVICE,
+        devices: Sequence[jax.Device] = (),
         version: str = "default",
         decode: Callable[[list[int]], str] | None = None,
         grammars: Grammars | None = None,
@@ -72,7 +78,8 @@ class Engine:
           context: most tokens of a sequence, prompt included.
           memory: bytes of the caches on each device; None = as much as all slots may need, if the device has it. With
             less, requests wait for memory, and the latest may lose theirs for a time; no sample changes.
-          mesh: how the model is split over devices.
+          mesh: how the model is split over devices; its dp must be 1, `replicas.serving` makes more engines.
+          devices: as many as the mesh has; none = the first of this process.
           page: tokens of a page, a power of two of at least 16; None = by context.
           decode: converts token ids to text, without special tokens; None = no stop strings, and reading a text raises.
           grammars: compiles the grammars of requests; None = they are refused.
@@ -96,13 +103,22 @@ class Engine:
             raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        memory = _memory(config, params, slots, context, page, steps, mesh.tp) if memory is None else memory
+        experts = getattr(config, "experts", 0)
+        if mesh.ep > 1 and (not experts or experts % mesh.ep):
+            raise ValueError(
+                f"Engine: ep must divide the model's experts, {experts} in this {config.family}, got {mesh.ep}; use a "
+                "divisor, or tp"
+            )
+        if mesh.dp > 1:
+            raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
+        on = mesh_of(mesh, devices)
+        memory = _memory(config, params, slots, context, page, steps, on) if memory is None else memory
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps, page, memory, mesh)
+        self._slots = Slots(config, params, slots, context, steps, page, memory, on)
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -163,13 +179,7 @@ class Engine:
         """Serves the requests and waits for all of them; starts the engine if necessary."""
         if self._thread is None:
             self.start()
-        results: list[Future] = [Future() for _ in requests]
-
-        def keep(result):
-            return lambda progress: result.set_result(progress) if progress.finish else None
-
-        self._enqueue([(request, keep(result)) for request, result in zip(requests, results, strict=True)])
-        return [result.result() for result in results]
+        return collect(self._enqueue, requests)
 
     def abort(self, *rids: str) -> None:
         """Aborts requests, which finish with their tokens so far; unknown names are ignored."""
@@ -219,7 +229,7 @@ class Engine:
         self.check_memory()
         self.swap(self.stage(params), version, flush=flush)
 
-    def swap(self, weights, version: str, *, flush: bool = True) -> None:
+    def swap(self, weights, version: str, *, flush: bool = True, agreed: Callable[[], Any] = lambda: None) -> None:
         """Switches to staged weights; returns when they are in use.
 
         Unless paused, running requests first finish with the old weights; others wait, also those that have lost their
@@ -228,6 +238,7 @@ class Engine:
         Args:
           flush: clear the caches of the old weights. False lets requests that were paused in place continue with the
             old weights' cache, which gives neither model's distribution.
+          agreed: called on the engine's thread once nothing stands in the way; if it raises, the old weights stay.
 
         Raises:
           ValueError: flush is requested while requests are paused in place, or the memory for weights is released; the
@@ -241,6 +252,7 @@ class Engine:
                     f"load: the cache cannot be flushed while {len(self._slots.seated)} requests are paused in place; "
                     "pause with retract or abort, or load with flush=False"
                 )
+            agreed()
             with self._wake:
                 for live in self._queue if flush else ():
                     live.saved = None
@@ -250,10 +262,13 @@ class Engine:
 
         self._call(swap, when_idle=True)
 
-    def release(self, what: Iterable[str] = RELEASABLE) -> None:
+    def release(self, what: Iterable[str] = RELEASABLE, *, agreed: Callable[[], Any] = lambda: None) -> None:
         """Frees the device memory of weights, caches or both. Requests may still be submitted; they wait.
 
         The label stays until other weights are loaded.
+
+        Args:
+          agreed: as for `swap`.
 
         Raises:
           ValueError: an unknown name (see RELEASABLE), or requests are running: pause with abort or retract first.
@@ -265,6 +280,7 @@ class Engine:
                 raise ValueError(
                     f"release: no requests may be running, got {len(self._slots.seated)}; pause with retract or abort"
                 )
+            agreed()
             self._slots.release(weights="weights" in tags, caches="kv_cache" in tags)
             self.released |= tags
 
@@ -341,6 +357,10 @@ class Engine:
 
         Raises ValueError if there is no such adapter.
         """
+        self.drop_adapter(name).result()
+
+    def drop_adapter(self, name: str) -> Future:
+        """`unload_adapter`, whose result is there when no running request uses the adapter."""
 
         def act() -> Future:
             with self._wake:
@@ -351,7 +371,7 @@ class Engine:
             self._let_go()
             return done
 
-        self._call(act).result()
+        return self._call(act)
 
     def flush(self) -> bool:
         """Clears cached prompts; does nothing and returns False while requests are running."""
@@ -387,10 +407,32 @@ class Engine:
             **{name: self._slots.counts[name] for name in COMPUTED},
         }
 
-    # Between the threads.
+    # Between the threads; `Replicas` uses those that are not private, too.
 
-    def _enqueue(self, pairs: Sequence[tuple[Request, Callable[[Progress], None]]]) -> None:
-        lives = []
+    @property
+    def lock(self) -> threading.Condition:
+        """Held by a thread that calls `refuse` and `queue`."""
+        return self._wake
+
+    @property
+    def requests(self) -> int:
+        """The number of requests in the engine."""
+        return len(self._names)
+
+    def check_thread(self) -> None:
+        """Raises RuntimeError on the engine's thread, which must not wait for itself."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError("Engine: a callback may only submit and abort; pause, load and flush on another thread")
+
+    def _enqueue(self, pairs: Sequence[Pair]) -> None:
+        checked = self.checked(pairs)
+        with self.lock:
+            self.refuse(checked)
+            self.queue(checked)
+
+    def checked(self, pairs: Sequence[Pair]) -> list[Checked]:
+        """What the engine needs of requests to `queue` them; raises as `submit` if it cannot serve one, ever."""
+        found = []
         for prompt in {id(request.prompt): request.prompt for request, _ in pairs}.values():
             check_prompt(prompt, self.config.vocab)
         for request, tell in pairs:
@@ -400,29 +442,35 @@ class Engine:
                 stops |= frozenset(self.grammars.eos)
             experts = getattr(self.config, "experts", 0) > 0
             check(request, stops, self.config.vocab, self.context, self._decode is not None, experts)
-            lives.append((request, tell, stops, self._matcher(request, stops)))
-        with self._wake:
-            if self._closing:
-                raise RuntimeError("Engine.submit: the engine is closed")
-            names = {request.rid for request, *_ in lives}
-            if len(names) < len(lives) or names & self._names:
-                raise ValueError(f"rid: names must be unique among requests in the engine, got {sorted(names)[:3]}")
-            for request, *_ in lives:
-                if request.adapter and request.adapter not in self._adapters:
-                    raise ValueError(self._unknown(request.adapter))
-            self._names |= names
-            for request, tell, stops, matcher in lives:
-                sampling = request.sampling
-                seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
-                text = Text(self._decode) if self._decode else None
-                progress = Progress(request.rid, len(request.prompt), decoded="" if text else None)
-                adapter = self._adapters[request.adapter] if request.adapter else None
-                if adapter:
-                    adapter.users += 1
-                number = next(self._arrivals)
-                self._queue.append(Live(request, tell, seed, stops, text, progress, number, adapter, matcher))
-            self._counts["requests"] += len(lives)
-            self._wake.notify()
+            found.append((request, tell, stops, self._matcher(request, stops)))
+        return found
+
+    def refuse(self, checked: Sequence[Checked]) -> None:
+        """Raises as `submit` if there are such names or no such adapters now, or the engine is closed."""
+        if self._closing:
+            raise RuntimeError("Engine.submit: the engine is closed")
+        names = {request.rid for request, *_ in checked}
+        if len(names) < len(checked) or names & self._names:
+            raise ValueError(f"rid: names must be unique among requests in the engine, got {sorted(names)[:3]}")
+        for request, *_ in checked:
+            if request.adapter and request.adapter not in self._adapters:
+                raise ValueError(self._unknown(request.adapter))
+
+    def queue(self, checked: Sequence[Checked]) -> None:
+        """Queues requests that it does not refuse."""
+        for request, tell, stops, matcher in checked:
+            sampling = request.sampling
+            seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed
+            text = Text(self._decode) if self._decode else None
+            progress = Progress(request.rid, len(request.prompt), decoded="" if text else None)
+            adapter = self._adapters[request.adapter] if request.adapter else None
+            if adapter:
+                adapter.users += 1
+            number = next(self._arrivals)
+            self._names.add(request.rid)
+            self._queue.append(Live(request, tell, seed, stops, text, progress, number, adapter, matcher))
+        self._counts["requests"] += len(checked)
+        self._wake.notify()
 
     def _matcher(self, request: Request, stops: frozenset[int]) -> Matcher | None:
         if request.sampling.grammar is None:
@@ -454,8 +502,7 @@ class Engine:
         return done
 
     def _call(self, act: Callable[[], Any], *, when_idle: bool = False) -> Any:
-        if self._thread is threading.current_thread():
-            raise RuntimeError("Engine: a callback may only submit and abort; pause, load and flush on another thread")
+        self.check_thread()
         return self._post(act, when_idle=when_idle).result()
 
     # The engine's thread.
@@ -615,15 +662,29 @@ class Engine:
             live.tell(snapshot(progress))
 
 
-def _memory(config, params, slots: int, context: int, page: int, steps: int, tp: int) -> float | None:
-    """The bytes that there are for caches; None = as much as all slots may need.
+def collect(enqueue: Callable[[Sequence[Pair]], None], requests: Sequence[Request]) -> list[Progress]:
+    """Enqueues requests and waits for the last Progress of each."""
+    results: list[Future] = [Future() for _ in requests]
+
+    def keep(result):
+        return lambda progress: result.set_result(progress) if progress.finish else None
+
+    enqueue([(request, keep(result)) for request, result in zip(requests, results, strict=True)])
+    return [result.result() for result in results]
+
+
+def _memory(config, params, slots: int, context: int, page: int, steps: int, on: jax.sharding.Mesh) -> float | None:
+    """The bytes that there are for caches on each device; None = as much as all slots may need.
 
     Raises:
       ValueError: the device has not enough for one sequence.
     """
-    kinds = paging.kinds(config.records, context, page, np.dtype(params["embed"].dtype).itemsize, tp)
-    weights = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(params))
-    there = USABLE * (memory.of_devices(jax.local_devices()[:1]) - weights / tp)
+    table, dtype = models.table(config), np.dtype(params["embed"].dtype)
+    kinds = paging.kinds(config.records, context, page, dtype.itemsize, on.shape.get("tp", 1))
+    own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
+    split = rules.of_params(table, on, rules.GENERATING)
+    weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
+    there = USABLE * (memory.of_devices([on.devices.flat[0]]) - weights)
     if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps, None), slots) <= there:
         return None
     paging.counts(kinds, slots, context, page, steps, there)

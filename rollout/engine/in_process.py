@@ -18,7 +18,7 @@ import jax
 
 from ...adapters import hf
 from ..processes import http_process, keys
-from ..servers.engine_mesh import EngineMesh
+from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from . import server as http
 
 
@@ -54,7 +54,7 @@ class Ready:
 @contextlib.contextmanager
 def serving(
     path: str, first: Callable[[], tuple[str, Weights]] | None = None, *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = EngineMesh(), dtype: str,
+    mesh: EngineMesh = ONE_DEVICE, dtype: str,
 ) -> Iterator[tuple[str, Inside]]:  # fmt: skip
     """Serves the model of the checkpoint folder `path` on a free loopback port until the block ends.
 

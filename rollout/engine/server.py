@@ -23,11 +23,10 @@ from ..chat.api import messages
 from ..chat.fields import Refused
 from ..processes import http_limits as limits
 from ..processes import http_process, keys
-from ..servers.engine_mesh import EngineMesh
+from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from ..servers.labels import read_label
-from . import bench, openapi
+from . import bench, openapi, replicas
 from .adapters_api import Adapters
-from .engine import Engine
 from .grammar import Grammars
 from .metrics_api import Metrics
 from .openai_api import OpenAI
@@ -50,7 +49,7 @@ def serve(
     slots: int = 16,
     context: int = 2048,
     memory: float = 0,
-    mesh: EngineMesh = EngineMesh(),
+    mesh: EngineMesh = ONE_DEVICE,
     dtype: str = "auto",
     version: str | None = None,
     seed: int = 0,
@@ -62,11 +61,11 @@ def serve(
 
     Args:
       port: 0 = any free port.
-      slots: sequences generated at the same time; further requests wait.
+      slots: sequences that each replica generates at the same time; further requests wait.
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights.
-      mesh: how the model is split over devices.
+      mesh: how devices are used.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       dtype: of weights and computation; "auto" = that of the platform.
@@ -95,7 +94,7 @@ def serve(
         del weights  # the engine has copies
         engine = service.engine
         url = http_process.address((host, sock.getsockname()[1]))
-        ready = f"{url} serves {engine.config.family} {path}, {slots} slots of {engine.context} tokens"
+        ready = f"{url} serves {engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
         engine.start()
@@ -145,7 +144,7 @@ def published_label(path: str) -> str:
 
 def prepare(
     path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = EngineMesh(), dtype: str, version: str, seed: int = 0,
+    mesh: EngineMesh = ONE_DEVICE, dtype: str, version: str, seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
     tokenizer, decode, grammars = None, None, None
@@ -156,7 +155,7 @@ def prepare(
     if not 0 <= memory < math.inf:
         raise ValueError(f"memory must be a number of GB, or 0, got {memory}")
     context = min(context, config.context)
-    engine = Engine(
+    engine = replicas.serving(
         config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
         decode=decode, grammars=grammars, seed=seed,
     )  # fmt: skip

@@ -8,6 +8,8 @@ room again. Owned by one thread.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from ... import models
 from ...core import param
 from ...models.lora import Lora
 from ...parallel import mesh
-from ..servers.engine_mesh import EngineMesh
+from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from . import adapters, grammar, penalties, staging
 from . import decode as programs
 from .adapters import Adapters, Factors
@@ -31,17 +33,23 @@ from .prompts import Prompts, pairs
 from .request import STOPS
 
 
-def mesh_of(split: EngineMesh) -> jax.sharding.Mesh:
-    """The mesh of an engine, of the first devices of this process.
+def devices_of(split: EngineMesh) -> list[jax.Device]:
+    """The first devices of this process, as many as needed.
 
     Raises ValueError if there are not so many.
     """
     local = jax.local_devices()
     if split.devices > len(local):
         raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(local)} of this process")
-    if split.devices == 1:
-        return jax.sharding.Mesh(np.array(local[0]), ())
-    return mesh.make(mesh.Layout(tp=split.tp), local[: split.devices])
+    return local[: split.devices]
+
+
+def mesh_of(split: EngineMesh = ONE_DEVICE, devices: Sequence[jax.Device] = ()) -> jax.sharding.Mesh:
+    """The mesh of an engine on these devices; none = as `devices_of`."""
+    devices = devices or devices_of(split)
+    if len(devices) == 1:
+        return jax.sharding.Mesh(np.array(devices[0]), ())
+    return mesh.generating(split.ep, split.tp, devices)
 
 
 class Slots:
@@ -59,7 +67,15 @@ class Slots:
     """
 
     def __init__(
-        self, config, params, count: int, context: int, steps: int, page: int, memory: float | None, split: EngineMesh
+        self,
+        config,
+        params,
+        count: int,
+        context: int,
+        steps: int,
+        page: int,
+        memory: float | None,
+        on: jax.sharding.Mesh,
     ):
         self.count, self.context, self.steps = count, context, steps
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
@@ -67,8 +83,8 @@ class Slots:
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
-        self._dtype, self._mesh = params["embed"].dtype, mesh_of(split)
-        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, split.tp)
+        self._dtype, self._mesh = params["embed"].dtype, on
+        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, on.shape.get("tp", 1))
         self._prompts = Prompts(self.config, self.cache, self._room)
         self.counts = self._prompts.counts
         self.weights: Any = self.stage(params)
@@ -109,8 +125,9 @@ class Slots:
 
     @property
     def bytes(self) -> int:
-        """Device memory of weights and caches, in bytes."""
-        return sum(x.nbytes for x in jax.tree.leaves((self.weights, self.cache.held)))
+        """Memory of weights and caches on all devices, in bytes."""
+        own = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return sum(self._mesh.size * own(x) for x in jax.tree.leaves((self.weights, self.cache.held)))
 
     def stage_adapter(self, spec: Lora, tree) -> Factors:
         """Prepares an adapter for `add_adapter`, next to those in use; raises as `adapters.stage`."""

@@ -16,12 +16,12 @@ KEPT = "_bias", "_taps"  # ends of names of weights with two axes that multiply 
 
 def stage(params, table: param.Table, mesh):
     """Copies weights to the layout for decoding: a list of layers, with matrices transposed (a tied head too), split
-    over tp by the rules of training.
+    over tp by the rules of training, experts over ep.
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
     `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device.
     """
-    split = rules.of_params(table, mesh, rules.GATHERED)
+    split = rules.of_params(table, mesh, rules.GENERATING)
 
     def read(w):
         w = hf.Cast(w, w.shape, w.dtype, w.dtype) if isinstance(w, jax.Array) else w

@@ -1,7 +1,9 @@
 """How areax's generation engine is split over devices (imports nothing heavy: the command line shows its options)."""
 
+from __future__ import annotations
+
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -9,9 +11,14 @@ class EngineMesh:
     """The devices of a generation engine, the first ones of its process.
 
     Attributes:
+      dp: replicas, each with its own devices (ep x tp), weights, caches and slots; one queue of requests before them.
+      ep: devices that share each layer's experts, and compute theirs for all tokens; all else, caches included, is
+        replicated over them.
       tp: devices that share each sequence: heads, MLP and vocabulary are split over them (arXiv:1909.08053).
     """
 
+    dp: int = 1
+    ep: int = 1
     tp: int = 1
 
     def __post_init__(self):
@@ -23,5 +30,18 @@ class EngineMesh:
         return " x ".join(f"{name} {count}" for name, count in asdict(self).items() if count > 1) or "one device"
 
     @property
+    def replica(self) -> EngineMesh:
+        """Of one replica."""
+        return replace(self, dp=1)
+
+    @property
+    def words(self) -> list[str]:
+        """The options of `areax serve` that ask for it."""
+        return [word for name, count in asdict(self).items() for word in (f"--mesh.{name}", str(count))]
+
+    @property
     def devices(self) -> int:
         return math.prod(asdict(self).values())
+
+
+ONE_DEVICE = EngineMesh()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from ..processes import guard, memory
-from .engine_mesh import EngineMesh
+from .engine_mesh import ONE_DEVICE, EngineMesh
 from .types import Published
 
 START_S = 600.0  # a large checkpoint loads and compiles for minutes
@@ -30,12 +30,12 @@ class Serve:
       inside: run one server in the trainer's process, on its first devices; new weights are copied on the devices. Not
         for evaluations, which have no trainer.
       count: number of servers, each a process with its own weights; one that dies is restarted.
-      slots: sequences that a server generates at a time.
+      slots: sequences that a server, or each of its replicas (`mesh.dp`), generates at a time.
       context: longest sequence, prompt and completion; the model's limit if that is lower. 0 = what the recipe needs:
         `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
       memory: GB of a server's keys, values and states on each device; 0 = as much as all slots may need, or what a
         device has beside weights. With less, requests wait; no sample changes.
-      mesh: how the model of a server is split over devices.
+      mesh: how a server uses devices.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
@@ -45,7 +45,7 @@ class Serve:
     slots: int = 16
     context: int = 0
     memory: float = 0
-    mesh: EngineMesh = EngineMesh()
+    mesh: EngineMesh = ONE_DEVICE
     dtype: str = "auto"
     restarts: int = 10
 
@@ -97,7 +97,7 @@ class Local:
         command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
         command += ["--slots", str(options.slots), "--dtype", options.dtype]
         command += ["--context", str(options.context)] if options.context else []
-        command += ["--mesh.tp", str(options.mesh.tp)]
+        command += options.mesh.words
         command += ["--memory", str(options.memory)] if options.memory else []
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(

@@ -25,19 +25,22 @@ SLACK, RATIO = 8, 1.25  # much busier = more than SLACK requests more, and more 
 class Routable(Protocol):
     """The attributes of a server that routing uses."""
 
-    load: int
-    cached: Cached
+    @property
+    def load(self) -> int: ...
+
+    @property
+    def cached(self) -> Cached: ...
 
 
 Choice = TypeVar("Choice", bound=Routable)
 
 
-def chain(tokens: Sequence[int]) -> list[int]:
-    """For each complete block of BLOCK tokens, a hash of it and all blocks before it."""
+def chain(tokens: Sequence[int], block: int = BLOCK) -> list[int]:
+    """For each complete block of so many tokens, a hash of it and all blocks before it."""
     data = memoryview(array("q", tokens)).cast("B")
     state, hashes = xxhash.xxh3_64(), []
-    for end in range(8 * BLOCK, len(data) + 1, 8 * BLOCK):
-        state.update(data[end - 8 * BLOCK : end])
+    for end in range(8 * block, len(data) + 1, 8 * block):
+        state.update(data[end - 8 * block : end])
         hashes.append(state.intdigest())
     return hashes
 
@@ -45,8 +48,8 @@ def chain(tokens: Sequence[int]) -> list[int]:
 class Cached:
     """The blocks that a server is expected to have cached: an LRU set of at most `tokens` tokens."""
 
-    def __init__(self, tokens: int = TOKENS):
-        self._most = max(1, tokens // BLOCK)
+    def __init__(self, tokens: int = TOKENS, block: int = BLOCK):
+        self._most = max(1, tokens // block)
         self._known: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     def match(self, hashes: Sequence[int]) -> int:
