@@ -44,6 +44,7 @@ MAY_IMPORT = {
         "rollout.types",
         "rollout.servers.engine_mesh",
         "rollout.servers.labels",
+        "rollout.servers.prefix_routing",
         "rollout.processes",
         "rollout.chat",
         "core",
