@@ -24,15 +24,15 @@ CONTEXT, PAGE = 160, 16
 CASES = ["qwen3", "qwen3 window", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "nemotron_h"]
 
 
-def engine_of(case, share=None, slots=4):
+def engine_of(case, share=None, slots=4, draft=1):
     """An engine whose caches have this share of what its slots may need."""
     config, params = model(case)
     if share is not None:
         kinds = paging.kinds(config.records, CONTEXT, PAGE, 4)
-        counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4, None)
+        counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], slots)
         share = fixed + share * (paging.size_of(kinds, counts, slots) - fixed)
-    return Engine(config, params, slots=slots, context=CONTEXT, steps=4, page=PAGE, memory=share)
+    return Engine(config, params, slots=slots, context=CONTEXT, steps=4, page=PAGE, memory=share, draft=draft)
 
 
 def requests(case):

@@ -30,7 +30,7 @@ from .slots import Slots
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
 COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
-COMPUTED = ("dispatches", "prefills", "prefilled_tokens", "preemptions")
+COMPUTED = ("dispatches", "prefills", "prefilled_tokens", "preemptions", "drafted", "accepted")
 ADAPTERS = 64  # most adapters loaded at the same time
 PROMPTS, ON_CPUS = 16384, 2048  # tokens of prompts that are computed between two dispatches
 USABLE = 0.9  # of a device's memory that weights leave, for caches
@@ -64,6 +64,7 @@ class Engine:
         grammars: Grammars | None = None,
         seed: int = 0,
         steps: int = paging.STEPS,
+        draft: int = 1,
     ):
         """
         Args:
@@ -78,12 +79,14 @@ class Engine:
           grammars: compiles the grammars of requests; None = they are refused.
           seed: from which requests without a seed get theirs.
           steps: decoding steps per dispatch.
+          draft: tokens of a sequence that a step computes: its last one, and guesses at the next, which are kept as far
+            as they are what is sampled (`drafts`). Samples depend on this width by rounding, not on the guesses.
 
         Raises:
           ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
             that do not match.
         """
-        for name, value in {"slots": slots, "context": context, "steps": steps}.items():
+        for name, value in {"slots": slots, "context": context, "steps": steps, "draft": draft}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
         if grammars is not None and grammars.vocab != config.vocab:
@@ -96,13 +99,13 @@ class Engine:
             raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        memory = _memory(config, params, slots, context, page, steps, mesh.tp) if memory is None else memory
+        memory = _memory(config, params, slots, context, page, steps * draft, mesh.tp) if memory is None else memory
         self.config, self.slots, self.context = config, slots, context
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps, page, memory, mesh)
+        self._slots = Slots(config, params, slots, context, steps, page, memory, mesh, draft)
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -365,7 +368,7 @@ class Engine:
         """Sizes, device memory in use, running and queued requests, tokens that fit into the cache and into the pages
         that requests have, and totals since the start: requests, those that ended or were
         aborted, tokens of their prompts and of these in the cache, generated tokens, dispatches, prefills and prefilled
-        tokens, and how often a request lost its memory for a time."""
+        tokens, how often a request lost its memory for a time, and tokens that were drafted, and accepted."""
         return {
             "slots": self.slots,
             "context": self.context,
