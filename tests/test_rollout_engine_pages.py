@@ -239,16 +239,18 @@ def test_a_pause_with_abort_also_ends_requests_that_lost_their_memory():
         assert begun and all(progress.finish for progress in begun)
 
 
-def test_a_step_updates_pages_in_place():
+@pytest.mark.parametrize("case, draft", [("qwen3 window", 1), ("qwen3_5_text", 4)])
+def test_a_step_updates_pages_in_place(case, draft):
     """Else XLA would copy the whole memory at each step."""
-    config, params = model("qwen3 window")
-    engine = Engine(config, params, slots=4, context=CONTEXT, page=PAGE)
+    config, params = model(case)
+    engine = Engine(config, params, slots=4, context=CONTEXT, page=PAGE, draft=draft)
     held, slots = engine._slots.cache.held, engine._slots
     compiled = decode.decode.lower(
         slots.weights, held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots._tables,
-        slots._masks.fill({}), config=slots.config, of_layer=slots.cache.of_layer, steps=4,
+        slots._masks.fill({}), slots._histories, config=slots.config, of_layer=slots.cache.of_layer, steps=4,
+        width=draft,
     ).compile()  # fmt: skip
-    size = sum(x.nbytes for x in jax.tree.leaves((held, slots._tables)))
+    size = sum(x.nbytes for x in jax.tree.leaves((held, slots._tables, slots._histories)))
     assert compiled.memory_analysis().alias_size_in_bytes == size
     assert compiled.memory_analysis().temp_size_in_bytes < size / 4
 

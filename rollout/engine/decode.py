@@ -3,9 +3,9 @@
 Its shapes depend only on the number of slots, never on the sequences in them: samples are bit-equal whatever their
 neighbours, slot, pages or order of arrival.
 
-A step computes Q consecutive tokens of each slot, its last one and Q - 1 drafted ones, and draws a token behind each, as
-far as drafts equal what is drawn, argmax(logits + noise(seed, index)). Unlike in rejection sampling (arXiv:2211.17192)
-drafts thus decide how many tokens a step gives, not which.
+A step computes Q consecutive tokens of each slot, its last one and Q - 1 drafted ones, and draws a token behind each,
+as far as drafts equal what is drawn, argmax(logits + noise(seed, index)). Unlike in rejection sampling
+(arXiv:2211.17192) drafts thus decide how many tokens a step gives, not which.
 """
 
 import functools

@@ -83,8 +83,8 @@ def grown(histories: Histories, token_SQ, count_S) -> Histories:
 def draft(histories: Histories, count: int):
     """Guesses the next `count` tokens of each slot, i32[S, count]; -1 = none.
 
-    Of equally long matches the last one counts, of the slot's own history before others. Where the text behind a match
-    is shorter than the draft, it is repeated: so it is if the sequence has run into a loop.
+    Of equally long matches those in the slot's own history come first, and of these the last one. Where the text behind
+    a match is shorter than the draft, it is repeated, as if the sequence had run into a loop.
     """
     token_SL, length_S, group_S = histories.token_SL, histories.length_S, histories.group_S
     S, L = token_SL.shape
@@ -98,9 +98,10 @@ def draft(histories: Histories, count: int):
         before_SJL = jnp.pad(text_SJL, ((0, 0), (0, 0), (n, 0)), constant_values=-2)[..., :L]
         ends_SJL &= before_SJL == own_S1[..., None]
         matched_SJL += ends_SJL
-    score_SX = (matched_SJL * L + jnp.arange(L)[None, None]).reshape(S, -1)
+    own_SJ1 = (alike_SJ > 1).astype(jnp.int32)[..., None]
+    score_SX = ((2 * matched_SJL + own_SJ1) * L + jnp.arange(L)[None, None]).reshape(S, -1)
     best_S = jnp.argmax(score_SX, 1)
     slot_S1, end_S1 = jnp.take_along_axis(slot_SJ, best_S[:, None] // L, 1), best_S[:, None] % L
     behind_S1 = jnp.maximum(length_S[slot_S1] - 1 - end_S1, 1)
     draft_SD = token_SL[slot_S1, end_S1 + 1 + jnp.arange(count)[None] % behind_S1]
-    return jnp.where(jnp.max(score_SX, 1, keepdims=True) >= L, draft_SD, -1)
+    return jnp.where(jnp.max(score_SX, 1, keepdims=True) >= 2 * L, draft_SD, -1)

@@ -100,7 +100,7 @@ class Engine:
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
         memory = _memory(config, params, slots, context, page, steps * draft, mesh.tp) if memory is None else memory
-        self.config, self.slots, self.context = config, slots, context
+        self.config, self.slots, self.context, self.draft = config, slots, context, draft
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
@@ -372,6 +372,7 @@ class Engine:
         return {
             "slots": self.slots,
             "context": self.context,
+            "draft": self.draft,
             "running": len(self._slots.seated),
             "queued": len(self._queue),
             "capacity": self._slots.cache.capacity,
