@@ -1,6 +1,7 @@
 """Speculative decoding: drafts change how many tokens a step gives, and not one bit of a sample."""
 
 import dataclasses
+import re
 import threading
 
 import jax
@@ -12,11 +13,12 @@ import test_rollout_engine_grammar as grammars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rollout_engine_decode import ALL, TINY
-from test_rollout_engine_pages import CASES, CONTEXT, engine_of, requests, same, unused
+from test_rollout_engine_pages import CONTEXT, engine_of, requests, same, unused
 
 from areax.rollout.engine import drafts
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.request import Request, Sampling
+from areax.rollout.servers.local import Serve
 
 WIDTH = 4
 NONE = ((0, 0.0),)  # biases: they change nothing, but slots with biases take no drafts
@@ -30,9 +32,9 @@ def counts(engine):
     return np.array([engine.stats()[name] for name in ("drafted", "accepted", "dispatches")])
 
 
-def spoil(engine, seed):
+def spoil(engine):
     """Replaces a third of the tokens in all histories, so that drafts are accepted in part."""
-    rng, histories = np.random.default_rng(seed), engine._slots._histories
+    rng, histories = np.random.default_rng(0), engine._slots._histories
     token_SL = np.asarray(histories.token_SL)
     other_SL = rng.integers(0, TINY["vocab_size"], token_SL.shape)
     token_SL = np.where(rng.random(token_SL.shape) < 1 / 3, other_SL, token_SL).astype(np.int32)
@@ -41,38 +43,39 @@ def spoil(engine, seed):
     )
 
 
-def check_bits(engine, asked, some):
-    """Asserts that drafts change no bit: none, one's own text and that of siblings, of which an earlier request had all
-    of the answer, or parts of it; alone, or in company, in another order."""
+def check_bits(engine, asked, i):
+    """Asserts that drafts change no bit: none; for request i those from its own text, from an earlier request with its
+    whole answer, and from one with parts of it; in company, in two orders."""
     wanted = []
     for one in asked:
         engine.flush()
         wanted += engine.generate([changed(one, logit_bias=NONE)])
     assert list(counts(engine)[:2]) == [0, 0]
-    for i in some:
-        for known in ("nothing", "all", "parts"):
-            engine.flush()
-            if known == "parts":
-                spoil(engine, i)
-            before = counts(engine)
-            [found] = engine.generate(asked[i : i + 1])
-            assert same(found, wanted[i])
-            drafted, accepted, dispatches = counts(engine) - before
-            if known == "all":
-                assert accepted >= 50 and dispatches <= 6  # 18 without drafts
-            if known == "parts":
-                assert 0 < accepted < drafted - 10
+    for known in ("nothing", "all", "parts"):
+        engine.flush()
+        if known == "parts":
+            spoil(engine)
+        before = counts(engine)
+        [found] = engine.generate(asked[i : i + 1])
+        assert same(found, wanted[i])
+        drafted, accepted, dispatches = counts(engine) - before
+        if known == "all":
+            assert accepted >= 50 and dispatches <= 6  # 18 without drafts
+        if known == "parts":
+            assert 0 < accepted < drafted - 10
     for order in (slice(None), slice(None, None, -1)):
         assert all(map(same, engine.generate(asked[order]), wanted[order]))
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.wide) for case in ALL if case not in CASES)]
-)
+# Windows, experts that are recorded, latent vectors, delta nets, and Mamba; plain attention is below.
+EACH = ("qwen3 window", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "nemotron_h")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.wide] * (case not in EACH)) for case in ALL])
 def test_drafts_change_no_bit(case):
     """Although requests also share pages, lose theirs and get them back."""
     with engine_of(case, 0.4, draft=WIDTH) as engine:
-        check_bits(engine, requests(case), (4, 5))
+        check_bits(engine, requests(case), 4)
         assert engine.stats()["preemptions"] > 0 and unused(engine)
 
 
@@ -170,10 +173,8 @@ def test_drafts_with_adapters():
 def test_a_grammar_takes_no_drafts_and_neighbours_do():
     held = grammars.ask("held", "regex", "(ab|c){9}", more=40)
     beside = [grammars.ask(f"free{i}", more=40) for i in range(2)]
-    serving = lambda draft: Engine(
-        grammars.CONFIG, grammars.WEIGHTS, slots=4, context=64, steps=4, grammars=grammars.GRAMMARS, draft=draft
-    )
-    with serving(WIDTH) as engine:
+    known = dict(slots=4, context=64, steps=4, grammars=grammars.GRAMMARS)
+    with Engine(grammars.CONFIG, grammars.WEIGHTS, draft=WIDTH, **known) as engine:
         wanted = [engine.generate([one])[0] for one in (held, *beside) if engine.flush()]
         before = counts(engine)
         assert all(map(same, engine.generate([held, *beside]), wanted))
@@ -181,13 +182,14 @@ def test_a_grammar_takes_no_drafts_and_neighbours_do():
         before = counts(engine)
         engine.generate([held])
         assert list((counts(engine) - before)[:2]) == [0, 0]
-    with serving(1) as plain:
-        assert plain.generate([held])[0].tokens == wanted[0].tokens
+    assert re.fullmatch("(ab|c){9}", grammars.decode(wanted[0].tokens))
 
 
 def test_a_width_below_one_is_refused():
     with pytest.raises(ValueError, match="draft must be at least 1, got 0"):
         engine_of("qwen3", draft=0)
+    with pytest.raises(ValueError, match="--serve.draft must be at least 1, got 0"):
+        Serve(draft=0)
 
 
 # -- drafts -------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case
 )
 def test_drafts_change_no_bit_over_devices(case):
     with engine_of(case, 2, 0.4, draft=4) as engine:
-        check_bits(engine, requests(case), (4,))
+        check_bits(engine, requests(case), 4)
 
 
 @pytest.mark.mesh

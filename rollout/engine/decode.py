@@ -118,9 +118,7 @@ def decode(
         count_S = jnp.sum(valid_SQ, 1, dtype=jnp.int32)
         made |= {"token": jnp.where(valid_SQ, new_SQ, -1), "routed": routed_SQLK, "drafted": jnp.sum(draft_SD >= 0, 1)}
         out = {name: out[name].at[step].set(made[name]) for name in out}
-        held = pool.pinned(
-            [(states.accepted(h[0], after[i], count_S), h[1]) if i in after else h for i, h in enumerate(held)]
-        )
+        held = pool.pinned(states.accepted(held, after, count_S))
         tables = penalties.counted(tables, new_SQ[:, 0], active_S & penalised_S)
         if Q > 1:
             histories = drafts.grown(histories, new_SQ, count_S)
@@ -173,21 +171,21 @@ def forward(weights, held, token_SQ, position_S, active_S, table_KSX, config, of
         out_SQNV = attention.attend(q_SQNH, pages, table_SX, position_S, active_S, sinks_N, pattern=layer.pattern)
         return latent.outputs(out_SQNV) if latent else out_SQNV
 
-    reports, states_after = [], {}
+    reports, after = [], {}
     own = models.per_layer(module, weights, token_SQ, x, config)
     for i, (w, layer) in enumerate(zip(weights["layers"], config.records, strict=True)):
         mix: AnyMixer
-        after: dict[str, Any] = {}
+        states_after: dict[str, Any] = {}
         w = w | {name: each[i] for name, each in own.items()}
         if isinstance(layer, Attention):
             mix = mixer(layer, functools.partial(attend, i, layer))
         else:
-            mix = states.step(layer, held[i][0] if layer.state else {}, after)
+            mix = states.step(layer, held[i][0] if layer.state else {}, states_after)
         x, report = module.block(x, w, mix, config)
         reports.append(report)
-        if after:
-            states_after[i] = after
+        if states_after:
+            after[i] = states_after
     x = models.last_norm(x, weights, config)
     x_RD = x.reshape(-1, x.shape[-1])
     product_RV = jnp.dot(x_RD, weights["head"].weight, preferred_element_type=jnp.float32)
-    return models.logits(product_RV, config), held, states_after, routed(reports)
+    return models.logits(product_RV, config), held, after, routed(reports)

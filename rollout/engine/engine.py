@@ -99,7 +99,7 @@ class Engine:
             raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        memory = _memory(config, params, slots, context, page, steps * draft, mesh.tp) if memory is None else memory
+        memory = _memory(config, params, slots, context, page, steps, draft, mesh.tp) if memory is None else memory
         self.config, self.slots, self.context, self.draft = config, slots, context, draft
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
@@ -613,7 +613,7 @@ class Engine:
             live.tell(snapshot(progress))
 
 
-def _memory(config, params, slots: int, context: int, page: int, steps: int, tp: int) -> float | None:
+def _memory(config, params, slots: int, context: int, page: int, steps: int, draft: int, tp: int) -> float | None:
     """The bytes that there are for caches; None = as much as all slots may need.
 
     Raises:
@@ -621,10 +621,11 @@ def _memory(config, params, slots: int, context: int, page: int, steps: int, tp:
     """
     kinds = paging.kinds(config.records, context, page, np.dtype(params["embed"].dtype).itemsize, tp)
     weights = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(params))
-    there = USABLE * (memory.of_devices(jax.local_devices()[:1]) - weights / tp)
-    if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps, None), slots) <= there:
+    states = slots * draft * sum(kind.bytes for kind in kinds if kind.states) if draft > 1 else 0  # after each draft
+    there = USABLE * (memory.of_devices(jax.local_devices()[:1]) - weights / tp - states)
+    if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps * draft, None), slots) <= there:
         return None
-    paging.counts(kinds, slots, context, page, steps, there)
+    paging.counts(kinds, slots, context, page, steps * draft, there)
     return there
 
 

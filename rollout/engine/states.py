@@ -65,12 +65,14 @@ def _each(one, state, *x_SQ):
     return after_QS, jnp.moveaxis(y_QS, 0, 1)
 
 
-def accepted(before, after: dict, count_S) -> dict:
-    """A layer's states after the first `count` of the tokens that made `after`, those `before` where it is 0."""
+def accepted(held: list, after: dict[int, dict], count_S) -> list:
+    """The memory (see `pool`) with the states of recurrent layers after the first `count` of the tokens that made
+    `after`, {layer: {name: states after each}}; where it is 0 they stay."""
 
     def choose(state, after_QS):
         for q, new in enumerate(after_QS):
             state = jnp.where((count_S > q).reshape(-1, *[1] * (new.ndim - 1)), new, state)
         return state
 
-    return {name: choose(before[name], after_QS) for name, after_QS in after.items()}
+    layer = lambda now, after: {name: choose(now[name], after_QS) for name, after_QS in after.items()}
+    return [(layer(own[0], after[i]), own[1]) if i in after else own for i, own in enumerate(held)]
