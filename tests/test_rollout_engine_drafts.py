@@ -67,16 +67,23 @@ def check_bits(engine, asked, i):
         assert all(map(same, engine.generate(asked[order]), wanted[order]))
 
 
-# Windows, experts that are recorded, latent vectors, delta nets, and Mamba; plain attention is below.
-EACH = ("qwen3 window", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "nemotron_h")
+# Windows, experts that are recorded, and delta nets; latent vectors, and Mamba. Plain attention is below.
+FIRST, THEN = ("qwen3 window", "qwen3_moe", "qwen3_5_text"), ("deepseek_v3", "nemotron_h")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.wide] * (case not in EACH)) for case in ALL])
+def served_by():
+    for case in ALL:
+        marks = () if case in FIRST else pytest.mark.mesh if case in THEN else pytest.mark.wide
+        yield pytest.param(case, marks=marks)
+
+
+@pytest.mark.parametrize("case", served_by())
 def test_drafts_change_no_bit(case):
     """Although requests also share pages, lose theirs and get them back."""
     with engine_of(case, 0.4, draft=WIDTH) as engine:
         check_bits(engine, requests(case), 4)
-        assert engine.stats()["preemptions"] > 0 and unused(engine)
+        windows = all(kind.limited for kind in engine._slots.cache.kinds)  # each slot has its own pages
+        assert (engine.stats()["preemptions"] > 0 or windows) and unused(engine)
 
 
 @pytest.fixture(scope="module")
