@@ -26,8 +26,8 @@ def attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N=None, *, pattern:
 
     Args:
       pages: keys_PKHC, values_PKCV.
-      table_BX: the page of each C positions of a sequence; what no query sees may be 0. Queries beyond the last
-        position are computed, of nothing in particular.
+      table_BX: the page of each C positions of a sequence; what no query sees may be 0. Outputs of queries
+        beyond its last position are undefined.
       active_B: False = the row is not used, and its output is 0.
 
     Returns:
