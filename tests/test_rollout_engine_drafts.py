@@ -71,13 +71,11 @@ def check_bits(engine, asked, i):
 FIRST, THEN = ("qwen3 window", "qwen3_moe", "qwen3_5_text"), ("deepseek_v3", "nemotron_h")
 
 
-def served_by():
-    for case in ALL:
-        marks = () if case in FIRST else pytest.mark.mesh if case in THEN else pytest.mark.wide
-        yield pytest.param(case, marks=marks)
+def marks(case):
+    return () if case in FIRST else pytest.mark.mesh if case in THEN else pytest.mark.wide
 
 
-@pytest.mark.parametrize("case", served_by())
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in ALL])
 def test_drafts_change_no_bit(case):
     """Although requests also share pages, lose theirs and get them back."""
     with engine_of(case, 0.4, draft=WIDTH) as engine:
