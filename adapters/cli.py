@@ -118,6 +118,7 @@ def serve(
     context: int = 2048,
     memory: float = 0,
     mesh: EngineMesh = ONE_DEVICE,
+    draft: int = 1,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     api_key: str | None = None,
     style: Literal["qwen", "qwen3_coder", "hermes", "llama", "deepseek"] | None = None,
@@ -137,6 +138,8 @@ def serve(
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights. With less, requests wait; no sample changes.
       mesh: how the first devices of this machine are used.
+      draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
+        are kept where they are what is sampled (docs/serve.md); 1 = off.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.
@@ -155,11 +158,11 @@ def serve(
     key = keys.read(keys.SERVER) if api_key is None else api_key
     path = hub.folder(path, weights=True)
     if bench:
-        server.benchmark(path, slots=slots, context=context, memory=memory, mesh=mesh, dtype=dtype)
+        server.benchmark(path, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype)
         return 0
     server.serve(
-        path, host=host, port=port, slots=slots, context=context, memory=memory, mesh=mesh, dtype=dtype, api_key=key,
-        style=style or "", reasoning=reasoning,
+        path, host=host, port=port, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
+        api_key=key, style=style or "", reasoning=reasoning,
     )  # fmt: skip
     return 0
 

@@ -20,7 +20,10 @@ PATTERNS = {
     "softcap": dict(softcap=2.0, scale=0.7),
     "all": dict(chunk=27, window=13, scale=0.9, softcap=3.0),
 }
-STARTS = {1: (0, 5, 16, 37, 63, 188), 16: (0, 16, 32, 64, 128, 176), 4: (0, 16, 32, 64, 128, 176)}
+STARTS = {
+    1: (0, 5, 16, 37, 63, 188), 16: (0, 16, 32, 64, 128, 176), 4: (0, 16, 32, 64, 128, 176),
+    3: (0, 14, 31, 37, 63, 189),
+}  # fmt: skip
 
 
 @partial(jax.jit, static_argnames=("pattern",))
@@ -76,6 +79,33 @@ def check(kind, T, sinks, H, V):
     np.testing.assert_array_equal(again, np.where(active_B[:, None, None, None], got[turned], 0))
 
 
+@pytest.mark.parametrize("many", [(1, 1), (6, 4)])
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_a_query_gets_the_same_bits_at_any_place_among_others(kind, many, monkeypatch):
+    monkeypatch.setattr(attention, "together", lambda *_: many)
+    offsets(kind, 8, 5)
+
+
+def offsets(kind, H, V):
+    """Although a query's page, and the first one of its window, may be other than those of the others."""
+    attend.clear_cache()
+    rng, pattern, T = np.random.default_rng(0), Pattern(**PATTERNS[kind]), 4
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    B, L = 6, X * C
+    q_BLNH, k, v = draw(B, L, N, H), draw(B, L, K, H), draw(B, L, K, V)
+    pages, table_BX = placed(k, v, np.full(B, L), 0)
+    first_B = 30 * np.arange(B) + 8
+
+    def at(shift):
+        start_B = (first_B + shift).astype(np.int32)
+        q_BTNH = np.stack([row[start : start + T] for row, start in zip(q_BLNH, start_B, strict=True)])
+        return np.asarray(attend(q_BTNH, pages, table_BX, start_B, np.ones(B, bool), None, pattern))
+
+    each = [at(shift) for shift in range(9)]
+    for shift, out_BTNV in enumerate(each[:-1]):
+        np.testing.assert_array_equal(out_BTNV[:, 1:], each[shift + 1][:, :-1])
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("module", [attention_gpu, attention_tpu], ids=["gpu", "tpu"])
 @pytest.mark.parametrize("T", [1, 16])
@@ -83,6 +113,14 @@ def check(kind, T, sinks, H, V):
 def test_kernels_give_the_same(kind, T, module, monkeypatch):
     monkeypatch.setattr(attention, "kernel", lambda *_: partial(module.read, interpret=True))
     check(kind, T, kind == "all", 48, 32)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("module", [attention_gpu, attention_tpu], ids=["gpu", "tpu"])
+@pytest.mark.parametrize("kind", ["none", "all"])
+def test_kernels_give_a_query_the_same_bits_at_any_place_among_others(kind, module, monkeypatch):
+    monkeypatch.setattr(attention, "kernel", lambda *_: partial(module.read, interpret=True))
+    offsets(kind, 48, 32)
 
 
 def lowered(module, platform, pages, T, pattern, dtype):

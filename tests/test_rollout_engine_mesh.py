@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from test_rollout_engine_decode import CASES, TINY
+from test_rollout_engine_drafts import check_bits
 from test_rollout_engine_pages import CONTEXT, PAGE, requests, same
 
 from areax import models
@@ -39,16 +40,18 @@ def model(case):
     return config, tiny.weights(models.table(config), 0.16)
 
 
-def engine_of(case, mesh=ONE_DEVICE, share=None):
+def engine_of(case, mesh=ONE_DEVICE, share=None, draft=1):
     """An engine whose pages are this share of what its slots may need."""
     config, params = model(case)
     memory = None
     if share:
         kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, mesh.tp)
-        counts = paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4, None)
+        counts = paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], SLOTS)
         memory = fixed + share * (paging.size_of(kinds, counts, SLOTS) - fixed)
-    return Engine(config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, mesh=mesh, memory=memory)
+    return Engine(
+        config, params, slots=SLOTS, context=CONTEXT, steps=4, page=PAGE, mesh=mesh, memory=memory, draft=draft
+    )
 
 
 @pytest.mark.parametrize("case, split", MESHES)
@@ -67,6 +70,14 @@ def test_samples_over_devices_are_those_of_one_device_and_of_requests_alone(case
     for a, b in zip(found, wanted, strict=True):
         assert a.tokens == b.tokens
         np.testing.assert_allclose(a.logp, b.logp, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param("qwen3", marks=pytest.mark.mesh), pytest.param("qwen3_5_text", marks=pytest.mark.wide)]
+)
+def test_drafts_change_no_bit_over_devices(case):
+    with engine_of(case, EngineMesh(tp=2), 0.4, draft=4) as engine:
+        check_bits(engine, requests(case), 4)
 
 
 def compiled_step(slots):

@@ -24,15 +24,15 @@ CONTEXT, PAGE = 160, 16
 CASES = ["qwen3", "qwen3 window", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "nemotron_h"]
 
 
-def engine_of(case, share=None, slots=4):
+def engine_of(case, share=None, slots=4, draft=1):
     """An engine whose caches have this share of what its slots may need."""
     config, params = model(case)
     if share is not None:
         kinds = paging.kinds(config.records, CONTEXT, PAGE, 4)
-        counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4, None)
+        counts = paging.counts(kinds, slots, CONTEXT, PAGE, 4 * draft, None)
         fixed = paging.size_of(kinds, [n * kind.limited for n, kind in zip(counts, kinds, strict=True)], slots)
         share = fixed + share * (paging.size_of(kinds, counts, slots) - fixed)
-    return Engine(config, params, slots=slots, context=CONTEXT, steps=4, page=PAGE, memory=share)
+    return Engine(config, params, slots=slots, context=CONTEXT, steps=4, page=PAGE, memory=share, draft=draft)
 
 
 def requests(case):
@@ -239,18 +239,20 @@ def test_a_pause_with_abort_also_ends_requests_that_lost_their_memory():
         assert begun and all(progress.finish for progress in begun)
 
 
-def test_a_step_updates_pages_in_place():
+@pytest.mark.parametrize("draft", [1, 4])
+def test_a_step_updates_pages_in_place(draft):
     """Else XLA would copy the whole memory at each step."""
     config, params = model("qwen3 window")
-    engine = Engine(config, params, slots=4, context=CONTEXT, page=PAGE)
+    engine = Engine(config, params, slots=4, context=4 * CONTEXT, page=PAGE, draft=draft)
     held, slots = engine._slots.cache.held, engine._slots
     compiled = decode.decode.lower(
         slots.weights, held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots._tables,
-        slots._masks.fill({}), config=slots.config, of_layer=slots.cache.of_layer, steps=4,
+        slots._masks.fill({}), slots._histories, config=slots.config, of_layer=slots.cache.of_layer, steps=4,
+        width=draft,
     ).compile()  # fmt: skip
-    size = sum(x.nbytes for x in jax.tree.leaves((held, slots._tables)))
+    size = sum(x.nbytes for x in jax.tree.leaves((held, slots._tables, slots._histories)))
     assert compiled.memory_analysis().alias_size_in_bytes == size
-    assert compiled.memory_analysis().temp_size_in_bytes < size / 4
+    assert compiled.memory_analysis().temp_size_in_bytes < (size / 4 if draft == 1 else size)  # histories are searched
 
 
 def test_memory_that_is_too_small_is_refused():

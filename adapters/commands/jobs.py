@@ -271,7 +271,7 @@ def _server_cache(config, settings, itemsize: int) -> tuple[int, int, int, int]:
     kinds = paging.kinds(settings.records, context, page, itemsize, config.serve.mesh.tp)
     memory = config.serve.memory * 1e9 or None
     try:
-        counts = paging.counts(kinds, slots, context, page, paging.STEPS, memory)
+        counts = paging.counts(kinds, slots, context, page, paging.STEPS * config.serve.draft, memory)
     except ValueError as error:
         raise ValueError(f"plan: {error}") from None
     paged = [count for count, kind in zip(counts, kinds, strict=True) if not kind.states]

@@ -24,12 +24,12 @@ def attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N=None, *, pattern:
     pattern allows, by online softmax over pages in order. Heads may be split over tp.
 
     What a sequence gets has the same bits in any row, with any other sequences and any pages: pages are summed in order
-    of position, and pages beyond its own add exact zeros.
+    of position, and pages beyond its own add exact zeros; so do those that other queries of the sequence see.
 
     Args:
       pages: keys_PKHC, values_PKCV.
-      table_BX: the page of each C positions of a sequence; what no query sees may be 0.
-      start_B: all T positions of a sequence lie in one page.
+      table_BX: the page of each C positions of a sequence; what no query sees may be 0. Outputs of queries
+        beyond its last position are undefined.
       active_B: False = the row is not used, and its output is 0.
 
     Returns:
@@ -48,15 +48,18 @@ def _attend(q_BTNH, pages, table_BX, start_B, active_B, sinks_N, *, pattern: Pat
     G = N // K
     q_BKGTH = (q_BTNH * pattern.factor(H)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
     first_B = jnp.maximum(pattern.first(start_B), 0) // C
-    count_B = jnp.where(active_B, start_B // C + 1 - first_B, 0)
+    last_B = jnp.minimum((start_B + (T - 1)) // C, table_BX.shape[1] - 1)
+    pages_of = lambda begin_B: jnp.where(active_B, last_B + 1 - begin_B, 0)
     if read_by_kernel := kernel(*pages):
         at_BR = jnp.tile(start_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None], (1, G))
         q_BKRH = q_BKGTH.reshape(B, K, G * T, H)
-        made = read_by_kernel(q_BKRH, pages, table_BX, at_BR, first_B, count_B, pattern=pattern)
+        made = read_by_kernel(q_BKRH, pages, table_BX, at_BR, first_B, pages_of(first_B), pattern=pattern)
         most_BKGT1, sum_BKGT1, out_BKGTV = (x_BKR.reshape(B, K, G, T, -1) for x_BKR in made)
     else:
         R, M = together(B, table_BX.shape[1], pages[0][0].nbytes)
-        most_BKGT1, sum_BKGT1, out_BKGTV = read(q_BKGTH, pages, table_BX, start_B, first_B, count_B, R, M, pattern)
+        begin_B = first_B if T == 1 else first_B // M * M  # so that no query changes which pages others read together
+        where = start_B, begin_B, first_B, last_B, pages_of(begin_B)
+        most_BKGT1, sum_BKGT1, out_BKGTV = read(q_BKGTH, pages, table_BX, where, R, M, pattern)
     real_B1111 = active_B[:, None, None, None, None]
     sum_BKGT1, out_BKGTV = jnp.where(real_B1111, sum_BKGT1, 1), jnp.where(real_B1111, out_BKGTV, 0)
     by_query = lambda x_BKGT: jnp.moveaxis(x_BKGT, 3, 1).reshape(B, T, N, -1)
@@ -80,12 +83,16 @@ def together(B: int, X: int, size: int) -> tuple[int, int]:
     return next(R for R in range(B, 0, -1) if B % R == 0 and (R == 1 or R <= FEW and R * size <= CACHE)), 1
 
 
-def read(q_BKGTH, pages, table_BX, start_B, first_B, count_B, R: int, M: int, pattern: Pattern):
-    """The online softmax over `count` pages of each sequence from its `first`, R sequences and M pages at a time."""
+def read(q_BKGTH, pages, table_BX, where, R: int, M: int, pattern: Pattern):
+    """The online softmax over pages of each sequence, R sequences and M pages at a time; `where` = (position of the
+    first query; number of the page to begin at, of the first one that is seen, of the last one; how many to read)."""
+    start_B, begin_B, first_B, last_B, count_B = where
     keys_PKHC, values_PKCV = pages
     (_, K, C, V), N = values_PKCV.shape, len(table_BX) // R
     order_B = jnp.argsort(-count_B) if N > 1 else jnp.arange(R)  # those that are read together are equally long
-    q_BKGTH, table_BX, start_B, first_B = (x[order_B] for x in (q_BKGTH, table_BX, start_B, first_B))
+    q_BKGTH, table_BX, start_B, begin_B, first_B, last_B = (
+        x[order_B] for x in (q_BKGTH, table_BX, start_B, begin_B, first_B, last_B)
+    )
     steps_N = -(-jnp.max(count_B[order_B].reshape(N, R), 1) // M)
     end_N = jnp.cumsum(steps_N)
 
@@ -93,9 +100,9 @@ def read(q_BKGTH, pages, table_BX, start_B, first_B, count_B, R: int, M: int, pa
         block = jnp.sum(end_N <= i)
         rows = lambda x_B: jax.lax.dynamic_slice_in_dim(x_B, block * R, R)
         step = i - (end_N[block] - steps_N[block])
-        number_RM = rows(first_B)[:, None] + step * M + jnp.arange(M)[None]
-        behind_R1 = (rows(start_B) // C)[:, None]  # pages beyond the last one are masked
-        page_RM = jnp.take_along_axis(rows(table_BX), jnp.minimum(number_RM, behind_R1), 1)
+        number_RM = rows(begin_B)[:, None] + step * M + jnp.arange(M)[None]
+        seen_RM = jnp.clip(number_RM, rows(first_B)[:, None], rows(last_B)[:, None])  # other pages are masked
+        page_RM = jnp.take_along_axis(rows(table_BX), seen_RM, 1)
         keys_RKHL = jnp.moveaxis(_some(keys_PKHC, page_RM), 1, 3).reshape(R, K, -1, M * C)
         values_RKLV = jnp.moveaxis(_some(values_PKCV, page_RM), 1, 2).reshape(R, K, M * C, V)
         begin_R = number_RM[:, 0] * C

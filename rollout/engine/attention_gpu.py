@@ -1,8 +1,8 @@
 """The online softmax of `attention` over pages for GPUs, in Pallas for Triton.
 
 A program reads the pages of one sequence and one head of keys and values in place, for a block of queries. Steps of
-decoding have few queries: SPLITS programs share the pages of each sequence, every SPLITS-th from its first on, so that
-the order of sums depends on the sequence alone (arXiv:2311.01282 describes such splits).
+decoding have few queries: SPLITS programs share the pages of each sequence by their numbers, modulo SPLITS, so that the
+order of a query's sum depends on its position alone (arXiv:2311.01282 describes such splits).
 """
 
 from functools import partial
@@ -76,12 +76,13 @@ def _kernel(
 ):
     split, C = jax.lax.rem(pl.program_id(2), splits), v_ref.shape[1]
     at_Q, first, count = at_ref[...], first_ref[0], count_ref[0]
+    begin = first + jax.lax.rem(split + splits - jax.lax.rem(first, splits), splits)  # the first number of this split
     of_keys, of_values = _parts(k_ref.shape[1]), _parts(v_ref.shape[2])
     q = [q_ref[:, part] for part in of_keys]
 
     def look(i, carry):
         most_Q, sum_Q, *out = carry
-        number = first + split + i * splits
+        number = begin + i * splits
         page = table_ref[number]
         score_QC = sum(_dot(x_QH, k_ref[page, part, :]) for x_QH, part in zip(q, of_keys, strict=True))
         if pattern.softcap is not None:
@@ -99,7 +100,7 @@ def _kernel(
         return new_Q, sum_Q * keep_Q + prob_QC.sum(1), *out
 
     full = lambda value, *shape: jnp.full((at_Q.shape[0], *shape), value, jnp.float32)
-    turns = jax.lax.div(jnp.maximum(count - split, 0) + splits - 1, splits)
+    turns = jax.lax.div(jnp.maximum(first + count - begin, 0) + splits - 1, splits)
     start = full(UNSEEN), full(0), *(full(0, part.size) for part in of_values)
     most_ref[...], sum_ref[...], *out = jax.lax.fori_loop(0, turns, look, start)
     for part, x_QV in zip(of_values, out, strict=True):

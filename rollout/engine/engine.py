@@ -33,7 +33,7 @@ from .slots import Slots, mesh_of
 
 RELEASABLE = ("kv_cache", "weights", "cuda_graph")  # SGLang's names; the last has no effect here
 COUNTED = ("requests", "ended", "aborted", "prompt_tokens", "cached_tokens", "tokens")
-COMPUTED = ("dispatches", "prefills", "prefilled_tokens", "preemptions")
+COMPUTED = ("dispatches", "prefills", "prefilled_tokens", "preemptions", "drafted", "accepted")
 ADAPTERS = 64  # most adapters loaded at the same time
 PROMPTS, ON_CPUS = 16384, 2048  # tokens of prompts that are computed between two dispatches
 Pair = tuple[Request, Callable[[Progress], None]]
@@ -70,6 +70,7 @@ class Engine:
         grammars: Grammars | None = None,
         seed: int = 0,
         steps: int = paging.STEPS,
+        draft: int = 1,
     ):
         """
         Args:
@@ -85,12 +86,14 @@ class Engine:
           grammars: compiles the grammars of requests; None = they are refused.
           seed: from which requests without a seed get theirs.
           steps: decoding steps per dispatch.
+          draft: tokens of a sequence that a step computes: its last one, and guesses at the next, which are kept as far
+            as they are what is sampled (`drafts`). Samples depend on this width by rounding, not on the guesses.
 
         Raises:
           ValueError: a size below 1 or no power of two, memory too small for one sequence, or parameters or grammars
             that do not match.
         """
-        for name, value in {"slots": slots, "context": context, "steps": steps}.items():
+        for name, value in {"slots": slots, "context": context, "steps": steps, "draft": draft}.items():
             if value < 1:
                 raise ValueError(f"Engine: {name} must be at least 1, got {value}")
         if grammars is not None and grammars.vocab != config.vocab:
@@ -112,13 +115,13 @@ class Engine:
         if mesh.dp > 1:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)
-        memory = _memory(config, params, slots, context, page, steps, on) if memory is None else memory
-        self.config, self.slots, self.context = config, slots, context
+        memory = _memory(config, params, slots, context, page, steps, draft, on) if memory is None else memory
+        self.config, self.slots, self.context, self.draft = config, slots, context, draft
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
-        self._slots = Slots(config, params, slots, context, steps, page, memory, on)
+        self._slots = Slots(config, params, slots, context, steps, page, memory, on, draft)
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -391,10 +394,11 @@ class Engine:
         """Sizes, device memory in use, running and queued requests, tokens that fit into the cache and into the pages
         that requests have, and totals since the start: requests, those that ended or were
         aborted, tokens of their prompts and of these in the cache, generated tokens, dispatches, prefills and prefilled
-        tokens, and how often a request lost its memory for a time."""
+        tokens, how often a request lost its memory for a time, and tokens that were drafted, and accepted."""
         return {
             "slots": self.slots,
             "context": self.context,
+            "draft": self.draft,
             "running": len(self._slots.seated),
             "queued": len(self._queue),
             "capacity": self._slots.cache.capacity,
@@ -673,7 +677,9 @@ def collect(enqueue: Callable[[Sequence[Pair]], None], requests: Sequence[Reques
     return [result.result() for result in results]
 
 
-def _memory(config, params, slots: int, context: int, page: int, steps: int, on: jax.sharding.Mesh) -> float | None:
+def _memory(
+    config, params, slots: int, context: int, page: int, steps: int, draft: int, on: jax.sharding.Mesh
+) -> float | None:
     """The bytes that there are for caches on each device; None = as much as all slots may need.
 
     Raises:
@@ -684,10 +690,11 @@ def _memory(config, params, slots: int, context: int, page: int, steps: int, on:
     own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
     split = rules.of_params(table, on, rules.GENERATING)
     weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
-    there = USABLE * (memory.of_devices([on.devices.flat[0]]) - weights)
-    if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps, None), slots) <= there:
+    states = slots * draft * sum(kind.bytes for kind in kinds if kind.states) if draft > 1 else 0  # after each draft
+    there = USABLE * (memory.of_devices([on.devices.flat[0]]) - weights - states)
+    if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps * draft, None), slots) <= there:
         return None
-    paging.counts(kinds, slots, context, page, steps, there)
+    paging.counts(kinds, slots, context, page, steps * draft, there)
     return there
 
 

@@ -24,6 +24,8 @@ COUNTERS = {  # of requests that have ended
     "prompt_tokens": ("prompt_tokens", "tokens of prompts"),
     "cached_tokens": ("cached_tokens", "tokens of prompts that were in the cache"),
     "generation_tokens": ("tokens", "generated tokens"),
+    "draft_tokens": ("drafted", "drafted tokens"),
+    "accepted_draft_tokens": ("accepted", "drafted tokens that were sampled"),
     "num_requests": ("ended", "requests that have ended"),
     "num_aborted_requests": ("aborted", "requests that were aborted"),
 }

@@ -3,8 +3,8 @@
 Layers of one kind (`models.paging`) share page numbers: `keys [page, kv_head, key_dim, C]` and
 `values [page, kv_head, C, value_dim]` of each layer with keys and values of its own. A recurrent layer has {name: state
 [slot, ...]} of running sequences, and {name: state [row, ...]} of kept prefixes, in fp32; a step replaces the first:
-unlike keys and values they cannot be cut back to a prompt. Page 0 is never read, and row 0 has the state before any
-token.
+unlike keys and values they cannot be cut back to a prompt. What is in page 0 never counts, and row 0 has the state
+before any token.
 """
 
 import functools
@@ -64,12 +64,12 @@ def write_chunks(pages, k_RTKH, v_RTKV, page_R):
     return keys_PKHC, values_PKCV.at[page_R, :, :T].set(v_RTKV.transpose(0, 2, 1, 3))
 
 
-def write_tokens(pages, k_SKH, v_SKV, page_S, place_S):
-    """Writes a token of each slot to a place in its page."""
+def write_tokens(pages, k_SQKH, v_SQKV, page_SQ, place_SQ):
+    """Writes Q tokens of each slot, each to a place in its page."""
     keys_PKHC, values_PKCV = pages
-    copies = keys_PKHC.shape[1] // k_SKH.shape[1]
-    k_SKH, v_SKV = (jnp.repeat(x, copies, axis=1) for x in (k_SKH, v_SKV))
-    return keys_PKHC.at[page_S, :, :, place_S].set(k_SKH), values_PKCV.at[page_S, :, place_S].set(v_SKV)
+    copies = keys_PKHC.shape[1] // k_SQKH.shape[2]
+    k_SQKH, v_SQKV = (jnp.repeat(x, copies, axis=2) for x in (k_SQKH, v_SQKV))
+    return keys_PKHC.at[page_SQ, :, :, place_SQ].set(k_SQKH), values_PKCV.at[page_SQ, :, place_SQ].set(v_SQKV)
 
 
 @functools.partial(jax.jit, static_argnames=("states",), donate_argnames=("pool",))

@@ -50,6 +50,7 @@ def serve(
     context: int = 2048,
     memory: float = 0,
     mesh: EngineMesh = ONE_DEVICE,
+    draft: int = 1,
     dtype: str = "auto",
     version: str | None = None,
     seed: int = 0,
@@ -66,6 +67,7 @@ def serve(
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights.
       mesh: how devices are used.
+      draft: tokens of a sequence that a step computes, as for `Engine`.
       version: label of the weights until the first update; None = that of a published version, else "default".
       seed: from which requests without a seed get theirs.
       dtype: of weights and computation; "auto" = that of the platform.
@@ -87,6 +89,7 @@ def serve(
             context=context,
             memory=memory,
             mesh=mesh,
+            draft=draft,
             dtype=dtype,
             version=label,
             seed=seed,
@@ -104,7 +107,9 @@ def serve(
             engine.close()
 
 
-def benchmark(path: str, *, slots: int, context: int, memory: float, mesh: EngineMesh, dtype: str) -> None:
+def benchmark(
+    path: str, *, slots: int, context: int, memory: float, mesh: EngineMesh, draft: int = 1, dtype: str
+) -> None:
     """Prints how fast the checkpoint folder `path` would be served, as a table; options as for `serve`.
 
     Raises:
@@ -113,8 +118,9 @@ def benchmark(path: str, *, slots: int, context: int, memory: float, mesh: Engin
     dtype = known_dtype(dtype)
     weights = read_weights(path, dtype)
     service = prepare(
-        path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, dtype=dtype, version="default"
-    )
+        path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
+        version="default",
+    )  # fmt: skip
     del weights  # the engine has copies
     with service.engine as engine:
         if engine.context < bench.LEAST:
@@ -144,7 +150,7 @@ def published_label(path: str) -> str:
 
 def prepare(
     path: str, config, params, checksums: dict[str, str], *, slots: int, context: int, memory: float = 0,
-    mesh: EngineMesh = ONE_DEVICE, dtype: str, version: str, seed: int = 0,
+    mesh: EngineMesh = ONE_DEVICE, draft: int = 1, dtype: str, version: str, seed: int = 0,
 ) -> Service:  # fmt: skip
     """Makes an engine with a copy of these weights, and its service; with a tokenizer if the folder `path` has one."""
     tokenizer, decode, grammars = None, None, None
@@ -157,7 +163,7 @@ def prepare(
     context = min(context, config.context)
     engine = replicas.serving(
         config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
-        decode=decode, grammars=grammars, seed=seed,
+        decode=decode, grammars=grammars, seed=seed, draft=draft,
     )  # fmt: skip
     return Service(engine, tokenizer, str(path), checksums, dtype)
 

@@ -23,7 +23,7 @@ from ...core import param
 from ...models.lora import Lora
 from ...parallel import mesh
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
-from . import adapters, grammar, penalties, staging
+from . import adapters, drafts, grammar, penalties, staging
 from . import decode as programs
 from .adapters import Adapters, Factors
 from .cache import Cache
@@ -63,28 +63,21 @@ class Slots:
       weights: from `stage`; replaced between calls. None once they are released.
       adapters: the loaded adapters.
       cache: their memory.
-      counts: totals: prefills, prefilled_tokens, dispatches, preemptions.
+      counts: totals: prefills, prefilled_tokens, dispatches, preemptions, drafted, accepted.
     """
 
     def __init__(
-        self,
-        config,
-        params,
-        count: int,
-        context: int,
-        steps: int,
-        page: int,
-        memory: float | None,
-        on: jax.sharding.Mesh,
-    ):
-        self.count, self.context, self.steps = count, context, steps
+        self, config, params, count: int, context: int, steps: int, page: int, memory: float | None,
+        on: jax.sharding.Mesh, width: int = 1,
+    ):  # fmt: skip
+        self.count, self.context, self.steps, self.width = count, context, steps, width
         self.config = dataclasses.replace(config, eos=(), source="{}")  # similar models share compiled programs
         self.seated: dict[int, Live] = {}
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
         self._dtype, self._mesh = params["embed"].dtype, on
-        self.cache = Cache(self.config, count, context, page, steps, self._dtype, memory, on.shape.get("tp", 1))
+        self.cache = Cache(self.config, count, context, page, steps * width, self._dtype, memory, on.shape.get("tp", 1))
         self._prompts = Prompts(self.config, self.cache, self._room)
         self.counts = self._prompts.counts
         self.weights: Any = self.stage(params)
@@ -92,6 +85,7 @@ class Slots:
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
         with self._on_mesh():
             self._tables, self._masks = penalties.empty(count, config.vocab), grammar.Masks(count, config.vocab)
+            self._histories = drafts.empty(count, context) if width > 1 else None
         self.clear()
 
     def stage(self, params):
@@ -187,6 +181,10 @@ class Slots:
                     continue
                 self.running[live.seat] = live
                 self._write(live, self._state[live.seat])
+                if self._histories is not None:
+                    self._histories = drafts.rewritten(
+                        self._histories, live.seat, live.request.prompt, live.progress.tokens
+                    )
                 if live.request.sampling.penalised:
                     self._tables = penalties.rewritten(
                         self._tables, live.seat, live.progress.tokens, live.request.sampling.logit_bias
@@ -202,28 +200,31 @@ class Slots:
     def _step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
         self._make_room_to_decode()
         position = COLUMNS["position"]
-        before_S = self._state[:, position].copy()
         mask_SM = self._masks.fill({slot: live.matcher for slot, live in self.running.items() if live.matcher})
-        self.cache.held, self._tables, out, position_S = programs.decode(
+        self.cache.held, self._tables, self._histories, out, position_S = programs.decode(
             self._with_adapters(), self.cache.held, self._state, self.cache.table_KSX, wanted, self._tables, mask_SM,
-            config=self.config, of_layer=self.cache.of_layer, steps=self.steps,
+            self._histories, config=self.config, of_layer=self.cache.of_layer, steps=self.steps, width=self.width,
         )  # fmt: skip
         self._state[:, position] = position_S
         self.counts["dispatches"] += 1
-        made_S = (self._state[:, position] - before_S).tolist()
-        token_SU, logp_SU = (np.asarray(out[name]).T.tolist() for name in ("token", "logp"))
+        token_USQ, logp_USQ = (np.asarray(out[name]) for name in ("token", "logp"))
+        valid_USQ = token_USQ >= 0
+        if self.width > 1:
+            self.counts["drafted"] += int(np.sum(out["drafted"]))
+            self.counts["accepted"] += int(np.sum(valid_USQ[..., 1:]))
         ranked = any(live.request.top_logprobs for live in self.running.values())
-        top_USK = [np.asarray(out[name]) for name in ("top_logp", "top_id")] if ranked else []
+        top_USQK = [np.asarray(out[name]) for name in ("top_logp", "top_id")] if ranked else []
         made = []
         for slot, live in self.running.items():
-            n, k = made_S[slot], live.request.top_logprobs
-            top = pairs(*(x_USK[:n, slot, :k] for x_USK in top_USK)) if k else []
-            routed = list(np.asarray(out["routed"])[:n, slot]) if live.request.routed_experts else []
-            made.append((live, token_SU[slot][:n], logp_SU[slot][:n], top, routed))
-            self._state[slot, COLUMNS["token"]] = token_SU[slot][n - 1]
+            own = lambda x_USQ, slot=slot: x_USQ[:, slot][valid_USQ[:, slot]]  # of its tokens, in order
+            k, tokens = live.request.top_logprobs, own(token_USQ).tolist()
+            top = pairs(*(own(x_USQK)[:, :k] for x_USQK in top_USQK)) if k else []
+            routed = list(own(np.asarray(out["routed"]))) if live.request.routed_experts else []
+            made.append((live, tokens, own(logp_USQ).tolist(), top, routed))
+            self._state[slot, COLUMNS["token"]] = tokens[-1]
             self.cache.behind(live, int(self._state[slot, position]))
             if live.matcher:
-                live.matcher.take(token_SU[slot][0])
+                live.matcher.take(tokens[0])
         return made
 
     def _make_room_to_decode(self) -> None:
@@ -231,7 +232,7 @@ class Slots:
         for live in sorted(self.running.values(), key=lambda live: live.number):
             while live.slot is not None:
                 position, end = (int(self._state[live.slot, COLUMNS[name]]) for name in ("position", "end"))
-                last = min(position + self.steps, end) - 1  # the last token that a dispatch may put there
+                last = min(position + self.steps * self.width, end) - 1  # the last token that a dispatch may put there
                 if self.cache.reaches(live, last):
                     break
                 if not self._prompts.next_page(live, position):

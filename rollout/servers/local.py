@@ -36,6 +36,8 @@ class Serve:
       memory: GB of a server's keys, values and states on each device; 0 = as much as all slots may need, or what a
         device has beside weights. With less, requests wait; no sample changes.
       mesh: how a server uses devices.
+      draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
+        are kept where they are what is sampled; 1 = off.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
@@ -46,6 +48,7 @@ class Serve:
     context: int = 0
     memory: float = 0
     mesh: EngineMesh = ONE_DEVICE
+    draft: int = 1
     dtype: str = "auto"
     restarts: int = 10
 
@@ -56,6 +59,8 @@ class Serve:
         memory.check(f"--serve.count {self.count}", self.count * memory.PROCESS)
         if not 0 <= self.memory < math.inf:
             raise ValueError(f"--serve.memory must be a number of GB, or 0, got {self.memory}")
+        if self.draft < 1:
+            raise ValueError(f"--serve.draft must be at least 1, got {self.draft}")
         if self.restarts < 0:
             raise ValueError(f"--serve.restarts must be at least 0, got {self.restarts}")
 
@@ -97,7 +102,7 @@ class Local:
         command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
         command += ["--slots", str(options.slots), "--dtype", options.dtype]
         command += ["--context", str(options.context)] if options.context else []
-        command += options.mesh.words
+        command += ["--mesh.tp", str(options.mesh.tp), "--draft", str(options.draft)]
         command += ["--memory", str(options.memory)] if options.memory else []
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
