@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import tiny
 
 from areax import models
@@ -36,3 +37,13 @@ def test_a_context_too_short_to_measure_is_refused(tmp_path, capsys):
     model = tiny.model(tmp_path / "model")
     assert cli.main(["serve", str(model), "--bench", "--context", "32"]) == 2
     assert "--bench needs a context of at least 64 tokens, got 32" in capsys.readouterr().err
+    assert cli.main(["serve", str(model), "--bench", "--context", "64", "--draft", "3"]) == 2
+    assert "--bench needs a context of at least 96 tokens with --draft 3, got 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("draft", [1, 2, 5, 16, 64])
+def test_an_answer_takes_several_dispatches_even_if_all_drafts_are_accepted(draft):
+    for context in (max(64, 32 * draft), 32 * draft + 65, 4096):
+        prompt, answer = bench.lengths(context, draft)
+        assert answer >= 2 * 8 * draft and 1 <= prompt <= context - answer
+    assert bench.lengths(4096) == (512, 128)

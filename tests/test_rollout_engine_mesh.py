@@ -141,8 +141,11 @@ def test_prompts_are_computed_on_the_mesh(monkeypatch):
 def test_a_layout_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="tp 9 needs 9 devices, got 8 of this process"):
         engine_of("qwen3", EngineMesh(tp=9))
-    with pytest.raises(ValueError, match="cannot be split over tp = 5 devices; use a divisor"):
+    with pytest.raises(ValueError, match="tp must divide the query heads of each layer, 8 in this qwen3, got 5; use a"):
         engine_of("qwen3", EngineMesh(tp=5))
+    two = models.config_from_hf(tiny.HF | {"vocab_size": 96})  # every weight can be split over four devices
+    with pytest.raises(ValueError, match="tp must divide the query heads of each layer, 2 in this qwen3, got 4"):
+        Engine(two, tiny.weights(models.table(two), 0.2), mesh=EngineMesh(tp=4))
     for case, experts in (("qwen3", 0), ("qwen3_moe", 8)):
         with pytest.raises(ValueError, match=f"ep must divide the model's experts, {experts} in this {case}, got 3"):
             engine_of(case, EngineMesh(ep=3))

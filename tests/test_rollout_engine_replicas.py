@@ -146,6 +146,9 @@ def test_a_busy_replica_passes_requests_on_even_if_it_has_their_prompt():
 def test_requests_without_seeds_get_those_that_one_engine_would_give_them():
     asked = [Request(str(i), (9, 10, 11 + i % 2), Sampling(max_new_tokens=8, ignore_eos=True)) for i in range(6)]
     with one_engine() as one, replicas() as both:
+        for refused in (Request("a", (1000,)), Request("a", (9,), adapter="none")):
+            with pytest.raises(ValueError, match="vocabulary|not loaded"):
+                both.submit(refused, lambda _: None)  # takes no seed
         found = both.generate(asked)
         assert all(map(same, found, one.generate(asked)))
     assert len({tuple(progress.tokens) for progress in found}) == 6

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...models.paging import STEPS
 from .engine import Engine
 from .request import Progress, Request, Sampling
 
 PROMPT, ANSWER = 512, 128  # tokens, as far as the context allows
-LEAST = 64  # tokens of context: answers must take several dispatches
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def measure(engine: Engine) -> Iterator[Row]:
     Prompts are random and share nothing; answers have a fixed length. The first run of each size, which may compile
     programs, does not count.
     """
-    prompt, answer = lengths(engine.context)
+    prompt, answer = lengths(engine.context, engine.stats()["draft"])
     draw = random.Random(0)
     sampling = Sampling(max_new_tokens=answer, ignore_eos=True)
     sizes = [1 << i for i in range(engine.slots.bit_length()) if 1 << i < engine.slots]
@@ -47,9 +47,18 @@ def measure(engine: Engine) -> Iterator[Row]:
                 yield row
 
 
-def lengths(context: int) -> tuple[int, int]:
-    """Tokens of each prompt and answer."""
-    answer = min(ANSWER, context // 2)
+def lengths(context: int, draft: int = 1) -> tuple[int, int]:
+    """Tokens of each prompt and answer. An answer takes several dispatches, even if every draft is accepted: the first
+    one is not in the rate.
+
+    Raises:
+      ValueError: the context is too short for that.
+    """
+    least = max(64, 4 * STEPS * draft)
+    if context < least:
+        drafted = f" with --draft {draft}" if draft > 1 else ""
+        raise ValueError(f"--bench needs a context of at least {least} tokens{drafted}, got {context}")
+    answer = min(max(ANSWER, 2 * STEPS * draft), context // 2)
     return min(PROMPT, context - answer), answer
 
 

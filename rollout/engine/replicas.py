@@ -18,7 +18,7 @@ from ...models import paging
 from ...models.lora import Lora
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from ..servers.prefix_routing import Cached, chain, choose
-from .engine import COMPUTED, COUNTED, RELEASABLE, Checked, Engine, Pair, collect
+from .engine import COMPUTED, COUNTED, RELEASABLE, Engine, Pair, collect
 from .request import Progress, Request
 from .slots import devices_of
 
@@ -122,18 +122,19 @@ class Replicas:
             engine.abort_all()
 
     def _enqueue(self, pairs: Sequence[Pair]) -> None:
-        checked = self._engines[0].checked([(self._seeded(request), tell) for request, tell in pairs])
-        groups: dict[tuple[str, Sequence[int]], list[Checked]] = {}
-        for one in checked:
-            groups.setdefault((one[0].adapter, tuple(one[0].prompt)), []).append(one)
+        checked = self._engines[0].checked(pairs)
+        groups: dict[tuple[str, Sequence[int]], list[int]] = {}
+        for i, (request, *_) in enumerate(checked):
+            groups.setdefault((request.adapter, tuple(request.prompt)), []).append(i)
         hashed = [[hash((adapter, chunk)) for chunk in chain(prompt, self._page)] for adapter, prompt in groups]
         with self._locked():
             for engine in self._engines:
                 engine.refuse(checked)
+            queued = [(self._seeded(request), *rest) for request, *rest in checked]  # what is refused takes no seed
             for hashes, group in zip(hashed, groups.values(), strict=True):
                 replica = choose(self._replicas, hashes)
                 replica.cached.add(hashes)
-                replica.engine.queue(group)
+                replica.engine.queue([queued[i] for i in group])
 
     def _seeded(self, request: Request) -> Request:
         if request.sampling.seed is not None:

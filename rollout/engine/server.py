@@ -123,9 +123,7 @@ def benchmark(
     )  # fmt: skip
     del weights  # the engine has copies
     with service.engine as engine:
-        if engine.context < bench.LEAST:
-            raise ValueError(f"--bench needs a context of at least {bench.LEAST} tokens, got {engine.context}")
-        prompt, answer = bench.lengths(engine.context)
+        prompt, answer = bench.lengths(engine.context, draft)
         print(
             f"{engine.config.family} {path}: prompts of {prompt} random tokens, answers of {answer}, {dtype}, "
             f"{mesh} of {jax.local_device_count()} ({jax.devices()[0].device_kind})",

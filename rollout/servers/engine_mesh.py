@@ -24,7 +24,7 @@ class EngineMesh:
     def __post_init__(self):
         for name, count in asdict(self).items():
             if count < 1:
-                raise ValueError(f"mesh: {name} must be at least 1, got {count}")
+                raise ValueError(f"{name} must be at least 1, got {count}")
 
     def __str__(self):
         return " x ".join(f"{name} {count}" for name, count in asdict(self).items() if count > 1) or "one device"

@@ -69,6 +69,14 @@ class Serve:
         return replace(self, context=self.context or length)
 
 
+def words(path: str, options: Serve) -> list[str]:
+    """The arguments of `areax` for one of these servers, on any free port."""
+    made = ["serve", path, "--port", "0", "--slots", str(options.slots), "--dtype", options.dtype]
+    made += ["--context", str(options.context)] if options.context else []
+    made += ["--memory", str(options.memory)] if options.memory else []
+    return [*made, *options.mesh.words, "--draft", str(options.draft)]
+
+
 class Local:
     """Servers on this machine; made by `servers`.
 
@@ -98,12 +106,7 @@ class Local:
 
     async def start(self, path: str) -> str:
         """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`."""
-        options = self._options
-        command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
-        command += ["--slots", str(options.slots), "--dtype", options.dtype]
-        command += ["--context", str(options.context)] if options.context else []
-        command += ["--mesh.tp", str(options.mesh.tp), "--draft", str(options.draft)]
-        command += ["--memory", str(options.memory)] if options.memory else []
+        command = [sys.executable, "-m", "areax", *words(path, self._options)]
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
