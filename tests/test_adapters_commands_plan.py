@@ -179,6 +179,21 @@ def test_servers_on_the_trainers_device_count(capsys, model):
     assert said.splitlines()[-1].startswith("the server does not fit; lower --serve.slots or --serve.context, or name")
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--serve.mesh.tp", 4], "mesh: tp must divide the query heads of each layer, 2 in this qwen3, got 4"),
+        (["--serve.mesh.ep", 2], "mesh: ep must divide the model's experts, 0 in this qwen3, got 2"),
+        (
+            ["--serve.inside", "--serve.mesh.dp", 4, "--mesh.fsdp", 2],
+            "the trainer's 2 chips, got --serve.mesh dp 4 on 4",
+        ),
+    ],
+)
+def test_a_mesh_that_a_server_would_refuse_is_not_planned(capsys, model, options, words):
+    assert words in run(capsys, "grpo", "--model", model, "--length", 64, *options, code=2)
+
+
 def test_a_server_over_chips_has_parts_of_weights_and_caches(capsys, tmp_path):
     """And a server that does not fit one chip is split; with heads of keys and values for one, each has them."""
     options = ["--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
@@ -204,7 +219,9 @@ def test_a_server_over_chips_has_parts_of_weights_and_caches(capsys, tmp_path):
     run(capsys, "grpo", "--model", two, *shared, "--serve.mesh.tp", 2)
     said = run(capsys, "grpo", "--model", two, *options, "--serve.mesh.tp", 2, "--rollout-chips", 4, code=2)
     assert "the recipe starts 1, on 2 chips each, got --rollout-chips 4" in said
-    assert "cannot be split over tp = 5" in run(capsys, "grpo", "--model", two, *options, "--serve.mesh.tp", 5, code=2)
+    assert "tp must divide the query heads of each layer, 2" in run(
+        capsys, "grpo", "--model", two, *options, "--serve.mesh.tp", 5, code=2
+    )
 
 
 def test_a_recipe_given_by_path(capsys, model, tmp_path):

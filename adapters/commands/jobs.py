@@ -242,6 +242,12 @@ def _generation(
         )
     size = itemsize
     if engine:
+        engine.mesh.check(settings)
+        if engine.inside and 1 < config.mesh.devices < split.devices:  # a trainer on one device leaves the others
+            raise ValueError(
+                f"plan: --serve.inside generates on the trainer's {_chips(config.mesh.devices)}, got --serve.mesh "
+                f"{engine.mesh} on {_chips(split.devices)}; lower it, or split the trainer over as many"
+            )
         size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=False)
     capacity = held = 0

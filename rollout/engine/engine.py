@@ -20,7 +20,6 @@ import numpy as np
 from ... import models
 from ...core import param
 from ...models import paging
-from ...models.layer import Attention
 from ...models.lora import Lora
 from ...parallel import rules
 from ..chat.detokenizer import Text
@@ -109,21 +108,10 @@ class Engine:
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
         if draft > context:
             raise ValueError(f"Engine: draft must be at most the context, {context} tokens, got {draft}; lower it")
-        experts = getattr(config, "experts", 0)
-        if mesh.ep > 1 and (not experts or experts % mesh.ep):
-            raise ValueError(
-                f"Engine: ep must divide the model's experts, {experts} in this {config.family}, got {mesh.ep}; use a "
-                "divisor, or tp"
-            )
         if mesh.dp > 1:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)
-        heads = {layer.heads for layer in config.records if isinstance(layer, Attention)}
-        if any(N % mesh.tp for N in heads):
-            raise ValueError(
-                f"Engine: tp must divide the query heads of each layer, {', '.join(map(str, sorted(heads)))} in this "
-                f"{config.family}, got {mesh.tp}; use a divisor"
-            )
+        mesh.check(config)
         memory = _memory(config, params, slots, context, page, steps, draft, on) if memory is None else memory
         self.config, self.slots, self.context, self.draft = config, slots, context, draft
         self.version, self.paused = version, False

@@ -29,6 +29,21 @@ class EngineMesh:
     def __str__(self):
         return " x ".join(f"{name} {count}" for name, count in asdict(self).items() if count > 1) or "one device"
 
+    def check(self, config) -> None:
+        """Raises ValueError if a model's experts or heads cannot be split so; `rules.of_params` does for the rest."""
+        experts = getattr(config, "experts", 0)
+        if self.ep > 1 and (not experts or experts % self.ep):
+            raise ValueError(
+                f"mesh: ep must divide the model's experts, {experts} in this {config.family}, got {self.ep}; use a "
+                "divisor, or tp"
+            )
+        heads = {layer.heads for layer in config.records if hasattr(layer, "heads")}  # others are recurrent
+        if any(N % self.tp for N in heads):
+            raise ValueError(
+                f"mesh: tp must divide the query heads of each layer, {', '.join(map(str, sorted(heads)))} in this "
+                f"{config.family}, got {self.tp}; use a divisor"
+            )
+
     @property
     def replica(self) -> EngineMesh:
         """Of one replica."""
