@@ -227,8 +227,11 @@ def test_a_pause_lets_new_weights_in_that_wait_for_a_replica(monkeypatch):
         told = Told(both, Request("a", (9, 10), LONG), go=False)
         swap = started(both.load, negative(), "new")
         await_(lambda: barriers and barriers[0].n_waiting)
+        flush = started(both.flush)
+        time.sleep(0.05)  # so that it comes first, and yet does not hold up the pause
         paused(both, "retract", told)
-        swap.join(60)
+        for thread in (swap, flush):
+            thread.join(60)
         assert both.version == "new"
         both.resume()
         assert [span[0] for span in told.wait()["a"].versions] == ["default", "new"]

@@ -156,7 +156,7 @@ class Replicas:
             self._each(lambda engine: engine.pause(mode))
 
     def resume(self) -> None:
-        with self._commands:
+        with self._alone():
             self._each(Engine.resume)
 
     def stage(self, params) -> list[Any]:
@@ -175,38 +175,44 @@ class Replicas:
 
     def release(self, what: Iterable[str] = RELEASABLE) -> None:
         tags = tuple(what)
-        with self._swaps, self._commands:  # engines cannot agree on two things at the same time
+        with self._alone():
             self._agree(lambda engine, agreed: engine.release(tags, agreed=agreed))
         self._forget()
 
     def reclaim(self, what: Iterable[str] = RELEASABLE) -> None:
         tags = tuple(what)
-        with self._commands:
+        with self._alone():
             self._each(lambda engine: engine.reclaim(tags))
 
     def load_adapter(self, name: str, spec: Lora, adapters, path: str = "") -> None:
-        with self._commands, contextlib.ExitStack() as loaded:
+        with self._alone(), contextlib.ExitStack() as loaded:
             for engine in self._engines:
                 engine.load_adapter(name, spec, adapters, path)
                 loaded.callback(engine.drop_adapter, name)  # no request can use it before all have it
             loaded.pop_all()
 
     def unload_adapter(self, name: str) -> None:
-        with self._commands:
+        with self._alone():
             unused = self._each(lambda engine: engine.drop_adapter(name))
         for done in unused:
             done.result()
 
     def flush(self) -> bool:
         """As `Engine.flush`; False if any has running requests, and only the others' prompts are cleared then."""
-        with self._commands:
+        with self._alone():
             flushed = self._each(Engine.flush)
         self._forget()
         return all(flushed)
 
     def set_version(self, version: str) -> None:
-        with self._commands:
+        with self._alone():
             self._each(lambda engine: engine.set_version(version))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps out all other commands. Waits for a swap before it keeps out pauses, which let the swap in."""
+        with self._swaps, self._commands:
+            yield
 
     def _forget(self) -> None:
         with self._locked():
