@@ -130,7 +130,8 @@ class Replicas:
         with self._locked():
             for engine in self._engines:
                 engine.refuse(checked)
-            queued = [(self._seeded(request), *rest) for request, *rest in checked]  # what is refused takes no seed
+            # What is refused takes no seed.
+            queued = [(self._seeded(asked), tell, stops, matcher) for asked, tell, stops, matcher in checked]
             for hashes, group in zip(hashed, groups.values(), strict=True):
                 replica = choose(self._replicas, hashes)
                 replica.cached.add(hashes)
