@@ -207,7 +207,7 @@ def test_a_server_over_chips_has_parts_of_weights_and_caches(capsys, tmp_path):
         assert whole["chip_weights_bytes"] == whole["server_weights_bytes"] == split["server_weights_bytes"]
         assert whole["chip_cache_bytes"] == share * split["chip_cache_bytes"]
         assert whole["cache_bytes_per_token"] == share * split["cache_bytes_per_token"]
-        assert split["server_bytes"] == split["chip_weights_bytes"] + split["chip_cache_bytes"]
+        assert split["server_bytes"] == 2 * split["chip_weights_bytes"] + split["chip_cache_bytes"]
         assert 0.5 < split["chip_weights_bytes"] / whole["chip_weights_bytes"] < 0.51  # norms are whole
         assert split["server_devices"] == split["rollout_devices"] == 2
     many = ["--serve.slots", 5 << 20]

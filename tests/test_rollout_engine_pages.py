@@ -264,6 +264,17 @@ def test_memory_that_is_too_small_is_refused():
         Engine(*model("qwen3"), page=24)
 
 
+@pytest.mark.parametrize("share, versions", [(0.67, 2), (0.27, 1)])
+def test_caches_leave_room_for_the_next_weights_unless_no_sequence_would_fit(share, versions, monkeypatch):
+    config, params = model("qwen3")
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    whole = engine_of("qwen3").stats()["capacity"]
+    kinds = paging.kinds(config.records, CONTEXT, PAGE, 4)
+    pages = share * paging.size_of(kinds, paging.counts(kinds, 4, CONTEXT, PAGE, 4, None), 4)
+    monkeypatch.setattr(engines.memory, "of_devices", lambda _: versions * weights + pages / engines.USABLE)
+    assert engine_of("qwen3").stats()["capacity"] / whole == pytest.approx(share, abs=0.05)
+
+
 # -- accounting --------------------------------------------------------------------------------------
 
 

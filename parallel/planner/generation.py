@@ -66,10 +66,12 @@ def chips_per_server(job: Job, chip: Chip, itemsize: int) -> int:
 
 
 def server_bytes(job: Job, chip: Chip, g: Generation) -> float:
-    """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start; of
-    others, which take what there is, a cache for one sequence."""
+    """Bytes that a server holds on one chip: weights, and the recipe's own server its whole cache from the start, and
+    the next version of the weights while it is loaded, unless it has released the last one; of others, which take what
+    there is, a cache for one sequence."""
     if g.embedded:
-        return weights_bytes(job, g.itemsize, g.split) + g.held
+        versions = 1 if g.shares == "turns" else 2
+        return versions * weights_bytes(job, g.itemsize, g.split) + g.held
     held = weights_bytes(job, g.itemsize) + (g.prompt + g.new) * g.cache + g.state
     return held / chips_per_server(job, chip, g.itemsize)
 
@@ -192,7 +194,12 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
         of("cache_tokens", speed.cache_tokens, "estimate", "tokens in a server's KV cache"),
         of("chip_weights_bytes", own, "exact", "weights on each chip of a server"),
         of("chip_cache_bytes", g.held, "exact", "KV cache and states on each chip of a server"),
-        of("server_bytes", server_bytes(job, chip, g), "estimate", "weights and KV cache on a server's chip"),
+        of(
+            "server_bytes",
+            server_bytes(job, chip, g),
+            "estimate",
+            "most on a server's chip: KV cache, weights and the next version of them",
+        ),
         of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
         of("train_batch_s", train_s, "estimate", "training on a batch"),
         of("rollout_devices", servers * speed.devices, "estimate", wanted),

@@ -6,6 +6,8 @@ to free slots, computes some of their prompts, and reports what was generated.
 
 import atexit
 import collections
+import contextlib
+import functools
 import itertools
 import math
 import random
@@ -679,6 +681,8 @@ def _memory(
 ) -> float | None:
     """The bytes that there are for caches on each device; None = as much as all slots may need.
 
+    Leaves room for the next version of the weights beside those in use, unless no sequence would fit then.
+
     Raises:
       ValueError: the device has not enough for one sequence.
     """
@@ -688,11 +692,19 @@ def _memory(
     split = rules.of_params(table, on, rules.GENERATING)
     weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
     states = slots * draft * sum(kind.bytes for kind in kinds if kind.states) if draft > 1 else 0  # after each draft
-    there = USABLE * (memory.of_devices([on.devices.flat[0]]) - weights - states)
-    if paging.size_of(kinds, paging.counts(kinds, slots, context, page, steps * draft, None), slots) <= there:
-        return None
-    paging.counts(kinds, slots, context, page, steps * draft, there)
-    return there
+    device = memory.of_devices([on.devices.flat[0]])
+    counts = functools.partial(paging.counts, kinds, slots, context, page, steps * draft)
+
+    def beside(versions: int) -> float | None:
+        there = USABLE * (device - versions * weights - states)
+        if paging.size_of(kinds, counts(None), slots) <= there:
+            return None
+        counts(there)
+        return there
+
+    with contextlib.suppress(ValueError):
+        return beside(2)
+    return beside(1)
 
 
 def _releasable(what: Iterable[str]) -> frozenset[str]:
