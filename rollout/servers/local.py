@@ -69,6 +69,16 @@ class Serve:
         return replace(self, context=self.context or length)
 
 
+def command(path: str, options: Serve) -> list[str]:
+    """The command that serves a checkpoint with these options, on a free port."""
+    return [
+        sys.executable, "-m", "areax", "serve", path, "--port", "0", "--slots", str(options.slots),
+        "--dtype", options.dtype, "--draft", str(options.draft), *options.mesh.words,
+        *(["--context", str(options.context)] if options.context else []),
+        *(["--memory", str(options.memory)] if options.memory else []),
+    ]  # fmt: skip
+
+
 class Local:
     """Servers on this machine; made by `servers`.
 
@@ -98,15 +108,9 @@ class Local:
 
     async def start(self, path: str) -> str:
         """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`."""
-        options = self._options
-        command = [sys.executable, "-m", "areax", "serve", path, "--port", "0"]
-        command += ["--slots", str(options.slots), "--dtype", options.dtype]
-        command += ["--context", str(options.context)] if options.context else []
-        command += ["--mesh.tp", str(options.mesh.tp), "--draft", str(options.draft)]
-        command += ["--memory", str(options.memory)] if options.memory else []
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+            *command(path, self._options), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         guard.process(process.pid)
