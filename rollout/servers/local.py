@@ -110,8 +110,8 @@ class Local:
         """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`."""
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
-            *command(path, self._options), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            *command(path, self._options), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         guard.process(process.pid)
         output: deque[str] = deque(maxlen=20)  # last lines
