@@ -30,6 +30,7 @@ from areax.adapters.launch.host import PYTHON, Host
 from areax.adapters.launch.job import Part
 from areax.adapters.report import chrome_trace
 from areax.adapters.tracking import run_dir
+from areax.rollout.servers.engine_mesh import EngineMesh
 from areax.rollout.tasks import arithmetic
 
 
@@ -117,7 +118,9 @@ def test_devices_of_other_kinds(monkeypatch):
             "got --serve.slots in the command; leave it out, and set --server.slots",
         ),
         ("--servers 1 -- train grpo --model m --init=random", "got --init random, which has none"),
-        ("--servers 1 --server.devices 2 -- train grpo --model m", "uses one device, got --server.devices 2"),
+        ("--servers 1 -- train grpo --model m --serve.count=4", "got --serve.count in the command; leave it out\n"),
+        ("--servers 1 --server.devices 2 -- train grpo --model m", "must be 1, the devices of --server.mesh, got 2"),
+        ("--servers 1 --server.mesh.tp 4 -- train grpo --model m", "--server.devices 4 --server.mesh.tp 4, or set "),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
         (f"--processes {10**8} -- train sft", "--processes must be at most 10000, got 100000000"),
@@ -137,6 +140,19 @@ def test_impossible_options_give_a_one_line_error(words, told, capsys):
     assert cli.main(["launch", *words.split()]) == 2
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1
+
+
+def test_a_server_gets_the_launchers_options():
+    server = launch_config.Server(
+        devices=4, mesh=EngineMesh(tp=2, dp=2), slots=3, context=96, memory=0.5, draft=5, dtype="float32"
+    )
+    config = launch_config.Config(servers=1, server=server)
+    words = launch_config.server_words(config, ["train", "grpo", "--model", "m"], "h", 1)
+    assert words[:2] == ["env", "JAX_NUM_CPU_DEVICES=4"] and words[2:7] == [PYTHON, "-m", "areax", "serve", "m"]
+    assert dict(zip(words[7::2], words[8::2], strict=True)) == {
+        "--host": "h", "--port": "1", "--slots": "3", "--context": "96", "--dtype": "float32", "--memory": "0.5",
+        "--draft": "5", "--mesh.dp": "2", "--mesh.ep": "1", "--mesh.tp": "2",
+    }  # fmt: skip
 
 
 def test_an_option_is_no_line_of_a_batch_script(capsys):
