@@ -132,6 +132,10 @@ def test_devices_of_other_kinds(monkeypatch):
         ("--processes 2 -- frobnicate --model m", "areax: unknown command 'frobnicate'; commands are train, "),
         ("--processes 2 -- sft --model m", "unknown command 'sft'; did you mean areax train sft?"),
         ("--on slurm -- train srft --model m", "recipe must be one of sft, grpo, "),
+        (
+            "--on slurm -- train dapo --modle m --serve.no-inside",
+            "unrecognized options: --modle; did you mean --model?",
+        ),
         (f"--processes 2 --devices {10**8} -- train sft", "--devices must be at most 1024, got 100000000"),
         ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
     ],
@@ -140,6 +144,12 @@ def test_impossible_options_give_a_one_line_error(words, told, capsys):
     assert cli.main(["launch", *words.split()]) == 2
     said = capsys.readouterr().err
     assert told in said and said.count("\n") == 1
+
+
+def test_options_of_the_command_are_known_by_all_their_names(capsys):
+    words = "train grpo --config a.yaml --lr 1e-5 --group_size=4 --serve.no-inside"
+    assert cli.main(["launch", "--on", "slurm", "--", *words.split()]) == 0
+    assert "--group_size=4" in capsys.readouterr().out
 
 
 def test_a_server_gets_the_launchers_options():

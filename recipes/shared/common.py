@@ -186,7 +186,8 @@ def complete(config: Any, start: int, quiet: bool = False) -> bool:
     """Whether the run has reached `config.steps` already, which it says unless `quiet`; it then keeps its options."""
     done = 0 < config.steps <= start
     if done and not quiet:
-        print(f"{config.out}: has {start} steps already, --steps {config.steps} trains no more", file=sys.stderr)
+        more = f"--steps {config.steps} trains no more; raise it to go on"
+        print(f"{config.out}: has {start} steps already, {more}", file=sys.stderr)
     return done
 
 
