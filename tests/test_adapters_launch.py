@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -172,11 +173,11 @@ def test_an_option_is_no_line_of_a_batch_script(capsys):
             said = capsys.readouterr()
             assert said.err.startswith(f"areax launch: --slurm.{option} must be ") and said.err.count("\n") == 1
             assert said.out == ""
-    for time in ("30", "30:00", "4:00:00", "1-12", "1-12:30", "1-12:30:15", "UNLIMITED"):
-        words = ["--slurm.time", time, "--slurm.partition", "gpu,long_1", "--", "train", "sft"]
+    for limit in ("30", "30:00", "4:00:00", "1-12", "1-12:30", "1-12:30:15", "UNLIMITED"):
+        words = ["--slurm.time", limit, "--slurm.partition", "gpu,long_1", "--", "train", "sft"]
         assert cli.main(["launch", "--on", "slurm", *words]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert f"#SBATCH --time={time}" in lines and "#SBATCH --partition=gpu,long_1" in lines
+        assert f"#SBATCH --time={limit}" in lines and "#SBATCH --partition=gpu,long_1" in lines
 
 
 # -- one machine ---------------------------------------------------------------------------------
@@ -187,6 +188,15 @@ def here():
     host = Host()
     yield host
     host.close()
+
+
+def test_a_command_after_env_runs_with_this_interpreter(here, tmp_path):
+    out = tmp_path / "out"
+    code = "import os, sys; print(sys.executable, os.environ['LEVEL'])"
+    here.start("one", ["env", "LEVEL=4", PYTHON, "-c", code], {}, str(out))
+    while here.poll("one") is None:
+        time.sleep(0.01)
+    assert out.read_text().split() == [sys.executable, "4"]
 
 
 def server_part(place, host, folder, port, name="server 0"):
