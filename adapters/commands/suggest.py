@@ -91,6 +91,7 @@ def suggest(config: Any, options: Any) -> dict:
         )
     rows = math.ceil(jobs.samples(config) / (config.length // int(made.job.sequence)))
     if generates:
+        assert made.generation is not None
         least = 1 + generations.rates(made.job, chip, made.generation).devices
         if options.devices < least:
             raise ValueError(
