@@ -287,6 +287,10 @@ def launch(*options: str) -> int:
         raise ValueError("areax launch: needs a command after --, as in areax launch --servers 2 -- train grpo ...")
     if _command(command[0]) is train and len(command) > 1:
         _check_recipe(command[1], "train")
+        if not command[1].endswith(".py"):  # a file may be on the other machines alone
+            module, settings = _recipe(command[1], "train")
+            given = parse.instance(module.Config, settings) if settings else None
+            parse.check_names(module.Config, command[2:], f"areax train {command[1]}", given)
     return launch.launch(config, command)
 
 

@@ -152,6 +152,8 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
     common.check_directory("--out", config.out)
     common.check_microbatch(config.model, config.training.rows, config.training.length)
     common.check_balance(config.model, config.training.balance)
+    if not config.serving.servers:
+        common.check_own_servers(config.serving.serve, config.serving.colocated)
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)

@@ -194,6 +194,18 @@ def test_a_mesh_that_a_server_would_refuse_is_not_planned(capsys, model, options
     assert words in run(capsys, "grpo", "--model", model, "--length", 64, *options, code=2)
 
 
+def test_a_plan_counts_the_servers_devices_and_says_when_generation_is_what_takes_long(capsys, model):
+    options = ["--model", model, "--mesh.fsdp", 4, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 64]
+    last = lambda *more: run(capsys, "grpo", *options, *more).splitlines()[-3:-1]
+    devices, slow = last("--serve.count", 2, "--serve.slots", 1)
+    assert devices == "6 x h100 in all: 4 to train, 2 to generate, each its own by areax launch (docs/launch.md)"
+    assert re.fullmatch(r"a batch takes \S+ s to generate and \S+ s to train: it needs more servers, .*", slow)
+    _, shared = last("--colocated", "--eta", 0, "--serve.slots", 1)
+    assert shared.endswith("it needs --serve.mesh.dp 4, or more --serve.slots")
+    assert "in all" not in run(capsys, "grpo", *options, "--colocated", "--eta", 0)
+    assert "in all" not in run(capsys, "sft", "--model", model, "--length", 64)
+
+
 def test_a_server_over_chips_has_parts_of_weights_and_caches(capsys, tmp_path):
     """And a server that does not fit one chip is split; with heads of keys and values for one, each has them."""
     options = ["--length", 64, "--sampling.max-new-tokens", 48, "--groups", 4, "--group-size", 4]
@@ -410,8 +422,11 @@ def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):
         assert f"--eta {one['eta']}" in one["options"] and 0 <= one["staleness"] <= one["eta"]
     line = run(capsys, "grpo", *options, "--suggest", "--devices", 4).splitlines()[1]
     assert "devices train" in line and "tokens/s" in line and "staleness" in line and "of memory" in line
-    split = run(capsys, "grpo", *options, "--suggest", "--devices", 4, "--serve.mesh.tp", 2).splitlines()[1]
+    _, split, launch = run(capsys, "grpo", *options, "--suggest", "--devices", 4, "--serve.mesh.tp", 2).splitlines()
     assert "2 devices train, 1 servers of 2" in split
+    assert "areax launch --devices 2 --servers 1 --server.devices 2 --server.mesh.tp 2 -- train" in launch
+    few = run(capsys, "grpo", *options, "--suggest", "--devices", 2, "--serve.mesh.tp", 2, code=2)
+    assert "needs at least 3 --devices, 2 of them for a server, got 2" in few
     assert "got --colocated" in run(
         capsys, "grpo", *options, "--suggest", "--devices", 4, "--colocated", "--eta", 0, code=2
     )

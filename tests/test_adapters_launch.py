@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -30,6 +31,7 @@ from areax.adapters.launch.host import PYTHON, Host
 from areax.adapters.launch.job import Part
 from areax.adapters.report import chrome_trace
 from areax.adapters.tracking import run_dir
+from areax.rollout.servers.engine_mesh import EngineMesh
 from areax.rollout.tasks import arithmetic
 
 
@@ -117,7 +119,9 @@ def test_devices_of_other_kinds(monkeypatch):
             "got --serve.slots in the command; leave it out, and set --server.slots",
         ),
         ("--servers 1 -- train grpo --model m --init=random", "got --init random, which has none"),
-        ("--servers 1 --server.devices 2 -- train grpo --model m", "uses one device, got --server.devices 2"),
+        ("--servers 1 -- train grpo --model m --serve.count=4", "got --serve.count in the command; leave it out\n"),
+        ("--servers 1 --server.devices 2 -- train grpo --model m", "must be 1, the devices of --server.mesh, got 2"),
+        ("--servers 1 --server.mesh.tp 4 -- train grpo --model m", "--server.devices 4 --server.mesh.tp 4, or set "),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
         (f"--processes {10**8} -- train sft", "--processes must be at most 10000, got 100000000"),
@@ -129,6 +133,10 @@ def test_devices_of_other_kinds(monkeypatch):
         ("--processes 2 -- frobnicate --model m", "areax: unknown command 'frobnicate'; commands are train, "),
         ("--processes 2 -- sft --model m", "unknown command 'sft'; did you mean areax train sft?"),
         ("--on slurm -- train srft --model m", "recipe must be one of sft, grpo, "),
+        (
+            "--on slurm -- train dapo --modle m --serve.no-inside",
+            "unrecognized options: --modle; did you mean --model?",
+        ),
         (f"--processes 2 --devices {10**8} -- train sft", "--devices must be at most 1024, got 100000000"),
         ("--on ray --ray.address 127.0.0.1:1 -- train sft", "no Ray cluster answers at --ray.address 127.0.0.1:1"),
     ],
@@ -139,6 +147,25 @@ def test_impossible_options_give_a_one_line_error(words, told, capsys):
     assert told in said and said.count("\n") == 1
 
 
+def test_options_of_the_command_are_known_by_all_their_names(capsys):
+    words = "train grpo --config a.yaml --lr 1e-5 --group_size=4 --serve.no-inside"
+    assert cli.main(["launch", "--on", "slurm", "--", *words.split()]) == 0
+    assert "--group_size=4" in capsys.readouterr().out
+
+
+def test_a_server_gets_the_launchers_options():
+    server = launch_config.Server(
+        devices=4, mesh=EngineMesh(tp=2, dp=2), slots=3, context=96, memory=0.5, draft=5, dtype="float32"
+    )
+    config = launch_config.Config(servers=1, server=server)
+    words = launch_config.server_words(config, ["train", "grpo", "--model", "m"], "h", 1)
+    assert words[:2] == ["env", "JAX_NUM_CPU_DEVICES=4"] and words[2:7] == [PYTHON, "-m", "areax", "serve", "m"]
+    assert dict(zip(words[7::2], words[8::2], strict=True)) == {
+        "--host": "h", "--port": "1", "--slots": "3", "--context": "96", "--dtype": "float32", "--memory": "0.5",
+        "--draft": "5", "--mesh.dp": "2", "--mesh.ep": "1", "--mesh.tp": "2",
+    }  # fmt: skip
+
+
 def test_an_option_is_no_line_of_a_batch_script(capsys):
     for option in ("partition", "account", "time"):
         for value in ("gpu\ntouch x", "gpu\r", "a b", "'a", "1:2\n"):
@@ -146,11 +173,11 @@ def test_an_option_is_no_line_of_a_batch_script(capsys):
             said = capsys.readouterr()
             assert said.err.startswith(f"areax launch: --slurm.{option} must be ") and said.err.count("\n") == 1
             assert said.out == ""
-    for time in ("30", "30:00", "4:00:00", "1-12", "1-12:30", "1-12:30:15", "UNLIMITED"):
-        words = ["--slurm.time", time, "--slurm.partition", "gpu,long_1", "--", "train", "sft"]
+    for limit in ("30", "30:00", "4:00:00", "1-12", "1-12:30", "1-12:30:15", "UNLIMITED"):
+        words = ["--slurm.time", limit, "--slurm.partition", "gpu,long_1", "--", "train", "sft"]
         assert cli.main(["launch", "--on", "slurm", *words]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert f"#SBATCH --time={time}" in lines and "#SBATCH --partition=gpu,long_1" in lines
+        assert f"#SBATCH --time={limit}" in lines and "#SBATCH --partition=gpu,long_1" in lines
 
 
 # -- one machine ---------------------------------------------------------------------------------
@@ -161,6 +188,15 @@ def here():
     host = Host()
     yield host
     host.close()
+
+
+def test_a_command_after_env_runs_with_this_interpreter(here, tmp_path):
+    out = tmp_path / "out"
+    code = "import os, sys; print(sys.executable, os.environ['LEVEL'])"
+    here.start("one", ["env", "LEVEL=4", PYTHON, "-c", code], {}, str(out))
+    while here.poll("one") is None:
+        time.sleep(0.01)
+    assert out.read_text().split() == [sys.executable, "4"]
 
 
 def server_part(place, host, folder, port, name="server 0"):

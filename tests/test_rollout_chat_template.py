@@ -98,10 +98,10 @@ def test_variables_of_the_chat_template():
     tokens.chat_template = CHAT.chat_template + "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
     template.check_variables(tokens, {"enable_thinking": False})
     for bad, words in (
-        ({"enable_thinkin": False}, "not one to give to this model's chat template, which reads enable_thinking"),
-        ({"message": "x"}, "not one to give"),  # the template sets it
-        ({"messages": "x"}, "not one to give"),
-        ({"chat_template": "{{ 1 }}"}, "not one to give"),
+        ({"enable_thinkin": False}, "not a variable to set: this model's chat template reads enable_thinking"),
+        ({"message": "x"}, "not a variable to set"),  # the template sets it
+        ({"messages": "x"}, "not a variable to set"),
+        ({"chat_template": "{{ 1 }}"}, "not a variable to set"),
         ({"enable_thinking": [1]}, "a scalar"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -60,6 +60,15 @@ def parse(target, arguments: Sequence[str], prog: str, given: Any = None, first:
     return values
 
 
+def check_names(target: type, arguments: Sequence[str], prog: str, given: Any = None) -> None:
+    """Raises ValueError if the arguments of a command that another process will run name an option that `target` lacks;
+    values are not looked at, since files may be on that machine alone."""
+    known = help.names(target, given)
+    own = [word for word in arguments if word.partition("=")[0] not in ("--config", "--help", "--help-all")]
+    if unknown := _unknown([_renamed(word, known) for word in own], _help(target, prog, given), known):
+        raise ValueError(f"{prog}: {unknown}; see {prog} --help-all")
+
+
 def _renamed(word: str, known: set[str]) -> str:
     """An argument with its option's name here, if that was an alias."""
     name, equals, value = word.removeprefix("--").partition("=")
@@ -189,20 +198,25 @@ def _columns(width: int) -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _one_line(message: str, arguments: Sequence[str], help_text: str, options: set[str]) -> str:
-    """tyro's complaint in one line: options that do not exist, with the nearest that does, or what else is wrong."""
+def _unknown(arguments: Sequence[str], help_text: str, options: set[str]) -> str:
+    """Options that do not exist, in one line with the nearest that do; "" if there are none."""
     known = sorted(set(re.findall(r"--[a-z][\w.-]*", help_text)))
     unknown = [
         a.split("=")[0] for a in arguments if a.startswith("--") and a.split("=")[0].replace("_", "-") not in known
     ]
-    if unknown:
-        hints = []
-        for name in unknown:
-            if here := other_names.hint(name.removeprefix("--"), options):
-                hints.append(f"; {here}")
-            elif near := difflib.get_close_matches(name, known, 1):
-                hints.append(f"; did you mean {near[0]}?")
-        return f"unrecognized options: {' '.join(unknown)}{''.join(hints)}"
+    hints = []
+    for name in unknown:
+        if here := other_names.hint(name.removeprefix("--"), options):
+            hints.append(f"; {here}")
+        elif near := difflib.get_close_matches(name, known, 1):
+            hints.append(f"; did you mean {near[0]}?")
+    return f"unrecognized options: {' '.join(unknown)}{''.join(hints)}" if unknown else ""
+
+
+def _one_line(message: str, arguments: Sequence[str], help_text: str, options: set[str]) -> str:
+    """tyro's complaint in one line: options that do not exist, with the nearest that does, or what else is wrong."""
+    if unknown := _unknown(arguments, help_text, options):
+        return unknown
     if value := re.search(r"Missing value for argument '(\S+)'", message):
         return f"{value[1]} needs a value"
     if "Missing from" in message:

@@ -18,6 +18,7 @@ FIRST_OPTIONS = (
     "model", "chip", "suggest", "devices", "rollout-chips", "sample-tokens", "check", "json", "length", "rows",
     "mesh.dp", "mesh.fsdp", "mesh.tp", "mesh.cp", "mesh.ep", "run.dtype", "run.remat",
 )  # fmt: skip
+SLOW = 1.5  # times as long as training: generation is what a run waits for
 SCALE = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
@@ -165,7 +166,11 @@ def show(report: dict) -> str:
         verdict = (
             f"the server does not fit; {split}lower --serve.slots or --serve.context, or name larger ones by --servers"
         )
-    lines += ["", f"{verdict}: {human('bytes', peak)} of {human('bytes', usable)} usable on one {report['chip']}"]
+    lines += [
+        "",
+        *_generating(report),
+        f"{verdict}: {human('bytes', peak)} of {human('bytes', usable)} usable on one {report['chip']}",
+    ]
     suggested = report["suggested"]
     if peak > usable and peak != bytes_of.get("server_bytes"):
         lines.append("fits with " + (", or with ".join(suggested) or "none of the options that save memory"))
@@ -176,6 +181,26 @@ def show(report: dict) -> str:
     return "\n".join(lines)
 
 
+def _generating(report: dict) -> list[str]:
+    """Of a recipe that generates: the devices that it needs in all, and whether training waits for completions."""
+    if "rollout_devices" not in report["figures"]:
+        return []
+    value = lambda name: round(report["figures"][name]["value"])
+    trainers, own, each = report["devices"], value("rollout_devices"), value("server_devices")
+    embedded, shared = value("chip_weights_bytes"), "shared_bytes" in report["figures"]
+    lines, more = [], f"--serve.mesh.dp {trainers // each}, or more --serve.slots"
+    if not shared:
+        lines = [f"{trainers + own} x {report['chip']} in all: {trainers} to train, {own} to generate"]
+        lines[0] += ", each its own by areax launch (docs/launch.md)" if embedded else ""
+        more = "more servers, or more --serve.slots" if embedded else "more --rollout-chips"
+    seconds = {name: report["figures"][f"{name}_batch_s"]["value"] for name in ("generate", "train")}
+    if seconds["generate"] > SLOW * seconds["train"] and (own < trainers or not shared):
+        takes = f"{human('s', seconds['generate'])} to generate and {human('s', seconds['train'])} to train"
+        better = "; --suggest --devices N finds the split" if not shared else ""
+        lines.append(f"a batch takes {takes}: it needs {more}{better}")
+    return lines
+
+
 def human(name: str, value: float) -> str:
     """Formats a number with the unit that its name ends in."""
     unit = {"bytes": "B", "flops": "FLOP", "s": "s"}.get(name.rpartition("_")[2], "")
@@ -184,7 +209,7 @@ def human(name: str, value: float) -> str:
     if name in ("mfu", "hardware_utilisation"):
         return f"{value:.1%}"
     if unit == "s" and not name.endswith("per_s"):
-        return f"{value:.3g} s"
+        return f"{value:,.0f} s" if value >= 1000 else f"{value:.3g} s"
     if value < 10000 and not unit:
         return f"{value:,.0f}"
     power = min(len(SCALE) - 1, max(0, int(math.log10(max(value, 1)) // 3)))

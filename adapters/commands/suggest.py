@@ -64,8 +64,8 @@ def suggest(config: Any, options: Any) -> dict:
 
     Returns:
       {"model", "chip", "devices", "fits", "usable_bytes", "suggestions": [{"options", "trainers", "servers",
-      "server_devices", "step_s", "tokens_per_s", "eta", "staleness", "peak_bytes"}, ...]}, the best first; a key that
-      does not apply is None.
+      "server_devices", "step_s", "tokens_per_s", "eta", "staleness", "peak_bytes"}, ...], "launch"}, the best first;
+      "launch" is the command that starts the best with its servers; a key that does not apply is None.
 
     Raises:
       ValueError: as `plan.plan`; servers are to share the trainer's devices.
@@ -76,9 +76,10 @@ def suggest(config: Any, options: Any) -> dict:
     if generates and (config.colocated or config.serve.inside):
         raise ValueError(
             "plan: --suggest divides the devices between trainer and servers, got --colocated or --serve.inside; leave "
-            "them out"
+            "them out, or plan meshes of your own without --suggest"
         )
-    if generates and not config.servers and config.serve.mesh.devices == 1:
+    own = generates and not config.servers
+    if own and config.serve.mesh.devices == 1:
         config.servers = (SERVER,)  # of any kind, on as many chips as they need
     given, config.mesh, config.rows = config.mesh, Layout(), 1  # the search chooses both
     made = jobs.made(config, chip, sample_tokens=options.sample_tokens)
@@ -90,6 +91,13 @@ def suggest(config: Any, options: Any) -> dict:
         )
     rows = math.ceil(jobs.samples(config) / (config.length // int(made.job.sequence)))
     if generates:
+        assert made.generation is not None
+        least = 1 + generations.rates(made.job, chip, made.generation).devices
+        if options.devices < least:
+            raise ValueError(
+                f"plan: --suggest needs at least {least} --devices, {least - 1} of them for a server, got "
+                f"{options.devices}; trainer and server share devices with --colocated --eta 0, without --suggest"
+            )
         found = _with_servers(config, made, chip, options.devices, rows)
     else:
         with _progress("layouts", len(list(search.layouts(options.devices)))) as tick:
@@ -98,6 +106,7 @@ def suggest(config: Any, options: Any) -> dict:
     return {
         "model": str(config.model), "chip": options.chip, "devices": options.devices, "fits": bool(found),
         "usable_bytes": USABLE * chip.memory, "suggestions": [_row(each, given, config.run.remat) for each in found],
+        "launch": _launch(found[0], chip) if found and own else None,
     }  # fmt: skip
 
 
@@ -116,6 +125,15 @@ def _row(one: Suggestion, mesh: Layout, remat: Any) -> dict:
         "server_devices": one.server_devices or None, "step_s": one.batch_s, "tokens_per_s": one.tokens_per_s,
         "eta": one.eta, "staleness": None if one.eta is None else one.staleness, "peak_bytes": one.found.peak,
     }  # fmt: skip
+
+
+def _launch(one: Suggestion, chip: Chip) -> str:
+    """The command that divides the devices like this, without the recipe and its options."""
+    devices, each = one.found.job.layout.devices, one.server_devices
+    words = [f"--processes {devices // chip.near}"] if devices > chip.near else []
+    words += [f"--devices {min(devices, chip.near)}", f"--servers {one.servers}"]
+    words += [f"--server.devices {each} --server.mesh.tp {each}"] if each > 1 else []
+    return f"areax launch {' '.join(words)} -- train ..."
 
 
 def show(report: dict) -> str:
@@ -137,6 +155,8 @@ def show(report: dict) -> str:
         if one["servers"]:
             facts.insert(0, f"{one['trainers']} devices train, {one['servers']} servers of {one['server_devices']}")
         lines.append(f"  {one['options']}: {', '.join(facts)}")
+    if report["launch"]:
+        lines.append(f"start the first by {report['launch']} with its options (docs/launch.md)")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ...parallel.multihost import processes
 from ...rollout.processes import memory
+from ...rollout.servers.engine_mesh import ONE_DEVICE, EngineMesh
 from .host import PYTHON
 
 MOST = 10_000  # processes or servers: more than the largest clusters run, and two ports each are left for the servers
@@ -27,18 +28,25 @@ class Server:
     """Options of a generation server.
 
     Attributes:
-      devices: devices per server; the embedded engine uses one.
-      slots: maximum number of sequences that a server generates concurrently.
+      devices: devices per server; with `areax serve` those of `mesh`.
+      mesh: how `areax serve` uses them (docs/serve.md).
+      slots: maximum number of sequences that a server, or each of its replicas (`mesh.dp`), generates concurrently.
       context: maximum sequence length, prompt plus completion; the model's limit if that is lower. 0 = the command's
         `--length`, if it has one.
+      memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
+        beside weights. With less, requests wait; no sample changes.
+      draft: speculative decoding: tokens of a sequence that a step computes, as in `areax serve`; 1 = off.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       command: command of another server with SGLang's API, with {model}, {host} and {port} filled in:
         "python -m sglang.launch_server --model-path {model} --host {host} --port {port}"; "" = `areax serve`.
     """
 
     devices: int = 1
+    mesh: EngineMesh = ONE_DEVICE
     slots: int = 16
     context: int = 0
+    memory: float = 0
+    draft: int = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     command: str = ""
 
@@ -158,6 +166,8 @@ class Config:
             ("server.devices", self.server.devices, 1, MOST_DEVICES),
             ("server.slots", self.server.slots, 1, math.inf),
             ("server.context", self.server.context, 0, math.inf),
+            ("server.memory", self.server.memory, 0, math.inf),
+            ("server.draft", self.server.draft, 1, math.inf),
             ("cpus", self.cpus, 1, MOST_CPUS),
             ("kubernetes.restarts", self.kubernetes.restarts, 0, MOST),
             ("slurm.gpus-per-node", self.slurm.gpus_per_node, 0, MOST_DEVICES),
@@ -171,10 +181,12 @@ class Config:
             both = self.processes + self.servers
             options = f"--processes {self.processes}" + f" and --servers {self.servers}" * bool(self.servers)
             memory.check(f"areax launch: {options}", both * memory.PROCESS)
-        if self.server.devices > 1 and not self.server.command:
+        if not self.server.command and self.server.devices != (wanted := self.server.mesh.devices):
+            both = max(wanted, self.server.devices)
             raise ValueError(
-                "areax launch: the embedded engine uses one device, got --server.devices "
-                f"{self.server.devices}; use more --servers, or set --server.command"
+                f"areax launch: --server.devices must be {wanted}, the devices of --server.mesh, got "
+                f"{self.server.devices}; set both, such as --server.devices {both} --server.mesh.tp {both}, or set "
+                "--server.command"
             )
         if "{port}" not in (self.server.command or "{port}"):
             raise ValueError(
@@ -208,7 +220,8 @@ def check_servers(config: Config, command: list[str]) -> None:
     for word in command:
         name = word.partition("=")[0]
         if name in ("--servers", "--stagers") or name.startswith("--serve."):
-            instead = "--server." + name.removeprefix("--serve.") if name.startswith("--serve.") else ""
+            same = name.removeprefix("--serve.").partition(".")[0] in Server.__dataclass_fields__
+            instead = name.replace("--serve.", "--server.", 1) if same else ""
             raise ValueError(
                 f"areax launch: the launcher starts the servers (--servers {config.servers}) and passes their "
                 f"addresses, got {name} in the command; leave it out"
@@ -251,9 +264,13 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
         fill = lambda word: re.sub(r"\{(model|host|port)\}", lambda found: filled[found[0]], word)
         return [fill(word) for word in shlex.split(server.command)]
     context = str(server.context or option(command, "--length") or "")
+    several = server.devices > 1
     return [
+        *(["env", f"JAX_NUM_CPU_DEVICES={server.devices}"] if several else []),
         PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port), "--slots", str(server.slots),
-        *(["--context", context] if context else []), "--dtype", server.dtype,
+        *(["--context", context] if context else []), "--dtype", server.dtype, *(server.mesh.words if several else []),
+        *(["--memory", str(server.memory)] if server.memory else []),
+        *(["--draft", str(server.draft)] if server.draft > 1 else []),
     ]  # fmt: skip
 
 

@@ -72,11 +72,11 @@ class Host:
         """Starts a process and returns its pid; replaces an ended process of the same name.
 
         Args:
-          words: the command; a leading PYTHON stands for this interpreter.
+          words: the command; PYTHON stands for this interpreter.
           environ: environment changes; None unsets a variable.
           log: file to append the output to; "" = this process's output.
         """
-        words = [sys.executable, *words[1:]] if words[0] == PYTHON else words
+        words = [sys.executable if word == PYTHON else word for word in words]
         # Unbuffered, to have the last lines however it ends; in a new session, so that only the launcher gets Ctrl-C.
         changed = {**os.environ, "PYTHONUNBUFFERED": "1", **environ}
         given = {key: value for key, value in changed.items() if value is not None}

@@ -119,7 +119,7 @@ CONDITIONS = (
         "raise --sampling.max-new-tokens or --length, or see in samples.jsonl whether the model ever ends its answers",
     ),
     Condition(
-        "empty", (_unhealthy("empty"),), "completions are empty: no token but the end",
+        "empty", (_unhealthy("empty"),), "some completions are empty: no token but the end",
         "check the chat template and stop tokens; read samples.jsonl; the reward may favour silence",
     ),
     Condition(

@@ -154,6 +154,22 @@ def check_balance(model: str, balance: Balance) -> None:
         )
 
 
+def check_own_servers(serve: local.Serve, colocated: bool) -> None:
+    """Raises ValueError if servers that a run starts here need more devices than there are; says if they take memory
+    that the trainer counts on. They see the devices of this process, and begin with the first."""
+    there = jax.local_devices()
+    if serve.mesh.devices > len(there) and jax.process_count() == 1:
+        raise ValueError(
+            f"--serve.mesh: {serve.mesh} needs {serve.mesh.devices} devices, got {len(there)}; lower --serve.mesh.tp, "
+            "dp or ep"
+        )
+    if there[0].platform == "gpu" and not (serve.inside or colocated):
+        progress.say(
+            "servers that this run starts share its GPUs, from the first on, and their memory: give them their own "
+            "with `areax launch --devices N --servers N -- train ...`, or take turns with --colocated --eta 0"
+        )
+
+
 def check_directory(option: str, path: str) -> None:
     """Raises ValueError if an option's `path` is not a directory and cannot be created; creates nothing."""
     place = Path(path)
@@ -170,7 +186,8 @@ def complete(config: Any, start: int, quiet: bool = False) -> bool:
     """Whether the run has reached `config.steps` already, which it says unless `quiet`; it then keeps its options."""
     done = 0 < config.steps <= start
     if done and not quiet:
-        print(f"{config.out}: has {start} steps already, --steps {config.steps} trains no more", file=sys.stderr)
+        more = f"--steps {config.steps} trains no more; raise it to go on"
+        print(f"{config.out}: has {start} steps already, {more}", file=sys.stderr)
     return done
 
 

@@ -44,7 +44,7 @@ def check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
             raise ValueError(f"{name!r:.80} must be a scalar, got {value!r:.80}")
         if name not in (read := variables_of(tokenizer)):
             known = ", ".join(sorted(read)) or "no variables"
-            raise ValueError(f"{name!r:.80} is not one to give to this model's chat template, which reads {known}")
+            raise ValueError(f"{name!r:.80} is not a variable to set: this model's chat template reads {known}")
 
 
 def variables_of(tokenizer: Any) -> frozenset[str]:

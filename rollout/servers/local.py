@@ -109,8 +109,8 @@ class Local:
         command = [sys.executable, "-m", "areax", *words(path, self._options)]
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         guard.process(process.pid)
         output: deque[str] = deque(maxlen=20)  # last lines
