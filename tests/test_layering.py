@@ -61,6 +61,7 @@ MAY_IMPORT = {
         "models",
         "rollout.types",
         "rollout.chat.template",
+        "rollout.servers.engine_mesh",
         "rollout.servers.labels",
         "rollout.processes",
     },
