@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SECONDS = 20  # without an answer for this long a request hangs
+SECONDS = 60  # without an answer for this long a request hangs
 THREADS = 3
 ENOUGH = 20  # failures, after which it ends
 DEEP = 100_000

@@ -28,7 +28,7 @@ def server(request, tmp_path_factory):
 
 def held(report, *, grown=50 * MB):
     assert not report.failures, report.failures
-    assert report.slowest_s < 5.0, "/health: 0.5 s where nothing else runs; what hangs takes longer than any load"
+    assert report.slowest_s < 15.0, "/health: 0.5 s where nothing else runs; what hangs takes longer than any load"
     assert report.grown < grown
 
 
