@@ -112,18 +112,27 @@ def test_a_step_sends_two_sums_a_layer_and_no_pages(case, split):
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("case, tp", [("qwen3", 2), ("qwen3", 4), ("qwen3_moe", 2), ("qwen3_5_text", 2)])
-def test_the_arguments_of_a_step_are_what_a_plan_says(case, tp):
+@pytest.mark.parametrize(
+    "case, split",
+    [
+        ("qwen3", EngineMesh(tp=2)),
+        ("qwen3", EngineMesh(tp=4)),
+        ("qwen3_moe", EngineMesh(ep=2, tp=2)),
+        ("qwen3_5_text", EngineMesh(tp=2)),
+    ],
+    ids=str,
+)
+def test_the_arguments_of_a_step_are_what_a_plan_says(case, split):
     """Weights and caches on each device; beside them are the slots' states, pages, tables and masks."""
-    slots = engine_of(case, tp)._slots
-    config, split = slots.config, mesh.Layout(tp=tp)
+    slots = engine_of(case, split)._slots
+    config, tp = slots.config, split.tp
     job = Job(models.table(config), config.records, mesh.Layout(), 1, 64, 1, 1, 64.0)
     kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, tp)
     held = paging.size_of(kinds, paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4, None), SLOTS)
     beside = slots._state.nbytes + slots.cache.table_KSX.nbytes + np.int32().nbytes + slots._masks.fill({}).nbytes
     beside += sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(slots._tables))
     found = compiled_step(slots).memory_analysis().argument_size_in_bytes
-    assert found - beside == generation.weights_bytes(job, 4, split) + held
+    assert found - beside == generation.weights_bytes(job, 4, mesh.Layout(**dataclasses.asdict(split))) + held
 
 
 @pytest.mark.mesh
