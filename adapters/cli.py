@@ -139,7 +139,7 @@ def serve(
         beside weights. With less, requests wait; no sample changes.
       mesh: how the first devices of this machine are used.
       draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
-        are kept where they are what is sampled (docs/serve.md); 1 = off.
+        are accepted where they equal what is sampled (docs/serve.md); 1 = off.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       api_key: key that requests must send as `Authorization: Bearer KEY`. Arguments can be read by every user of the
         machine: set AREAX_SERVER_KEY instead, or AREAX_SERVER_KEY_FILE to a file with it.

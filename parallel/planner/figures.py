@@ -5,7 +5,7 @@ from typing import Literal
 
 MATMUL = 0.5  # fraction of peak FLOP/s reached by a step's matmuls and attention
 LINK = 0.7  # fraction of a link's bytes/s reached by collectives
-LATENCY = 1e-5  # seconds that a collective takes however few bytes it sends
+LATENCY = 1e-5  # seconds that a collective takes however few bytes it sends; assumed, not measured
 STREAM = 0.7  # fraction of HBM's bytes/s reached by the optimiser and by decoding
 FILLED = 0.7  # largest fraction of a server's usable memory for weights: the rest is for the KV cache
 USABLE = 0.92  # usable fraction of HBM: the rest is for the runtime and fragmentation

@@ -194,12 +194,7 @@ def generation_figures(job: Job, chip: Chip, g: Generation, step_s: float) -> li
         of("cache_tokens", speed.cache_tokens, "estimate", "tokens in a server's KV cache"),
         of("chip_weights_bytes", own, "exact", "weights on each chip of a server"),
         of("chip_cache_bytes", g.held, "exact", "KV cache and states on each chip of a server"),
-        of(
-            "server_bytes",
-            server_bytes(job, chip, g),
-            "estimate",
-            "most on a server's chip: KV cache, weights and the next version of them",
-        ),
+        of("server_bytes", server_bytes(job, chip, g), "estimate", "most on a server's chip, as weights are loaded"),
         of("generated_tokens", g.samples * g.new, "estimate", "per training batch"),
         of("train_batch_s", train_s, "estimate", "training on a batch"),
         of("rollout_devices", servers * speed.devices, "estimate", wanted),

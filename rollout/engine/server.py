@@ -83,17 +83,9 @@ def serve(
         dtype = known_dtype(dtype)
         weights, label = read_weights(path, dtype), version or published_label(path)
         service = prepare(
-            path,
-            *weights,
-            slots=slots,
-            context=context,
-            memory=memory,
-            mesh=mesh,
-            draft=draft,
-            dtype=dtype,
-            version=label,
-            seed=seed,
-        )
+            path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
+            version=label, seed=seed,
+        )  # fmt: skip
         del weights  # the engine has copies
         engine = service.engine
         url = http_process.address((host, sock.getsockname()[1]))

@@ -37,7 +37,7 @@ class Serve:
         device has beside weights. With less, requests wait; no sample changes.
       mesh: how a server uses devices.
       draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
-        are kept where they are what is sampled; 1 = off.
+        are accepted where they equal what is sampled; 1 = off.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.
       restarts: how often one of them is restarted within an hour before the run does without it.
     """
