@@ -424,7 +424,7 @@ def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):
     assert "devices train" in line and "tokens/s" in line and "staleness" in line and "of memory" in line
     _, split, launch = run(capsys, "grpo", *options, "--suggest", "--devices", 4, "--serve.mesh.tp", 2).splitlines()
     assert "2 devices train, 1 servers of 2" in split
-    assert "areax launch --devices 2 --servers 1 --server.devices 2 --server.mesh.tp 2 -- train" in launch
+    assert "areax launch --devices 2 --servers 1 --server.mesh.tp 2 -- train" in launch
     few = run(capsys, "grpo", *options, "--suggest", "--devices", 2, "--serve.mesh.tp", 2, code=2)
     assert "needs at least 3 --devices, 2 of them for a server, got 2" in few
     assert "got --colocated" in run(

@@ -120,8 +120,14 @@ def test_devices_of_other_kinds(monkeypatch):
         ),
         ("--servers 1 -- train grpo --model m --init=random", "got --init random, which has none"),
         ("--servers 1 -- train grpo --model m --serve.count=4", "got --serve.count in the command; leave it out\n"),
-        ("--servers 1 --server.devices 2 -- train grpo --model m", "must be 1, the devices of --server.mesh, got 2"),
-        ("--servers 1 --server.mesh.tp 4 -- train grpo --model m", "--server.devices 4 --server.mesh.tp 4, or set "),
+        (
+            "--servers 1 --server.devices 2 -- train grpo --model m",
+            "is for --server.command, got 2 without; `areax serve` takes --server.mesh",
+        ),
+        (
+            "--servers 1 --server.mesh.tp 2 --server.command {port} -- train grpo --model m",
+            "is for `areax serve`, got tp 2 with",
+        ),
         ("--servers 1 --server.command sglang -- train grpo --model m", "must contain {port}, got 'sglang'"),
         ("--on slurm --slurm.gpus-per-node 4 --devices 8 -- train sft", "at most --slurm.gpus-per-node 4, got 8"),
         (f"--processes {10**8} -- train sft", "--processes must be at most 10000, got 100000000"),
@@ -155,7 +161,7 @@ def test_options_of_the_command_are_known_by_all_their_names(capsys):
 
 def test_a_server_gets_the_launchers_options():
     server = launch_config.Server(
-        devices=4, mesh=EngineMesh(tp=2, dp=2), slots=3, context=96, memory=0.5, draft=5, dtype="float32"
+        mesh=EngineMesh(tp=2, dp=2), slots=3, context=96, memory=0.5, draft=5, dtype="float32"
     )
     config = launch_config.Config(servers=1, server=server)
     words = launch_config.server_words(config, ["train", "grpo", "--model", "m"], "h", 1)

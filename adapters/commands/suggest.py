@@ -132,7 +132,7 @@ def _launch(one: Suggestion, chip: Chip) -> str:
     devices, each = one.found.job.layout.devices, one.server_devices
     words = [f"--processes {devices // chip.near}"] if devices > chip.near else []
     words += [f"--devices {min(devices, chip.near)}", f"--servers {one.servers}"]
-    words += [f"--server.devices {each} --server.mesh.tp {each}"] if each > 1 else []
+    words += [f"--server.mesh.tp {each}"] if each > 1 else []
     return f"areax launch {' '.join(words)} -- train ..."
 
 

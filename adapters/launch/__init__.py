@@ -28,7 +28,7 @@ def launch(config: Config, command: list[str]) -> int:
     if config.on == "ray":
         return ray.launch(config, command)
     trainers, served = devices.of_each(
-        config.processes, config.devices, config.servers, config.server.devices
+        config.processes, config.devices, config.servers, config.server_devices
     )  # fmt: skip
     here, address, logs = Host(), "127.0.0.1", folder(config.logs)
     try:

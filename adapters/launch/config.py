@@ -28,8 +28,8 @@ class Server:
     """Options of a generation server.
 
     Attributes:
-      devices: devices per server; with `areax serve` those of `mesh`.
-      mesh: how `areax serve` uses them (docs/serve.md).
+      devices: devices of each server that `command` starts.
+      mesh: devices of each `areax serve`, and how it uses them (docs/serve.md).
       slots: maximum number of sequences that a server, or each of its replicas (`mesh.dp`), generates concurrently.
       context: maximum sequence length, prompt plus completion; the model's limit if that is lower. 0 = the command's
         `--length`, if it has one.
@@ -157,13 +157,23 @@ class Config:
     kubernetes: Kubernetes = Kubernetes()
     skypilot: SkyPilot = SkyPilot()
 
+    @property
+    def server_devices(self) -> int:
+        """Devices of each server."""
+        return self.server.devices if self.server.command else self.server.mesh.devices
+
+    @property
+    def server_option(self) -> str:
+        """The option that says so."""
+        return "server.devices" if self.server.command else "server.mesh"
+
     def __post_init__(self):
         serverless = self.on == "local" and not self.servers
         for name, value, least, most in (
             ("processes", self.processes, 2 if serverless else 1, MOST),  # one local process needs no launcher
             ("devices", self.devices, 1, MOST_DEVICES),
             ("servers", self.servers, 0, MOST),
-            ("server.devices", self.server.devices, 1, MOST_DEVICES),
+            (self.server_option, self.server_devices, 1, MOST_DEVICES),
             ("server.slots", self.server.slots, 1, math.inf),
             ("server.context", self.server.context, 0, math.inf),
             ("server.memory", self.server.memory, 0, math.inf),
@@ -181,12 +191,15 @@ class Config:
             both = self.processes + self.servers
             options = f"--processes {self.processes}" + f" and --servers {self.servers}" * bool(self.servers)
             memory.check(f"areax launch: {options}", both * memory.PROCESS)
-        if not self.server.command and self.server.devices != (wanted := self.server.mesh.devices):
-            both = max(wanted, self.server.devices)
+        if not self.server.command and self.server.devices != 1:
             raise ValueError(
-                f"areax launch: --server.devices must be {wanted}, the devices of --server.mesh, got "
-                f"{self.server.devices}; set both, such as --server.devices {both} --server.mesh.tp {both}, or set "
-                "--server.command"
+                f"areax launch: --server.devices is for --server.command, got {self.server.devices} without; `areax "
+                "serve` takes --server.mesh, such as --server.mesh.tp 2"
+            )
+        if self.server.command and self.server.mesh.devices > 1:
+            raise ValueError(
+                f"areax launch: --server.mesh is for `areax serve`, got {self.server.mesh} with --server.command; set "
+                "--server.devices, and the command's own options"
             )
         if "{port}" not in (self.server.command or "{port}"):
             raise ValueError(
@@ -264,9 +277,9 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
         fill = lambda word: re.sub(r"\{(model|host|port)\}", lambda found: filled[found[0]], word)
         return [fill(word) for word in shlex.split(server.command)]
     context = str(server.context or option(command, "--length") or "")
-    several = server.devices > 1
+    several = server.mesh.devices > 1
     return [
-        *(["env", f"JAX_NUM_CPU_DEVICES={server.devices}"] if several else []),
+        *(["env", f"JAX_NUM_CPU_DEVICES={server.mesh.devices}"] if several else []),
         PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port), "--slots", str(server.slots),
         *(["--context", context] if context else []), "--dtype", server.dtype, *(server.mesh.words if several else []),
         *(["--memory", str(server.memory)] if server.memory else []),

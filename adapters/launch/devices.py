@@ -44,7 +44,7 @@ def of_each(
         if processes > 1 or {devices, server_devices} - BOUNDS.keys():
             raise ValueError(
                 "areax launch: a TPU host with servers must have one trainer process, and each process 1, 2, 4 or 8 "
-                f"chips, got --processes {processes} --devices {devices} --server.devices {server_devices}"
+                f"chips, got --processes {processes} --devices {devices} and {server_devices} a server"
             )
         return [_chips(range(devices))], [_chips(of_server(i)) for i in range(servers)]
     return trainers, plain
@@ -88,7 +88,7 @@ def _joined(ids) -> str:
 def _too_few(
     processes: int, devices: int, servers: int, server_devices: int, wanted: int, what: str, there: int
 ) -> str:
-    of_servers = f" and --servers {servers} x --server.devices {server_devices}" if servers else ""
+    of_servers = f" and --servers {servers} x {server_devices}" if servers else ""
     return (
         f"areax launch: --processes {processes} x --devices {devices}{of_servers} need {wanted} {what}, this machine "
         f"has {there}; use fewer, or launch on several machines (--on ray, --on slurm)"

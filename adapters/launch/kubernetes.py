@@ -198,7 +198,7 @@ def _servers(config: Config, command: list[str], stage: bool, sources: list[str]
     ) + "\n"  # fmt: skip
     serve = run("server", SERVER, server_words(config, command, shell.HOST, shell.PORT))
     image = config.kubernetes.server_image
-    containers = [_container(config, "server", serve, sources, image, config.server.devices)]
+    containers = [_container(config, "server", serve, sources, image, config.server_devices)]
     if stage:
         words = [PYTHON, "-m", "areax.rollout.weights.stager", "--host", shell.HOST, "--port", shell.PORT]
         containers.append(

@@ -36,10 +36,10 @@ def places(config: Config, per_node: int, option: str) -> Places:
     Raises:
       ValueError: a process or a server needs more GPUs than a node has.
     """
-    processes, count, devices, of_server = config.processes, config.servers, config.devices, config.server.devices
+    processes, count, devices, of_server = config.processes, config.servers, config.devices, config.server_devices
     if not per_node:
         return Places(processes + count, processes, 1, 1, processes, 0)
-    for name, wanted in (("devices", devices), ("server.devices", of_server if count else 0)):
+    for name, wanted in (("devices", devices), (config.server_option, of_server if count else 0)):
         if wanted > per_node:
             raise ValueError(
                 f"areax launch: --{name} must be at most --{option} {per_node}, got {wanted}; one process drives "

@@ -119,7 +119,7 @@ def actors(config: Config) -> Iterator[list[Any]]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     kind = _devices(ray.cluster_resources())
-    counts = [config.devices] * config.processes + [config.server.devices] * config.servers
+    counts = [config.devices] * config.processes + [config.server_devices] * config.servers
     bundles = [{"CPU": float(config.cpus)} | ({kind: float(count)} if kind else {}) for count in counts]
     group = placement_group(bundles, strategy="PACK")
     hosts = []

@@ -93,10 +93,10 @@ keep() {
   done
 }"""
     numbers = ",".join(str(i) for i in range(gpus))
-    first = f"{place.first_gpu} + i % {place.servers} * {config.server.devices}"
+    first = f"{place.first_gpu} + i % {place.servers} * {config.server_devices}"
     seen = f"""
     gpus=({numbers.replace(",", " ")})
-    own=$(IFS=,; echo "${{gpus[*]:{first}:{config.server.devices}}}")"""
+    own=$(IFS=,; echo "${{gpus[*]:{first}:{config.server_devices}}}")"""
     isolated = 'env CUDA_VISIBLE_DEVICES="$own" ' if gpus else ""
     serve = shell.text(server_words(config, command, shell.HOST, shell.PORT), 6, VARIABLES)
     staging = f"""

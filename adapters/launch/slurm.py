@@ -79,8 +79,8 @@ def script(config: Config, command: list[str]) -> str:
 
 def _servers(config: Config, command: list[str], place: Places, stage: bool) -> list[str]:
     gpus = config.slurm.gpus_per_node
-    first = f"$(({place.first_gpu} + i % {place.servers} * {config.server.devices}))"
-    isolated = f'bash -c "$own" - "{first}" {config.server.devices} ' if gpus else ""
+    first = f"$(({place.first_gpu} + i % {place.servers} * {config.server_devices}))"
+    isolated = f'bash -c "$own" - "{first}" {config.server_devices} ' if gpus else ""
     keep = """# Runs a command on a node and restarts it up to three times: keep NAME NODE COMMAND
 keep() {
   local name=$1 node=$2 pause running=
