@@ -182,7 +182,7 @@ def show(report: dict) -> str:
 
 
 def _generating(report: dict) -> list[str]:
-    """Of a recipe that generates: the devices that it needs in all, and whether training waits for completions."""
+    """Lines for a recipe that generates: how many devices it needs in all, and whether generation is the bottleneck."""
     if "rollout_devices" not in report["figures"]:
         return []
     value = lambda name: round(report["figures"][name]["value"])

@@ -52,7 +52,7 @@ def active(job: Job) -> int:
 
 
 def chosen(job: Job) -> int:
-    """Those of the experts that are chosen for a token."""
+    """The part of `active` in experts."""
     return sum(_active(job, leaf) for leaf in job.leaves if expert(leaf))
 
 

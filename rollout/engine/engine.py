@@ -362,7 +362,7 @@ class Engine:
         self.drop_adapter(name).result()
 
     def drop_adapter(self, name: str) -> Future:
-        """`unload_adapter`, whose result is there when no running request uses the adapter."""
+        """`unload_adapter` without waiting; the result is set once no running request uses the adapter."""
 
         def act() -> Future:
             with self._wake:
@@ -410,7 +410,7 @@ class Engine:
             **{name: self._slots.counts[name] for name in COMPUTED},
         }
 
-    # Between the threads; `Replicas` uses those that are not private, too.
+    # Between the threads; `Replicas` also uses the public ones.
 
     @property
     def lock(self) -> threading.Condition:
@@ -434,7 +434,7 @@ class Engine:
             self.queue(checked)
 
     def checked(self, pairs: Sequence[Pair]) -> list[Checked]:
-        """What the engine needs of requests to `queue` them; raises as `submit` if it cannot serve one, ever."""
+        """Validates requests for `queue`; raises as `submit` for one that can never be served."""
         found = []
         for prompt in {id(request.prompt): request.prompt for request, _ in pairs}.values():
             check_prompt(prompt, self.config.vocab)
@@ -449,7 +449,7 @@ class Engine:
         return found
 
     def refuse(self, checked: Sequence[Checked]) -> None:
-        """Raises as `submit` if there are such names or no such adapters now, or the engine is closed."""
+        """Raises as `submit` if a name is taken, an adapter is not loaded, or the engine is closed."""
         if self._closing:
             raise RuntimeError("Engine.submit: the engine is closed")
         names = {request.rid for request, *_ in checked}
@@ -460,7 +460,7 @@ class Engine:
                 raise ValueError(self._unknown(request.adapter))
 
     def queue(self, checked: Sequence[Checked]) -> None:
-        """Queues requests that it does not refuse."""
+        """Queues validated requests that `refuse` has passed."""
         for request, tell, stops, matcher in checked:
             sampling = request.sampling
             seed = self._seeds.getrandbits(64) if sampling.seed is None else sampling.seed

@@ -11,7 +11,7 @@ class EngineMesh:
     """The devices of a generation engine, the first ones of its process.
 
     Attributes:
-      dp: replicas, each with its own devices (ep x tp), weights, caches and slots; one queue of requests before them.
+      dp: replicas, each with its own devices (ep x tp), weights, caches and slots, behind one queue of requests.
       ep: devices that share each layer's experts, and compute theirs for all tokens; all else, caches included, is
         replicated over them.
       tp: devices that share each sequence: heads, MLP and vocabulary are split over them (arXiv:1909.08053).
