@@ -69,7 +69,8 @@ def kept(inner: optax.GradientTransformation, dtype: Dtype, table: param.Table) 
     narrow = lambda x, second, seed: encode(x, dtype, second, seed)
 
     def init(params):
-        return Kept(jnp.zeros((), jnp.int32), each(narrow, inner.init(params), 0))
+        zero = jax.lax.optimization_barrier(inner.init(params))  # XLA would fold the largest ones for many seconds
+        return Kept(jnp.zeros((), jnp.int32), each(narrow, zero, 0))
 
     def update(updates, state, params=None):
         moments = each(lambda x, second, _: decode(x, second), state.moments, 0)
