@@ -114,7 +114,7 @@ def serve(
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     host: str = "127.0.0.1",
     port: int = 30000,
-    slots: int = 16,
+    slots: int = 0,
     context: int = 2048,
     memory: float = 0,
     mesh: EngineMesh = ONE_DEVICE,
@@ -132,7 +132,7 @@ def serve(
       host: address to listen on; one that other machines can reach needs a key.
       port: 0 = any free port; the line printed when the server is ready begins with its URL.
       slots: maximum number of sequences that a replica generates concurrently (SGLang's max-running-requests); further
-        requests wait.
+        requests wait. 0 = 16 on a CPU; on accelerators 128 of up to 1024 tokens, and at least 16 longer ones.
       context: maximum sequence length in tokens, prompt plus completion (SGLang's context-length); the model's limit if
         that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has

@@ -250,14 +250,14 @@ def _generation(
             )
         size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=False)
-    capacity = held = 0
+    slots = capacity = held = 0
     if engine:
-        cache, state, capacity, held = _server_cache(config, settings, size)
+        slots, cache, state, capacity, held = _server_cache(config, settings, platform, size)
     shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
     return generations.Generation(
         samples=config.groups * (config.group_size + greedy), prompt=sequence - new, new=new,
-        slots=engine.slots * split.dp if engine else None,
+        slots=slots * split.dp if engine else None,
         itemsize=size, cache=cache, state=state, devices=rollout_chips,
         steps=config.minibatches * getattr(config, "epochs", 1), ahead=config.eta, embedded=engine is not None,
         split=split, shares=shares, count=engine.count if engine else 1,
@@ -269,10 +269,11 @@ def _chips(count: int) -> str:
     return "one chip" if count == 1 else f"{count} chips"
 
 
-def _server_cache(config, settings, itemsize: int) -> tuple[int, int, int, int]:
-    """The cache of a server that the recipe starts, or of a replica of it: bytes of a token and of a sequence's states
-    on each of its chips; the tokens that it holds, and its bytes there."""
-    slots, context = config.serve.slots, min(config.serve.context or config.length, settings.context)
+def _server_cache(config, settings, platform: str, itemsize: int) -> tuple[int, int, int, int, int]:
+    """The cache of a server that the recipe starts, or of a replica of it: its slots; bytes of a token and of a
+    sequence's states on each of its chips; the tokens that it holds, and its bytes there."""
+    context = min(config.serve.context or config.length, settings.context)
+    slots = config.serve.slots or paging.default_slots(platform, context)
     page = paging.default_page(context)
     kinds = paging.kinds(settings.records, context, page, itemsize, config.serve.mesh.tp)
     memory = config.serve.memory * 1e9 or None
@@ -283,4 +284,5 @@ def _server_cache(config, settings, itemsize: int) -> tuple[int, int, int, int]:
     paged = [count for count, kind in zip(counts, kinds, strict=True) if not kind.states]
     cache = sum(kind.bytes for kind in kinds if not kind.states) // page
     state = sum(kind.bytes for kind in kinds if kind.states)
-    return cache, state, paged[0] * page if paged else slots * context, paging.size_of(kinds, counts, slots)
+    tokens = paged[0] * page if paged else slots * context
+    return slots, cache, state, tokens, paging.size_of(kinds, counts, slots)

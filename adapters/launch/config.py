@@ -30,7 +30,8 @@ class Server:
     Attributes:
       devices: devices of each server that `command` starts.
       mesh: devices of each `areax serve`, and how it uses them (docs/serve.md).
-      slots: maximum number of sequences that a server, or each of its replicas (`mesh.dp`), generates concurrently.
+      slots: maximum number of sequences that a server, or each of its replicas (`mesh.dp`), generates concurrently;
+        0 = as `areax serve` chooses.
       context: maximum sequence length, prompt plus completion; the model's limit if that is lower. 0 = the command's
         `--length`, if it has one.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
@@ -43,7 +44,7 @@ class Server:
 
     devices: int = 1
     mesh: EngineMesh = ONE_DEVICE
-    slots: int = 16
+    slots: int = 0
     context: int = 0
     memory: float = 0
     draft: int = 1
@@ -174,7 +175,7 @@ class Config:
             ("devices", self.devices, 1, MOST_DEVICES),
             ("servers", self.servers, 0, MOST),
             (self.server_option, self.server_devices, 1, MOST_DEVICES),
-            ("server.slots", self.server.slots, 1, math.inf),
+            ("server.slots", self.server.slots, 0, math.inf),
             ("server.context", self.server.context, 0, math.inf),
             ("server.memory", self.server.memory, 0, math.inf),
             ("server.draft", self.server.draft, 1, math.inf),
@@ -280,7 +281,8 @@ def server_words(config: Config, command: list[str], host: str, port: int | str)
     several = server.mesh.devices > 1
     return [
         *(["env", f"JAX_NUM_CPU_DEVICES={server.mesh.devices}"] if several else []),
-        PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port), "--slots", str(server.slots),
+        PYTHON, "-m", "areax", "serve", model, "--host", host, "--port", str(port),
+        *(["--slots", str(server.slots)] if server.slots else []),
         *(["--context", context] if context else []), "--dtype", server.dtype, *(server.mesh.words if several else []),
         *(["--memory", str(server.memory)] if server.memory else []),
         *(["--draft", str(server.draft)] if server.draft > 1 else []),

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
+from ...models import paging
 from ..chat.api import messages
 from ..chat.fields import Refused
 from ..processes import http_limits as limits
@@ -46,7 +47,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 30000,
-    slots: int = 16,
+    slots: int = 0,
     context: int = 2048,
     memory: float = 0,
     mesh: EngineMesh = ONE_DEVICE,
@@ -62,7 +63,7 @@ def serve(
 
     Args:
       port: 0 = any free port.
-      slots: sequences that each replica generates at the same time; further requests wait.
+      slots: sequences that each replica generates at the same time; further requests wait. 0 = `default_slots`.
       context: longest sequence, prompt and generated tokens; the model's limit if that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights.
@@ -151,6 +152,7 @@ def prepare(
     if not 0 <= memory < math.inf:
         raise ValueError(f"memory must be a number of GB, or 0, got {memory}")
     context = min(context, config.context)
+    slots = slots or paging.default_slots(jax.default_backend(), context)
     engine = replicas.serving(
         config, params, slots=slots, context=context, memory=memory * 1e9 or None, mesh=mesh, version=version,
         decode=decode, grammars=grammars, seed=seed, draft=draft,

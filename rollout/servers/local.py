@@ -30,7 +30,8 @@ class Serve:
       inside: run one server in the trainer's process, on its first devices; new weights are copied on the devices. Not
         for evaluations, which have no trainer.
       count: number of servers, each a process with its own weights; one that dies is restarted.
-      slots: sequences that a server, or each of its replicas (`mesh.dp`), generates at a time.
+      slots: sequences that a server, or each of its replicas (`mesh.dp`), generates at a time; 0 = 16 on a CPU, up to
+        128 on accelerators (`paging.default_slots`).
       context: longest sequence, prompt and completion; the model's limit if that is lower. 0 = what the recipe needs:
         `length` in training, 2048 and `sampling.max_new_tokens` in an evaluation.
       memory: GB of a server's keys, values and states on each device; 0 = as much as all slots may need, or what a
@@ -44,7 +45,7 @@ class Serve:
 
     inside: bool = False
     count: int = 1
-    slots: int = 16
+    slots: int = 0
     context: int = 0
     memory: float = 0
     mesh: EngineMesh = ONE_DEVICE
@@ -71,7 +72,8 @@ class Serve:
 
 def words(path: str, options: Serve) -> list[str]:
     """The arguments of `areax` for one of these servers, on any free port."""
-    made = ["serve", path, "--port", "0", "--slots", str(options.slots), "--dtype", options.dtype]
+    made = ["serve", path, "--port", "0", "--dtype", options.dtype]
+    made += ["--slots", str(options.slots)] if options.slots else []
     made += ["--context", str(options.context)] if options.context else []
     made += ["--memory", str(options.memory)] if options.memory else []
     return [*made, *options.mesh.words, "--draft", str(options.draft)]
