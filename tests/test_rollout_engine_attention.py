@@ -54,7 +54,7 @@ def test_queries_see_what_is_before_them_in_their_sequence(kind, T, sinks, many,
     check(kind, T, sinks, 8, 5)
 
 
-def check(kind, T, sinks, H, V):
+def check(kind, T, sinks, H, V, atol=2e-6):
     """Whatever stands in the rest of a page and in other pages; the same bits in other pages and rows, or alone."""
     attend.clear_cache()
     rng, start_B, pattern = np.random.default_rng(0), np.array(STARTS[T], np.int32), Pattern(**PATTERNS[kind])
@@ -69,7 +69,7 @@ def check(kind, T, sinks, H, V):
         rows[0][:, start:] = q[row]
         segment_BT, dout = np.ones((1, start + T), int), np.zeros((1, start + T, N, V))
         out = attention_oracle.alone(*rows, segment_BT, dout, sinks_N, **PATTERNS[kind])[0]
-        np.testing.assert_allclose(got[row], out[0, start:], atol=2e-6)
+        np.testing.assert_allclose(got[row], out[0, start:], atol=atol)
     turned = np.roll(np.arange(B), 2)
     pages, table_BX = placed(k[turned], v[turned], start_B[turned] + T, 1)
     first = np.maximum(pattern.first(start_B[turned]), 0) // C
@@ -121,6 +121,20 @@ def test_kernels_give_the_same(kind, T, module, monkeypatch):
 def test_kernels_give_a_query_the_same_bits_at_any_place_among_others(kind, module, monkeypatch):
     monkeypatch.setattr(attention, "kernel", lambda *_: partial(module.read, interpret=True))
     offsets(kind, 48, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("kind, H, V", [("none", 128, 128), ("all", 48, 32), ("window", 80, 96)])
+def test_the_kernel_gives_the_same_on_a_gpu(kind, H, V, T):
+    with jax.default_matmul_precision("highest"):
+        check(kind, T, kind == "all", H, V, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "all"])
+def test_the_kernel_gives_a_query_the_same_bits_at_any_place_among_others_on_a_gpu(kind):
+    offsets(kind, 128, 128)
 
 
 def lowered(module, platform, pages, T, pattern, dtype):
