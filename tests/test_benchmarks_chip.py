@@ -202,8 +202,8 @@ def test_calls_complete_the_table(tmp_path):
 
     done = run("--tiny", "--budget", "3000", "--out", str(out))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("cpu: 4 of 7 steps are done\n[5/7] decode/tiny/4, at most 240 s\n    ")
-    assert done.stdout.endswith(f"7 of 7 steps are done, in {out}\n")
+    assert done.stdout.startswith("cpu: 4 of 8 steps are done\n[5/8] decode/tiny/4, at most 240 s\n    ")
+    assert done.stdout.endswith(f"8 of 8 steps are done, in {out}\n")
     rows = {one["step"]: one for one in json.loads((out / "chips.json").read_text())}
     assert not any("failed" in one for one in rows.values()) and all(one["device"] == "cpu" for one in rows.values())
     assert all(rows[one["step"]] == one for one in first)
@@ -214,14 +214,16 @@ def test_calls_complete_the_table(tmp_path):
         assert math.isclose(result["loss"], math.log(512), rel_tol=0.05) and result["mfu"] > 0
         assert ("planned_peak_bytes" in result) == ("transformers" not in name)
     assert rows.pop("decode/tiny/4")["result"]["engine_bytes"] > 0
-    grpo = rows.pop("grpo/tiny")["result"]
+    grpo, offload = rows.pop("grpo/tiny/small")["result"], rows.pop("offload/tiny")["result"]
     assert grpo["steps"] == 4 and grpo["max_logp_diff"] < 0.01 and 0 < grpo["update_share"] < 1 and rows == {}
+    assert math.isclose(offload["loss"], math.log(512), rel_tol=0.05)
+    assert all(one["planned_step_s"] > 0 and one["planned_peak_bytes"] > 0 for one in (grpo, offload))
     text = (out / "CHIPS.md").read_text()
-    assert text.count("\n## ") == 5 and "| cpu | gpu | 0 | 0 | 0 |" in text
+    assert text.count("\n## ") == 6 and "| cpu | gpu | 0 | 0 | 0 |" in text
 
     before = [(out / name).read_bytes() for name in ("chips.json", "CHIPS.md")]
     done = run("--tiny", "--out", str(out))
-    assert done.stdout == f"cpu: 7 of 7 steps are done\n7 of 7 steps are done, in {out}\n"
+    assert done.stdout == f"cpu: 8 of 8 steps are done\n8 of 8 steps are done, in {out}\n"
     assert before == [(out / name).read_bytes() for name in ("chips.json", "CHIPS.md")]
 
 

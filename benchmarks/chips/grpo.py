@@ -1,4 +1,4 @@
-"""A whole run of `areax train grpo --serve.inside` at eta 1, from random weights to the final checkpoint.
+"""A whole run of `areax train grpo --serve.inside`, from random weights to the final checkpoint.
 
 Most ids of the vocabulary are outside the byte tokenizer, so completions decode to short text or none, and the reward
 varies within groups.
@@ -10,7 +10,7 @@ import string
 import tempfile
 from pathlib import Path
 
-from chips import shapes, train
+from chips import planned, shapes, train
 
 
 def score(text: str, row: dict) -> float:
@@ -18,9 +18,15 @@ def score(text: str, row: dict) -> float:
     return float(len(text) % 2 == 0)
 
 
-def measure(shape, dtype, groups, group_size, prompt, new, length, rows, slots, steps, *, chip, keep) -> dict:
+def measure(shape, length, prompt, steps, options, *, chip, keep) -> dict:
     """Runs GRPO and averages its steps, without the first two, which compile, and the last, during which nothing is
-    generated."""
+    generated.
+
+    Args:
+      length: of the model's context.
+      prompt: characters of each.
+      options: of `areax train grpo`; others have their defaults.
+    """
     import random
 
     from areax.adapters import cli, tokenizer
@@ -32,16 +38,13 @@ def measure(shape, dtype, groups, group_size, prompt, new, length, rows, slots, 
         model.mkdir()
         tokenizer.save(tokenizer.byte_level(), model)
         (model / "config.json").write_text(json.dumps(shapes.hf(shape, length)))
-        prompts = ["".join(rng.choices(string.ascii_lowercase, k=prompt)) for _ in range(groups * (steps + 2))]
+        prompts = ["".join(rng.choices(string.ascii_lowercase, k=prompt)) for _ in range(32 * (steps + 2))]
         data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-        options = {
-            "model": model, "data": data, "out": out, "reward": f"{__file__}:score", "init": "random", "steps": steps,
-            "groups": groups, "group-size": group_size, "eta": 1, "max-concurrent": 2 * groups, "length": length,
-            "rows": rows, "sampling.max-new-tokens": new, "run.dtype": dtype, "run.remat": "dots",
-            "serve.slots": slots, "serve.context": length, "serve.dtype": dtype,
-        }  # fmt: skip
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        if code := cli.main(["train", "grpo", *words, "--serve.inside"]):
+        own = {"model": model, "data": data, "out": out, "reward": f"{__file__}:score", "steps": steps}
+        words = [word for name, value in (own | options).items() for word in (f"--{name}", str(value))]
+        words += ["--init", "random", "--serve.inside"]
+        figures = planned.figures("grpo", words, chip)
+        if code := cli.main(["train", "grpo", *words]):
             raise RuntimeError(f"areax train grpo ended with exit code {code}")
         lines = [line for line in run_dir.read_lines(out / run_dir.METRICS) if line["kind"] == "grpo"]
         summary = json.loads((out / run_dir.SUMMARY).read_text())
@@ -54,5 +57,5 @@ def measure(shape, dtype, groups, group_size, prompt, new, length, rows, slots, 
         "sampled_tokens_per_s": sum(line["samples"] * line["length"] for line in counted) / step_s,
         **{f"{part}_share": total(f"time_{part}") / step_s for part in ("rollout", "update", "publish")},
         "push_pause_s": statistics.median(line["push_pause_s"] for line in lines if "push_pause_s" in line),
-        "max_logp_diff": summary["max_logp_diff"], "peak_bytes": train.peak_bytes(),
+        "max_logp_diff": summary["max_logp_diff"], "peak_bytes": train.peak_bytes(), **figures,
     }  # fmt: skip

@@ -51,14 +51,27 @@ SECTIONS = {  # by the first part of a step's name: (title, text, settings, figu
     ),
     "grpo": (
         "GRPO with the engine inside",
-        "`areax train grpo --serve.inside` at eta 1; averages leave out the steps that compile.",
-        {name: setting(name) for name in ("shape", "dtype", "groups", "group_size", "new", "slots")},
+        "`areax train grpo --serve.inside` with its defaults, or with options that chips.json names; averages leave "
+        "out the\nsteps that compile.",
+        {"shape": setting("shape"), "options": lambda row: row["step"].split("/")[2]},
         {
             "trained tokens/s": number("tokens_per_s"), "sampled": number("sampled_tokens_per_s"),
-            "s a step": number("step_s", ".2f"), "update": number("update_share", ".0%"),
+            "s a step": number("step_s", ".2f"), "planned s": number("planned_step_s", ".2f"),
+            "update": number("update_share", ".0%"),
             "pause for weights, s": number("push_pause_s", ".3f"),
             "largest logp difference": number("max_logp_diff", ".1e"), "peak GB": gigabytes("peak_bytes"),
-            "first step, s": number("first_step_s", ".1f"), "whole run, s": number("seconds", ".0f"),
+            "planned peak": gigabytes("planned_peak_bytes"), "first step, s": number("first_step_s", ".1f"),
+            "whole run, s": number("seconds", ".0f"),
+        },
+    ),
+    "offload": (
+        "Masters and moments in the host's memory",
+        "Training steps as of `areax train sft --optim.offload --optim.state float8 --optim.gradients bfloat16`.",
+        {name: setting(name) for name in ("shape", "length", "rows", "microbatches", "dtype")},
+        {
+            "tokens/s": number("tokens_per_s"), "s a step": number("step_s", ".2f"),
+            "planned s": number("planned_step_s", ".2f"), "peak GB": gigabytes("peak_bytes"),
+            "planned peak": gigabytes("planned_peak_bytes"), "first step, s": number("first_s", ".1f"),
         },
     ),
     "row": (

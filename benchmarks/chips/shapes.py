@@ -8,14 +8,15 @@ TINY = QWEN | dict(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16,
 )  # fmt: skip
+LARGE = QWEN | dict(
+    hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, tie_word_embeddings=False,
+)  # fmt: skip
 SHAPES = {
     "Qwen3-0.6B": QWEN | dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
     ),
-    "Qwen3-8B-4-layers": QWEN | dict(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=4, num_attention_heads=32,
-        tie_word_embeddings=False,
-    ),
+    "Qwen3-8B": LARGE,
+    "Qwen3-8B-4-layers": LARGE | dict(num_hidden_layers=4),
     "Qwen3-30B-A3B-2-layers": QWEN | dict(
         model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True, num_hidden_layers=2, num_attention_heads=32,

@@ -36,7 +36,9 @@ class Sizes:
       first, later: training cases; the later ones come last of all steps.
       timed: `steps` timed training steps after `uncounted` warm-up steps.
       slots: sequences that the engine decodes at a time.
-      decode, grpo: their other settings.
+      decode: its other settings.
+      grpo: settings of each run, by name: "defaults" leaves out all options that a run needs not have.
+      offload: settings of a training step whose state is in the host's memory.
       rows: {length of a row of one sequence: time limit}.
       limits_s: time limits of the other steps, by kind.
     """
@@ -49,7 +51,8 @@ class Sizes:
     timed: dict[str, int]
     slots: tuple[int, ...]
     decode: dict[str, int]
-    grpo: dict[str, int]
+    grpo: dict[str, dict]
+    offload: dict[str, Any]
     rows: dict[int, int]
     limits_s: dict[str, int]
 
@@ -64,16 +67,35 @@ FULL = Sizes(
         *((LARGE, *case) for case in (*FAST, *FRUGAL)),
     ),
     timed=dict(steps=10, uncounted=3), slots=(16, 64, 128, 256), decode=dict(prompt=128, new=512, repeats=3),
-    grpo=dict(groups=16, group_size=8, prompt=224, new=768, length=1024, rows=8, slots=128, steps=6),
+    grpo={
+        "defaults": dict(shape=DENSE, length=1024, prompt=224, steps=20, options={}),
+        "eta 1, 128 slots": dict(
+            shape=DENSE, length=1024, prompt=224, steps=6, options={
+                "groups": 16, "group-size": 8, "eta": 1, "max-concurrent": 32, "length": 1024, "rows": 8,
+                "sampling.max-new-tokens": 768, "run.dtype": "bfloat16", "run.remat": "dots", "serve.slots": 128,
+                "serve.context": 1024, "serve.dtype": "bfloat16",
+            },
+        ),
+    },
+    offload=dict(shape="Qwen3-8B", dtype="bfloat16", length=4096, rows=2, microbatches=4, steps=2),
     rows={65536: 120, 131072: 150, 163840: 180, 196608: 240, 229376: 300, 262144: 360, 393216: 480},
-    limits_s=dict(smoke=300, train=180, decode=180, grpo=420),
+    limits_s=dict(smoke=300, train=180, decode=180, grpo=420, offload=300),
 )  # fmt: skip
 TINY = Sizes(
     shape="tiny", dtype="float32", lengths=(64,),  # XLA's CPU backend lacks some bf16 matmuls
     first=(("tiny", "areax", "dots"), ("tiny", "transformers", "full"), ("tiny-moe", "areax", "dots")), later=(),
     timed=dict(steps=2, uncounted=1), slots=(4,), decode=dict(prompt=8, new=8, repeats=1),
-    grpo=dict(groups=2, group_size=2, prompt=8, new=8, length=64, rows=2, slots=4, steps=4), rows={128: 240},
-    limits_s=dict(smoke=240, train=240, decode=240, grpo=240),
+    grpo={
+        "small": dict(
+            shape="tiny", length=64, prompt=8, steps=4, options={
+                "groups": 2, "group-size": 2, "eta": 1, "max-concurrent": 4, "length": 64, "rows": 2,
+                "sampling.max-new-tokens": 8, "run.dtype": "float32", "run.remat": "dots", "serve.slots": 4,
+                "serve.context": 64, "serve.dtype": "float32",
+            },
+        ),
+    },
+    offload=dict(shape="tiny", dtype="float32", length=64, rows=2, microbatches=2, steps=1), rows={128: 240},
+    limits_s=dict(smoke=240, train=240, decode=240, grpo=240, offload=240),
 )  # fmt: skip
 
 
@@ -90,7 +112,8 @@ def steps(sizes: Sizes, mark: str, peer: bool) -> list[Step]:
         Step("smoke", "smoke", {"mark": mark}, limit_s["smoke"]),
         *_training(sizes, sizes.first, peer),
         *(Step(f"decode/{sizes.shape}/{its['slots']}", "decode", its, limit_s["decode"]) for its in slots),
-        Step(f"grpo/{sizes.shape}", "grpo", same | sizes.grpo, limit_s["grpo"]),
+        *(Step(f"grpo/{its['shape']}/{name}", "grpo", its, limit_s["grpo"]) for name, its in sizes.grpo.items()),
+        Step(f"offload/{sizes.offload['shape']}", "offload", sizes.offload, limit_s["offload"]),
         *_rows(sizes),
         *_training(sizes, sizes.later, peer),
     ]
