@@ -68,13 +68,16 @@ class Part:
             return {name: tree[name] for name in self.table.top}
         return tree["stacks"][self.stack]
 
-    def take(self, x, at):
-        """A layer of an array of this part."""
-        return x if self.stack is None else jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
+    def take(self, tree: dict[str, Any], at) -> dict[str, Any]:
+        """A layer of this part's arrays."""
+        if self.stack is None:
+            return tree
+        return {name: jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for name, x in tree.items()}
 
-    def put(self, x, at, new):
-        """The array with another layer."""
-        return new if self.stack is None else jax.lax.dynamic_update_index_in_dim(x, new, at, 0)
+    def put(self, tree: dict[str, Any], new: dict[str, Any], at) -> dict[str, Any]:
+        """This part's arrays, of a stack, with another layer, in their dtypes."""
+        cast = {name: new[name].astype(x.dtype) for name, x in tree.items()}
+        return {name: jax.lax.dynamic_update_index_in_dim(x, cast[name], at, 0) for name, x in tree.items()}
 
     def replaced(self, tree, new: dict[str, Any]):
         """The tree of weights with `new` in place of this part."""
@@ -117,7 +120,7 @@ def init(params, table: param.Table, spec: optim.Optimizer, dtype: str, mesh) ->
     """
     held = []
     for part in parts(table, spec, dtype):
-        [_, device, host], layers = _update(part, spec.clip, mesh), []
+        (_, device, host), layers = _update(part, spec.clip, mesh), []
         start = jax.jit(functools.partial(_start, part), out_shardings=device)
         for at in range(part.layers):
             layers.append(jax.block_until_ready(jax.device_put(start(part.of(params), np.int32(at)), host)))
@@ -171,9 +174,8 @@ def make_step(
                 while len(copying) >= ahead:
                     jax.block_until_ready(copying.popleft())
                 there = jax.device_put(old, device)
-                weights, there, sums = update(
-                    weights, there, change, np.int32(at), norm, finite, state.step, np.int32(len(moved))
-                )
+                seeds = state.step, np.int32(len(moved))
+                weights, there, sums = update(weights, there, change, np.int32(at), norm, finite, *seeds)
                 new.append(jax.device_put(there, host))
                 copying.append(new[-1])
                 moved.append(sums)
@@ -197,41 +199,53 @@ def abstract(part: Part, mesh) -> tuple[Held, Held]:
 
 def _start(part: Part, params, at) -> Held:
     """What the host holds of a layer at first."""
-    own = {name: part.take(x, at) for name, x in params.items()}
+    own = part.take(params, at)
     return Held({name: own[name] for name in part.mastered}, part.optimizer.init(_whole(own)))
 
 
 def _update(part: Part, clip: float, mesh) -> tuple[Callable, Held, Held]:
-    """(the compiled update of a layer, the shardings of what is held of it on the device, and on the host).
+    """(the update of a layer, the shardings of what is held of it on the device, and on the host).
 
     `update(weights, held, gradient, at, norm, finite, *seeds) -> (weights, held, squared norms of change and weights)`:
     weights and gradient are those of all layers, of which layer `at` is updated. Weights and `held` are donated.
+
+    A layer is taken out, updated and put back by three programs: in a single one XLA copies the weights of all layers
+    on a GPU.
 
     Args:
       clip: as in `Optimizer`; `norm` is that of the whole gradient.
     """
     state = rules.of_state(part.optimizer, part.table, mesh)
-    held = Held({name: state.params[name] for name in part.mastered}, state.opt_state)
-    if part.stack is None:
-        where = part.of(state.params)
-    else:
-        stacked = replace(part.table, top={}, stacks=(param.Stack(tuple(range(part.layers)), part.table.top),))
-        [where] = rules.of_params(stacked, mesh)["stacks"]
+    whole = {name: state.params[name] for name in part.table.top}
+    held = Held({name: whole[name] for name in part.mastered}, state.opt_state)
+    narrow = {name: sharding for name, sharding in whole.items() if name not in part.mastered}
 
-    def update(weights, held: Held, gradient, at, norm, finite, step, place):
-        own = {name: part.take(x, at) for name, x in weights.items()} | held.masters
+    def change_layer(own, held: Held, gradient, norm, finite, step, place):
+        own |= held.masters
         clipped = lambda g: jnp.where(norm < clip, g, g / norm * clip) if clip else g
-        change = {name: clipped(_wide(part.take(x, at))) for name, x in gradient.items()}
+        change = {name: clipped(_wide(x)) for name, x in gradient.items()}
         changes, opt_state = part.optimizer.update(_whole(change), held.opt_state, _whole(own))
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         new = keep(rounding.apply_updates(own, {name: changes[name] for name in own}, step * LAYERS + place), own)
-        masters = {name: new[name] for name in part.mastered}
-        weights = {name: part.put(x, at, new[name].astype(x.dtype)) for name, x in weights.items()}
         sums = tuple(optax.tree.norm(x, squared=True) for x in (changes, own))
-        return weights, Held(masters, keep(opt_state, held.opt_state)), sums
+        masters = {name: new.pop(name) for name in part.mastered}
+        return new, Held(masters, keep(opt_state, held.opt_state)), sums
 
-    compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(where, held, state.step))
-    return compiled, held, _in(HOST, held)
+    changed = jax.jit(change_layer, donate_argnums=(0, 1), out_shardings=(narrow, held, state.step))
+    if part.stack is None:
+        alone = lambda weights, held, gradient, at, *others: changed(weights, held, gradient, *others)
+        return alone, held, _in(HOST, held)
+    stacked = replace(part.table, top={}, stacks=(param.Stack(tuple(range(part.layers)), part.table.top),))
+    [where] = rules.of_params(stacked, mesh)["stacks"]
+    take_own, take_all = (jax.jit(part.take, out_shardings=these) for these in (narrow, whole))
+    put = jax.jit(part.put, donate_argnums=0, out_shardings=where)
+
+    def update(weights, held: Held, gradient, at, *others):
+        own = take_own({name: weights[name] for name in narrow}, at)
+        new, held, sums = changed(own, held, take_all(gradient, at), *others)
+        return put(weights, new | held.masters, at), held, sums
+
+    return update, held, _in(HOST, held)
 
 
 def on_host(x) -> bool:
