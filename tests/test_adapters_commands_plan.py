@@ -408,7 +408,7 @@ def test_suggestions_fit_and_are_ranked(capsys, tmp_path):
     assert len(rest) == 2 and all(first["step_s"] <= 1.01 * one["step_s"] for one in rest)
     planned = json.loads(run(capsys, "sft", *options, *first["options"].split(), "--json"))
     assert planned["devices"] == 16 and planned["fits"]
-    assert planned["figures"]["peak_bytes"]["value"] == first["peak_bytes"]
+    assert planned["figures"]["peak_bytes"]["value"] == pytest.approx(first["peak_bytes"], rel=1e-4)
     assert planned["figures"]["step_s"]["value"] == pytest.approx(first["step_s"], rel=1e-3)
     text = run(capsys, "sft", *options, "--suggest", "--devices", 2, "--chip", "v5e", code=1)
     assert "does not fit on 2 x v5e with any mesh" in text and text.count("\n") == 1

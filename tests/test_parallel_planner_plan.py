@@ -20,7 +20,7 @@ from areax.models.layers import moe, recurrence
 from areax.parallel import mesh, rules
 from areax.parallel.planner import flops, generation, memory, plan
 from areax.parallel.planner.chips import CHIPS
-from areax.parallel.planner.figures import LATENCY, LINK, MATMUL, STREAM, USABLE
+from areax.parallel.planner.figures import LATENCY, LAUNCH, LINK, MATMUL, PAGED, STREAM, USABLE
 from areax.parallel.planner.job import Job
 
 SIZES = dict(
@@ -306,7 +306,8 @@ def test_too_many_rows_do_not_fit():
 def test_time_adds_up_and_faster_chips_are_faster():
     layout = mesh.Layout(fsdp=4, tp=2)
     slow, fast = figures("qwen3", layout, chip="h100"), figures("qwen3", layout, chip="b200")
-    total = max(slow["compute_s"], slow["beside_s"]) + slow["waiting_s"] + slow["update_s"]
+    computing = slow["compute_s"] + slow["passing_s"]
+    total = max(computing, slow["beside_s"]) + slow["waiting_s"] + slow["update_s"]
     assert slow["step_s"] == pytest.approx(total) and fast["step_s"] < slow["step_s"]
     assert slow["mfu"] == pytest.approx(slow["model_flops"] / (8 * CHIPS["h100"].flops * slow["step_s"]))
     assert slow["mfu"] < slow["hardware_utilisation"] <= MATMUL
@@ -373,8 +374,9 @@ def test_chips_of_a_server_share_weights_and_wait_for_sums(split):
     waits = sum(count for _, count in sums) * LATENCY
     stream = STREAM * chip.bandwidth
     assert speed.devices == split.devices and speed.slots == slots and speed.cache_tokens == slots * 64
-    assert speed.step_s == pytest.approx(read / stream + waits)
-    assert speed.request_s == pytest.approx(((20 * cache + 2 * state) / stream + sent) / split.dp)
+    assert speed.step_s == pytest.approx(read / stream + waits + 3 * LAUNCH)
+    kept = 20 * cache / (PAGED * chip.bandwidth) + 2 * state / stream
+    assert speed.request_s == pytest.approx((kept + sent) / split.dp)
     chosen = moe_layers * 3 * 32 * 24 * c.top_k
     passed = (flops.active(job("qwen3_moe")) - chosen + chosen / split.ep) / split.tp
     assert 1 / speed.read_tokens_s == pytest.approx((2 * passed / (MATMUL * chip.flops) + sent) / split.dp)

@@ -6,7 +6,10 @@ import json
 
 
 def figures(recipe: str, words: list[str], chip: str | None) -> dict:
-    """{"planned_peak_bytes", "planned_step_s"}; nothing without a chip. The peak includes an engine in the process."""
+    """{"planned_peak_bytes", "planned_step_s"}; nothing without a chip.
+
+    An engine in the process shares the device: the peak has both, and a step takes the time of both.
+    """
     if chip is None:
         return {}
     from areax.adapters import cli
@@ -16,5 +19,5 @@ def figures(recipe: str, words: list[str], chip: str | None) -> dict:
     found = {name: figure["value"] for name, figure in json.loads(said.getvalue())["figures"].items()}
     if code not in (0, 1):  # 1 = it does not fit
         raise RuntimeError(f"areax plan {recipe} ended with exit code {code}")
-    step_s = max(found.get("train_batch_s", found["step_s"]), found.get("generate_batch_s", 0))
+    step_s = found.get("train_batch_s", found["step_s"]) + found.get("generate_batch_s", 0)
     return {"planned_peak_bytes": found.get("shared_bytes", found["peak_bytes"]), "planned_step_s": step_s}

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from .. import rules
 from . import memory
 from .job import Job, added, depth, entries, expert, matrix, matrix_states, nested, recurrent
@@ -187,6 +189,13 @@ def forward(job: Job, pairs: Callable = pairs) -> float:
         for layer in job.records
     )
     return 2 * (active(job) + low) * job.tokens + mixed
+
+
+def passed_bytes(job: Job) -> float:
+    """Bytes of the inputs and outputs of the matmuls of a forward pass over an optimiser step's tokens."""
+    ends = lambda leaf: 1 / leaf.shape[-2] + 1 / leaf.shape[-1]  # the sum of sizes, by their product
+    sizes = sum(_active(job, leaf) * ends(leaf) for leaf in job.leaves if matrix(leaf))
+    return jnp.dtype(job.dtype).itemsize * job.tokens * sizes
 
 
 def _of_layers(job: Job) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 from ..mesh import Layout
 from . import flops
 from .chips import Chip
-from .figures import DISK, FILLED, HOST, LATENCY, LINK, MATMUL, STREAM, USABLE, Figure
+from .figures import DISK, FILLED, HOST, LATENCY, LAUNCH, LINK, MATMUL, PAGED, STREAM, USABLE, Figure
 from .job import ONE, Job, depth, expert, in_use, stored
 
 Shares = Literal["no", "always", "turns"]  # whether a server is on the trainer's first device
@@ -94,7 +94,8 @@ class Rates:
       devices: its chips.
       slots: sequences that it generates at a time.
       cache_tokens: tokens in its KV cache; 0 = without one.
-      step_s: seconds of a decoding step that do not depend on the number of sequences: reading the weights.
+      step_s: seconds of a decoding step that do not depend on the number of sequences: reading the weights, starting
+        kernels.
       request_s: seconds that each sequence adds: reading its keys and values, and states, which are written, too.
       read_tokens_s: tokens of prompts per second.
       publish_s, load_s: of a push: to the host and a folder, while training waits; from there to a server.
@@ -132,12 +133,14 @@ def rates(job: Job, chip: Chip, g: Generation, running: float = math.inf) -> Rat
     context = g.prompt + g.new / 2  # mean length of a sequence while it grows
     size = sum(stored(leaf, g.itemsize) for leaf in job.leaves)
     wait_s, sum_s = _sums(job, chip, g)
+    ours = g.embedded and chip.platform == "gpu"
+    launch_s, paged = (job.layers * LAUNCH, PAGED / STREAM) if ours else (0.0, 1.0)
     experts = flops.chosen(job)
     own = (flops.active(job) - experts + experts / g.split.ep) / g.split.tp  # of the weights that a token passes
     peak = MATMUL * chip.flops
     return Rates(
-        devices, slots, tokens, (weights - max(0.0, 1 - chosen) * sparse) / bandwidth + wait_s,
-        ((context * g.cache + 2 * g.state) / bandwidth + sum_s) / g.split.dp,
+        devices, slots, tokens, (weights - max(0.0, 1 - chosen) * sparse) / bandwidth + wait_s + launch_s,
+        ((context * g.cache / paged + 2 * g.state) / bandwidth + sum_s) / g.split.dp,
         g.split.dp * alike * peak / (2 * own + sum_s * peak), size / HOST + size / DISK, size / DISK,
     )  # fmt: skip
 

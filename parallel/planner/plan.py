@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..mesh import AXES, BATCH
 from . import flops, memory
 from .chips import Chip
-from .figures import HOST, LINK, MATMUL, STREAM, UPDATE, USABLE, Figure
+from .figures import ATTENTION, HOST, LINK, MATMUL, PASSES, STREAM, UPDATE, USABLE, Figure
 from .generation import Generation, generation_figures, push_figures, server_bytes
 from .job import Job, entries
 
@@ -164,7 +164,11 @@ def time(job: Job, chip: Chip, state: memory.States | None = None) -> tuple[floa
     `memory.memory`."""
     devices = job.layout.devices
     f = flops.flops(job)
-    compute = f.hardware / devices / (MATMUL * chip.flops)
+    attention = f.hardware * f.attention / (f.matmuls + f.attention + f.recurrence)
+    matmuls = f.hardware - attention
+    compute = (matmuls / MATMUL + attention / ATTENTION[chip.platform]) / chip.flops / devices
+    passing = PASSES * flops.passed_bytes(job) * matmuls / (2 * flops.active(job) * job.tokens)
+    passing /= STREAM * chip.bandwidth * devices
     moving = flops.transfers(job)
     waits = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if not t.overlaps)
     overlapped = sum(t.sent(job) / link(job, chip, t.axes) for t in moving if t.overlaps)
@@ -174,10 +178,11 @@ def time(job: Job, chip: Chip, state: memory.States | None = None) -> tuple[floa
         updates += _update_s(job.critics_step, chip, of_critic)
         summing += _summing_s(job.critics_step, chip)
     copies = job.used * sum(2 * memory.saved(j, "offload") for j in (job, job.critics_step) if j) / HOST
-    total = max(compute, overlapped, copies) + waits + summing + updates
+    total = max(compute + passing, overlapped, copies) + waits + summing + updates
     of = lambda name, value, text: Figure("time", name, value, "estimate", text)
     return total, [
-        of("compute_s", compute, f"at {MATMUL:.0%} of the chip's peak"),
+        of("compute_s", compute, f"at {MATMUL:.0%} of the chip's peak, attention at {ATTENTION[chip.platform]:.0%}"),
+        of("passing_s", passing, "activations, read and written between matmuls"),
         of("beside_s", overlapped, "collectives of weights and gradients, overlapped with computation"),
         of("copies_s", copies, "activations to the host and back, overlapped with computation"),
         of("waiting_s", waits, "collectives that layers wait for"),
