@@ -109,6 +109,8 @@ def _environ(step: Step, device: Device, folder: str) -> dict[str, str]:
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if step.kind == "smoke":  # tests default to the CPU
         environ.setdefault("JAX_PLATFORMS", {"gpu": "cuda"}.get(device.platform, device.platform))
+        if device.platform == "gpu":  # tests need not be fast: XLA would try many forms of each product
+            environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     if step.settings.get("system") == "transformers":
         environ["JAX_PLATFORMS"] = "cpu"  # for the plan: JAX must not allocate device memory
     if device.platform != "cpu":
