@@ -464,7 +464,7 @@ def test_restarting_a_dead_server_changes_no_number(place, monkeypatch, kills):
     start, assemble, update = local.Local.start, client.assemble, grpo.train_on_batch
     quick = dataclasses.replace(client.TIMEOUTS, lost_own_s=1.0, heartbeat_s=0.2, heartbeat_answer_s=2.0)
     monkeypatch.setattr(client, "TIMEOUTS", quick)  # an idle server is missed soon, too
-    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    monkeypatch.setattr(local.Local, "start", lambda self, *given: started.append(self) or start(self, *given))
     monkeypatch.setattr(client, "assemble", lambda *a, **k: fleets.append(assemble(*a, **k)) or fleets[-1])
     recovered = lambda: fleets[0].counts["recovered"] if fleets else -1
 
@@ -720,7 +720,7 @@ def test_killing_an_offloaded_server_changes_no_number(place, monkeypatch):
         return seconds
 
     monkeypatch.setattr(grpo.offload, "offload", deadly)
-    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    monkeypatch.setattr(local.Local, "start", lambda self, *given: started.append(self) or start(self, *given))
     done = grpo.main(config(place, "killed at rest", servers=(), colocated=True))
     assert killed == [["offloaded"], ["offloaded"], None] and len(started) == 2
     assert done["counts"]["restarted"] == done["counts"]["recovered"] == 1

@@ -245,8 +245,8 @@ def test_training_is_the_same_on_a_mesh_and_resumes_on_another(place):
     np.testing.assert_allclose(on["loss"], one["loss"], rtol=1e-4)
     with pytest.raises(ValueError, match=r"--rows must be a multiple of dp x fsdp x ep = 8, got 4"):
         sft.main(config(place, "bad", mesh=Layout(fsdp=8)))
-    with pytest.raises(ValueError, match="mesh: dp 2 needs 2 devices, got 8"):
-        sft.main(config(place, "bad", mesh=Layout(dp=2)))
+    with pytest.raises(ValueError, match="mesh: dp 16 needs 16 devices, got 8"):
+        sft.main(config(place, "bad", rows=16, mesh=Layout(dp=16)))
 
 
 @pytest.mark.slow
