@@ -123,6 +123,8 @@ def main(config: Config, rows: Any = None) -> dict:
             sinks.check(config.saving.track)
         data = read(config, tokens, rows) if index == 0 else (None, {})
         processes.same("options", config)
+        if (summary := resume.finished("grpo", config, data[0])) is not None:
+            return summary
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
             trainer = build_trainer(config)
