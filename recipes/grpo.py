@@ -23,6 +23,7 @@ from areax.adapters.command_line.options import UNPREFIXED, json_object
 from areax.adapters.launch import devices
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
+from areax.models import paging
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import (
     common,
@@ -167,6 +168,8 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
     length = config.training.length
     model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
+    if not serving.servers:
+        paging.check_draft("--serve.draft", serving.serve.draft, context or length)
     check = rows.prompts(
         tokens, workflow, most=options.max_prompt, room=min(length, context or length), vocabulary=model.vocab,
         context=context, new=config.rollout.sampling.max_new_tokens,

@@ -185,9 +185,10 @@ def test_servers_on_the_trainers_device_count(capsys, model):
     [
         (["--serve.mesh.tp", 4], "mesh: tp must divide the query heads of each layer, 2 in this qwen3, got 4"),
         (["--serve.mesh.ep", 2], "mesh: ep must divide the model's experts, 0 in this qwen3, got 2"),
+        (["--serve.draft", 65], "plan: --serve.draft must be at most the context, 64 tokens, got 65; lower it"),
     ],
 )
-def test_a_mesh_that_a_server_would_refuse_is_not_planned(capsys, model, options, words):
+def test_what_a_server_would_refuse_is_not_planned(capsys, model, options, words):
     assert words in run(capsys, "grpo", "--model", model, "--length", 64, *options, code=2)
 
 

@@ -269,6 +269,7 @@ def _server_cache(config, settings, platform: str, itemsize: int) -> tuple[int, 
     """The cache of a server that the recipe starts, or of a replica of it: its slots; bytes of a token and of a
     sequence's states on each of its chips; the tokens that it holds, and its bytes there."""
     context = min(config.serve.context or config.length, settings.context)
+    paging.check_draft("plan: --serve.draft", config.serve.draft, context)
     slots = config.serve.slots or paging.default_slots(platform, context)
     page = paging.default_page(context)
     kinds = paging.kinds(settings.records, context, page, itemsize, config.serve.mesh.tp)
