@@ -11,6 +11,7 @@ import tiny
 
 from areax import models
 from areax.adapters import cli
+from areax.adapters.commands import suggest
 from areax.adapters.launch import devices as launch_devices
 from areax.core import param
 from areax.parallel.planner.chips import CHIPS
@@ -413,6 +414,27 @@ def test_suggestions_fit_and_are_ranked(capsys, tmp_path):
     assert planned["figures"]["step_s"]["value"] == pytest.approx(first["step_s"], rel=1e-3)
     text = run(capsys, "sft", *options, "--suggest", "--devices", 2, "--chip", "v5e", code=1)
     assert "does not fit on 2 x v5e with any mesh" in text and text.count("\n") == 1
+
+
+def test_suggestions_say_what_they_try_and_simulate_no_eta_that_cannot_be_faster(capsys, model, monkeypatch):
+    """Into a pipe a line before each stage. A batch takes as long as the trainer trains and publishes, at least."""
+    seen, real = {}, suggest.simulate.simulate
+
+    def simulated(run, eta):
+        train_s = run.groups * run.group_size * (run.prompt + run.new) / run.train_tokens_s
+        seen.setdefault(run.servers, []).append((train_s + run.publish_s, (out := real(run, eta)).step_s))
+        return out
+
+    monkeypatch.setattr(suggest.simulate, "simulate", simulated)
+    options = ["--model", str(model), "--length", "64", "--sampling.max-new-tokens", "48", "--groups", "2"]
+    options += ["--group-size", "2", "--serve.slots", "1"]
+    assert cli.main(["plan", "grpo", *options, "--suggest", "--devices", "4"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "plan: at most 3 splits ..." and "plan: at most 12 simulations ..." in lines
+    assert seen.keys() == {1, 2, 3}
+    for tried in seen.values():
+        assert all(least <= step_s * (1 + 1e-9) for least, step_s in tried)
+        assert all(least <= suggest.BETTER * step_s for least, step_s in tried[:-1])
 
 
 def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):
