@@ -78,6 +78,10 @@ def test_a_checkpoint_loads_into_shards_and_leaves_them(tmp_path):
     assert (path / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
+def test_a_layout_of_fewer_devices_uses_the_first_ones():
+    assert list(mesh.make(mesh.Layout(fsdp=3)).devices.flat) == jax.devices()[:3]
+
+
 def test_impossible_layouts_are_refused_by_name():
     with pytest.raises(ValueError, match=r"mesh: fsdp 9 needs 9 devices, got 8"):
         mesh.make(mesh.Layout(fsdp=9))
