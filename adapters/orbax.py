@@ -107,6 +107,16 @@ class Store:
         if commit:
             commit.result()
 
+    def cursor(self, version: int) -> Any:
+        """The cursor saved with a version; arrays are not read."""
+        return self._about(version)["cursor"]
+
+    def _about(self, version: int) -> dict:
+        import orbax.checkpoint as ocp
+
+        args = ocp.args.Composite(about=ocp.args.JsonRestore())
+        return self._checkpointer.restore(self.path / str(version), args=args)["about"]
+
     def restore(self, like, version: int | None = None) -> tuple[Any, Any]:
         """(state, cursor) of a version, the newest by default, in the structure and dtypes of `like`.
 
@@ -120,7 +130,7 @@ class Store:
         if version is None:
             raise ValueError(f"{self.path}: a saved state is needed, got none")
         directory, tree = self.path / str(version), _tree(like)
-        about = self._checkpointer.restore(directory, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+        about = self._about(version)
         # Orbax would silently cast to another dtype.
         then, now = about["arrays"], _described(tree)
         if then != now:
@@ -166,6 +176,15 @@ def open_store(path, *, keep: int = 2) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+def newest(path: Path) -> tuple[int, Any] | None:
+    """(the newest version under `path`, its cursor), without a look at its arrays; None if there is none to read."""
+    if not path.is_dir() or not (found := versions(path)):
+        return None
+    with contextlib.closing(Store(path.absolute(), 1, found[-1])) as store, contextlib.suppress(ValueError, OSError):
+        return found[-1], store.cursor(found[-1])
+    return None
 
 
 def versions(path: Path) -> list[int]:

@@ -116,6 +116,12 @@ def size_of(kinds: Sequence[Kind], counts: Sequence[int], slots: int) -> int:
     return sum((n + 1 + slots * kind.states) * kind.bytes for n, kind in zip(counts, kinds, strict=True))
 
 
+def check_draft(option: str, draft: int, context: int) -> None:
+    """Raises ValueError if a step would compute more tokens of a sequence than its context has."""
+    if draft > context:
+        raise ValueError(f"{option} must be at most the context, {context} tokens, got {draft}; lower it")
+
+
 def default_slots(platform: str, context: int) -> int:
     """Sequences of this length to decode at a time: on accelerators, where a step takes hardly longer for more, up to
     128 that have 131,072 tokens together, and at least 16."""

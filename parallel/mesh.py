@@ -63,18 +63,17 @@ EXPERTS = "experts"  # axis of meshes to generate on, of devices that share each
 def make(layout: Layout = Layout(), devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """Builds the mesh of a layout over all devices of all processes, or over `devices`.
 
-    In a single process, a layout of one device uses the first device.
+    In a single process, a layout of fewer devices uses the first ones.
 
     Raises:
       ValueError: the number of devices differs from the layout's.
     """
     if devices is None:
-        single = layout.devices == 1 and jax.process_count() == 1
-        devices = jax.devices()[:1] if single else jax.devices()
+        devices = jax.devices() if jax.process_count() > 1 else jax.devices()[: layout.devices]
     if layout.devices != len(devices):
         raise ValueError(
             f"mesh: {layout} needs {layout.devices} devices, got {len(devices)}; the product of the axes "
-            f"{', '.join(AXES)} must be the number of devices"
+            f"{', '.join(AXES)} must be {'the' if jax.process_count() > 1 else 'at most the'} number of devices"
         )
     sizes = dataclasses.astuple(layout)
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

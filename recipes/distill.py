@@ -17,7 +17,7 @@ import jax
 
 from areax.core import losses
 from areax.models import frozen as teacher
-from areax.recipes.shared import common, learner, notebook, offline, offline_options
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume
 from areax.rollout import client
 from areax.rollout.processes import keys
 from areax.rollout.types import Sample
@@ -80,6 +80,8 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
         return [s.replace(rollout=i, group=i) for i, s in enumerate(made)]
 
     prompts, heldout = offline.read(config, samples, quiet, given=given)
+    if (summary := resume.finished("distill", config, None if quiet else prompts)) is not None:
+        return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     run = learner.computed(config.run)

@@ -10,6 +10,7 @@ from typing import Annotated
 from areax.adapters import hf
 from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import JSON, json_object
+from areax.adapters.launch import devices
 from areax.adapters.report import evaluation as page
 from areax.adapters.runtime import compile_cache, hub
 from areax.adapters.tracking import run_dir
@@ -143,11 +144,16 @@ async def evaluate(config: Config) -> tuple[dict, list[dict]]:
     asked = many_rows.every(
         config.data, config.row, config.limit, check=check, bad=config.bad_rows, recognise=rows.asks(config.workflow)
     )
+    gpus, each = len(devices.visible_gpus()), serve.mesh.devices  # JAX here would take memory of the servers' GPUs
+    places = devices.of_own_servers(gpus, 0, serve.count, each) if each <= gpus else []
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         fleet = await enter(
-            common.fleet(config.servers, config.model, serve, concurrency=config.max_concurrent * config.samples)
-        )
+            common.fleet(
+                config.servers, config.model, serve, concurrency=config.max_concurrent * config.samples,
+                environs=[devices.showing(ids) for ids in places],
+            )
+        )  # fmt: skip
         reward = await enter(
             rewards.pool(
                 config.reward, workers=config.reward_workers, timeout_s=config.reward_timeout_s,

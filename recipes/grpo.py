@@ -20,8 +20,10 @@ import jax
 from areax.adapters import hf, orbax
 from areax.adapters.command_line import typed
 from areax.adapters.command_line.options import UNPREFIXED, json_object
+from areax.adapters.launch import devices
 from areax.adapters.runtime import blas, compile_cache, compile_time, hub
 from areax.adapters.tracking import sinks
+from areax.models import paging
 from areax.parallel.multihost import lockstep, processes
 from areax.recipes.shared import (
     common,
@@ -108,10 +110,11 @@ def main(config: Config, rows: Any = None) -> dict:
     blas.one_thread()
     compile_cache.keep()
     compile_time.measure()
-    inside = config.serving.serve.inside
+    serve, inside = config.serving.serve, config.serving.serve.inside
+    wanted = config.training.mesh.devices + serve.count * serve.mesh.devices
     if config.serving.colocated and not inside:
         common.share_devices()
-    elif config.serving.servers or inside:  # no server of its own on these devices
+    elif config.serving.servers or inside or wanted <= len(devices.visible_gpus()):  # no server of its own on these
         common.take_devices()
     with processes.job() as index, ending.stop_signal() as stop:
         if inside and jax.process_count() > 1:
@@ -121,6 +124,8 @@ def main(config: Config, rows: Any = None) -> dict:
             sinks.check(config.saving.track)
         data = read(config, tokens, rows) if index == 0 else (None, {})
         processes.same("options", config)
+        if (summary := resume.finished("grpo", config, data[0])) is not None:
+            return summary
         out = Path(config.out)
         with common.run_directory(config.out) as run, orbax.open_store(out / "state") as store:
             trainer = build_trainer(config)
@@ -153,7 +158,7 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
     common.check_microbatch(config.model, config.training.rows, config.training.length)
     common.check_balance(config.model, config.training.balance)
     if not config.serving.servers:
-        common.check_own_servers(config.serving.serve, config.serving.colocated)
+        common.check_own_servers(config.serving.serve, config.training.mesh.devices, config.serving.colocated)
     if config.serving.published:
         common.check_directory("--published", config.serving.published)
     rewards.check(config.reward)
@@ -163,6 +168,8 @@ def read(config: Config, tokens, given: Any = None) -> tuple:
     length = config.training.length
     model, workflow = hf.read_config(hub.folder(config.model)), config.rollout.workflow
     context = 0 if serving.servers else min(serving.serve.context, model.context)  # 0: it follows `length`
+    if not serving.servers:
+        paging.check_draft("--serve.draft", serving.serve.draft, context or length)
     check = rows.prompts(
         tokens, workflow, most=options.max_prompt, room=min(length, context or length), vocabulary=model.vocab,
         context=context, new=config.rollout.sampling.max_new_tokens,
@@ -227,13 +234,15 @@ async def train(
             publishing.opened(config.model, config.serving, trainer.policy, run_on_all, tokens, run, start)
         )
         log = enter(rl_log.opened(config, config.saving, tokens, start))
+        serve = config.serving.serve.sized(config.training.length)
         fleet = await enter_async(
             common.fleet(
-                config.serving.servers, sync.path, config.serving.serve.sized(config.training.length),
+                config.serving.servers, sync.path, serve,
                 log=Path(config.out) / "server.log", longest=config.training.length,
                 concurrency=config.rollout.max_concurrent * config.rollout.group_size, stagers=config.serving.stagers,
                 handover=sync.handover, first=sync.first, timeout_s=config.serving.completion_timeout_s,
                 experts_per_token=getattr(trainer.policy.settings, "top_k", 0),
+                environs=common.own_environs(serve, config.training.mesh.devices, config.serving.colocated),
             )
         )  # fmt: skip
         episodes = await enter_async(

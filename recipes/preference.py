@@ -19,7 +19,7 @@ from areax.adapters import hf, tokenizer
 from areax.adapters.runtime import hub
 from areax.core import losses, preference, step
 from areax.core.optim import Optimizer
-from areax.recipes.shared import common, learner, notebook, offline, offline_options, terminal
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume, terminal
 from areax.rollout.types import Sample
 
 Objective = losses.Preference | losses.KTO | losses.RewardModel
@@ -85,6 +85,8 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     tokens = common.open_tokenizer(config.model, config.chat_template_kwargs)
     samples = functools.partial(pairs, offline.sampler(tokens), plain)
     prompts, heldout = offline.read(config, samples, quiet, given=given, check=lambda row: check(row, plain))
+    if (summary := resume.finished("preference", config, None if quiet else prompts)) is not None:
+        return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = open_model(config, tokens, mesh)
     run = learner.computed(config.run)

@@ -12,7 +12,7 @@ from typing import Any
 from areax import models
 from areax.adapters.data import chat_sft
 from areax.core import losses
-from areax.recipes.shared import common, learner, notebook, offline, offline_options
+from areax.recipes.shared import common, learner, notebook, offline, offline_options, resume
 
 FIRST_OPTIONS = (
     "model", "data", "out", "heldout", "learn", "steps", "batch", "length", "too_long", "rows", "optim.lr", "lora.rank",
@@ -58,6 +58,8 @@ def train(config: Config, quiet: bool = False, given: Any = None) -> dict:
     sample = offline.demonstrations(tokens, config.learn)
     samples = lambda rows: [sample(row).replace(rollout=i, group=i) for i, row in enumerate(rows)]
     prompts, heldout = offline.read(config, samples, quiet, given=given)
+    if (summary := resume.finished("sft", config, None if quiet else prompts)) is not None:
+        return summary
     mesh = common.open_mesh(config.mesh, rows=config.rows, length=config.length)
     settings, params = common.open_model(config.model, config.init, config.seed, mesh, learner.dtype(config.lora))
     run = learner.computed(config.run)

@@ -11,6 +11,8 @@ import tiny
 
 from areax import models
 from areax.adapters import cli
+from areax.adapters.commands import suggest
+from areax.adapters.launch import devices as launch_devices
 from areax.core import param
 from areax.parallel.planner.chips import CHIPS
 
@@ -184,13 +186,10 @@ def test_servers_on_the_trainers_device_count(capsys, model):
     [
         (["--serve.mesh.tp", 4], "mesh: tp must divide the query heads of each layer, 2 in this qwen3, got 4"),
         (["--serve.mesh.ep", 2], "mesh: ep must divide the model's experts, 0 in this qwen3, got 2"),
-        (
-            ["--serve.inside", "--serve.mesh.dp", 4, "--mesh.fsdp", 2],
-            "the trainer's 2 chips, got --serve.mesh dp 4 on 4",
-        ),
+        (["--serve.draft", 65], "plan: --serve.draft must be at most the context, 64 tokens, got 65; lower it"),
     ],
 )
-def test_a_mesh_that_a_server_would_refuse_is_not_planned(capsys, model, options, words):
+def test_what_a_server_would_refuse_is_not_planned(capsys, model, options, words):
     assert words in run(capsys, "grpo", "--model", model, "--length", 64, *options, code=2)
 
 
@@ -198,7 +197,10 @@ def test_a_plan_counts_the_servers_devices_and_says_when_generation_is_what_take
     options = ["--model", model, "--mesh.fsdp", 4, "--length", 64, "--sampling.max-new-tokens", 48, "--groups", 64]
     last = lambda *more: run(capsys, "grpo", *options, *more).splitlines()[-3:-1]
     devices, slow = last("--serve.count", 2, "--serve.slots", 1)
-    assert devices == "6 x h100 in all: 4 to train, 2 to generate, each its own by areax launch (docs/launch.md)"
+    assert devices == "6 x h100 in all: 4 to train, 2 to generate, those behind the trainer's"
+    assert launch_devices.of_own_servers(6, 4, 2, 1) == [[4], [5]]  # what a run on so many does
+    for elsewhere in (["--serve.count", 5], ["--chip", "v5p"]):
+        assert last(*elsewhere, "--serve.slots", 1)[0].endswith("each its own by areax launch (docs/launch.md)")
     assert re.fullmatch(r"a batch takes \S+ s to generate and \S+ s to train: it needs more servers, .*", slow)
     _, shared = last("--colocated", "--eta", 0, "--serve.slots", 1)
     assert shared.endswith("it needs --serve.mesh.dp 4, or more --serve.slots")
@@ -412,6 +414,27 @@ def test_suggestions_fit_and_are_ranked(capsys, tmp_path):
     assert planned["figures"]["step_s"]["value"] == pytest.approx(first["step_s"], rel=1e-3)
     text = run(capsys, "sft", *options, "--suggest", "--devices", 2, "--chip", "v5e", code=1)
     assert "does not fit on 2 x v5e with any mesh" in text and text.count("\n") == 1
+
+
+def test_suggestions_say_what_they_try_and_simulate_no_eta_that_cannot_be_faster(capsys, model, monkeypatch):
+    """Into a pipe a line before each stage. A batch takes as long as the trainer trains and publishes, at least."""
+    seen, real = {}, suggest.simulate.simulate
+
+    def simulated(run, eta):
+        train_s = run.groups * run.group_size * (run.prompt + run.new) / run.train_tokens_s
+        seen.setdefault(run.servers, []).append((train_s + run.publish_s, (out := real(run, eta)).step_s))
+        return out
+
+    monkeypatch.setattr(suggest.simulate, "simulate", simulated)
+    options = ["--model", str(model), "--length", "64", "--sampling.max-new-tokens", "48", "--groups", "2"]
+    options += ["--group-size", "2", "--serve.slots", "1"]
+    assert cli.main(["plan", "grpo", *options, "--suggest", "--devices", "4"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "plan: at most 3 splits ..." and "plan: at most 12 simulations ..." in lines
+    assert seen.keys() == {1, 2, 3}
+    for tried in seen.values():
+        assert all(least <= step_s * (1 + 1e-9) for least, step_s in tried)
+        assert all(least <= suggest.BETTER * step_s for least, step_s in tried[:-1])
 
 
 def test_suggestions_split_devices_between_trainer_and_servers(capsys, model):

@@ -91,6 +91,37 @@ def test_no_gpu_is_assigned_twice(processes, devices, count, of_server, named):
             launch_devices.of_each(processes, devices, count, of_server, environ)
 
 
+@given(st.integers(1, 9), st.integers(0, 12), st.integers(1, 6), st.integers(1, 9))
+def test_servers_of_a_run_take_the_devices_that_its_trainer_leaves(there, trainer, count, each):
+    if each > there:
+        return
+    places = launch_devices.of_own_servers(there, trainer, count, each)
+    assert [len(ids) for ids in places] == [each] * count and {i for ids in places for i in ids} <= set(range(there))
+    fit = min(count, max(0, there - trainer) // each)
+    own, shared = places[:fit], places[fit:]
+    assert [i for ids in own for i in ids] == list(range(trainer, trainer + fit * each))
+    assert all(ids[0] < (trainer or there) for ids in shared)
+    assert shared[:1] in ([], [list(range(each))])  # the others begin with the first device, and spread
+    on = [sum(i in ids for ids in shared) for i in range(max(1, (min(trainer, there) or there) // each) * each)]
+    assert max(on) - min(on) <= 1
+
+
+@pytest.mark.parametrize(
+    "amd, environ, shown",
+    [
+        (False, {}, {"CUDA_VISIBLE_DEVICES": "1,3"}),
+        (False, {"CUDA_VISIBLE_DEVICES": "4,5, 6,GPU-7"}, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}),
+        (False, {"HIP_VISIBLE_DEVICES": "4,5,6,7"}, {"CUDA_VISIBLE_DEVICES": "1,3"}),
+        (True, {}, {"HIP_VISIBLE_DEVICES": "1,3"}),
+        (True, {"HIP_VISIBLE_DEVICES": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0"}, {"HIP_VISIBLE_DEVICES": "5,7"}),
+        (True, {"CUDA_VISIBLE_DEVICES": "3,2,1,0"}, {"HIP_VISIBLE_DEVICES": "2,0"}),
+        (True, {"ROCR_VISIBLE_DEVICES": "4,5,6,7"}, {"HIP_VISIBLE_DEVICES": "1,3"}),  # within the inherited four
+    ],
+)
+def test_a_process_is_shown_its_gpus_among_those_that_are_visible(amd, environ, shown):
+    assert launch_devices.showing([1, 3], amd, environ) == shown
+
+
 def ids(trainer):
     return trainer["JAX_LOCAL_DEVICE_IDS"].split(",")
 

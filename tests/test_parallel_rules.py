@@ -78,9 +78,13 @@ def test_a_checkpoint_loads_into_shards_and_leaves_them(tmp_path):
     assert (path / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
+def test_a_layout_of_fewer_devices_uses_the_first_ones():
+    assert list(mesh.make(mesh.Layout(fsdp=3)).devices.flat) == jax.devices()[:3]
+
+
 def test_impossible_layouts_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"mesh: fsdp 3 needs 3 devices, got 8"):
-        mesh.make(mesh.Layout(fsdp=3))
+    with pytest.raises(ValueError, match=r"mesh: fsdp 9 needs 9 devices, got 8"):
+        mesh.make(mesh.Layout(fsdp=9))
     with pytest.raises(ValueError, match=r"mesh: tp must be at least 1, got 0"):
         mesh.Layout(tp=0)
     odd = models.table(models.config_from_hf(HF | {"vocab_size": 61}))

@@ -324,6 +324,7 @@ OPTIONS = {
         ("--evaluate-every 2", "--evaluate-every 2 needs --heldout, rows to evaluate on, got none"),
         ("--length 65", "--length must be at most 64, the context of"),
         ("--serve.slots -1", "--serve.slots must be at least 1, or 0 = by device, got -1"),
+        ("--serve.draft 65", "--serve.draft must be at most the context, 32 tokens, got 65; lower it"),
         ("--serve.context 1", "--serve.context must be at least 2, or 0 = as long as needed, got 1"),
         ("--serve.context 8", "a prompt must leave room for a completion within 8 tokens, got 11"),
         (

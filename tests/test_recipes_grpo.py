@@ -102,7 +102,7 @@ def first(place):
     return grpo.main(config(place, "first", servers=(), heldout=(str(place / "heldout.jsonl"),), save_every=2))
 
 
-def test_synchronous_runs_are_identical_and_resume_exactly(place, first):
+def test_synchronous_runs_are_identical_and_resume_exactly(place, first, monkeypatch, capsys):
     """A run with eta = 0 that was killed gives the same parameters, with another server."""
     assert first["complete"] and first["heldout_rows"] == 10 and set(first["accuracies"]) == {"0", "3"}
     assert [label.split("-")[0] for label in first["server_version"]] == ["3"]
@@ -113,7 +113,16 @@ def test_synchronous_runs_are_identical_and_resume_exactly(place, first):
     grpo.main(config(place, "parts"))
     for a, b in zip(leaves(place / "first/model"), leaves(place / "parts/model"), strict=True):
         np.testing.assert_array_equal(a, b)
-    again = grpo.main(config(place, "parts"))  # trains no more
+    capsys.readouterr()
+    with monkeypatch.context() as patch:  # complete, it has nothing to do, whatever servers there are
+        patch.setattr(grpo, "build_trainer", lambda _: pytest.fail("a model was loaded"))
+        again = grpo.main(config(place, "parts"))
+        assert grpo.main(config(place, "parts", servers=("http://127.0.0.1:9",))) == again
+    assert again == json.loads((place / "parts/summary.json").read_text())
+    for line in capsys.readouterr().err.splitlines():
+        assert line.startswith(
+            f"{place}/parts: the run is complete after 3 steps, its model is in {place}/parts/model;"
+        )
     seen = [x for x in run_dir.read_lines(place / "parts/metrics.jsonl") if x["kind"] == "grpo"]
     for name in ("max_logp_diff", "mismatch_k3_now"):
         assert again[name] == max(x[name] for x in seen)
@@ -149,7 +158,7 @@ def test_a_resume_with_other_options_says_which_or_is_refused_and_leaves_config_
     [said] = [line for line in capsys.readouterr().err.splitlines() if "other options" in line]
     assert said == (
         f"{out}: goes on from step 2 with other options, --groups 4 -> 2, --optim.lr 0.01 -> 0.001, "
-        f"--servers none -> {own.serving.servers[0]}, --serve.slots 8 -> 16, --serve.context 64 -> 0, "
+        f"--servers none -> {own.serving.servers[0]}, --serve.slots 8 -> 0, --serve.context 64 -> 0, "
         f"--heldout {place}/heldout.jsonl -> none, --save-every 2 -> 0; the former are in config.1.json"
     )
     assert (out / "config.1.json").read_text() == before and options("config.json")["rollout"]["groups"] == 2
@@ -464,7 +473,7 @@ def test_restarting_a_dead_server_changes_no_number(place, monkeypatch, kills):
     start, assemble, update = local.Local.start, client.assemble, grpo.train_on_batch
     quick = dataclasses.replace(client.TIMEOUTS, lost_own_s=1.0, heartbeat_s=0.2, heartbeat_answer_s=2.0)
     monkeypatch.setattr(client, "TIMEOUTS", quick)  # an idle server is missed soon, too
-    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    monkeypatch.setattr(local.Local, "start", lambda self, *given: started.append(self) or start(self, *given))
     monkeypatch.setattr(client, "assemble", lambda *a, **k: fleets.append(assemble(*a, **k)) or fleets[-1])
     recovered = lambda: fleets[0].counts["recovered"] if fleets else -1
 
@@ -720,7 +729,7 @@ def test_killing_an_offloaded_server_changes_no_number(place, monkeypatch):
         return seconds
 
     monkeypatch.setattr(grpo.offload, "offload", deadly)
-    monkeypatch.setattr(local.Local, "start", lambda self, path: started.append(self) or start(self, path))
+    monkeypatch.setattr(local.Local, "start", lambda self, *given: started.append(self) or start(self, *given))
     done = grpo.main(config(place, "killed at rest", servers=(), colocated=True))
     assert killed == [["offloaded"], ["offloaded"], None] and len(started) == 2
     assert done["counts"]["restarted"] == done["counts"]["recovered"] == 1

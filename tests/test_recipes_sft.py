@@ -146,7 +146,7 @@ def weights(path):
 def runs(place):
     """A run of two steps, "parts"; one of six steps from its config.json, "whole"; and the first one taken up, to six.
 
-    "two" is the model of the two steps, and what the recipe said of them.
+    "two" is the model of the two steps, and what the recipe said of them. With them, the options of "whole".
     """
     own = config(
         place, "parts", steps=2, heldout=str(place / "rows.jsonl"), track=Sinks(tensorboard=True), save_minutes=1e-9
@@ -157,7 +157,7 @@ def runs(place):
     again = ["train", "sft", "--config", str(place / "parts/config.json"), "--steps", "6"]
     assert cli.main([*again, "--out", str(place / "whole")]) == 0
     assert cli.main(again) == 0
-    return said, after
+    return said, after, replace(own, steps=6)
 
 
 def test_resumed_equals_uninterrupted(place, runs):
@@ -185,6 +185,37 @@ def test_a_complete_run_keeps_its_options(place, runs):
     before, trained = (out / "config.json").read_text(), losses(out)
     assert cli.main(["train", "sft", "--config", str(out / "config.json"), "--optim.lr", "9"]) == 0
     assert (out / "config.json").read_text() == before and losses(out) == trained
+
+
+def test_a_complete_run_started_again_does_nothing(place, runs, capsys, monkeypatch):
+    """Its own command, also with fewer steps: one line; no model is loaded, no file written. Other rows are refused."""
+    shutil.copytree(place / "whole", out := place / "done")
+    files = lambda: {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in out.rglob("*") if file.is_file()}
+    before, own, rows = files(), replace(runs[2], out=str(out)), (place / "rows.jsonl").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(sft.common, "open_model", lambda *_: pytest.fail("the model was loaded"))
+        for steps in (6, 2):
+            summary = sft.main(replace(own, steps=steps))
+            assert summary["complete"] and summary["checkpoint"] == str(out / "model") and summary["steps"] == 6
+            [line] = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"{out}: the run is complete after 6 steps, its model is in {out}/model; a higher")
+        (place / "rows.jsonl").write_text(rows.partition("\n")[2])
+        with pytest.raises(ValueError, match="--data must have the 200 rows that the run was started with, got 199"):
+            sft.main(own)
+    (place / "rows.jsonl").write_text(rows)
+    assert files() == before
+
+
+def test_a_complete_run_whose_model_is_damaged_or_gone_writes_it_again(place, runs, capsys):
+    shutil.copytree(place / "whole", out := place / "harmed")
+    model = out / "model/model.safetensors"
+    whole, own = model.read_bytes(), replace(runs[2], out=str(out))
+    model.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert sft.main(own)["complete"] and model.read_bytes() == whole
+    assert "does not match manifest.json" in capsys.readouterr().err
+    shutil.rmtree(out / "model")
+    assert sft.main(own)["complete"] and model.read_bytes() == whole
+    assert len(losses(out)) == 6  # nothing was trained
 
 
 def test_a_run_of_another_recipe_is_not_gone_on_with(place, runs, capsys):
@@ -245,8 +276,8 @@ def test_training_is_the_same_on_a_mesh_and_resumes_on_another(place):
     np.testing.assert_allclose(on["loss"], one["loss"], rtol=1e-4)
     with pytest.raises(ValueError, match=r"--rows must be a multiple of dp x fsdp x ep = 8, got 4"):
         sft.main(config(place, "bad", mesh=Layout(fsdp=8)))
-    with pytest.raises(ValueError, match="mesh: dp 2 needs 2 devices, got 8"):
-        sft.main(config(place, "bad", mesh=Layout(dp=2)))
+    with pytest.raises(ValueError, match="mesh: dp 16 needs 16 devices, got 8"):
+        sft.main(config(place, "bad", rows=16, mesh=Layout(dp=16)))
 
 
 @pytest.mark.slow

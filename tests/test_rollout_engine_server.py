@@ -26,6 +26,7 @@ from areax.rollout.chat import parsers
 from areax.rollout.chat.api import chat, completions
 from areax.rollout.engine import server as module
 from areax.rollout.processes import http_process
+from areax.rollout.servers.labels import label_of
 
 PROMPT = [5, 6, 7]
 LONG = {"temperature": 1.0, "max_new_tokens": 4000, "ignore_eos": True}
@@ -404,6 +405,24 @@ def test_a_malformed_update_changes_nothing(server, body):
     before = held(server)
     assert server.post(UPDATE, body)[0] == 400
     assert held(server) == before
+
+
+def test_weights_are_not_renamed_to_a_label_of_other_content(server, models):
+    """A trainer's label is theirs under any version number; other names are free."""
+    label = lambda name, version: label_of(
+        hf.json_bytes(hf.read_json(models / name / "manifest.json") | {"version": version})
+    )
+    renamed = lambda name: server.post("/update_weight_version", {"new_version": name})
+    now = lambda: server.ok("/model_info")["weight_version"]
+    own = label("a", 7)
+    for wrong in (label("b", 7), "7-00000000", own.replace("7-", "8-")):
+        status, answer = renamed(wrong)
+        said = f"new_version: a trainer's label must be that of the content served, got '{wrong}'"
+        assert status == 400 and answer["message"] == said and now() == "A"
+    for right in (own, own, "renamed", label("a", 8), "7-1f0c", "v7-1f0c3a9b"):
+        assert renamed(right)[0] == 200 and now() == right
+    server.ok(UPDATE, {"model_path": str(models / "b"), "weight_version": "B"})
+    assert renamed(own)[0] == 400 and renamed(label("b", 0))[0] == 200
 
 
 def test_an_update_without_a_label_gets_one(server, models):

@@ -243,16 +243,12 @@ def _generation(
     size = itemsize
     if engine:
         engine.mesh.check(settings)
-        if engine.inside and 1 < config.mesh.devices < split.devices:  # a trainer on one device leaves the others
-            raise ValueError(
-                f"plan: --serve.inside generates on the trainer's {_chips(config.mesh.devices)}, got --serve.mesh "
-                f"{engine.mesh} on {_chips(split.devices)}; lower it, or split the trainer over as many"
-            )
         size = jnp.dtype(models.default_dtype(platform) if engine.dtype == "auto" else engine.dtype).itemsize
     cache, state = layer.cached_bytes(settings.records, size, twice=False)
     slots = capacity = held = 0
     if engine:
         slots, cache, state, capacity, held = _server_cache(config, settings, platform, size)
+    # "no": of a host with enough devices servers take those behind the trainer's (`launch.devices.of_own_servers`)
     shares: generations.Shares = "turns" if config.colocated else "always" if config.serve.inside else "no"
     greedy = _objective(config).advantage.mean == "greedy" if isinstance(_objective(config), losses.Policy) else False
     return generations.Generation(
@@ -273,6 +269,7 @@ def _server_cache(config, settings, platform: str, itemsize: int) -> tuple[int, 
     """The cache of a server that the recipe starts, or of a replica of it: its slots; bytes of a token and of a
     sequence's states on each of its chips; the tokens that it holds, and its bytes there."""
     context = min(config.serve.context or config.length, settings.context)
+    paging.check_draft("plan: --serve.draft", config.serve.draft, context)
     slots = config.serve.slots or paging.default_slots(platform, context)
     page = paging.default_page(context)
     kinds = paging.kinds(settings.records, context, page, itemsize, config.serve.mesh.tp)

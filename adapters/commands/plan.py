@@ -191,7 +191,7 @@ def _generating(report: dict) -> list[str]:
     lines, more = [], f"--serve.mesh.dp {trainers // each}, or more --serve.slots"
     if not shared:
         lines = [f"{trainers + own} x {report['chip']} in all: {trainers} to train, {own} to generate"]
-        lines[0] += ", each its own by areax launch (docs/launch.md)" if embedded else ""
+        lines[0] += f", {_where(trainers + own, CHIPS[report['chip']])}" if embedded else ""
         more = "more servers, or more --serve.slots" if embedded else "more --rollout-chips"
     seconds = {name: report["figures"][f"{name}_batch_s"]["value"] for name in ("generate", "train")}
     if seconds["generate"] > SLOW * seconds["train"] and (own < trainers or not shared):
@@ -199,6 +199,12 @@ def _generating(report: dict) -> list[str]:
         better = "; --suggest --devices N finds the split" if not shared else ""
         lines.append(f"a batch takes {takes}: it needs {more}{better}")
     return lines
+
+
+def _where(devices: int, chip: Chip) -> str:
+    """How the run's own servers get devices of their own: behind the trainer's on one host (`of_own_servers`)."""
+    one_host = chip.platform == "gpu" and devices <= chip.near
+    return "those behind the trainer's" if one_host else "each its own by areax launch (docs/launch.md)"
 
 
 def human(name: str, value: float) -> str:

@@ -179,7 +179,7 @@ def _with_servers(config, made: jobs.Planned, chip: Chip, devices: int, rows: in
                 split.append((max(train_s, generate_s), servers, best[0]))
     split = sorted(split, key=lambda one: (one[0], one[1]))[:SPLITS]
     found = []
-    with _progress("simulated", len(split) * len(etas)) as tick:
+    with _progress("simulations", len(split) * len(etas)) as tick:
         for i, (_, servers, trainer) in enumerate(split):
             found.append(_least_eta(config, chip, g, trainer, servers, etas))
             tick((i + 1) * len(etas))
@@ -194,14 +194,17 @@ def _even(devices: int) -> bool:
 def _least_eta(
     config, chip: Chip, g: generations.Generation, found: search.Found, servers: int, etas: list[int]
 ) -> Suggestion:
-    """A split with the least eta of which a larger one is not faster, by the simulator."""
-    devices, best = generations.rates(found.job, chip, g).devices, None
+    """A split with the least eta of which a larger one is not faster, by the simulator, or could not be: a batch takes
+    as long as the trainer trains and publishes."""
+    speed, best = generations.rates(found.job, chip, g), None
     for eta in etas:
+        if best and g.steps * found.step_s + speed.publish_s > BETTER * best.batch_s:
+            break
         run, unit = _simulated(config, chip, replace(g, ahead=eta), found, servers)
         out = simulate.simulate(run, eta)
         if best and out.step_s > BETTER * best.batch_s:
             break
-        best = Suggestion(found, out.step_s, unit * out.tokens_s, servers, devices, eta, out.mean_staleness)
+        best = Suggestion(found, out.step_s, unit * out.tokens_s, servers, speed.devices, eta, out.mean_staleness)
     assert best is not None  # there is eta 0
     return best
 
@@ -235,9 +238,11 @@ def _corrects(config) -> bool:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields tick(done): a bar on a terminal, once the work takes a while."""
+    """Yields tick(done): a bar on a terminal, once the work takes a while; elsewhere lines, as `progress.phase`."""
     began, shown = time.monotonic(), None
     with contextlib.ExitStack() as stack:
+        if total and not sys.stderr.isatty():
+            stack.enter_context(progress.phase(f"plan: at most {total} {what}"))
 
         def tick(done: int) -> None:
             nonlocal shown

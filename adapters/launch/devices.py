@@ -2,12 +2,14 @@
 
 Trainer processes come first, then servers. Each trainer sees all the trainers' GPUs and selects its own with
 JAX_LOCAL_DEVICE_IDS; a server sees only its own GPUs. On the CPU, devices are virtual, as many as requested.
+
+A run that starts servers itself places them by `of_own_servers`: in the same order, sharing where there are too few.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # TPU topologies by the number of chips of a process
@@ -50,6 +52,33 @@ def of_each(
     return trainers, plain
 
 
+def of_own_servers(there: int, trainer: int, count: int, each: int) -> list[list[int]]:
+    """The devices of each server that a run starts on its own machine.
+
+    Servers take the devices behind the trainer's, in order. Those for which too few are left share the trainer's, round
+    robin from the first on.
+
+    Args:
+      there: devices of this machine, at least `each`.
+      trainer: how many the trainer's mesh takes, the first ones; 0 = servers take turns with it on the same devices.
+      count, each: servers, and the devices of each.
+    """
+    parts = lambda first, end: [list(range(k, k + each)) for k in range(first, end - each + 1, each)]
+    free, shared = parts(trainer, there), parts(0, min(trainer, there) or there) or parts(0, each)
+    return free[:count] + [shared[i % len(shared)] for i in range(count - len(free))]
+
+
+def showing(gpus: Sequence[int], amd: bool = False, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable that shows a process only these of the GPUs that this process sees, counted from 0.
+
+    Of AMD it is HIP_VISIBLE_DEVICES, which overrides CUDA_VISIBLE_DEVICES; both number the devices that
+    ROCR_VISIBLE_DEVICES names, which the process inherits.
+    """
+    variables = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")[0 if amd else 1 :]
+    names = next((_named(environ[name]) for name in variables if name in environ), None)
+    return {variables[0]: _joined(names[i] for i in gpus) if names else _joined(gpus)}
+
+
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     """GPUs visible to a process here, as named in CUDA_VISIBLE_DEVICES; none if JAX_PLATFORMS excludes them."""
     if not _uses("cuda", environ):
@@ -57,7 +86,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-    return [name for word in named.split(",") if (name := word.strip()) not in ("", "-1", "NoDevFiles")]
+    return _named(named)
 
 
 def tpu_chips(environ: Mapping[str, str] = os.environ) -> int:
@@ -79,6 +108,11 @@ def _chips(ids) -> dict[str, str]:
         "TPU_CHIPS_PER_PROCESS_BOUNDS": BOUNDS[len(ids)],
         "TPU_PROCESS_BOUNDS": "1,1,1",
     }
+
+
+def _named(variable: str) -> list[str]:
+    """The devices that a variable such as CUDA_VISIBLE_DEVICES names."""
+    return [name for word in variable.split(",") if (name := word.strip()) not in ("", "-1", "NoDevFiles")]
 
 
 def _joined(ids) -> str:

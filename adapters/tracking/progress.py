@@ -49,7 +49,7 @@ def steps(
     Rate and time left are estimated from the last 20 ticks.
 
     Args:
-      now: a clock that stands still while a program is compiled (`compile_time.clock`), which happens once.
+      now: a clock without the time in which a step is compiled (`compile_time.clock`), which happens once.
     """
     console = console or _Console(stderr=True, quiet=quiet)
     recent = collections.deque([(now(), start, 0)], maxlen=20)

@@ -33,8 +33,9 @@ class Generation:
       split: how each of them is split over chips: replicas over dp, all but experts copied over ep.
       count: how many it starts.
       capacity, held: tokens that fit into such a server's caches, and the bytes of these on each chip.
-      shares: whether a server is on the trainer's first device: "no", "always" with its weights and cache, or in
-        "turns": it releases both while the trainer updates, which keeps weights and optimiser state meanwhile.
+      shares: whether a server is on the trainer's first device: "no", each has devices of its own; "always", with its
+        weights and cache; or in "turns": it releases both while the trainer updates, which keeps weights and optimiser
+        state meanwhile.
     """
 
     samples: int

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import jax
 from areax import models
 from areax.adapters import hf, safetensors, tokenizer
 from areax.adapters.command_line.options import json_object
+from areax.adapters.launch import devices
 from areax.adapters.runtime import hub
 from areax.adapters.runtime.malloc import keep_memory as keep_memory
 from areax.adapters.tracking import progress
@@ -154,20 +155,54 @@ def check_balance(model: str, balance: Balance) -> None:
         )
 
 
-def check_own_servers(serve: local.Serve, colocated: bool) -> None:
-    """Raises ValueError if servers that a run starts here need more devices than there are; says if they take memory
-    that the trainer counts on. They see the devices of this process, and begin with the first."""
+def own_devices(serve: local.Serve, trainer: int, colocated: bool) -> list[list[int]]:
+    """The devices of this process that each server started by a run is shown (`launch.devices.of_own_servers`).
+
+    Args:
+      trainer: devices of the trainer's mesh.
+    """
+    return devices.of_own_servers(
+        len(jax.local_devices()), 0 if colocated else trainer, serve.count, serve.mesh.devices
+    )
+
+
+def own_environs(serve: local.Serve, trainer: int, colocated: bool) -> list[dict[str, str]]:
+    """Changes of the environment that show each of these servers its GPUs; none on a CPU, whose devices are virtual."""
+    first = jax.local_devices()[0]
+    if first.platform != "gpu" or serve.inside:
+        return []
+    amd = "rocm" in first.client.platform_version
+    return [devices.showing(ids, amd) for ids in own_devices(serve, trainer, colocated)]
+
+
+def check_own_servers(serve: local.Serve, trainer: int, colocated: bool) -> None:
+    """Raises ValueError if servers that a run starts here need more devices than there are, or some that belong to this
+    process; says if they take memory that the trainer counts on.
+
+    Args:
+      trainer: devices of the trainer's mesh.
+    """
     there = jax.local_devices()
+    if there[0].platform == "tpu" and not serve.inside:
+        raise ValueError(
+            "servers that a run starts are other processes, and this one has all TPU chips that it sees; generate in "
+            "this one with --serve.inside, or divide the chips with `areax launch --devices N --servers N -- train ...`"
+        )
     if serve.mesh.devices > len(there) and jax.process_count() == 1:
         raise ValueError(
             f"--serve.mesh: {serve.mesh} needs {serve.mesh.devices} devices, got {len(there)}; lower --serve.mesh.tp, "
             "dp or ep"
         )
     if there[0].platform == "gpu" and not (serve.inside or colocated):
-        progress.say(
-            "servers that this run starts share its GPUs, from the first on, and their memory: give them their own "
-            "with `areax launch --devices N --servers N -- train ...`, or take turns with --colocated --eta 0"
-        )
+        shared = [ids for ids in own_devices(serve, trainer, colocated) if ids[0] < trainer]
+        if shared:
+            gpus = ", ".join(str(i) for i in sorted({i for ids in shared for i in ids}))
+            progress.say(
+                f"{len(shared)} of {serve.count} servers of this run share GPU {gpus} and its memory with the trainer, "
+                f"whose mesh takes {min(trainer, len(there))} of {len(there)}: give them their own with a smaller "
+                "--mesh or `areax launch`, generate in this process with --serve.inside, or take turns with "
+                "--colocated --eta 0"
+            )
 
 
 def check_directory(option: str, path: str) -> None:
@@ -241,6 +276,7 @@ async def fleet(
     first: Callable[[], tuple[str, in_process.Weights]] | None = None,
     experts_per_token: int = 0,
     longest: int = 0,
+    environs: Sequence[Mapping[str, str]] = (),
 ) -> AsyncIterator[client.Fleet]:
     """Connects to the servers at `urls`; without any, starts servers of checkpoint `path` here and restarts those that
     die.
@@ -250,6 +286,7 @@ async def fleet(
       first: returns the label and weights that an in-process server starts with, instead of the checkpoint's.
       experts_per_token: as `client.connect`.
       longest: tokens at which generation ends, as `client.connect`; says if servers take less.
+      environs: of servers that are started, as `local.servers`.
     """
     keys.read(keys.SERVER)  # an invalid one is refused before servers start
     path = path if urls else hub.folder(os.fspath(path), weights=True)
@@ -271,7 +308,7 @@ async def fleet(
             reached = connect([url], handover=handover)
         else:
             with terminal.phase(f"starting {serve.count} server{'s' * (serve.count > 1)}"):
-                started = await stack.enter_async_context(local.servers(path, serve, log))
+                started = await stack.enter_async_context(local.servers(path, serve, log, environs))
             reached = connect(started.urls, restart=started.restart)
         with terminal.phase(f"waiting for servers: {', '.join(urls)}") if urls else contextlib.nullcontext():
             fleet = await stack.enter_async_context(reached)

@@ -260,7 +260,7 @@ def fit(
                     done, pending = i + 1, (i + 1, now, *counts, shares)
                     if heldout and config.evaluate_every and done % config.evaluate_every == 0:
                         report()
-                        with said.phase(f"evaluating {len(heldout)} rows"):
+                        with said.phase(f"evaluating {len(heldout)} rows"), compile_time.left_out():
                             run.log(kind, done, **evaluate())
                     due = overdue or (config.save_every and done % config.save_every == 0)
                     if due and done < config.steps:

@@ -42,7 +42,7 @@ class Options:
         CPU.
       lora: trains adapters instead of all weights, which then keep the checkpoint's dtype; rank 0 = all weights.
       balance: load balancing of mixture-of-experts models; `load` costs one more forward pass per step.
-      mesh: devices along each axis; their product must be 1 or the number of devices.
+      mesh: devices along each axis; fewer than there are = the first ones.
       save_every: steps between checkpoints; 0 = only by time and at the end.
       save_minutes: minutes after the last checkpoint when another is saved in any case; 0 = off.
       evaluate_every: steps between evaluations; 0 = only at the end.

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from areax.adapters import hf, orbax, peft
 from areax.adapters.command_line.options import by_option
 from areax.adapters.tracking import progress, run_dir
+from areax.parallel.multihost import processes
+from areax.recipes.shared import sources
 
 # Options that the form of a state depends on: the weights, the optimisers' states, and a critic or a moving reference.
 SHAPING = "model", "critic.model", "objective.advantage.credit", "reference-mix", "lora.rank", "lora.targets"
 OPTIMISERS = "optim", "critic.optim"
 OPTIMISERS_SHAPING = "name", "state", "weights", "offload"
 PRESENCE = "ema", "momentum", "reference-every"  # by being 0 or not
+ANEW = "steps", "servers", "stagers"  # may be others when a complete run is started again, as `areax launch` does
 
 
 def changes(config: Any) -> list[str]:
@@ -69,6 +73,55 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         value = " ".join(map(_shown, value))
     return str(value).lower() if isinstance(value, bool) else str(value) or "none"
+
+
+def finished(kind: str, config: Any, prompts: sources.Order | None) -> dict | None:
+    """The summary of a run that has nothing left to do, which it says; None if it has.
+
+    It has not if it is complete, its options are those given, and its model and adapters are what was written. All
+    processes of a job call it; those that have nothing to do with files give no prompts, and get {} for a summary.
+
+    Args:
+      kind: the recipe.
+      prompts: the rows to train on.
+
+    Raises:
+      ValueError: as `sources.check_same`, of a complete run, too.
+    """
+    summary = _finished(kind, config, prompts) if prompts is not None else None
+    if not processes.anyone(summary is not None)[0]:
+        return None
+    if summary is not None:
+        progress.say(
+            f"{config.out}: the run is complete after {summary['steps']} steps, its model is in "
+            f"{summary['checkpoint']}; a higher --steps goes on, another --out starts anew"
+        )
+    return summary or {}
+
+
+def _finished(kind: str, config: Any, prompts: sources.Order) -> dict | None:
+    out = Path(config.out)
+    try:
+        summary, _ = (hf.read_json(out / name) for name in (run_dir.SUMMARY, run_dir.CONFIG))
+    except (FileNotFoundError, ValueError):
+        return None
+    done = summary.get("steps", 0)
+    if not (summary.get("complete") and 0 < config.steps <= done):
+        return None
+    if any(name not in ANEW for name, _, _ in _changes(config)):
+        return None
+    version, cursor = orbax.newest(out / "state") or (0, {})
+    position = cursor.get("rollout", cursor)
+    if version != done or kind != ("grpo" if "rollout" in cursor else cursor.get("recipe")) or "data" not in position:
+        return None
+    sources.check_same(prompts, position["data"])
+    try:
+        hf.read_config(out / "model")
+        whole = hf.verify(out / "model") and (not _options(config)["lora.rank"] or peft.verify(out / "adapter"))
+    except ValueError as error:
+        progress.say(f"{error}; it is written again from the state")
+        return None
+    return summary | {"checkpoint": str(out / "model"), "report": str(out / "report.html")} if whole else None
 
 
 def write_options(config: Any, start: int) -> None:

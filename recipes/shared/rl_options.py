@@ -138,7 +138,7 @@ class Training:
       reference_every: batches between updates of the KL term's reference (ref_model); 0 = it is fixed.
       reference_mix: how far an update moves the reference towards the policy; 1 = all the way.
       offload_reference: keeps the reference's weights in the host's memory while they are not used.
-      mesh: devices along each axis; their product must be 1 or the number of devices.
+      mesh: devices along each axis; fewer than there are = the first ones.
     """
 
     length: int = 1024

@@ -38,12 +38,14 @@ class Terminal:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Wraps a training step: says that the first one compiles, and how long that took."""
+        """Wraps a training step: says that the first one compiles, and how long that took, which the clock of the
+        progress leaves out."""
         first, self._first = self._first and jax.process_index() == 0, False
         if first:
             progress.say(f"{self.kind} compiling the first step ...")
         before = compile_time.seconds()
-        yield
+        with compile_time.left_out():
+            yield
         if first and (seconds := compile_time.seconds() - before) >= progress.SHORT_S:
             progress.say(f"{self.kind} compiled in {seconds:.1f} s")
 

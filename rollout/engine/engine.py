@@ -108,8 +108,7 @@ class Engine:
             raise ValueError(f"Engine: memory must be a number of bytes above 0, or None, got {memory}")
         if page < 16 or page & (page - 1):
             raise ValueError(f"Engine: page must be a power of two of at least 16, got {page}")
-        if draft > context:
-            raise ValueError(f"Engine: draft must be at most the context, {context} tokens, got {draft}; lower it")
+        paging.check_draft("Engine: draft", draft, context)
         if mesh.dp > 1:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)

@@ -32,6 +32,7 @@ from ...models import wrappers
 from ..chat import fields
 from ..chat.api import logprobs
 from ..processes.http_limits import off_loop, read_json
+from ..servers import labels
 from . import request_parsing
 from .async_bridge import Bridge
 from .engine import RELEASABLE
@@ -385,14 +386,29 @@ class Service:
             raise ValueError(f"{path}: must contain the model that is served, but has {shown}")
 
     async def update_weight_version(self, http: HTTPRequest) -> Response:
-        """Renames the weights in use."""
+        """Renames the weights in use; a trainer's label must be theirs."""
         body = await read_json(http)
         version = fields.name(body, "new_version")
+        held = labels.version_of(version) < 0 or await asyncio.to_thread(self._may_have, version)
+        fields.rule(held, "new_version", "a trainer's label must be that of the content served", version)
         if fields.boolean({"abort_all_requests": True, **body}, "abort_all_requests"):
             self.engine.abort_all()
         await asyncio.to_thread(self.engine.set_version, version)
         message = f"Weight version updated to {version}"
         return Answer({"success": True, "message": message, "new_version": version})
+
+    def _may_have(self, label: str) -> bool:
+        """Whether a trainer's label is that of the weights in use: theirs already, or the hash of their manifest."""
+        if label == self.engine.version:
+            return True
+        path = Path(self.path) / hf.MANIFEST
+        if not path.is_file():
+            return False
+        with readable(self.path):
+            manifest = hf.read_json(path)
+            own = {name: entry["xxh3_128"] for name, entry in manifest["tensors"].items()}
+        numbered = hf.json_bytes(manifest | {"version": labels.version_of(label)})
+        return own == self.checksums and label == labels.label_of(numbered)
 
     async def weights_checker(self, http: HTTPRequest) -> Response:
         """The xxh3-128 hash of each loaded tensor, as in a published manifest.json."""

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO
 
@@ -89,6 +89,7 @@ class Local:
     def __init__(self, path: str | os.PathLike, options: Serve, log: IO[str]):
         self.running: dict[str, asyncio.subprocess.Process] = {}
         self._path, self._options, self._log = os.fspath(path), options, log
+        self._environs: dict[str, Mapping[str, str]] = {}  # by address, of servers that ended too: a restart has them
         self._listeners: set[asyncio.Task] = set()
 
     @property
@@ -104,15 +105,19 @@ class Local:
             if process.returncode is None:
                 process.kill()  # it does not respond, so it would not react to SIGTERM either
             await process.wait()
-        return await self.start((weights.base or weights).directory if weights else self._path)
+        return await self.start((weights.base or weights).directory if weights else self._path, self._environs[url])
 
-    async def start(self, path: str) -> str:
-        """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`."""
+    async def start(self, path: str, environ: Mapping[str, str]) -> str:
+        """Runs `areax serve path --port 0` and returns its address once it is ready; raises as `restart`.
+
+        Args:
+          environ: changes of the environment, which show it its devices.
+        """
         command = [sys.executable, "-m", "areax", *words(path, self._options)]
         # Started in a new session: Ctrl-C should reach only the run, which then ends its servers.
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
         )  # fmt: skip
         guard.process(process.pid)
         output: deque[str] = deque(maxlen=20)  # last lines
@@ -123,7 +128,7 @@ class Local:
         try:
             async with asyncio.timeout(START_S):
                 url = await ready
-            self.running[url] = process
+            self.running[url], self._environs[url] = process, environ
             return url
         except TimeoutError:
             raise RuntimeError(
@@ -157,11 +162,16 @@ class Local:
 
 @contextlib.asynccontextmanager
 async def servers(
-    path: str | os.PathLike, options: Serve = Serve(), log: str | os.PathLike = os.devnull
+    path: str | os.PathLike,
+    options: Serve = Serve(),
+    log: str | os.PathLike = os.devnull,
+    environs: Sequence[Mapping[str, str]] = (),
 ) -> AsyncIterator[Local]:
     """Starts servers of the checkpoint `path`; yields them once they are ready and ends them on exit.
 
-    Their output is appended to the file `log`.
+    Args:
+      log: file that their output is appended to.
+      environs: changes of the environment for each of them, restarts included; () = none.
 
     Raises:
       RuntimeError: a server ended before it was ready; with its output.
@@ -169,7 +179,8 @@ async def servers(
     with open(log, "a", buffering=1, encoding="utf-8") as file:
         local = Local(path, options, file)
         try:
-            starting = [asyncio.create_task(local.start(os.fspath(path))) for _ in range(options.count)]
+            of_each = environs or [{}] * options.count
+            starting = [asyncio.create_task(local.start(os.fspath(path), environ)) for environ in of_each]
             try:
                 await asyncio.gather(*starting)
             finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import selectors
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -69,8 +70,12 @@ def spend(seconds: float) -> None:
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Like `asyncio.run`, on a virtual clock."""
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        return runner.run(main)
+    gc.freeze()  # the collector, busy with a simulation's objects, need not go through all others each time
+    try:
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            return runner.run(main)
+    finally:
+        gc.unfreeze()
 
 
 class Answers(Protocol):
