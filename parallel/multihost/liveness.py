@@ -41,7 +41,7 @@ class Watch:
         self._once = threading.Lock()
         store: Any = global_state.client
         if index == 0:
-            token, server = secrets.token_hex(8), _listen()
+            token, server = secrets.token_hex(8), listen()
             store.key_value_set(KEY, f"{server.getsockname()[1]} {token} {self.name}")
             threading.Thread(target=self._accept, args=(server, token), daemon=True).start()
         else:
@@ -146,7 +146,8 @@ def _lines(connection: socket.socket) -> TextIO:
     return connection.makefile(encoding="utf-8", errors="replace")
 
 
-def _listen() -> socket.socket:
+def listen() -> socket.socket:
+    """A server on any free port of this host."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))

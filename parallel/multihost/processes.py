@@ -9,7 +9,8 @@ configured by three variables,
     AREAX_COORDINATOR=host:port  AREAX_PROCESSES=4  AREAX_PROCESS=2
 
 with process 0's host and any free port there; or by Slurm, Open MPI or a TPU pod, which JAX detects.
-AREAX_PROCESSES=auto leaves detection to JAX (TPU virtual machines, Kubernetes).
+AREAX_PROCESSES=auto leaves detection to JAX (TPU virtual machines, Kubernetes); AREAX_PROCESSES=1 is a process by
+itself, whatever is there.
 """
 
 import contextlib
@@ -39,6 +40,8 @@ def found(environ: Mapping[str, str] = os.environ) -> dict | None:
     given = {name: environ[name] for name in (COORDINATOR, COUNT, INDEX) if environ.get(name)}
     if given == {COUNT: "auto"}:
         return {}
+    if given == {COUNT: "1"}:
+        return None
     if given:
         missing = [name for name in (COORDINATOR, COUNT, INDEX) if name not in given]
         if missing:
