@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from jax._src.distributed import global_state  # its key-value store has no public API
 
@@ -57,7 +57,7 @@ class Watch:
             self._connections[0] = to_first
             threading.Thread(target=self._read, args=(_lines(to_first), first), daemon=True).start()
 
-    def leave(self, error: BaseException):
+    def leave(self, error: BaseException) -> NoReturn:
         """Reports an error and exits; exits with LOST, silently, if the error is due to another process's end."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt this function

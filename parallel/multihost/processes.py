@@ -20,6 +20,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -28,6 +29,7 @@ from jax.experimental import multihost_utils
 from . import liveness
 
 COORDINATOR, COUNT, INDEX = "AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS"
+_others: liveness.Watch | None = None  # of this process's job
 HEARTBEAT_S = 30  # JAX ends the job if a process sends no heartbeat for this long: host or network down
 
 
@@ -93,7 +95,8 @@ def job() -> Iterator[int]:
     if threading.current_thread() is threading.main_thread():  # undo JAX's SIGTERM handler
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     index, count = jax.process_index(), jax.process_count()
-    others = liveness.Watch(index, count)
+    global _others
+    _others = others = liveness.Watch(index, count)
     try:
         yield index
     except BaseException as error:  # always: JAX must not wait at exit for processes that wait for this one
@@ -102,6 +105,12 @@ def job() -> Iterator[int]:
         _disconnect(others)
         raise
     _disconnect(others)
+
+
+def leave(error: BaseException) -> NoReturn:
+    """Ends this process of several, from any thread, as an exception that leaves its `job` does."""
+    assert _others
+    _others.leave(error)
 
 
 def _disconnect(others: liveness.Watch) -> None:

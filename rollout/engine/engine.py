@@ -47,7 +47,6 @@ class Engine:
       version: label of the weights, stamped on every sampled token.
       paused: nothing is computed until `resume`.
       released: the released ones of RELEASABLE; nothing is computed until it is empty and weights are loaded.
-      closed: the engine's thread has ended.
       device: what is on the devices, and the operations on it.
       share: tells the other processes which operations to run, if there are others (`hosts`).
     """
@@ -129,14 +128,14 @@ class Engine:
         self._leaving: list[tuple[Loaded, Future]] = []  # unloaded, but still used by earlier requests
         self._acts: collections.deque[tuple[Callable[[], Any], Future]] = collections.deque()
         self._loads: collections.deque[tuple[Callable[[], None], Future]] = collections.deque()
-        self._closing = self.closed = False
+        self._closing = self._closed = False
         self._thread: threading.Thread | None = None
 
     # Called by other threads.
 
     def start(self) -> None:
         """Starts the engine's thread."""
-        if self.closed or self._thread:
+        if self._closed or self._thread:
             raise RuntimeError("Engine.start: an engine starts once")
         self._thread = threading.Thread(target=self._run, name="areax-engine", daemon=True)
         self._thread.start()
@@ -561,7 +560,7 @@ class Engine:
 
     def _end(self) -> None:
         with self._wake:
-            self._closing = self.closed = True
+            self._closing = self._closed = True
             waiting = [done for _, done in (*self._acts, *self._loads)]
             self._acts.clear()
             self._loads.clear()

@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import signal
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -48,28 +45,24 @@ def connect(service: Service, share: channel.Share) -> None:
 def serving(engine: Any) -> Iterator[None]:
     """Runs an engine during the block.
 
-    Raises RuntimeError after it if a process has ended, or the engine of several has: then its process must, too.
+    Raises RuntimeError after it if another process has ended.
     """
     engine.start()
     try:
         yield
     finally:
-        if liveness.lost.is_set():  # its thread may wait for that process
+        if liveness.lost.is_set():  # the engine's thread may wait for that process
             raise RuntimeError("a process of the server has ended")
-        if jax.process_count() > 1 and engine.closed:
-            raise RuntimeError("the engine has ended")
         engine.close()
 
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Ends the server of process 0, and thus the others, after an exception in the engine's thread."""
+    """Ends this process, and thus all, after an exception in the engine's thread: clients are to ask another server."""
     try:
         yield
-    except Exception:
-        if not liveness.lost.wait(liveness.LATE_S):  # else it is due to another process's end
-            traceback.print_exc()
-        os.kill(os.getpid(), signal.SIGTERM)
+    except Exception as error:
+        processes.leave(error)
 
 
 class Reader:
