@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 
+import engine_program
 import jobs
 import pytest
 import servers
@@ -24,12 +26,13 @@ CONTEXT, SLOTS = 160, 4
 END_S = 60  # for processes to end; seconds, but this may be a slow machine
 LONG = [5 + i % 11 for i in range(100)]  # a prompt of several chunks
 ASKED = [
-    {"prompt": [5, 6, 7], "max_new_tokens": 20},
+    {"prompt": [5, 6, 7], "max_new_tokens": 20, "regex": "([0-4][5-9])+", "ignore_eos": False},
     {"prompt": LONG, "max_new_tokens": 60, "temperature": 1.0, "sampling_seed": 1},
     {"prompt": LONG[1:71], "max_new_tokens": 80, "temperature": 1.0, "sampling_seed": 2},
     {"prompt": [9, 8], "max_new_tokens": 90, "temperature": 0.7, "sampling_seed": 3, "frequency_penalty": 0.5},
     {"prompt": LONG[2:35], "max_new_tokens": 80, "temperature": 1.0, "sampling_seed": 4, "top_p": 0.9},
 ]
+SEEN = {"max_new_tokens": 60, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +133,11 @@ def test_samples_are_those_of_one_process(models, tmp_path, devices, atol):
         update(server, models / "a")
         compare(answers(server, ASKED[:1]), wanted[:1], atol)
 
-        server.processes[0].send_signal(signal.SIGTERM)
-        assert [process.wait(END_S) for process in server.processes] == [0, 0]
+        last = servers.Later(lambda: server.post("/generate", {"input_ids": LONG, "sampling_params": SEEN}))
+        jobs.until(lambda: stats(server)["running"])
+        for process in server.processes[:devices]:
+            process.send_signal(signal.SIGTERM if devices == 1 else signal.SIGINT)  # Ctrl-C reaches all of a terminal
+        assert [process.wait(END_S) for process in server.processes] == [0, 0] and last.result()[0] == 200
         assert "http://" not in server.said(1)
 
 
@@ -155,3 +161,35 @@ def test_if_a_process_is_killed_the_other_ends_and_the_fleet_goes_on(models, tmp
         line += f"process {1 - killed} of 2 (pid {other} on {socket.gethostname()})"
         own = [said for said in server.said(1 - killed).splitlines() if said.startswith(("process", "Traceback"))]
         assert own == [line]  # beside what JAX logs where process 0 was
+
+
+@pytest.mark.parametrize(
+    "case, mesh, draft",
+    [
+        ("qwen3", '{"tp": 2}', 4),
+        pytest.param("qwen3_5_text", '{"tp": 2}', 1, marks=pytest.mark.wide),
+        pytest.param("qwen3_moe", '{"ep": 2}', 1, marks=pytest.mark.wide),
+    ],
+)
+def test_an_engine_over_processes_has_the_bits_of_one(tmp_path, case, mesh, draft):
+    """With drafts and adapters; states of delta nets; experts over the processes, and their choice."""
+    with engine_program.over_devices(case, mesh, draft) as engine:
+        wanted = engine_program.generate(engine, case)
+    said = jobs.run([engine_program.__file__, case, mesh, str(draft)], 2, tmp_path)
+    assert json.loads(said.partition("RESULT ")[2]) == wanted
+
+
+def test_processes_that_cannot_serve_together_are_refused(models, tmp_path):
+    """In a line of process 0; the other names it."""
+    each = {
+        "and dp 1, got dp 2;": [[*words(models / "a", 1), "--mesh.dp", "2"]] * 2,
+        "got tp 3;": [words(models / "a", 3)] * 2,
+        "all need the same options and weights": [words(models / name, 2) for name in "ab"],
+    }
+    for i, (why, commands) in enumerate(each.items()):
+        running = jobs.start(commands, tmp_path / str(i))
+        try:
+            codes = {process.wait(END_S) for process in running}
+        finally:
+            jobs.end(running)
+        assert {2} <= codes <= {2, 3} and why in (tmp_path / str(i) / "0.log").read_text()

@@ -53,7 +53,8 @@ def opened() -> Iterator[Share]:
 
 def _accepted(count: int) -> list[socket.socket]:
     """In process 0: the connections of all others."""
-    token, found = secrets.token_hex(8), []
+    found: list[socket.socket] = []
+    token = secrets.token_hex(8)
     store: Any = global_state.client
     deadline = time.monotonic() + START_S
     with listen() as server:

@@ -44,7 +44,7 @@ class DeviceState:
       held: the memory of all layers, see `pool`; None while it is released.
       adapters: the loaded adapters.
       of_layer: the kind of each layer's pages.
-      tables, histories: see `penalties` and `drafts`; None without drafts.
+      tables, histories: see `penalties` and `drafts`; no histories without drafts.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DeviceState:
         with jax.set_mesh(mesh):
             self.tables = penalties.empty(slots, config.vocab)
             self.no_mask_SM = grammar.empty(slots, config.vocab)
-            self.histories = drafts.empty(slots, context) if width > 1 else None
+            self.histories: Any = drafts.empty(slots, context) if width > 1 else None
         self._run_here("empty")
 
     # How operations run.

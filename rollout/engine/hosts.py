@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,13 @@ LINE = 512  # bytes of what a process says about its weights
 
 @contextlib.contextmanager
 def joined() -> Iterator[tuple[int, channel.Share]]:
-    """Joins the job, if there is one; yields this process's index, and how process 0 tells the others what to run."""
+    """Joins the job, if there is one; yields this process's index, and how process 0 tells the others what to run.
+
+    SIGINT and SIGTERM are left to process 0, with which the others end.
+    """
     with processes.job() as index, channel.opened() as share:
+        for number in (signal.SIGINT, signal.SIGTERM) if index > 0 else ():
+            signal.signal(number, signal.SIG_IGN)
         yield index, share
 
 
