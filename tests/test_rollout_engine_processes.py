@@ -59,9 +59,13 @@ def words(path, tp, port=0):
 
 @contextlib.contextmanager
 def over(path, logs, *, devices=1, processes=2):
-    """Runs a server over processes with so many devices each; yields it, with its `processes` and `said(i)`."""
-    port = servers.free_port()
-    running = jobs.start([words(path, devices * processes, port)] * processes, logs, devices=devices)
+    """Runs a server over processes with so many devices each, process i in logs/i; yields it, with its `processes` and
+    `said(i)`."""
+    port, folders = servers.free_port(), [logs / str(i) for i in range(processes)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    commands = [words(path, devices * processes, port)] * processes
+    running = jobs.start(commands, logs, devices=devices, folders=folders)
     said = lambda i: (logs / f"{i}.log").read_text()
     try:
         jobs.until(lambda: "http://" in said(0) or any(process.poll() is not None for process in running))
@@ -108,6 +112,19 @@ def update(server, path):
     return server.ok("/update_weights_from_disk", {"model_path": str(path), "weight_version": path.name})
 
 
+def check_refusals(server, models, folders):
+    """Of a folder that process 1, process 0, or neither reads as the other does."""
+    refused = [({0: "b"}, "process 1: new: "), ({1: "b"}, "new: "), ({0: "a", 1: "b"}, "new: has other weights in pro")]
+    for there, why in refused:
+        links = [folders / str(i) / "new" for i in there]
+        for link, name in zip(links, there.values(), strict=True):
+            link.symlink_to(models / name)
+        status, answer = server.post("/update_weights_from_disk", {"model_path": "new"})
+        assert status == 400 and answer["message"].startswith(why)
+        for link in links:
+            link.unlink()
+
+
 @pytest.mark.parametrize("devices, atol", [(1, 0), (2, 1e-5)])
 def test_samples_are_those_of_one_process(models, tmp_path, devices, atol):
     """Bit for bit over two devices. More are summed in a ring, each part of an array beginning at another device, so
@@ -122,8 +139,8 @@ def test_samples_are_those_of_one_process(models, tmp_path, devices, atol):
         for i in (1, 3):
             compare(answers(server, ASKED[i : i + 1]), wanted[i : i + 1], atol)
 
-        status, refused = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
-        assert status == 400 and "config.json" in refused["message"]
+        check_refusals(server, models, tmp_path / "logs")
+        compare(answers(server, ASKED[:1]), wanted[:1], atol)
         update(server, models / "b")
         assert server.ok("/model_info")["weight_version"] == "b"
         compare(answers(server, ASKED[:2]), new, atol)
