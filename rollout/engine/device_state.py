@@ -19,7 +19,7 @@ from ... import models
 from ...models import paging
 from ...models.paging import Kind
 from ...parallel import transfer
-from ...parallel.multihost import lockstep
+from ...parallel.multihost import lockstep, processes
 from ...parallel.multihost.channel import Share
 from . import decode as decoding
 from . import drafts, grammar, penalties, pool, staging
@@ -85,13 +85,18 @@ class DeviceState:
 
     @contextlib.contextmanager
     def leading(self, share: Share | None) -> Iterator[None]:
-        """During the block `run` runs operations in all processes, while the others `follow`; None = there are none."""
+        """During the block `run` runs operations in all processes, while the others `follow`; None = there are none.
+
+        An exception ends this process, and thus all, so that clients ask another server.
+        """
         if share is None:
             yield
             return
         try:
             with lockstep.leader(self.operations, share) as self.run:
                 yield
+        except Exception as error:
+            processes.leave(error)
         finally:
             self.run = self._run_here
 

@@ -20,7 +20,7 @@ from ...models import paging
 from ...models.lora import Lora
 from ..chat.detokenizer import Text
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
-from . import budget, hosts
+from . import budget
 from .adapters import Loaded
 from .grammar import Grammars, Matcher
 from .live import Live
@@ -513,10 +513,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            if self.share is None:
-                self._loop()
-                return
-            with hosts.ending_together(), self.device.leading(self.share):
+            with self.device.leading(self.share):
                 self._loop()
         finally:
             self._end()

@@ -62,15 +62,6 @@ def serving(engine: Any) -> Iterator[None]:
         engine.close()
 
 
-@contextlib.contextmanager
-def ending_together() -> Iterator[None]:
-    """Ends this process, and thus all, after an exception in the engine's thread: clients are to ask another server."""
-    try:
-        yield
-    except Exception as error:
-        processes.leave(error)
-
-
 class Reader:
     """Reads new weights in all processes."""
 
