@@ -137,7 +137,7 @@ def serve(
         that is lower.
       memory: GB of keys, values and states on each device; 0 = as much as all slots may need, or what a device has
         beside weights. With less, requests wait; no sample changes.
-      mesh: how the first devices of this machine are used.
+      mesh: how the first devices of this machine are used, or all devices of several processes (docs/serve.md).
       draft: speculative decoding: tokens of a sequence that a step computes, its last one and drafts of the next, which
         are accepted where they equal what is sampled (docs/serve.md); 1 = off.
       dtype: dtype of weights and computation; auto = bfloat16 on accelerators, float32 on a CPU.

@@ -51,7 +51,7 @@ def main(argv=None) -> int:
     for share in (1.0, 0.4):
         memory = None if whole is None else share * whole
         with Engine(config, params, slots=options.slots, context=options.context, memory=memory) as engine:
-            whole = whole or sum(x.nbytes for x in jax.tree.leaves(engine._slots.cache.held))
+            whole = whole or sum(x.nbytes for x in jax.tree.leaves(engine._slots.device.held))
             cpu, wall = seconds(engine, asked)
             preempted = engine.stats()["preemptions"] // 3
         print(f"memory {share:4.0%}: {cpu:7.2f} s CPU, {wall:7.2f} s wall, {preempted} preemptions a run", flush=True)

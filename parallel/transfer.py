@@ -1,6 +1,10 @@
-"""Moves arrays between the meshes of one process, as from a trainer's to a generation engine's."""
+"""Moves arrays between the meshes of one process, as from a trainer's to a generation engine's, and between devices and
+host memory where a mesh spans processes: each has its parts there, which no program of all processes moves."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,3 +47,35 @@ def _resharded(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 @functools.cache
 def _identity(sharding: NamedSharding):
     return jax.jit(lambda x: x, out_shardings=sharding)
+
+
+def from_host(x: np.ndarray, sharding: NamedSharding, change: Callable[[jax.Array], jax.Array], there: NamedSharding):
+    """An array from host memory, of which each process needs its parts: each is put on its device with `sharding`, and
+    changed there, as by a transposition, to a part of the result, which has the sharding `there`."""
+    where = sharding.addressable_devices_indices_map(x.shape)
+    parts = [change(jax.device_put(np.ascontiguousarray(x[index]), device)) for device, index in where.items()]
+    shape = jax.eval_shape(change, x).shape
+    return jax.make_array_from_single_device_arrays(shape, there, parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """This process's parts of an array, in host memory."""
+
+    shape: tuple[int, ...]
+    sharding: Any
+    parts: list[tuple[jax.Device, np.ndarray]]
+
+
+def to_host(tree):
+    """A tree of arrays in host memory; of those that span processes, `Parts`."""
+    one = lambda x: Parts(x.shape, x.sharding, [(part.device, np.asarray(part.data)) for part in x.addressable_shards])
+    return jax.device_get(jax.tree.map(lambda x: x if x.is_fully_addressable else one(x), tree))
+
+
+def to_devices(tree):
+    """What `to_host` returned, as arrays again; those that it returned whole stay in host memory."""
+    one = lambda x: jax.make_array_from_single_device_arrays(
+        x.shape, x.sharding, [jax.device_put(part, device) for device, part in x.parts]
+    )
+    return jax.tree.map(lambda x: one(x) if isinstance(x, Parts) else x, tree)

@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 
 
-def start(commands, logs, *, devices=1):
-    """Starts `python *words` for each command; process i writes logs/i.log."""
+def start(commands, logs, *, devices=1, folders=None):
+    """Starts `python *words` for each command, in its folder if there are any; process i writes logs/i.log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -21,7 +21,8 @@ def start(commands, logs, *, devices=1):
         joined = {"AREAX_COORDINATOR": address, "AREAX_PROCESSES": str(len(commands)), "AREAX_PROCESS": str(i)}
         environ = {**os.environ, **joined, **settings(devices)}
         with open(logs / f"{i}.log", "w") as log:
-            running.append(subprocess.Popen([sys.executable, *words], env=environ, stdout=log, stderr=log))
+            where = folders[i] if folders else None
+            running.append(subprocess.Popen([sys.executable, *words], env=environ, stdout=log, stderr=log, cwd=where))
     return running
 
 

@@ -366,7 +366,7 @@ def test_plain_variables():
         "cluster_detection_method": "deactivate",
     }  # fmt: skip
     assert set_(COORDINATOR="host:1234", PROCESSES="1", PROCESS="0") is None
-    assert set_(PROCESSES="auto") == {}
+    assert set_(PROCESSES="auto") == {} and set_(PROCESSES="1") is None
     for given, words in (
         ({"PROCESSES": "4"}, "must be set together, got no AREAX_COORDINATOR and no AREAX_PROCESS;"),
         ({"PROCESS": "0", "COORDINATOR": "host:1"}, "got no AREAX_PROCESSES;"),
@@ -383,6 +383,7 @@ def test_clusters_are_left_to_jax():
     assert processes.found(slurm) is None  # a shell inside an allocation
     assert processes.found({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert processes.found({**slurm, "SLURM_STEP_NUM_TASKS": "8"}) == {}
+    assert processes.found({**slurm, "SLURM_STEP_NUM_TASKS": "8", "AREAX_PROCESSES": "1"}) is None
     assert processes.found({"OMPI_COMM_WORLD_SIZE": "2"}) == {}
     assert processes.found({"TPU_WORKER_HOSTNAMES": "localhost"}) is None
     assert processes.found({"TPU_WORKER_HOSTNAMES": "a,b"}) == {}

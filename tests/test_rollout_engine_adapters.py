@@ -209,7 +209,7 @@ def test_layers_without_targets_have_no_factors():
         )
     )  # fmt: skip
     base, spec = models.table(config), lora.Lora(rank=2, targets=("gate",))
-    made = adapters.stage(spec, tiny.weights(lora.table(base, spec), 0.2), base, "bfloat16", jax.devices()[0])
+    made = adapters.factors(spec, tiny.weights(lora.table(base, spec), 0.2), base, "bfloat16")
     assert [{name: (a.shape, b.shape) for name, (a, b) in layer.items()} for layer in made] == [
         {"gate": ((2, 8), (6, 2))}, {}, {},
     ]  # fmt: skip

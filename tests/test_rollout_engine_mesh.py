@@ -81,10 +81,11 @@ def test_drafts_change_no_bit_over_devices(case):
 
 
 def compiled_step(slots):
-    with slots._on_mesh():
+    device = slots.device
+    with jax.set_mesh(device.mesh):
         return decode.decode.lower(
-            slots.weights, slots.cache.held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots._tables,
-            slots._masks.fill({}), config=slots.config, of_layer=slots.cache.of_layer, steps=4,
+            device.weights, device.held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, device.tables,
+            device.no_mask_SM, config=slots.config, of_layer=device.of_layer, steps=4,
         ).compile()  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def test_a_step_sends_two_sums_a_layer_and_no_pages(case, split):
     # Nothing is gathered but the likeliest tokens of requests that ask for them, and ids of tokens within one device.
     gathered = {key[0] for key in sent if key[1] != "all-reduce"}
     assert gathered <= {f"f32[{SLOTS},{config.vocab}]", f"s32[{SLOTS},1]"}
-    held = jax.tree.leaves((slots.cache.held, slots._tables))
+    held = jax.tree.leaves((slots.device.held, slots.device.tables))
     own = sum(x.addressable_shards[0].data.nbytes for x in held)
     assert compiled.memory_analysis().alias_size_in_bytes == own
 
@@ -129,8 +130,8 @@ def test_the_arguments_of_a_step_are_what_a_plan_says(case, split):
     job = Job(models.table(config), config.records, mesh.Layout(), 1, 64, 1, 1, 64.0)
     kinds = paging.kinds(config.records, CONTEXT, PAGE, 4, tp)
     held = paging.size_of(kinds, paging.counts(kinds, SLOTS, CONTEXT, PAGE, 4, None), SLOTS)
-    beside = slots._state.nbytes + slots.cache.table_KSX.nbytes + np.int32().nbytes + slots._masks.fill({}).nbytes
-    beside += sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(slots._tables))
+    beside = slots._state.nbytes + slots.cache.table_KSX.nbytes + np.int32().nbytes + slots.device.no_mask_SM.nbytes
+    beside += sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(slots.device.tables))
     found = compiled_step(slots).memory_analysis().argument_size_in_bytes
     assert found - beside == generation.weights_bytes(job, 4, mesh.Layout(**dataclasses.asdict(split))) + held
 
@@ -162,6 +163,6 @@ def test_a_layout_that_does_not_fit_is_refused():
 
 def test_experts_alone_are_split_over_ep():
     slots = engine_of("qwen3_moe", EngineMesh(ep=2))._slots
-    for path, x in jax.tree_util.tree_leaves_with_path((slots.weights, slots.cache.held)):
+    for path, x in jax.tree_util.tree_leaves_with_path((slots.device.weights, slots.device.held)):
         parts = 2 if "expert_" in jax.tree_util.keystr(path) else 1
         assert x.addressable_shards[0].data.nbytes * parts == x.nbytes, path

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_rollout_engine_decode import TINY, model
 
 from areax.models import paging
-from areax.rollout.engine import decode, metrics_api, prefixes
+from areax.rollout.engine import budget, decode, metrics_api, prefixes
 from areax.rollout.engine import engine as engines
 from areax.rollout.engine.engine import Engine
 from areax.rollout.engine.pages import Pages
@@ -244,13 +244,13 @@ def test_a_step_updates_pages_in_place(draft):
     """Else XLA would copy the whole memory at each step."""
     config, params = model("qwen3 window")
     engine = Engine(config, params, slots=4, context=4 * CONTEXT, page=PAGE, draft=draft)
-    held, slots = engine._slots.cache.held, engine._slots
+    held, slots = engine._slots.device.held, engine._slots
     compiled = decode.decode.lower(
-        slots.weights, held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots._tables,
-        slots._masks.fill({}), slots._histories, config=slots.config, of_layer=slots.cache.of_layer, steps=4,
+        slots.device.weights, held, np.zeros_like(slots._state), slots.cache.table_KSX, 5, slots.device.tables,
+        slots.device.no_mask_SM, slots.device.histories, config=slots.config, of_layer=slots.device.of_layer, steps=4,
         width=draft,
     ).compile()  # fmt: skip
-    size = sum(x.nbytes for x in jax.tree.leaves((held, slots._tables, slots._histories)))
+    size = sum(x.nbytes for x in jax.tree.leaves((held, slots.device.tables, slots.device.histories)))
     assert compiled.memory_analysis().alias_size_in_bytes == size
     assert compiled.memory_analysis().temp_size_in_bytes < (size / 4 if draft == 1 else size)  # histories are searched
 
@@ -271,7 +271,7 @@ def test_caches_leave_room_for_the_next_weights_unless_no_sequence_would_fit(sha
     whole = engine_of("qwen3").stats()["capacity"]
     kinds = paging.kinds(config.records, CONTEXT, PAGE, 4)
     pages = share * paging.size_of(kinds, paging.counts(kinds, 4, CONTEXT, PAGE, 4, None), 4)
-    monkeypatch.setattr(engines.memory, "of_devices", lambda _: versions * weights + pages / engines.USABLE)
+    monkeypatch.setattr(budget.memory, "of_devices", lambda _: versions * weights + pages / budget.USABLE)
     assert engine_of("qwen3").stats()["capacity"] / whole == pytest.approx(share, abs=0.05)
 
 

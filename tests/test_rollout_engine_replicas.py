@@ -116,7 +116,7 @@ def test_replicas_may_be_split_themselves():
         serving(config, params, mesh=split, **OPTIONS) as both,
     ):
         assert all(map(same, both.generate(requests("qwen3")), one.generate(requests("qwen3"))))
-        used = [{d for x in jax.tree.leaves(e._slots.weights) for d in x.devices()} for e in both._engines]
+        used = [{d for x in jax.tree.leaves(e._slots.device.weights) for d in x.devices()} for e in both._engines]
     assert [len(devices) for devices in used] == [2, 2] and not used[0] & used[1]
 
 
@@ -288,7 +288,7 @@ def test_adapters_are_loaded_by_all_or_by_none():
         assert not both._engines[0].adapters
         both._engines[0].load_adapter("one", *one, "path")
         both.unload_adapter("one")
-        assert both.adapters == {} and all(done._slots.adapters.factors is None for done in both._engines)
+        assert both.adapters == {} and all(done._slots.device.adapters.factors is None for done in both._engines)
 
 
 def test_replicas_need_devices_of_their_own(tmp_path, capsys):

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from jax._src.distributed import global_state  # its key-value store has no public API
 
@@ -41,7 +41,7 @@ class Watch:
         self._once = threading.Lock()
         store: Any = global_state.client
         if index == 0:
-            token, server = secrets.token_hex(8), _listen()
+            token, server = secrets.token_hex(8), listen()
             store.key_value_set(KEY, f"{server.getsockname()[1]} {token} {self.name}")
             threading.Thread(target=self._accept, args=(server, token), daemon=True).start()
         else:
@@ -57,7 +57,7 @@ class Watch:
             self._connections[0] = to_first
             threading.Thread(target=self._read, args=(_lines(to_first), first), daemon=True).start()
 
-    def leave(self, error: BaseException):
+    def leave(self, error: BaseException) -> NoReturn:
         """Reports an error and exits; exits with LOST, silently, if the error is due to another process's end."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # must not interrupt this function
@@ -146,7 +146,8 @@ def _lines(connection: socket.socket) -> TextIO:
     return connection.makefile(encoding="utf-8", errors="replace")
 
 
-def _listen() -> socket.socket:
+def listen() -> socket.socket:
+    """A server on any free port of this host."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))

@@ -9,7 +9,8 @@ configured by three variables,
     AREAX_COORDINATOR=host:port  AREAX_PROCESSES=4  AREAX_PROCESS=2
 
 with process 0's host and any free port there; or by Slurm, Open MPI or a TPU pod, which JAX detects.
-AREAX_PROCESSES=auto leaves detection to JAX (TPU virtual machines, Kubernetes).
+AREAX_PROCESSES=auto leaves detection to JAX (TPU virtual machines, Kubernetes); AREAX_PROCESSES=1 is a process by
+itself, whatever is there.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -27,6 +29,7 @@ from jax.experimental import multihost_utils
 from . import liveness
 
 COORDINATOR, COUNT, INDEX = "AREAX_COORDINATOR", "AREAX_PROCESSES", "AREAX_PROCESS"
+_others: liveness.Watch | None = None  # of this process's job
 HEARTBEAT_S = 30  # JAX ends the job if a process sends no heartbeat for this long: host or network down
 
 
@@ -39,6 +42,8 @@ def found(environ: Mapping[str, str] = os.environ) -> dict | None:
     given = {name: environ[name] for name in (COORDINATOR, COUNT, INDEX) if environ.get(name)}
     if given == {COUNT: "auto"}:
         return {}
+    if given == {COUNT: "1"}:
+        return None
     if given:
         missing = [name for name in (COORDINATOR, COUNT, INDEX) if name not in given]
         if missing:
@@ -90,7 +95,8 @@ def job() -> Iterator[int]:
     if threading.current_thread() is threading.main_thread():  # undo JAX's SIGTERM handler
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     index, count = jax.process_index(), jax.process_count()
-    others = liveness.Watch(index, count)
+    global _others
+    _others = others = liveness.Watch(index, count)
     try:
         yield index
     except BaseException as error:  # always: JAX must not wait at exit for processes that wait for this one
@@ -99,6 +105,12 @@ def job() -> Iterator[int]:
         _disconnect(others)
         raise
     _disconnect(others)
+
+
+def leave(error: BaseException) -> NoReturn:
+    """Ends this process of several, from any thread, as an exception that leaves its `job` does."""
+    assert _others
+    _others.leave(error)
 
 
 def _disconnect(others: liveness.Watch) -> None:

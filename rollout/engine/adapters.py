@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ...core.param import Table
 from ...models.lora import Lora
@@ -40,8 +42,9 @@ class Loaded:
     number: int = field(default_factory=itertools.count(1).__next__)
 
 
-def stage(spec: Lora, tree, base: Table, dtype, device) -> Factors:
-    """Converts a tree of `lora.table` to the engine's layout: a [rank, in] and b [out, rank] of each layer's weights.
+def factors(spec: Lora, tree, base: Table, dtype) -> Factors:
+    """Converts a tree of `lora.table` to the engine's layout, in host memory: a [rank, in] and b [out, rank] of each
+    layer's weights.
 
     Args:
       base: the model's table, without adapters.
@@ -62,39 +65,42 @@ def stage(spec: Lora, tree, base: Table, dtype, device) -> Factors:
         pair = lambda name: (stack[f"{name}_a"][i].astype(dtype), (stack[f"{name}_b"][i] * spec.scale).astype(dtype))
         return {name: pair(name) for name in sorted(names) if f"{name}_a" in stack}
 
-    return jax.device_put([layer(stacks[i], place) for i, place in base.layers], device)
+    return [layer(stacks[i], place) for i, place in base.layers]
 
 
 class Adapters:
-    """The stacked arrays of all adapters that are loaded or still in use; owned by one thread.
+    """The stacked arrays of all adapters that are loaded or still in use, whole on each device of a mesh; owned by one
+    thread.
 
     Attributes:
       factors: a [K, rank, in] and b [K, out, rank] for K indices; None while none is taken.
     """
 
-    def __init__(self):
+    def __init__(self, mesh: jax.sharding.Mesh):
         self.factors: Factors | None = None
+        self._everywhere = NamedSharding(mesh, P())
         self._free: list[int] = []
         self._taken: set[int] = set()
 
-    def add(self, staged: Factors) -> int:
-        """Adds an adapter and returns its index.
-
-        Raises:
-          ValueError: other adapters are loaded, with another rank or other target weights.
-        """
-        if self.factors is None:
-            self.factors, self._free = _places(staged, PLACES), [*range(1, PLACES)]
-        elif _shapes(staged) != _shapes(jax.tree.map(lambda x: x[0], self.factors)):
+    def check(self, new: Factors) -> None:
+        """Raises ValueError if other adapters are loaded, with another rank or other target weights."""
+        if self.factors is not None and _shapes(new) != [
+            {name: tuple(x.shape[1:] for x in pair) for name, pair in layer.items()} for layer in self.factors
+        ]:
             raise ValueError(
                 "adapters: all loaded adapters must have the same rank and targets; unload the others first"
             )
+
+    def add(self, new: Factors) -> int:
+        """Adds an adapter that was `check`ed, and returns its index."""
+        if self.factors is None:
+            self.factors, self._free = self._places(new, PLACES), [*range(1, PLACES)]
         if not self._free:
             capacity = len(self._taken) + 1
-            self.factors = jax.tree.map(lambda *x: jnp.concatenate(x), self.factors, _places(staged, capacity))
+            self.factors = _joined(self.factors, self._places(new, capacity))
             self._free = [*range(capacity, 2 * capacity)]
         index = self._free.pop(0)
-        self.factors = _put(self.factors, staged, index)
+        self.factors = _put(self.factors, new, index)
         self._taken.add(index)
         return index
 
@@ -104,15 +110,25 @@ class Adapters:
         if not self._taken:
             self.factors = None
 
+    def _places(self, like: Factors, count: int) -> Factors:
+        """Zeros for so many adapters."""
+
+        def zeros(x: np.ndarray) -> jax.Array:
+            places = np.zeros((count, *x.shape), x.dtype)
+            return jax.make_array_from_callback(places.shape, self._everywhere, lambda index: places[index])
+
+        return jax.tree.map(zeros, like)
+
 
 def _shapes(factors: Factors) -> list:
     return jax.tree.map(jnp.shape, factors)
 
 
-def _places(like: Factors, count: int) -> Factors:
-    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
+@jax.jit
+def _joined(factors: Factors, more: Factors) -> Factors:
+    return jax.tree.map(lambda *x: jnp.concatenate(x), factors, more)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(factors: Factors, staged: Factors, index) -> Factors:
-    return jax.tree.map(lambda places, x: places.at[index].set(x), factors, staged)
+def _put(factors: Factors, new: Factors, index) -> Factors:
+    return jax.tree.map(lambda places, x: places.at[index].set(x), factors, new)

@@ -1,15 +1,13 @@
-"""The cache of an engine: which pages its sequences and cached prefixes have, and the arrays that hold them."""
+"""The cache of an engine: which pages of its memory sequences and cached prefixes have."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ...models import paging
-from . import pool
+from ...models.paging import Kind
+from .device_state import DeviceState
 from .live import Live, Saved
 from .pages import Pages
 from .prefixes import Prefixes
@@ -23,18 +21,14 @@ class Cache:
       pages: which pages of each kind are in use.
       prefixes: the cached ones.
       table_KSX: i32, the pages of each slot by kind; 0 = none.
-      held: the arrays, see `pool`; None while they are released.
     """
 
-    def __init__(self, config, slots: int, context: int, C: int, steps: int, dtype, memory: float | None, tp: int = 1):
-        self.slots, self.context, self.C = slots, context, C
-        self._config, self._dtype = config, dtype
-        self.kinds = paging.kinds(config.records, context, C, jnp.dtype(dtype).itemsize, tp)
-        self.of_layer = paging.of_layers(self.kinds, config.records)
-        self.states = frozenset(i for kind in self.kinds if kind.states for i in kind.layers)
-        self.paged = [i for i, kind in enumerate(self.kinds) if not kind.states]
-        self.counts = paging.counts(self.kinds, slots, context, C, steps, memory)
-        self.held: Any = None
+    def __init__(
+        self, kinds: Sequence[Kind], counts: Sequence[int], device: DeviceState, *, slots: int, context: int, C: int
+    ):
+        self.kinds, self.counts, self.slots, self.context, self.C = kinds, counts, slots, context, C
+        self._device = device
+        self.paged = [i for i, kind in enumerate(kinds) if not kind.states]
         self.table_KSX = np.zeros((len(self.kinds), slots, -(-context // C)), np.int32)
         self._begin()
 
@@ -58,20 +52,12 @@ class Cache:
     def clear(self, *, idle: bool) -> None:
         """Forgets prefixes; if no sequence runs, also wipes pages, to drop any NaN of diverged weights."""
         self.prefixes.clear()
-        if self.held is None:
-            self.held = pool.empty(self._config, self.kinds, self.counts, self.slots, self.C, self._dtype)
+        if self._device.held is None:
+            self._device.run("empty")
             self._begin()
         elif idle:
-            used = np.array([self.pages[k].most + 1 if k >= 0 else 0 for k in self.of_layer], np.int32)
-            self.held = pool.wipe(self.held, used, states=self.states)
+            self._device.run("wipe", [of.most + 1 for of in self.pages])
             self._begin()
-
-    def release(self) -> None:
-        """Frees the arrays at once, while nothing runs, even if something else refers to them."""
-        for x in jax.tree.leaves(self.held):
-            x.delete()
-        self.held = None
-        self.prefixes.clear()
 
     def fits(self, live: Live, running: int) -> bool:
         """Whether there is memory for a request's prompt, the next page of it and of `running` others."""
@@ -111,25 +97,28 @@ class Cache:
         self.table_KSX[:, live.slot] = 0
         live.pages, live.last, live.done = [], None, 0
 
-    def save(self, live: Live, position: int) -> Saved:
+    def save(self, live: Live, position: int) -> None:
         """Copies what decoding has written to host memory."""
-        whole = live.filled // self.C * self.C
-        page_KN = self._behind_whole(live, whole, position)
-        made = pool.read(self.held, page_KN, live.slot, of_layer=self.of_layer, states=self.states)
-        return Saved(whole, position, jax.device_get(made))
+        saved = Saved(live.filled // self.C * self.C, position)
+        self._device.run("save", live.number, self._behind_whole(live, saved), live.seat)
+        live.saved = saved
 
     def restore(self, live: Live) -> None:
         """Puts what was saved to new pages, which the sequence has already."""
         assert live.saved
-        page_KN = self._behind_whole(live, live.saved.whole, live.saved.position)
-        self.held = pool.restore(
-            self.held, live.saved.arrays, page_KN, live.slot, of_layer=self.of_layer, states=self.states
-        )
+        self._device.run("restore", live.number, self._behind_whole(live, live.saved), live.seat)
+        live.filled, live.saved = live.saved.whole, None
 
-    def _behind_whole(self, live: Live, whole: int, position: int) -> np.ndarray:
-        """The pages of a sequence that `Saved` has, i32[kinds, N], filled up with 0 to a power of two."""
-        end = -(-position // self.C)
-        first = [end if kind.states else max(whole // self.C, kind.first(position)) for kind in self.kinds]
+    def forget(self, live: Live) -> None:
+        """Drops what was saved, if there is anything."""
+        if live.saved:
+            self._device.run("forget", live.number)
+            live.saved = None
+
+    def _behind_whole(self, live: Live, saved: Saved) -> np.ndarray:
+        """The pages of a sequence that were `saved`, i32[kinds, N], filled up with 0 to a power of two."""
+        whole, end = saved.whole, -(-saved.position // self.C)
+        first = [end if kind.states else max(whole // self.C, kind.first(saved.position)) for kind in self.kinds]
         own = [pages[start:end] for start, pages in zip(first, live.pages, strict=True)]
         size = 1 << max(0, max(map(len, own), default=0) - 1).bit_length()
         return np.array([[*pages, *[0] * (size - len(pages))] for pages in own], np.int32)

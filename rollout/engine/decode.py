@@ -141,7 +141,7 @@ def decode(
         out["drafted"] = jnp.zeros((steps, S), jnp.int32)
     start = jnp.int32(0), held, tables, histories, column["token"], column["position"], column["active"] > 0, out
     _, held, tables, histories, _, position_S, _, out = jax.lax.while_loop(going, one, start)
-    return held, tables, histories, out, position_S
+    return held, tables, histories, *pool.replicated((out, position_S))
 
 
 def forward(weights, held, token_SQ, position_S, active_S, table_KSX, config, of_layer):

@@ -6,8 +6,6 @@ to free slots, computes some of their prompts, and reports what was generated.
 
 import atexit
 import collections
-import contextlib
-import functools
 import itertools
 import math
 import random
@@ -17,16 +15,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
-import numpy as np
 
-from ... import models
-from ...core import param
 from ...models import paging
 from ...models.lora import Lora
-from ...parallel import rules
 from ..chat.detokenizer import Text
-from ..processes import memory
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
+from . import budget
 from .adapters import Loaded
 from .grammar import Grammars, Matcher
 from .live import Live
@@ -40,7 +34,6 @@ ADAPTERS = 64  # most adapters loaded at the same time
 PROMPTS, ON_CPUS = 16384, 2048  # tokens of prompts that are computed between two dispatches
 Pair = tuple[Request, Callable[[Progress], None]]
 Checked = tuple[Request, Callable[[Progress], None], frozenset[int], Matcher | None]  # and stop ids
-USABLE = 0.9  # of a device's memory that weights leave, for caches
 
 
 class Engine:
@@ -54,6 +47,8 @@ class Engine:
       version: label of the weights, stamped on every sampled token.
       paused: nothing is computed until `resume`.
       released: the released ones of RELEASABLE; nothing is computed until it is empty and weights are loaded.
+      device: what is on the devices, and the operations on it.
+      share: tells the other processes which operations to run, if there are others (`hosts`).
     """
 
     def __init__(
@@ -113,13 +108,14 @@ class Engine:
             raise ValueError(f"Engine: dp must be 1, got {mesh.dp}; replicas.serving makes that many engines")
         on = mesh_of(mesh, devices)
         mesh.check(config)
-        memory = _memory(config, params, slots, context, page, steps, draft, on) if memory is None else memory
+        memory = budget.for_caches(config, params, slots, context, page, steps, draft, on) if memory is None else memory
         self.config, self.slots, self.context, self.draft = config, slots, context, draft
         self.version, self.paused = version, False
         self.released: frozenset[str] = frozenset()
         self._decode, self.grammars = decode, grammars
         self._seeds = random.Random(seed)
         self._slots = Slots(config, params, slots, context, steps, page, memory, on, draft)
+        self.device, self.share = self._slots.device, None
         self._arrivals = itertools.count()
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -256,8 +252,9 @@ class Engine:
             agreed()
             with self._wake:
                 for live in self._queue if flush else ():
-                    live.saved = None
-            self._slots.weights, self.version = weights, version
+                    self._slots.cache.forget(live)
+            self._slots.swap(weights)
+            self.version = version
             if "kv_cache" not in self.released:
                 self._slots.clear()
 
@@ -311,12 +308,12 @@ class Engine:
     @property
     def loaded(self) -> bool:
         """Whether there are weights."""
-        return self._slots.weights is not None
+        return self.weights is not None
 
     @property
     def weights(self) -> Any:
         """The weights in use, as `stage` returned them; None once they are released."""
-        return self._slots.weights
+        return self.device.weights
 
     def check_memory(self) -> None:
         """Raises ValueError if the memory for weights is released."""
@@ -342,11 +339,11 @@ class Engine:
         with self._wake:
             if len(self._adapters) >= ADAPTERS:
                 raise ValueError(f"adapters: at most {ADAPTERS} may be loaded; unload one first")
-        staged = self._slots.stage_adapter(spec, adapters)
+        factors = self._slots.adapter_factors(spec, adapters)
 
         def act():
             self._free_name(name)
-            loaded = Loaded(name, path, self._slots.add_adapter(staged))
+            loaded = Loaded(name, path, self._slots.add_adapter(factors))
             with self._wake:
                 self._adapters[name] = loaded
 
@@ -403,11 +400,15 @@ class Engine:
             "used": self._slots.cache.used,
             "paused": self.paused,
             "released": sorted(self.released),
-            "bytes": self._slots.bytes,
+            "bytes": self.device.bytes,
             "version": self.version,
             **{name: self._counts[name] for name in COUNTED},
             **{name: self._slots.counts[name] for name in COMPUTED},
         }
+
+    def run_on_all(self, name: str, *data) -> Any:
+        """Runs an operation of `device` in all processes, between two dispatches."""
+        return self._call(lambda: self.device.run(name, *data))
 
     # Between the threads; `Replicas` also uses the public ones.
 
@@ -511,21 +512,25 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(self._something_to_do)
-                    if self._closing:
-                        return
-                self._act()
-                if self.able:
-                    if not self._loads:
-                        self._admit()
-                    if self._slots.seated:
-                        self._compute_prompts()
-                    if self._slots.running:
-                        self._dispatch()
+            with self.device.leading(self.share):
+                self._loop()
         finally:
             self._end()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(self._something_to_do)
+                if self._closing:
+                    return
+            self._act()
+            if self.able:
+                if not self._loads:
+                    self._admit()
+                if self._slots.seated:
+                    self._compute_prompts()
+                if self._slots.running:
+                    self._dispatch()
 
     def _something_to_do(self) -> bool:
         if self._closing or self._acts:
@@ -580,6 +585,7 @@ class Engine:
 
     def _finish(self, live: Live, finish: dict) -> None:
         self._slots.leave(live)
+        self._slots.cache.forget(live)
         with self._wake:
             self._names.discard(live.request.rid)
             if live.adapter:
@@ -596,7 +602,7 @@ class Engine:
         """Frees the indices of unloaded adapters that no request uses any more."""
         for loaded, done in [pair for pair in self._leaving if not pair[0].users]:
             self._leaving.remove((loaded, done))
-            self._slots.adapters.remove(loaded.index)
+            self._slots.remove_adapter(loaded.index)
             done.set_result(None)
 
     def _admit(self) -> None:
@@ -673,37 +679,6 @@ def collect(enqueue: Callable[[Sequence[Pair]], None], requests: Sequence[Reques
 
     enqueue([(request, keep(result)) for request, result in zip(requests, results, strict=True)])
     return [result.result() for result in results]
-
-
-def _memory(
-    config, params, slots: int, context: int, page: int, steps: int, draft: int, on: jax.sharding.Mesh
-) -> float | None:
-    """The bytes that there are for caches on each device; None = as much as all slots may need.
-
-    Leaves room for the next version of the weights beside those in use, unless no sequence would fit then.
-
-    Raises:
-      ValueError: the device has not enough for one sequence.
-    """
-    table, dtype = models.table(config), np.dtype(params["embed"].dtype)
-    kinds = paging.kinds(config.records, context, page, dtype.itemsize, on.shape.get("tp", 1))
-    own = lambda x, split: math.prod(split.shard_shape(x.shape)) * x.dtype.itemsize
-    split = rules.of_params(table, on, rules.GENERATING)
-    weights = sum(jax.tree.leaves(jax.tree.map(own, param.abstract(table, dtype), split)))
-    states = slots * draft * sum(kind.bytes for kind in kinds if kind.states) if draft > 1 else 0  # after each draft
-    device = memory.of_devices([on.devices.flat[0]])
-    counts = functools.partial(paging.counts, kinds, slots, context, page, steps * draft)
-
-    def beside(versions: int) -> float | None:
-        there = USABLE * (device - versions * weights - states)
-        if paging.size_of(kinds, counts(None), slots) <= there:
-            return None
-        counts(there)
-        return there
-
-    with contextlib.suppress(ValueError):
-        return beside(2)
-    return beside(1)
 
 
 def _releasable(what: Iterable[str]) -> frozenset[str]:

@@ -6,15 +6,19 @@ A request's `Matcher` follows its tokens and knows which may come next. Its stat
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from ...parallel import mesh
 from ..chat.fields import Refused
 from .request import Grammar
 
@@ -170,17 +174,23 @@ class Matcher:
 
 
 class Masks:
-    """The mask of all slots, i32[S, M]; on the device once and for all while no slot has a grammar."""
+    """The mask of all slots, i32[S, M]."""
 
     def __init__(self, slots: int, vocab: int):
         self._mask_SM = np.zeros((slots, -(-vocab // 32)), np.int32)
-        self._none_SM = jnp.asarray(self._mask_SM)
 
-    def fill(self, matchers: Mapping[int, Matcher]) -> Any:
-        """The mask with the rows of these slots."""
+    def fill(self, matchers: Mapping[int, Matcher]) -> np.ndarray | None:
+        """The mask with the rows of these slots; None while no slot has a grammar."""
         for slot, matcher in matchers.items():
             self._mask_SM[slot] = matcher.mask_M
-        return self._mask_SM.copy() if matchers else self._none_SM  # a dispatch may still read the last one
+        return self._mask_SM.copy() if matchers else None  # a dispatch may still read the last one
+
+
+@functools.partial(jax.jit, static_argnames=("slots", "vocab"))
+def empty(slots: int, vocab: int) -> jax.Array:
+    """The mask on the device, once and for all, while no slot has a grammar."""
+    mask_SM = jnp.zeros((slots, -(-vocab // 32)), jnp.int32)
+    return mask_SM if mesh.one_device() else jax.lax.with_sharding_constraint(mask_SM, P())
 
 
 def pieces(grammar: Grammar, **more: str) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..chat.detokenizer import Text
 from .adapters import Loaded
@@ -15,17 +14,15 @@ from .request import Progress, Request
 
 @dataclass(frozen=True)
 class Saved:
-    """The memory of a request that had to give it up, in host memory.
+    """The memory of a request that had to give it up, which `DeviceState.save` keeps in host memory by its number.
 
     Attributes:
       whole: tokens of whole chunks that were computed as a prompt: they are computed again, with the same bits.
-      position: how many tokens had been computed, those of `whole` and of later pages.
-      arrays: these pages and the states, from `pool.read`.
+      position: how many tokens had been computed, those of `whole` and of later pages, which are kept.
     """
 
     whole: int
     position: int
-    arrays: Any
 
 
 @dataclass(eq=False)

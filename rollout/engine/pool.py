@@ -36,11 +36,11 @@ def empty(config, kinds: Sequence[Kind], counts: Sequence[int], slots: int, C: i
         return jnp.zeros((n, K, H, C), dtype), jnp.zeros((n, K, C, V), dtype)
 
     of_layer = paging.of_layers(kinds, config.records)
-    made = [one(i, layer, of_layer[i]) for i, layer in enumerate(config.records)]
+    make = lambda: [one(i, layer, of_layer[i]) for i, layer in enumerate(config.records)]
     if mesh.one_device():
-        return made
+        return make()
     where = lambda x: NamedSharding(jax.sharding.get_mesh(), sharding(x))
-    return jax.device_put(made, jax.tree.map(where, made))
+    return jax.jit(make, out_shardings=jax.tree.map(where, jax.eval_shape(make)))()
 
 
 def sharding(x) -> P:
@@ -53,6 +53,13 @@ def pinned(held):
     if mesh.one_device():
         return held
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding(x)), held)
+
+
+def replicated(tree):
+    """A tree of results, whole on each device, so that a process can read them."""
+    if mesh.one_device():
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), tree)
 
 
 def write_chunks(pages, k_RTKH, v_RTKV, page_R):

@@ -79,7 +79,7 @@ def prefill(weights, held, token_RT, start_R, length_R, adapter_R, slot_R, table
         if after:
             now, kept = held[i]
             held[i] = {name: now[name].at[slot_R].set(after[name], mode="drop") for name in now}, kept
-    return pool.pinned(held), models.last_norm(x, weights, config), routed(reports)
+    return pool.pinned(held), models.last_norm(x, weights, config), pool.replicated(routed(reports))
 
 
 def _begun(state_R, start_R):
@@ -103,4 +103,4 @@ def scores(weights, hidden_RTD, row, target_T, *, config, top: int):
     logits = (functools.partial(models.logits, config=config),)
     made = logprobs.from_hidden(hidden_RTD[row], head_VD, target_T, per_chunk=likeliest, logits=logits)
     logp_T, _, lse_T, best = made
-    return logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])
+    return pool.replicated((logp_T, None if best is None else (best[0] - lse_T[:, None], best[1])))

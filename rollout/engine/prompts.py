@@ -11,15 +11,13 @@ import collections
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import jax
 import numpy as np
 
-from . import pool
 from . import prefill as programs
 from . import prefixes as hashing
 from .cache import Cache
+from .device_state import DeviceState
 from .live import Live
 from .prefixes import Prefix
 from .request import TOP
@@ -44,17 +42,16 @@ class Prompts:
       counts: totals: prefills, prefilled_tokens.
     """
 
-    def __init__(self, config, cache: Cache, room: Callable[[Live, int], bool]):
+    def __init__(self, cache: Cache, device: DeviceState, room: Callable[[Live, int], bool]):
         """
         Args:
           room: room(live, kind) makes room for a page of this kind, if need be at the cost of later requests; False if
             it cannot. It may call `drop`.
         """
-        self._config, self._cache, self._room = config, cache, room
+        self._cache, self._device, self._room = cache, device, room
         self.entering: list[Live] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self._states = next((i for i, kind in enumerate(cache.kinds) if kind.states), None)
-        self._weights: Any = None
         self._chunks: list[Chunk] = []
         self._no_copies()
 
@@ -89,10 +86,9 @@ class Prompts:
         for live in self.entering:
             live.last = live.last and replace(live.last, key=os.urandom(16))
 
-    def advance(self, weights, budget: int) -> Iterator[Live]:
+    def advance(self, budget: int) -> Iterator[Live]:
         """Computes chunks until `budget` tokens are spent, nothing is left, or memory is short; yields each request
         whose prompt is complete, which leaves. It may lose its memory before the next one is complete."""
-        self._weights = weights
         moved = True
         while self.entering and budget > 0 and moved:
             moved = False
@@ -118,7 +114,6 @@ class Prompts:
             if not self.next_page(live, live.saved.position):
                 return False
         self._cache.restore(live)
-        live.filled, live.saved = live.saved.whole, None
         return True
 
     def _schedule(self, live: Live, budget: int) -> int:
@@ -254,7 +249,7 @@ class Prompts:
         keep = _filled(self._kept, cache.slots, (0, cache.counts[states] + 1 if states is not None else 0))
         restore = _filled(self._restored, cache.slots, (0, cache.slots))
         each = [pages.get(i, keep) for i in range(len(cache.kinds))]
-        cache.held = pool.copy(cache.held, each, keep, restore, of_layer=cache.of_layer, states=cache.states)
+        self._device.run("copy", each, keep, restore)
         for kind, pairs in self._copied.items():
             for source, _ in pairs:
                 cache.pages[kind].give(source)
@@ -274,33 +269,28 @@ class Prompts:
             token_RT[i, : length_R[i]] = chunk.tokens
             adapter_R[i] = chunk.live.adapter.index if chunk.live.adapter else 0
             table_KRX[:, i] = cache.table_KSX[:, chunk.live.seat]
-        cache.held, hidden_RTD, routed_RTLK = programs.prefill(
-            self._weights, cache.held, token_RT, start_R, length_R, adapter_R, slot_R, table_KRX,
-            config=self._config, of_layer=cache.of_layer,
-        )  # fmt: skip
+        scored, routed = (any(getattr(chunk.live, name) for chunk in chunks) for name in ("scored", "routed"))
+        routed_RTLK = self._device.run(
+            "prefill", token_RT, start_R, length_R, adapter_R, slot_R, table_KRX, scored, routed
+        )
         self.counts["prefills"] += 1
         self.counts["prefilled_tokens"] += int(length_R.sum())
-        if any(chunk.live.routed for chunk in chunks):
-            routed_RTLK = np.asarray(routed_RTLK)
         for i, chunk in enumerate(chunks):
             if chunk.live.routed:
                 chunk.prefix.routed = routed_RTLK[i, : length_R[i]].copy()
                 _extend(chunk.live.progress.routed, chunk.prefix.routed, chunk.end)
             if chunk.live.scored:
-                self._score(chunk, i, hidden_RTD)
+                self._score(chunk, i, T)
 
-    def _score(self, chunk: Chunk, row: int, hidden_RTD) -> None:
+    def _score(self, chunk: Chunk, row: int, T: int) -> None:
         """Adds the log-probabilities of the tokens that a chunk predicts, as far as the request needs them."""
         request, progress = chunk.live.request, chunk.live.progress
         first = (request.input_logprobs_from or 0) + len(progress.input_logp)  # the next one to report
         if first > chunk.end:
             return
-        target_T = np.zeros(hidden_RTD.shape[1], np.int32)
+        target_T = np.zeros(T, np.int32)
         target_T[: chunk.end - chunk.start] = request.prompt[chunk.start + 1 : chunk.end + 1]
-        made = programs.scores(
-            self._weights, hidden_RTD, row, target_T, config=self._config, top=TOP if request.top_logprobs else 0
-        )
-        logp_T, best = jax.device_get(made)
+        logp_T, best = self._device.run("scores", row, target_T, TOP if request.top_logprobs else 0)
         of = slice(max(first - 1 - chunk.start, 0), chunk.end - chunk.start)  # hidden[t] predicts token t + 1
         progress.input_logp += logp_T[of].tolist()
         if request.top_logprobs:

@@ -20,13 +20,15 @@ from ... import models
 from ...adapters import hf
 from ...adapters import tokenizer as tokenizers
 from ...models import paging
+from ...parallel.multihost import processes
+from ...parallel.multihost.channel import Share
 from ..chat.api import messages
 from ..chat.fields import Refused
 from ..processes import http_limits as limits
 from ..processes import http_process, keys
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
 from ..servers.labels import read_label
-from . import bench, openapi, replicas
+from . import bench, hosts, openapi, replicas
 from .adapters_api import Adapters
 from .grammar import Grammars
 from .metrics_api import Metrics
@@ -61,6 +63,9 @@ def serve(
 ) -> None:
     """Serves the checkpoint folder `path` until SIGTERM or SIGINT; prints a line that begins with the URL when ready.
 
+    In a job of several processes (`parallel.multihost.processes`) the mesh has the devices of all. Process 0 serves,
+    the others follow it until it ends.
+
     Args:
       port: 0 = any free port.
       slots: sequences that each replica generates at the same time; further requests wait. 0 = `default_slots`.
@@ -77,27 +82,27 @@ def serve(
 
     Raises:
       ValueError: the address is not available, or it is reachable from other machines and there is no key; the folder
-        cannot be loaded. Nothing is served then.
+        cannot be loaded; processes have other options or weights than process 0. Nothing is served then.
+      RuntimeError: another process has ended, or the engine of several.
     """
-    guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
-    with contextlib.closing(guarded) as sock:
-        dtype = known_dtype(dtype)
-        weights, label = read_weights(path, dtype), version or published_label(path)
-        service = prepare(
-            path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
-            version=label, seed=seed,
+    with hosts.joined() as (index, share), contextlib.ExitStack() as stack:
+        if index == 0:
+            guarded = http_process.bind_guarded(host, port, key=api_key, variable=keys.SERVER, what="serve")
+            sock = stack.enter_context(contextlib.closing(guarded))
+        service = load(
+            path, share, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
+            version=version or published_label(path), seed=seed,
         )  # fmt: skip
-        del weights  # the engine has copies
         engine = service.engine
+        if index > 0:
+            engine.device.follow(share)
+            return
         url = http_process.address((host, sock.getsockname()[1]))
         ready = f"{url} serves {engine.config.family} {path}, {engine.slots} slots of {engine.context} tokens"
         if service.tokenizer is None:
             ready += ", token ids only (the folder has no tokenizer)"
-        engine.start()
-        try:
+        with hosts.serving(engine):
             http_process.serve(app(service, api_key, style, reasoning), sock, ready, ending=engine.abort_all, **OPTIONS)
-        finally:
-            engine.close()
 
 
 def benchmark(
@@ -108,22 +113,35 @@ def benchmark(
     Raises:
       ValueError: the folder cannot be loaded, or the context is too short to measure.
     """
+    with hosts.joined() as (index, share):
+        options = {"slots": slots, "context": context, "memory": memory, "mesh": mesh, "draft": draft}
+        engine = load(path, share, dtype=dtype, version="default", **options).engine
+        if index > 0:
+            engine.device.follow(share)
+            return
+        with hosts.serving(engine):
+            prompt, answer = bench.lengths(engine.context, draft)
+            print(
+                f"{engine.config.family} {path}: prompts of {prompt} random tokens, answers of {answer}, "
+                f"{known_dtype(dtype)}, {mesh} of {jax.device_count()} ({jax.devices()[0].device_kind})",
+                flush=True,
+            )
+            for line in bench.table(bench.measure(engine)):
+                print(line, flush=True)
+
+
+def load(path: str, share: Share, *, dtype: str, **options) -> Service:
+    """The service of the checkpoint folder `path`, over all processes of the job; options as for `prepare`.
+
+    Raises:
+      ValueError: as `prepare`; processes have other options or weights than process 0.
+    """
     dtype = known_dtype(dtype)
-    weights = read_weights(path, dtype)
-    service = prepare(
-        path, *weights, slots=slots, context=context, memory=memory, mesh=mesh, draft=draft, dtype=dtype,
-        version="default",
-    )  # fmt: skip
-    del weights  # the engine has copies
-    with service.engine as engine:
-        prompt, answer = bench.lengths(engine.context, draft)
-        print(
-            f"{engine.config.family} {path}: prompts of {prompt} random tokens, answers of {answer}, {dtype}, "
-            f"{mesh} of {jax.local_device_count()} ({jax.devices()[0].device_kind})",
-            flush=True,
-        )
-        for line in bench.table(bench.measure(engine)):
-            print(line, flush=True)
+    config, params, checksums = read_weights(path, dtype)
+    processes.same("options and weights", dtype, options, checksums)
+    service = prepare(path, config, params, checksums, dtype=dtype, **options)
+    hosts.connect(service, share)
+    return service
 
 
 def known_dtype(dtype: str) -> str:

@@ -66,12 +66,13 @@ class Service:
       path: folder of the weights in use; `tokenizer_path`: the folder served initially.
       checksums: of the weights in use, from `read_weights`.
       dtype: of the weights in the engine.
+      read: reads and stages a folder of weights, as `read_here`; replaced where other processes read, too (`hosts`).
     """
 
     def __init__(self, engine, tokenizer: Any, path: str, checksums: dict[str, str], dtype: str):
         self.engine, self.tokenizer, self.checksums, self.dtype = engine, tokenizer, checksums, dtype
         self.path = self.tokenizer_path = path
-        self.started = time.time()
+        self.read, self.started = self.read_here, time.time()
         self.bridge: Bridge  # made on the event loop, when the server starts
         self.piece = functools.partial(logprobs.piece, tokenizer)
         self._updating: asyncio.Lock
@@ -342,10 +343,16 @@ class Service:
         files = await asyncio.to_thread(state_of, path)
         if self._staged is None or (self._staged.path, self._staged.files) != (path, files):
             self._staged = None  # never three versions in memory
-            self._staged = await asyncio.to_thread(self._read, path, files)
+            self._staged = Staged(path, files, *await asyncio.to_thread(self.read, path))
         return self._staged
 
-    def _read(self, path: str, files: frozenset) -> Staged:
+    def read_here(self, path: str) -> tuple[Any, dict[str, str]]:
+        """Stages the weights of a checkpoint folder of the same model; returns them, and the checksums of its tensors.
+
+        Raises:
+          ValueError: as `read_weights`, or it is another model; the memory for weights is released.
+        """
+
         def stage(config, params):
             self._same_model(config, path)
             self.engine.check_memory()
@@ -354,7 +361,7 @@ class Service:
         with readable(path):
             self._check_config(path)
             _, weights, checksums = read_weights(path, self.dtype, stage)
-        return Staged(path, files, weights, checksums)
+        return weights, checksums
 
     def _check_config(self, path: str) -> None:
         """Refuses another model by its config.json, before anything of it is built, which could be of any size."""

@@ -1,4 +1,4 @@
-"""The slots of an engine: assigns requests to slots, gives them memory, and runs the compiled programs.
+"""The slots of an engine: assigns requests to slots, gives them memory, and has the devices compute them.
 
 A request in a slot first computes its prompt (`prompts`), then decodes. Pages are taken as sequences grow. When none is
 left, cached prefixes go first, then the requests that came last: their pages are kept in host memory until there is
@@ -8,36 +8,40 @@ room again. Owned by one thread.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ... import models
 from ...core import param
+from ...models import paging
 from ...models.lora import Lora
 from ...parallel import mesh
 from ..servers.engine_mesh import ONE_DEVICE, EngineMesh
-from . import adapters, drafts, grammar, penalties, staging
-from . import decode as programs
-from .adapters import Adapters, Factors
+from . import adapters, grammar
+from .adapters import Factors
 from .cache import Cache
 from .decode import COLUMNS, INTEGERS, REALS
+from .device_state import DeviceState
 from .live import Live
 from .prompts import Prompts, pairs
 from .request import STOPS
 
 
 def devices_of(split: EngineMesh) -> list[jax.Device]:
-    """The first devices of this process, as many as needed.
+    """The first devices of this process, as many as needed; in a job of several processes those of all.
 
-    Raises ValueError if there are not so many.
+    Raises ValueError if there are not so many, or the job has more.
     """
+    if (count := jax.process_count()) > 1:
+        if split.dp > 1 or split.devices != len(jax.devices()):
+            raise ValueError(
+                f"Engine: tp x ep must be the number of all devices of {count} processes, {len(jax.devices())}, and dp "
+                f"1, got {split}; start a job for each replica"
+            )
+        return jax.devices()
     local = jax.local_devices()
     if split.devices > len(local):
         raise ValueError(f"Engine: {split} needs {split.devices} devices, got {len(local)} of this process")
@@ -53,15 +57,14 @@ def mesh_of(split: EngineMesh = ONE_DEVICE, devices: Sequence[jax.Device] = ()) 
 
 
 class Slots:
-    """Weights, caches and state of `count` sequences of at most `context` tokens.
+    """What `count` sequences of at most `context` tokens have, and where they are.
 
     Attributes:
       seated: {slot: Live}, of requests whose prompts are being computed and of those that decode.
       running: {slot: Live} of those that decode.
       free: the other slots.
       preempted: requests that had to give up their memory since the list was last emptied, the earliest first.
-      weights: from `stage`; replaced between calls. None once they are released.
-      adapters: the loaded adapters.
+      device: what is on the devices.
       cache: their memory.
       counts: totals: prefills, prefilled_tokens, dispatches, preemptions, drafted, accepted.
     """
@@ -76,20 +79,21 @@ class Slots:
         self.running: dict[int, Live] = {}
         self.free = dict.fromkeys(range(count))  # an ordered set
         self.preempted: list[Live] = []
-        self._dtype, self._mesh = params["embed"].dtype, on
-        self.cache = Cache(self.config, count, context, page, steps * width, self._dtype, memory, on.shape.get("tp", 1))
-        self._prompts = Prompts(self.config, self.cache, self._room)
+        self._dtype = dtype = params["embed"].dtype
+        kinds = paging.kinds(self.config.records, context, page, jnp.dtype(dtype).itemsize, on.shape.get("tp", 1))
+        counts = paging.counts(kinds, count, context, page, steps * width, memory)
+        self.device = DeviceState(
+            self.config, dtype, on, kinds, counts, slots=count, context=context, page=page, steps=steps, width=width
+        )
+        self.swap(self.stage(params))
+        self.cache = Cache(kinds, counts, self.device, slots=count, context=context, C=page)
+        self._prompts = Prompts(self.cache, self.device, self._room)
         self.counts = self._prompts.counts
-        self.weights: Any = self.stage(params)
-        self.adapters = Adapters()
         self._state = np.zeros((count, len(COLUMNS) + STOPS), np.int32)
-        with self._on_mesh():
-            self._tables, self._masks = penalties.empty(count, config.vocab), grammar.Masks(count, config.vocab)
-            self._histories = drafts.empty(count, context) if width > 1 else None
-        self.clear()
+        self._masks = grammar.Masks(count, config.vocab)
 
     def stage(self, params):
-        """Prepares weights for decoding, next to the ones in use.
+        """Prepares weights for `swap`, next to the ones in use.
 
         Raises:
           ValueError: they do not match the config, or the dtype of the first ones.
@@ -105,45 +109,36 @@ class Slots:
                 raise ValueError(
                     f"Engine: parameter {name} must be {wanted.get(name, 'absent')}, got {given.get(name, 'none')}"
                 )
-        with self._on_mesh():
-            return staging.stage(params, models.table(self.config), self._mesh)
+        return self.device.stage(params)
+
+    def swap(self, weights) -> None:
+        """Takes weights from `stage` into use; other processes take what they have staged."""
+        self.device.staged = weights
+        self.device.run("swap")
 
     def release(self, *, weights: bool, caches: bool) -> None:
         """Frees device memory at once, while nothing runs. `clear` makes new caches; weights have to be set."""
-        if weights:
-            for x in jax.tree.leaves(self.weights):
-                x.delete()  # even if something else refers to it
-            self.weights = None
+        self.device.run("release", weights, caches)
         if caches:
-            self.cache.release()
+            self.cache.prefixes.clear()
 
-    @property
-    def bytes(self) -> int:
-        """Memory of weights and caches on all devices, in bytes."""
-        own = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return sum(self._mesh.size * own(x) for x in jax.tree.leaves((self.weights, self.cache.held)))
+    def adapter_factors(self, spec: Lora, tree) -> Factors:
+        """Converts an adapter for `add_adapter`; raises as `adapters.factors`."""
+        return adapters.factors(spec, tree, models.table(self.config), self._dtype)
 
-    def stage_adapter(self, spec: Lora, tree) -> Factors:
-        """Prepares an adapter for `add_adapter`, next to those in use; raises as `adapters.stage`."""
-        with self._on_mesh():
-            return jax.block_until_ready(
-                adapters.stage(spec, tree, models.table(self.config), self._dtype, NamedSharding(self._mesh, P()))
-            )
+    def add_adapter(self, factors: Factors) -> int:
+        """Adds an adapter and returns its index; raises as `Adapters.check`."""
+        self.device.adapters.check(factors)
+        return self.device.run("add_adapter", factors)
 
-    def add_adapter(self, staged: Factors) -> int:
-        """Adds an adapter and returns its index; raises as `Adapters.add`."""
-        with self._on_mesh():
-            return self.adapters.add(staged)
+    def remove_adapter(self, index: int) -> None:
+        """Frees the index of an adapter that no request uses."""
+        self.device.run("remove_adapter", index)
 
     def clear(self) -> None:
         """Forgets cached prefixes; while no request has a slot, wipes pages, to drop any NaN of diverged weights."""
-        with self._on_mesh():
-            self.cache.clear(idle=not self.seated)
+        self.cache.clear(idle=not self.seated)
         self._prompts.forget()
-
-    def _on_mesh(self):
-        """A context with the engine's mesh, not the one that the calling thread may train on."""
-        return jax.set_mesh(self._mesh)
 
     def admits(self, live: Live) -> bool:
         """Whether there is a slot for a request, and, as far as is known now, memory for its prompt."""
@@ -173,54 +168,44 @@ class Slots:
     def compute_prompts(self, budget: int) -> list[Live]:
         """Computes about `budget` tokens of prompts; returns requests that need no more than their prompts."""
         ended = []
-        with self._on_mesh():  # all of the loop: prompts are computed while it asks for the next one
-            for live in self._prompts.advance(self._with_adapters(), budget):
-                if not live.request.sampling.max_new_tokens:
-                    self.leave(live)
-                    ended.append(live)
-                    continue
-                self.running[live.seat] = live
-                self._write(live, self._state[live.seat])
-                if self._histories is not None:
-                    self._histories = drafts.rewritten(
-                        self._histories, live.seat, live.request.prompt, live.progress.tokens
-                    )
-                if live.request.sampling.penalised:
-                    self._tables = penalties.rewritten(
-                        self._tables, live.seat, live.progress.tokens, live.request.sampling.logit_bias
-                    )
+        for live in self._prompts.advance(budget):
+            if not live.request.sampling.max_new_tokens:
+                self.leave(live)
+                ended.append(live)
+                continue
+            self.running[live.seat] = live
+            self._write(live, self._state[live.seat])
+            request, done = live.request, live.progress.tokens
+            if self.width > 1:
+                self.device.run("remember", live.seat, request.prompt, done)
+            if request.sampling.penalised:
+                self.device.run("penalise", live.seat, done, request.sampling.logit_bias)
         return ended
 
     def step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
         """Runs a dispatch of decode steps, which stops early once `wanted` slots are idle; returns (request, tokens,
         logp, likeliest tokens, experts of the input tokens) for each running request."""
-        with self._on_mesh():
-            return self._step(wanted)
-
-    def _step(self, wanted: int) -> list[tuple[Live, list[int], list[float], list, list]]:
         self._make_room_to_decode()
-        position = COLUMNS["position"]
+        position, lives = COLUMNS["position"], self.running.values()
         mask_SM = self._masks.fill({slot: live.matcher for slot, live in self.running.items() if live.matcher})
-        self.cache.held, self._tables, self._histories, out, position_S = programs.decode(
-            self._with_adapters(), self.cache.held, self._state, self.cache.table_KSX, wanted, self._tables, mask_SM,
-            self._histories, config=self.config, of_layer=self.cache.of_layer, steps=self.steps, width=self.width,
-        )  # fmt: skip
-        self._state[:, position] = position_S
+        ranked = any(live.request.top_logprobs for live in lives)
+        names = ["token", "logp", *(["drafted"] if self.width > 1 else []), *(["top_logp", "top_id"] if ranked else [])]
+        names += ["routed"] if any(live.request.routed_experts for live in lives) else []
+        out, self._state[:, position] = self.device.run(
+            "decode", self._state, self.cache.table_KSX, wanted, mask_SM, names
+        )
         self.counts["dispatches"] += 1
-        token_USQ, logp_USQ = (np.asarray(out[name]) for name in ("token", "logp"))
-        valid_USQ = token_USQ >= 0
+        valid_USQ = out["token"] >= 0
         if self.width > 1:
             self.counts["drafted"] += int(np.sum(out["drafted"]))
             self.counts["accepted"] += int(np.sum(valid_USQ[..., 1:]))
-        ranked = any(live.request.top_logprobs for live in self.running.values())
-        top_USQK = [np.asarray(out[name]) for name in ("top_logp", "top_id")] if ranked else []
         made = []
         for slot, live in self.running.items():
-            own = lambda x_USQ, slot=slot: x_USQ[:, slot][valid_USQ[:, slot]]  # of its tokens, in order
-            k, tokens = live.request.top_logprobs, own(token_USQ).tolist()
-            top = pairs(*(own(x_USQK)[:, :k] for x_USQK in top_USQK)) if k else []
-            routed = list(own(np.asarray(out["routed"]))) if live.request.routed_experts else []
-            made.append((live, tokens, own(logp_USQ).tolist(), top, routed))
+            own = lambda name, slot=slot: out[name][:, slot][valid_USQ[:, slot]]  # of its tokens, in order
+            k, tokens = live.request.top_logprobs, own("token").tolist()
+            top = pairs(own("top_logp")[:, :k], own("top_id")[:, :k]) if k else []
+            routed = list(own("routed")) if live.request.routed_experts else []
+            made.append((live, tokens, own("logp").tolist(), top, routed))
             self._state[slot, COLUMNS["token"]] = tokens[-1]
             self.cache.behind(live, int(self._state[slot, position]))
             if live.matcher:
@@ -252,14 +237,11 @@ class Slots:
     def _preempt(self, live: Live) -> None:
         """Takes a request's memory; what it has decoded is kept in host memory."""
         if live.slot in self.running:
-            live.saved = self.cache.save(live, int(self._state[live.slot, COLUMNS["position"]]))
+            self.cache.save(live, int(self._state[live.slot, COLUMNS["position"]]))
         self.counts["preemptions"] += 1
         live.progress.retractions += 1
         self.leave(live)
         self.preempted.append(live)
-
-    def _with_adapters(self):
-        return self.weights if self.adapters.factors is None else self.weights | {"adapters": self.adapters.factors}
 
     @staticmethod
     def _write(live: Live, row: np.ndarray) -> None:

@@ -19,7 +19,8 @@ def stage(params, table: param.Table, mesh):
     over tp by the rules of training, experts over ep.
 
     Copies one tensor at a time, so that decoding on the device is never blocked for long. Leaves may be arrays,
-    `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device.
+    `hf.Mapped` or `hf.Cast`; those in host memory are read in place, others go from device to device. On a mesh that
+    spans processes they must be in host memory, and each process copies its parts, whatever the others do.
     """
     split = rules.of_params(table, mesh, rules.GENERATING)
 
@@ -30,6 +31,8 @@ def stage(params, table: param.Table, mesh):
     def ready(w, sharding, turned=False):
         spec = (*sharding.spec, *[None] * (w.ndim - len(sharding.spec)))
         there = NamedSharding(mesh, PartitionSpec(*reversed(spec))) if turned else sharding
+        if mesh.is_multi_process:
+            return jax.block_until_ready(transfer.from_host(w, sharding, _turned if turned else _copy, there))
         w = transfer.between(w, sharding) if isinstance(w, jax.Array) else jax.device_put(w, sharding)
         return jax.block_until_ready(_copied(there, turned)(w))
 
@@ -58,6 +61,9 @@ def stage(params, table: param.Table, mesh):
 @functools.cache
 def _copied(sharding, turned: bool):
     return jax.jit(lambda w: w.T if turned else jnp.copy(w), out_shardings=sharding)
+
+
+_turned, _copy = jax.jit(jnp.transpose), jax.jit(jnp.copy)
 
 
 def with_adapters(weights, index_B):

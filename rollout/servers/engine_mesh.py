@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 @dataclass(frozen=True)
 class EngineMesh:
-    """The devices of a generation engine, the first ones of its process.
+    """The devices of a generation engine, the first ones of its process, or all those of a job of several processes.
 
     Attributes:
       dp: replicas, each with its own devices (ep x tp), weights, caches and slots, behind one queue of requests.

@@ -1,0 +1,226 @@
+"""What an engine keeps on its devices: weights, memory of sequences, adapters, tables; and the operations on it.
+
+Operations take and return host data, so that all processes of an engine over several hosts can run them alike, each on
+its own devices. Process 0 schedules: it alone decides which run, and reads what they return. One process calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import models
+from ...models import paging
+from ...models.paging import Kind
+from ...parallel import transfer
+from ...parallel.multihost import lockstep, processes
+from ...parallel.multihost.channel import Share
+from . import decode as decoding
+from . import drafts, grammar, penalties, pool, staging
+from . import prefill as prompts
+from .adapters import Adapters, Factors
+
+OPERATIONS = (
+    "swap", "drop_staged", "release", "empty", "wipe", "decode", "prefill", "scores", "copy", "save", "restore",
+    "forget", "penalise", "remember", "add_adapter", "remove_adapter",
+)  # fmt: skip
+
+
+class DeviceState:
+    """The state of an engine on its devices; operations on it run on one thread.
+
+    Attributes:
+      mesh: the devices.
+      several: whether they belong to several processes.
+      operations: {name: function} of all that `run` runs.
+      weights: in the layout of `staging`; None once they are released.
+      staged: the next weights.
+      held: the memory of all layers, see `pool`; None while it is released.
+      adapters: the loaded adapters.
+      of_layer: the kind of each layer's pages.
+      tables, histories: see `penalties` and `drafts`; no histories without drafts.
+    """
+
+    def __init__(
+        self, config, dtype, mesh: jax.sharding.Mesh, kinds: Sequence[Kind], counts: Sequence[int], *, slots: int,
+        context: int, page: int, steps: int, width: int,
+    ):  # fmt: skip
+        self.mesh, self.several = mesh, mesh.is_multi_process
+        self._config, self._dtype = config, dtype
+        self._size = kinds, counts, slots, page
+        self.of_layer = paging.of_layers(kinds, config.records)
+        self._states = frozenset(i for kind in kinds if kind.states for i in kind.layers)
+        self._fused = {"steps": steps, "width": width}
+        self.operations: dict[str, Callable] = {
+            name: functools.partial(self._on_mesh, getattr(self, name)) for name in OPERATIONS
+        }
+        self.run: Callable[..., Any] = self._run_here
+        self.weights: Any = None
+        self.staged: Any = None
+        self.held: Any = None
+        self.adapters = Adapters(mesh)
+        self._hidden_RTD: Any = None  # of the last chunks of prompts, for `scores`
+        self._saved: dict[int, list] = {}
+        with jax.set_mesh(mesh):
+            self.tables = penalties.empty(slots, config.vocab)
+            self.no_mask_SM = grammar.empty(slots, config.vocab)
+            self.histories: Any = drafts.empty(slots, context) if width > 1 else None
+        self._run_here("empty")
+
+    # How operations run.
+
+    def _run_here(self, name: str, *data):
+        return self.operations[name](*data)
+
+    def _on_mesh(self, operation: Callable, *data):
+        """Runs an operation with the engine's mesh, not the one that the calling thread may train on."""
+        with jax.set_mesh(self.mesh):
+            return operation(*data)
+
+    @contextlib.contextmanager
+    def leading(self, share: Share | None) -> Iterator[None]:
+        """During the block `run` runs operations in all processes, while the others `follow`; None = there are none.
+
+        An exception ends this process, and thus all, so that clients ask another server.
+        """
+        if share is None:
+            yield
+            return
+        try:
+            with lockstep.leader(self.operations, share) as self.run:
+                yield
+        except Exception as error:
+            processes.leave(error)
+        finally:
+            self.run = self._run_here
+
+    def follow(self, share: Share) -> None:
+        """In the other processes: runs what process 0 runs, until it is done."""
+        lockstep.worker_loop(self.operations, share)
+
+    # Weights and adapters.
+
+    def stage(self, params) -> Any:
+        """Copies weights to the devices, next to the ones in use; any thread may call it, in each process by itself."""
+        table = models.table(self._config)
+        if self.several:
+            return staging.stage(params, table, self.mesh)
+        with jax.set_mesh(self.mesh):
+            return staging.stage(params, table, self.mesh)
+
+    def swap(self) -> None:
+        """Takes the staged weights into use."""
+        self.weights, self.staged = self.staged, None
+
+    def drop_staged(self) -> None:
+        """Forgets staged weights."""
+        self.staged = None
+
+    def add_adapter(self, factors: Factors) -> int:
+        """Adds an adapter and returns its index; it must be `Adapters.check`ed."""
+        return self.adapters.add(factors)
+
+    def remove_adapter(self, index: int) -> None:
+        self.adapters.remove(index)
+
+    def _with_adapters(self):
+        return self.weights if self.adapters.factors is None else self.weights | {"adapters": self.adapters.factors}
+
+    # Memory.
+
+    @property
+    def bytes(self) -> int:
+        """Memory of weights and caches on all devices, in bytes."""
+        own = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return sum(self.mesh.size * own(x) for x in jax.tree.leaves((self.weights, self.held)))
+
+    def release(self, weights: bool, caches: bool) -> None:
+        """Frees memory at once, while nothing runs, even if something else refers to it."""
+        for x in jax.tree.leaves((self.weights if weights else None, self.held if caches else None)):
+            x.delete()
+        if weights:
+            self.weights = self.staged = None
+        if caches:
+            self.held = None
+
+    def empty(self) -> None:
+        """Makes empty caches."""
+        self.held = pool.empty(self._config, *self._size, self._dtype)
+
+    def wipe(self, counts: Sequence[int]) -> None:
+        """Zeroes the first pages, as many of each kind, and all states, as `pool.wipe`."""
+        used = np.array([counts[kind] if kind >= 0 else 0 for kind in self.of_layer], np.int32)
+        self.held = pool.wipe(self.held, used, states=self._states)
+
+    def copy(self, page_K2N: list[np.ndarray], keep_2N: np.ndarray, restore_2N: np.ndarray) -> None:
+        """As `pool.copy`."""
+        self.held = pool.copy(self.held, page_K2N, keep_2N, restore_2N, of_layer=self.of_layer, states=self._states)
+
+    def save(self, number: int, page_KN: np.ndarray, slot: int) -> None:
+        """Copies a sequence's pages, and its slot's states, to host memory, each process its part, as `number`."""
+        self._saved[number] = transfer.to_host(
+            pool.read(self.held, page_KN, slot, of_layer=self.of_layer, states=self._states)
+        )
+
+    def restore(self, number: int, page_KN: np.ndarray, slot: int) -> None:
+        """Puts what was saved as `number` to other pages, and to a slot."""
+        saved = transfer.to_devices(self._saved.pop(number))
+        self.held = pool.restore(self.held, saved, page_KN, slot, of_layer=self.of_layer, states=self._states)
+
+    def forget(self, number: int) -> None:
+        """Drops what was saved as `number`."""
+        del self._saved[number]
+
+    # Generation.
+
+    def prefill(
+        self, token_RT, start_R, length_R, adapter_R, slot_R, table_KRX, scored: bool, routed: bool
+    ) -> np.ndarray | None:
+        """Computes chunks of prompts, as `prefill.prefill`.
+
+        Args:
+          scored: keep hidden states for `scores`.
+          routed: return the experts of the tokens.
+        """
+        self.held, hidden_RTD, routed_RTLK = prompts.prefill(
+            self._with_adapters(), self.held, token_RT, start_R, length_R, adapter_R, slot_R, table_KRX,
+            config=self._config, of_layer=self.of_layer,
+        )  # fmt: skip
+        self._hidden_RTD = hidden_RTD if scored else None
+        if self.several:  # many programs with collectives that nobody waits for may stop for good, on the CPU
+            jax.block_until_ready(hidden_RTD)
+        return np.asarray(routed_RTLK) if routed else None
+
+    def scores(self, row: int, target_T: np.ndarray, top: int) -> Any:
+        """As `prefill.scores`, of a row of the last `prefill`."""
+        made = prompts.scores(self._with_adapters(), self._hidden_RTD, row, target_T, config=self._config, top=top)
+        return jax.device_get(made)
+
+    def decode(
+        self, state_SW: np.ndarray, table_KSX: np.ndarray, free: int, mask_SM: np.ndarray | None, names: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Runs a dispatch, as `decode.decode`; returns the named ones of its outputs, and position_S.
+
+        Args:
+          mask_SM: None = no slot has a grammar.
+        """
+        mask_SM = self.no_mask_SM if mask_SM is None else mask_SM
+        self.held, self.tables, self.histories, out, position_S = decoding.decode(
+            self._with_adapters(), self.held, state_SW, table_KSX, free, self.tables, mask_SM, self.histories,
+            config=self._config, of_layer=self.of_layer, **self._fused,
+        )  # fmt: skip
+        return {name: np.asarray(out[name]) for name in names}, np.asarray(position_S)
+
+    def penalise(self, slot: int, tokens: Sequence[int], biases: Sequence[tuple[int, float]]) -> None:
+        """As `penalties.rewritten`."""
+        self.tables = penalties.rewritten(self.tables, slot, tokens, biases)
+
+    def remember(self, slot: int, prompt: Sequence[int], done: Sequence[int]) -> None:
+        """As `drafts.rewritten`."""
+        self.histories = drafts.rewritten(self.histories, slot, prompt, done)
