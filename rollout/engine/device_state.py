@@ -33,7 +33,7 @@ OPERATIONS = (
 
 
 class DeviceState:
-    """The state of an engine on its devices; operations on it run on one thread.
+    """The state of an engine on its devices; operations on it run on one thread. `dtype` is that of keys and values.
 
     Attributes:
       mesh: the devices.
