@@ -18,7 +18,7 @@ import numpy as np
 from ... import models
 from ...models import paging
 from ...models.paging import Kind
-from ...parallel import transfer
+from ...parallel import transfer, turns
 from ...parallel.multihost import lockstep
 from ...parallel.multihost.channel import Share
 from . import decode as decoding
@@ -80,7 +80,7 @@ class DeviceState:
 
     def _on_mesh(self, operation: Callable, *data):
         """Runs an operation with the engine's mesh, not the one that the calling thread may train on."""
-        with jax.set_mesh(self.mesh):
+        with turns.taken(self.mesh), jax.set_mesh(self.mesh):
             return operation(*data)
 
     @contextlib.contextmanager
